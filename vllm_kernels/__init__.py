@@ -1,0 +1,9 @@
+"""vllm_kernels: the kernels an LLM inference engine needs around its matrix products."""
+
+from vllm_kernels import _library
+from vllm_kernels._C import version as __version__
+from vllm_kernels.ops import OPS, rms_norm
+
+__all__ = ["OPS", "__version__", "rms_norm"]
+
+cuda_loaded: bool = _library.cuda_loaded
