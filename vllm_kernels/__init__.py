@@ -2,8 +2,9 @@
 
 from vllm_kernels import _library
 from vllm_kernels._C import version as __version__
-from vllm_kernels.ops import OPS, rms_norm
+from vllm_kernels.ops import *  # noqa: F403
+from vllm_kernels.ops import OPS
 
-__all__ = ["OPS", "__version__", "rms_norm"]
+__all__ = ["OPS", "__version__", *OPS]
 
 cuda_loaded: bool = _library.cuda_loaded

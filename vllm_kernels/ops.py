@@ -25,6 +25,9 @@ def _inference_only(op: str, *tensors: Tensor | None) -> None:
                 raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
 
 
+# --- norms
+
+
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
     """Root-mean-square norm: ``out = round(x / sqrt(mean(x²) + epsilon)) * weight``, row by row.
 
@@ -44,8 +47,28 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
     _ops.rms_norm.default(out, input, weight, epsilon)
 
 
-OPS = ["rms_norm"]
+# --- rotary and activations
+
+
+# --- cache
+
+
+# --- attention
+
+
+OPS = [
+    # norms
+    "rms_norm",
+    # rotary and activations
+    #
+    # cache
+    #
+    # attention
+]
 """Every op of the library."""
+
+
+__all__ = list(OPS)
 
 
 def _register_fakes() -> None:

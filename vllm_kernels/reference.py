@@ -10,8 +10,20 @@ import torch
 from torch import Tensor
 
 
+# --- norms
+
+
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
     x = input.double()
     normalised = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     return (normalised.to(input.dtype).double() * weight.double()).to(input.dtype)
+
+
+# --- rotary and activations
+
+
+# --- cache
+
+
+# --- attention

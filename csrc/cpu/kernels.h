@@ -37,7 +37,14 @@ constexpr bool kHasBf16Kernel = false;
 #define VLLM_KERNELS_DECLARE(Params) VLLM_KERNELS_DECLARE_AT(Params, baseline)
 #endif
 
+// --- norms
 VLLM_KERNELS_DECLARE(RmsNormParams)
+
+// --- rotary and activations
+
+// --- cache
+
+// --- attention
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

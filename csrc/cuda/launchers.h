@@ -8,6 +8,13 @@ namespace vllm_kernels::cuda {
 
 using Stream = void*;  // cudaStream_t, without CUDA's headers
 
+// --- norms
 void launch(const RmsNormParams& params, Stream stream);
+
+// --- rotary and activations
+
+// --- cache
+
+// --- attention
 
 }  // namespace vllm_kernels::cuda

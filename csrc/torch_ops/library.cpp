@@ -2,5 +2,12 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
+  // --- norms
   library.def("rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
+
+  // --- rotary and activations
+
+  // --- cache
+
+  // --- attention
 }
