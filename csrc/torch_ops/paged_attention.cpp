@@ -160,11 +160,14 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
                               .float32()
                               .shape({&num_seqs, &num_heads, &partitions})
                               .contiguous();
+  const Argument o = expect.tensor("out", out);
   const Argument partial =
       expect.tensor("tmp_out", tmp_out)
-          .same_dtype(expect.tensor("out", out))
+          .same_dtype(o)
           .shape({&num_seqs, &num_heads, &partitions, &head_size})
           .contiguous();
+  expect.apart(sums, maxima);
+  expect.apart(partial, o);
   const int64_t needed = (params.max_seq_len + kPartitionSize - 1) / kPartitionSize;
   if (partitions < (needed > 0 ? needed : 1)) {
     sums.fail("expected room for " + std::to_string(needed > 0 ? needed : 1) +
