@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/level.h"
-#include "ops/paged_attention.h"
+#include "cpu/paged_attention.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cpu {
@@ -46,7 +46,14 @@ VLLM_KERNELS_DECLARE(RmsNormParams)
 // --- cache
 
 // --- attention
-VLLM_KERNELS_DECLARE(PagedAttentionParams)
+VLLM_KERNELS_DECLARE(PagedAttentionWork)
+VLLM_KERNELS_DECLARE(PagedAttentionMerge)
+#if defined(__x86_64__)
+template <>
+constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
+VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
+#endif
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT
