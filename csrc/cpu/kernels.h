@@ -5,6 +5,7 @@
 
 #include "cpu/level.h"
 #include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cpu {
@@ -44,6 +45,7 @@ VLLM_KERNELS_DECLARE(RmsNormParams)
 // --- rotary and activations
 
 // --- cache
+VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
 
 // --- attention
 VLLM_KERNELS_DECLARE(PagedAttentionParams)

@@ -3,6 +3,7 @@
 // std::runtime_error when a launch is refused.
 #pragma once
 #include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cuda {
@@ -15,6 +16,7 @@ void launch(const RmsNormParams& params, Stream stream);
 // --- rotary and activations
 
 // --- cache
+void launch(const ReshapeAndCacheParams& params, Stream stream);
 
 // --- attention
 void launch(const PagedAttentionParams& params, Stream stream);
