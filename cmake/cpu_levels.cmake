@@ -1,0 +1,45 @@
+# csrc/cpu/<op>.cpp is compiled once per instruction-set level; level.cpp picks one at run time.
+# An architecture without levels here (aarch64) gets its compiler's baseline.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(CPU_LEVELS baseline avx2 avx512 avx512_bf16)
+else()
+  set(CPU_LEVELS baseline)
+endif()
+set(CPU_FLAGS_baseline "")
+set(CPU_FLAGS_avx2 -march=x86-64-v3)
+set(CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+set(CPU_FLAGS_avx512_bf16 -march=x86-64-v4 -mprefer-vector-width=512 -mavx512bf16)
+# Ops whose kernels gain from bf16 dot products; the others run their avx512 kernel.
+set(CPU_BF16_OPS paged_attention)
+
+function(add_cpu_kernels result)
+  file(GLOB sources CONFIGURE_DEPENDS ${ROOT}/cpu/*.cpp)
+  list(REMOVE_ITEM sources ${ROOT}/cpu/level.cpp)
+  add_library(cpu_level OBJECT ${ROOT}/cpu/level.cpp)
+  target_include_directories(cpu_level PRIVATE ${ROOT})
+  set(objects $<TARGET_OBJECTS:cpu_level>)
+  foreach(level ${CPU_LEVELS})
+    set(level_sources ${sources})
+    if(level STREQUAL avx512_bf16)
+      set(level_sources "")
+      foreach(op ${CPU_BF16_OPS})
+        if(EXISTS ${ROOT}/cpu/${op}.cpp)
+          list(APPEND level_sources ${ROOT}/cpu/${op}.cpp)
+        endif()
+      endforeach()
+    endif()
+    if(level_sources)
+      add_library(cpu_${level} OBJECT ${level_sources})
+      target_include_directories(cpu_${level} PRIVATE ${ROOT})
+      target_compile_definitions(cpu_${level} PRIVATE VLLM_KERNELS_CPU_LEVEL=${level})
+      # GCC 12 warns about its own AVX-512 headers (maybe-uninitialized) and about vector arguments
+      # of inlined functions (psabi).
+      target_compile_options(
+        cpu_${level} PRIVATE -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra
+                             -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi
+                             ${CPU_FLAGS_${level}})
+      list(APPEND objects $<TARGET_OBJECTS:cpu_${level}>)
+    endif()
+  endforeach()
+  set(${result} ${objects} PARENT_SCOPE)
+endfunction()

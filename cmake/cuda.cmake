@@ -1,0 +1,67 @@
+# The CUDA library. It builds wherever nvcc is, also where torch is a CPU build: the one symbol it
+# needs of libtorch_cuda comes from a stub with that library's SONAME. Gives CUDA_PLAN.
+string(TOLOWER "${VLLM_KERNELS_CUDA}" VLLM_KERNELS_CUDA)
+if(NOT VLLM_KERNELS_CUDA MATCHES "^(auto|on|off)$")
+  message(FATAL_ERROR "vllm_kernels: VLLM_KERNELS_CUDA: expected auto, on or off, got ${VLLM_KERNELS_CUDA}")
+endif()
+if(VLLM_KERNELS_CUDA STREQUAL "off")
+  set(CUDA_PLAN "off (VLLM_KERNELS_CUDA=off)")
+  return()
+endif()
+
+if(DEFINED ENV{CUDA_HOME} AND NOT DEFINED CMAKE_CUDA_COMPILER)
+  set(CMAKE_CUDA_COMPILER $ENV{CUDA_HOME}/bin/nvcc)
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(VLLM_KERNELS_CUDA STREQUAL "on")
+    message(FATAL_ERROR "vllm_kernels: VLLM_KERNELS_CUDA=on, but no nvcc: set CUDA_HOME or put it on PATH.")
+  endif()
+  set(CUDA_PLAN "off (no nvcc found: set CUDA_HOME or put it on PATH)")
+  return()
+endif()
+
+# TORCH_CUDA_ARCH_LIST in torch's words: "8.0;9.0a;12.0+PTX". Default: what an H100 or H200 runs.
+set(CUDA_ARCHITECTURES "")
+if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+  string(REGEX REPLACE "[ ,]+" ";" architectures "$ENV{TORCH_CUDA_ARCH_LIST}")
+else()
+  set(architectures 9.0a)
+endif()
+foreach(architecture ${architectures})
+  if(NOT architecture MATCHES "^([0-9]+)\\.([0-9]+)([af]?)(\\+PTX)?$")
+    message(FATAL_ERROR "vllm_kernels: TORCH_CUDA_ARCH_LIST: expected entries such as 8.0 or 9.0a or 12.0+PTX, got ${architecture}")
+  endif()
+  set(number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
+  list(APPEND CUDA_ARCHITECTURES "${number}-real")
+  if(CMAKE_MATCH_4)
+    list(APPEND CUDA_ARCHITECTURES "${number}-virtual")
+  endif()
+endforeach()
+set(CMAKE_CUDA_ARCHITECTURES ${CUDA_ARCHITECTURES})
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+set(CUDA_PLAN "nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), architectures ${architectures}")
+
+add_library(torch_cuda SHARED ${ROOT}/stubs/torch_cuda.cpp)  # never installed
+set_target_properties(torch_cuda PROPERTIES CXX_VISIBILITY_PRESET default)
+
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
+add_library(cuda_kernels OBJECT ${CUDA_SOURCES})
+target_include_directories(cuda_kernels PRIVATE ${ROOT})
+# -Xptxas -v: .ci/run reads registers, spills and stack frames from the build's output.
+target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v;--expt-relaxed-constexpr;-diag-suppress=177>")
+
+add_library(vllm_kernels_cuda SHARED ${BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)
+target_include_directories(vllm_kernels_cuda PRIVATE ${ROOT})
+target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA USE_CUDA)
+# --no-as-needed keeps torch_cuda in the list of needed libraries.
+target_link_options(vllm_kernels_cuda PRIVATE LINKER:--no-undefined LINKER:--no-as-needed
+                    LINKER:--exclude-libs,ALL)
+target_link_libraries(vllm_kernels_cuda PRIVATE torch_stable torch_cuda)
+set_target_properties(vllm_kernels_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA
+                      CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+install(TARGETS vllm_kernels_cuda LIBRARY DESTINATION .)

@@ -1,0 +1,18 @@
+# The pybind11 module. Importing it loads libvllm_kernels.so from its own folder, which registers
+# torch.ops.vllm_kernels.
+execute_process(COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir
+                OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+set(PYBIND11_FINDPYTHON ON)
+find_package(pybind11 3 CONFIG REQUIRED)
+
+file(GLOB PYTHON_SOURCES CONFIGURE_DEPENDS ${ROOT}/python/*.cpp)
+pybind11_add_module(_C MODULE NO_EXTRAS ${PYTHON_SOURCES})
+target_include_directories(_C PRIVATE ${ROOT})
+target_compile_options(_C PRIVATE -Wall -Wextra)
+target_compile_definitions(_C PRIVATE VLLM_KERNELS_VERSION="${VLLM_KERNELS_VERSION}"
+                                      VLLM_KERNELS_TORCH_VERSION="${TORCH_VERSION}"
+                                      VLLM_KERNELS_CUDA_PLAN="${CUDA_PLAN}")
+target_link_libraries(_C PRIVATE vllm_kernels)
+# The ops register themselves when the library loads; keep it although little of it is named here.
+target_link_options(_C PRIVATE LINKER:--no-as-needed)
+install(TARGETS _C LIBRARY DESTINATION .)

@@ -1,0 +1,32 @@
+// From a DType to the storage type of this level's kernels, by function and lambda.
+#pragma once
+#include "cpu/vec.h"
+#include "ops/dtype.h"
+
+namespace vllm_kernels::cpu {
+namespace {
+
+// Calls body(T{}) with the storage type of a floating dtype. The bindings let no other pass.
+template <typename Body>
+inline void dispatch_float(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Half{});
+    case DType::kBFloat16:
+      return body(BFloat16{});
+    default:
+      return body(float{});
+  }
+}
+
+constexpr int64_t kTaskBytes = 32768;  // traffic of one task
+
+// Rows per task when a row moves `row_bytes` bytes.
+inline int64_t rows_per_task(int64_t row_bytes) {
+  return row_bytes >= kTaskBytes ? 1 : (kTaskBytes + row_bytes - 1) / (row_bytes > 0 ? row_bytes : 1);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+}  // namespace vllm_kernels::cpu

@@ -1,0 +1,79 @@
+// The CPU room's table of contents: one kernel per params struct and level.
+// A kernel is a list of independent tasks; the caller spreads them over its threads.
+#pragma once
+#include <cstdint>
+
+#include "cpu/level.h"
+#include "ops/rms_norm.h"
+
+namespace vllm_kernels::cpu {
+
+template <typename Params>
+struct Kernel {
+  // How many tasks there are; a task is large enough (about 32 KiB of traffic) to be worth handing
+  // to another thread.
+  int64_t (*num_tasks)(const Params&);
+  // Runs tasks [begin, end). Does not allocate, does not throw.
+  void (*run)(const Params&, int64_t begin, int64_t end);
+};
+
+// Each level's object files define their own specialisation. avx512_bf16 has one only where bf16
+// dot products pay; elsewhere it runs the avx512 kernel.
+template <typename Params, Level level>
+Kernel<Params> kernel_at();
+
+template <typename Params>
+constexpr bool kHasBf16Kernel = false;
+
+#define VLLM_KERNELS_DECLARE_AT(Params, level) \
+  template <>                                  \
+  Kernel<Params> kernel_at<Params, Level::level>();
+#if defined(__x86_64__)
+#define VLLM_KERNELS_DECLARE(Params)        \
+  VLLM_KERNELS_DECLARE_AT(Params, baseline) \
+  VLLM_KERNELS_DECLARE_AT(Params, avx2)     \
+  VLLM_KERNELS_DECLARE_AT(Params, avx512)
+#else
+#define VLLM_KERNELS_DECLARE(Params) VLLM_KERNELS_DECLARE_AT(Params, baseline)
+#endif
+
+// --- norms
+VLLM_KERNELS_DECLARE(RmsNormParams)
+
+// --- rotary and activations
+
+// --- cache
+
+// --- attention
+
+#undef VLLM_KERNELS_DECLARE
+#undef VLLM_KERNELS_DECLARE_AT
+
+// The kernel of the chosen level.
+template <typename Params>
+Kernel<Params> kernel() {
+#if defined(__x86_64__)
+  switch (level()) {
+    case Level::avx512_bf16:
+      if constexpr (kHasBf16Kernel<Params>) return kernel_at<Params, Level::avx512_bf16>();
+      [[fallthrough]];
+    case Level::avx512:
+      return kernel_at<Params, Level::avx512>();
+    case Level::avx2:
+      return kernel_at<Params, Level::avx2>();
+    case Level::baseline:
+      break;
+  }
+#endif
+  return kernel_at<Params, Level::baseline>();
+}
+
+}  // namespace vllm_kernels::cpu
+
+// At the end of csrc/cpu/<op>.cpp, which is compiled once per level.
+#define VLLM_KERNELS_CPU_KERNEL(Params, num_tasks, run)                                      \
+  template <>                                                                                \
+  vllm_kernels::cpu::Kernel<Params>                                                          \
+  vllm_kernels::cpu::kernel_at<Params, vllm_kernels::cpu::Level::VLLM_KERNELS_CPU_LEVEL>() { \
+    return {num_tasks, run};                                                                 \
+  }

@@ -1,0 +1,188 @@
+// One vector of floats at this object file's instruction-set level, and the conversions to and from
+// the storage types. Built on GCC/Clang vector extensions, with intrinsics where a conversion has an
+// instruction of its own. Everything is in an anonymous namespace: a function with external linkage
+// would be merged by the linker across levels, and the baseline would call AVX-512 code.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vllm_kernels::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // SSE2, NEON
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecUint __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecHalfBits __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t VecByte __attribute__((vector_size(kLanes)));
+
+// Storage types: bits only, so that they mean the same on every compiler.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Fp8E4M3 {
+  uint8_t bits;
+};
+struct Fp8E5M2 {
+  uint8_t bits;
+};
+
+inline Vec splat(float value) { return value - Vec{}; }  // value - 0: keeps the sign of -0
+inline VecUint as_bits(Vec value) { return reinterpret_cast<VecUint>(value); }
+inline Vec as_float(VecUint bits) { return reinterpret_cast<Vec>(bits); }
+inline Vec as_float(VecInt bits) { return reinterpret_cast<Vec>(bits); }
+
+// mask lanes are all ones or all zeros.
+inline Vec select(VecInt mask, Vec yes, Vec no) {
+  return as_float((reinterpret_cast<VecInt>(yes) & mask) | (reinterpret_cast<VecInt>(no) & ~mask));
+}
+inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }  // b where a is NaN
+inline Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <typename V>
+inline V load_raw(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+template <typename V>
+inline void store_raw(void* to, V value) {
+  std::memcpy(to, &value, sizeof(V));
+}
+
+// --- load: storage type -> float ---------------------------------------------------------------
+
+inline Vec load(const float* from) { return load_raw<Vec>(from); }
+
+inline Vec load(const BFloat16* from) {
+  return as_float(__builtin_convertvector(load_raw<VecHalfBits>(from), VecUint) << 16);
+}
+
+inline Vec load(const Half* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(load_raw<__m256i>(from));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(load_raw<__m128i>(from));
+#else
+  const VecUint bits = __builtin_convertvector(load_raw<VecHalfBits>(from), VecUint);
+  const VecUint sign = (bits & 0x8000u) << 16;
+  const VecUint magnitude = (bits & 0x7fffu) << 13;
+  const Vec scaled = as_float(magnitude) * 0x1p112f;  // rebias 15 -> 127; denormals come out right
+  const VecInt special = (VecInt)(magnitude >= 0x0f800000u);  // inf, NaN
+  return as_float(as_bits(select(special, as_float(magnitude | 0x7f800000u), scaled)) | sign);
+#endif
+}
+
+// --- store: float -> storage type, to nearest even ---------------------------------------------
+
+inline void store(float* to, Vec value) { store_raw(to, value); }
+
+inline void store(BFloat16* to, Vec value) {
+  const VecUint bits = as_bits(value);
+  const VecUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const VecInt is_nan = value != value;
+  const VecUint chosen = (rounded & ~(VecUint)is_nan) | (0x7fc0u & (VecUint)is_nan);
+#if defined(__AVX512F__)
+  store_raw(to, _mm512_cvtepi32_epi16((__m512i)chosen));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)chosen, (__m256i)chosen);
+  store_raw(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  store_raw(to, __builtin_convertvector(chosen, VecHalfBits));
+#endif
+}
+
+inline void store(Half* to, Vec value) {
+#if defined(__AVX512F__)
+  store_raw(to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+  store_raw(to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const VecUint bits = as_bits(value);
+  const VecUint magnitude = bits & 0x7fffffffu;
+  const VecUint sign = (bits ^ magnitude) >> 16;
+  // normal: rebias and round at bit 13; denormal: let the adder of 0.5 align and round
+  const VecUint normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const VecUint denormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+  const VecUint is_denormal = (VecUint)(magnitude < 0x38800000u);
+  const VecUint is_large = (VecUint)(magnitude >= 0x47800000u);
+  const VecUint is_nan = (VecUint)(magnitude > 0x7f800000u);
+  VecUint half = (denormal & is_denormal) | (normal & ~is_denormal);
+  half = (0x7c00u & is_large) | (half & ~is_large);
+  half = (0x7e00u & is_nan) | (half & ~is_nan);
+  store_raw(to, __builtin_convertvector(half | sign, VecHalfBits));
+#endif
+}
+
+// The value as `T` would hold it.
+template <typename T>
+inline Vec round_to(Vec value) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return value;
+  } else {
+    T buffer[kLanes];
+    store(buffer, value);
+    return load(buffer);
+  }
+}
+
+// --- tails: the first `count` < kLanes elements, the rest as zero --------------------------------
+
+template <typename T>
+inline Vec load_partial(const T* from, int64_t count) {
+  T buffer[kLanes] = {};
+  std::memcpy(buffer, from, count * sizeof(T));
+  return load(buffer);
+}
+template <typename T>
+inline void store_partial(T* to, Vec value, int64_t count) {
+  T buffer[kLanes];
+  store(buffer, value);
+  std::memcpy(to, buffer, count * sizeof(T));
+}
+
+// --- across lanes --------------------------------------------------------------------------------
+
+inline float sum(Vec value) {
+  float lanes[kLanes];
+  store_raw(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+inline float largest(Vec value) {
+  float lanes[kLanes];
+  store_raw(lanes, value);
+  float result = lanes[0];
+  for (int lane = 1; lane < kLanes; ++lane) result = lanes[lane] > result ? lanes[lane] : result;
+  return result;
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cpu

@@ -1,0 +1,83 @@
+// Launching: one call that checks, and programmatic dependent launch.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace vllm_kernels::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// What the launchers ask about a device, read once per device.
+struct DeviceInfo {
+  int multiprocessors = 0;
+  int compute_capability = 0;       // 90 for sm_90
+  int shared_memory_per_block = 0;  // bytes, after opt-in
+};
+
+inline const DeviceInfo& current_device_info() {
+  constexpr int kMaxDevices = 64;
+  static DeviceInfo infos[kMaxDevices];
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  DeviceInfo& info = infos[device % kMaxDevices];
+  if (info.compute_capability == 0) {  // idempotent: two threads may both fill it
+    int major = 0, minor = 0, count = 0, shared = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attribute");
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "attribute");
+    check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "attribute");
+    info.multiprocessors = count;
+    info.shared_memory_per_block = shared;
+    info.compute_capability = major * 10 + minor;
+  }
+  return info;
+}
+
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is refused.
+// From sm_90 on the kernel may start while its predecessor still runs (programmatic dependent
+// launch), so every kernel launched here calls wait_for_predecessor() before it touches memory.
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                   size_t shared_bytes, void* stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute dependent[1];
+  dependent[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = dependent;
+  config.numAttrs = current_device_info().compute_capability >= 90 ? 1 : 0;
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(op) + ": kernel launch refused: " +
+                             cudaGetErrorString(error));
+  }
+}
+
+#if defined(__CUDACC__)
+// Lets the next kernel of the stream be scheduled; it still waits for this one's results.
+__device__ __forceinline__ void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until every earlier kernel of the stream has finished and its writes are visible.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
+}  // namespace vllm_kernels::cuda

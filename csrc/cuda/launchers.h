@@ -1,0 +1,20 @@
+// The CUDA room's table of contents: one launcher per params struct.
+// A launcher enqueues on `stream` of the current device, does not wait, and throws
+// std::runtime_error when a launch is refused.
+#pragma once
+#include "ops/rms_norm.h"
+
+namespace vllm_kernels::cuda {
+
+using Stream = void*;  // cudaStream_t, without CUDA's headers
+
+// --- norms
+void launch(const RmsNormParams& params, Stream stream);
+
+// --- rotary and activations
+
+// --- cache
+
+// --- attention
+
+}  // namespace vllm_kernels::cuda

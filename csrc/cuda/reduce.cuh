@@ -1,0 +1,30 @@
+// Sums across a warp and across a block.
+#pragma once
+
+namespace vllm_kernels::cuda {
+
+constexpr int kWarpSize = 32;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+// Every thread gets the block's sum. One barrier; a second call in the same kernel needs another
+// `Tag`, so that it has shared memory of its own.
+template <int Tag = 0>
+__device__ __forceinline__ float block_sum(float value) {
+  __shared__ float partial[32];
+  value = warp_sum(value);
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  float total = 0.0f;
+  for (int warp = 0; warp < warps; ++warp) total += partial[warp];
+  return total;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,60 @@
+// The paged KV cache, described once: every kernel that reads or writes pages takes this struct.
+//
+// Layouts (shapes as torch tensors):
+//   vllm  K [num_blocks, num_kv_heads, head_size / x, block_size, x]   x = 16 bytes of elements
+//         V [num_blocks, num_kv_heads, head_size, block_size]
+//   NHD   K, V [num_blocks, block_size, num_kv_heads, head_size]
+//   HND   K, V [num_blocks, num_kv_heads, block_size, head_size]
+#pragma once
+#include <cstdint>
+
+#include "ops/dtype.h"
+#include "ops/rows.h"
+
+namespace vllm_kernels {
+
+enum class KvLayout : uint8_t { kVllm, kNHD, kHND };
+
+// Strides are in elements and 64-bit: a cache may hold more than 2^31 elements, and a layer may be a
+// slice of a packed tensor with a very large block stride.
+struct PagedKv {
+  void* key = nullptr;
+  void* value = nullptr;
+  int64_t num_blocks = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_size = 0;
+  int32_t block_size = 0;  // tokens a block
+  DType dtype = DType::kFloat32;  // of the stored elements
+  KvLayout layout = KvLayout::kVllm;
+
+  // K element (block, head, token, d):
+  //   block * block_stride + head * head_stride + token * token_stride + (d / x) * chunk_stride + d % x
+  int32_t x = 1;
+  int64_t key_block_stride = 0;
+  int64_t key_head_stride = 0;
+  int64_t key_token_stride = 0;
+  int64_t key_chunk_stride = 0;
+  // V element (block, head, token, d):
+  //   block * block_stride + head * head_stride + token * token_stride + d * dim_stride
+  int64_t value_block_stride = 0;
+  int64_t value_head_stride = 0;
+  int64_t value_token_stride = 0;
+  int64_t value_dim_stride = 0;
+
+  // A stored 8-bit element stands for element * scale. One float on the cache's device, or null for 1.
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
+
+  VLLM_KERNELS_HOST_DEVICE int64_t key_offset(int64_t block, int64_t head, int64_t token,
+                                              int64_t d) const {
+    return block * key_block_stride + head * key_head_stride + token * key_token_stride +
+           (d / x) * key_chunk_stride + d % x;
+  }
+  VLLM_KERNELS_HOST_DEVICE int64_t value_offset(int64_t block, int64_t head, int64_t token,
+                                                int64_t d) const {
+    return block * value_block_stride + head * value_head_stride + token * value_token_stride +
+           d * value_dim_stride;
+  }
+};
+
+}  // namespace vllm_kernels

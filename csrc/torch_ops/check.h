@@ -1,0 +1,139 @@
+// Argument checks in the words of the docstring. Every failure throws std::runtime_error, which
+// reaches Python as a RuntimeError with this text and nothing around it:
+//   rms_norm: weight: expected hidden_size = 64 (from input) at dimension 0, got shape [32]
+#pragma once
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "ops/dtype.h"
+#include "ops/rows.h"
+
+namespace vllm_kernels {
+
+using torch::stable::Tensor;
+
+// A size with a name: bound by the first tensor that shows it, required of every later one.
+struct Size {
+  const char* name;
+  int64_t value = -1;
+  const char* source = nullptr;  // the argument that bound it
+
+  explicit Size(const char* name) : name(name) {}
+  Size(const char* name, int64_t value, const char* source)
+      : name(name), value(value), source(source) {}
+  operator int64_t() const { return value; }
+};
+
+// One tensor argument, its metadata read once. The methods are checks and return *this.
+class Argument {
+ public:
+  // --- what it is
+  const char* name() const { return name_; }
+  int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }
+  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
+  int64_t numel() const;
+  std::span<const int64_t> sizes() const { return sizes_; }
+  DType dtype() const;  // of a tensor that passed a dtype check
+  const void* data() const { return data_; }
+  void* mutable_data() const { return data_; }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+  // --- checks on the element type
+  Argument& floating();                      // float32, float16 or bfloat16
+  Argument& same_dtype(const Argument& as);
+  Argument& float32();
+  Argument& int32();
+  Argument& int64();
+  // `dtype`, or uint8 that stands for an 8-bit type
+  Argument& cache_dtype(DType dtype, std::string_view kv_cache_dtype);
+
+  // --- checks on the shape
+  Argument& rank(int64_t low, int64_t high);
+  Argument& shape(std::initializer_list<Size*> dims);  // exact rank
+  Argument& at(int64_t dimension, Size& size);         // negative: from the end
+  Argument& same_shape(const Argument& as);
+
+  // --- checks on the memory
+  Argument& inner_contiguous();  // last stride 1
+  Argument& contiguous();
+  Argument& on_cpu();
+  Argument& written();  // no two elements share an address
+
+  [[noreturn]] void fail(const std::string& expected_and_got) const;
+  std::string shape_text() const;
+
+ private:
+  friend class Expect;
+  const char* op_ = nullptr;
+  const char* name_ = nullptr;
+  void* data_ = nullptr;
+  int32_t scalar_type_ = -1;  // torch's number
+  int32_t device_type_ = -1;
+  int32_t device_index_ = -1;
+  std::span<const int64_t> sizes_;
+  std::span<const int64_t> strides_;
+};
+
+class Expect {
+ public:
+  explicit Expect(const char* op) : op_(op) {}
+
+  // Reads the tensor and requires it defined and on the device of the first one read.
+  Argument tensor(const char* name, const Tensor& tensor);
+  // The same without the device rule.
+  Argument tensor_on_any_device(const char* name, const Tensor& tensor);
+
+  // The leading dimensions of [..., width] folded to at most two strides.
+  Rows rows(const Argument& argument, int64_t keep_dims = 1) const;
+
+  // `out` may be exactly `input`, or apart from it, but must not overlap it otherwise.
+  void same_or_apart(const Argument& out, const Argument& input) const;
+  void apart(const Argument& out, const Argument& input) const;
+
+  // Throws "<op>: <message>" when the condition does not hold.
+  void that(bool condition, const std::string& message) const {
+    if (!condition) fail(message);
+  }
+  [[noreturn]] void fail(const std::string& message) const;
+  const char* op() const { return op_; }
+
+ private:
+  const char* op_;
+  const char* first_name_ = nullptr;
+  int32_t device_type_ = -1;
+  int32_t device_index_ = -1;
+};
+
+// A schema `str` argument. The stable header's std::string leaks its buffer at every call.
+struct Text {
+  std::string value;
+  operator std::string_view() const { return value; }
+};
+
+}  // namespace vllm_kernels
+
+namespace torch::stable::detail {
+template <>
+struct ToImpl<vllm_kernels::Text> {
+  static vllm_kernels::Text call(StableIValue value, uint64_t, bool) {
+    StringHandle handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    vllm_kernels::Text text{std::string(data, length)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+}  // namespace torch::stable::detail

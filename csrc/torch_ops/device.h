@@ -1,0 +1,60 @@
+// The last step of a binding: launch on the device this library serves. Every torch_ops/<op>.cpp is
+// compiled twice, for libvllm_kernels.so (CPU) and libvllm_kernels_cuda.so (CUDA).
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+#include "cuda/launchers.h"
+#else
+#include "cpu/kernels.h"
+#endif
+
+namespace vllm_kernels {
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+
+constexpr bool kOnCpu = false;
+
+// On the current stream of the tensor's device.
+template <typename Params>
+void launch(const Params& params, const torch::stable::Tensor& on) {
+  const int32_t device = on.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  cuda::launch(params, stream);
+}
+
+#define VLLM_KERNELS_DISPATCH_KEY CUDA
+
+#else
+
+constexpr bool kOnCpu = true;
+
+// On torch's threads.
+template <typename Params>
+void launch(const Params& params, const torch::stable::Tensor&) {
+  const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
+  const int64_t tasks = kernel.num_tasks(params);
+  if (tasks == 1) {
+    kernel.run(params, 0, 1);
+  } else if (tasks > 1) {
+    torch::stable::parallel_for(
+        0, tasks, 1, [&](int64_t begin, int64_t end) { kernel.run(params, begin, end); });
+  }
+}
+
+#define VLLM_KERNELS_DISPATCH_KEY CPU
+
+#endif
+
+}  // namespace vllm_kernels
+
+// VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
+#define VLLM_KERNELS_IMPL(library) \
+  VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
+#define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)
