@@ -91,7 +91,11 @@ class Int64Counts {
   Int64Counts(py::handle object, const char* name, size_t size) {
     const bool is_int = PyIndex_Check(object.ptr()) && !PySequence_Check(object.ptr());
     if (is_int) {
-      same_.assign(size, object.cast<int64_t>());
+      int overflow = 0;
+      const int64_t value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+      if (PyErr_Occurred()) throw py::error_already_set();
+      if (overflow != 0) throw InvalidArgument(concat(name, ": expected an int64, got more bits"));
+      same_.assign(size, value);
     } else {
       each_.emplace(object, name);
     }
