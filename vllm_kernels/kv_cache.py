@@ -62,7 +62,8 @@ class BatchBuffers:
         query_start_loc: int32 [max_sequences + 1]. Where each sequence's query tokens start, then
             their number in all, to the end.
         slot_mapping: int64 [max_tokens]. Slot of each query token; padding -1 (skipped).
-        positions: int64 [max_tokens], or None. Index of each query token in its sequence; padding 0.
+        positions: int64 [max_tokens], or None. Index of each query token in its sequence;
+            padding 0.
 
     Raises:
         InvalidArgument: a dtype, shape or stride that does not fit, read-only or overlapping

@@ -59,26 +59,34 @@ py::array as_array(py::handle object, const char* name, const char* expected, Co
   }
 }
 
+bool holds_integers(const py::array& array) {
+  return array.dtype().kind() == 'i' && array.itemsize() >= 4;
+}
+
 // int32 or int64 values of a numpy array, a CPU tensor or a list of ints; int64 arrays are read in
 // place.
 class Int64Input {
  public:
-  Int64Input(py::handle object, const char* name) {
-    const py::array array = as_array(object, name, "a numpy array, a CPU tensor or a list", [&] {
-      return py::module_::import("numpy").attr("asarray")(object);
-    });
-    const bool integers = array.dtype().kind() == 'i' && array.itemsize() >= 4;
+  Int64Input(py::handle object, const char* name) : Int64Input(object, name, numpy(object, name)) {}
+
+  std::span<const int64_t> values() const {
+    return {array_.data(), static_cast<size_t>(array_.size())};
+  }
+
+  static py::array numpy(py::handle object, const char* name) {
+    return as_array(object, name, "a numpy array, a CPU tensor or a list",
+                    [&] { return py::module_::import("numpy").attr("asarray")(object); });
+  }
+
+  // `array` is numpy(object).
+  Int64Input(py::handle object, const char* name, const py::array& array) {
     const bool empty_list = array.size() == 0 && py::isinstance<py::list>(object);
-    if (array.ndim() != 1 || !(integers || empty_list)) {
+    if (array.ndim() != 1 || !(holds_integers(array) || empty_list)) {
       throw InvalidArgument(concat(name, ": expected int64 or int32 values of shape [n], got ",
                                    py::str(array.dtype()).cast<std::string>(), " of shape ",
                                    shape_of(array)));
     }
     if (!empty_list) array_ = Int64Array(array);
-  }
-
-  std::span<const int64_t> values() const {
-    return {array_.data(), static_cast<size_t>(array_.size())};
   }
 
  private:
@@ -89,15 +97,18 @@ class Int64Input {
 class Int64Counts {
  public:
   Int64Counts(py::handle object, const char* name, size_t size) {
-    const bool is_int = PyIndex_Check(object.ptr()) && !PySequence_Check(object.ptr());
-    if (is_int) {
+    if (PyLong_Check(object.ptr())) {
       int overflow = 0;
       const int64_t value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
-      if (PyErr_Occurred()) throw py::error_already_set();
       if (overflow != 0) throw InvalidArgument(concat(name, ": expected an int64, got more bits"));
       same_.assign(size, value);
+      return;
+    }
+    const py::array array = Int64Input::numpy(object, name);
+    if (array.ndim() == 0 && holds_integers(array)) {  // a NumPy integer
+      same_.assign(size, *Int64Array(array).data());
     } else {
-      each_.emplace(object, name);
+      each_.emplace(object, name, array);
     }
   }
 

@@ -203,6 +203,18 @@ TEST(KVCacheManager, ReferenceCountsDoNotWrap) {
   manager.check_integrity();
 }
 
+TEST(KVCacheManager, ReorderThatOverflowsHalfwayIsUndone) {
+  KVCacheManager manager(8, 4, 2);
+  manager.allocate(1, 8);
+  manager.allocate(2, 4);
+  manager.allocate(3, 4);
+  const Ids ids = {2, 3};
+  const Ids parents = {1, 1};
+  refused<ReferenceOverflow>(manager, [&] { manager.reorder(ids, parents); });
+  manager.reorder(std::span(ids).first(1), std::span(parents).first(1));
+  manager.check_integrity();
+}
+
 TEST(KVCacheManager, SlotMappingOfARange) {
   KVCacheManager manager(8, 4);
   manager.allocate(1, 4);
