@@ -52,7 +52,8 @@ set_target_properties(torch_cuda PROPERTIES CXX_VISIBILITY_PRESET default)
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
 add_library(cuda_kernels OBJECT ${CUDA_SOURCES})
 target_include_directories(cuda_kernels PRIVATE ${ROOT})
-# -Xptxas -v: .ci/run reads registers, spills and stack frames from the build's output.
+# -Xptxas -v: tools/check_resources.py reads registers, spills and stack frames from what it prints.
+set_target_properties(cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER ${ROOT}/../tools/keep_output.sh)
 target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v;--expt-relaxed-constexpr;-diag-suppress=177>")
 
 add_library(vllm_kernels_cuda SHARED ${BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)

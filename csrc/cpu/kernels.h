@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cpu/level.h"
+#include "ops/paged_attention.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cpu {
@@ -45,6 +46,7 @@ VLLM_KERNELS_DECLARE(RmsNormParams)
 // --- cache
 
 // --- attention
+VLLM_KERNELS_DECLARE(PagedAttentionParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

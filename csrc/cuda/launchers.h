@@ -2,6 +2,7 @@
 // A launcher enqueues on `stream` of the current device, does not wait, and throws
 // std::runtime_error when a launch is refused.
 #pragma once
+#include "ops/paged_attention.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cuda {
@@ -16,5 +17,6 @@ void launch(const RmsNormParams& params, Stream stream);
 // --- cache
 
 // --- attention
+void launch(const PagedAttentionParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

@@ -27,4 +27,19 @@ __device__ __forceinline__ float block_sum(float value) {
   return total;
 }
 
+// Every thread gets the block's largest value.
+__device__ __forceinline__ float block_max(float value) {
+  __shared__ float partial[32];
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  float largest = partial[0];
+  for (int warp = 1; warp < warps; ++warp) largest = fmaxf(largest, partial[warp]);
+  return largest;
+}
+
 }  // namespace vllm_kernels::cuda

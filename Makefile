@@ -1,0 +1,51 @@
+# Two commands: `make demo` and `make test`. Both install what they need into .venv first.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+# The one torch this builds against; the pin stands in pyproject.toml.
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' pyproject.toml | grep -v torch)
+
+.PHONY: demo test bench lint format build clean help
+
+help:
+	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
+	@echo "make test    every test this machine can run"
+	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
+	@echo "make build   compile in place     make lint / make format     make clean"
+	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS"
+
+# torch first and alone: asked for together with others, pip may take another build of it.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install $(TORCH)
+	$(PY) -m pip install --quiet $(BUILD_TOOLS)
+	$(PY) -m pip install --quiet --no-build-isolation --editable '.[demo,test,dev]'
+	touch $@
+
+# Incremental: seconds when little changed.
+build: $(VENV)/.installed
+	$(PY) setup.py --quiet build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+
+demo: build
+	$(PY) -m vllm_kernels demo
+
+test: build
+	$(PY) -m pytest
+
+bench: build
+	$(PY) -m benchmarks
+
+lint: build
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+clean:
+	rm -rf build dist *.egg-info vllm_kernels/*.so

@@ -1,0 +1,106 @@
+// The end of a paged-attention block: merge the warps' partial results and write them.
+#pragma once
+#include <cfloat>
+
+#include "cuda/ptx.cuh"
+#include "cuda/types.cuh"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
+constexpr float kNoMaximum = -1e30f;
+
+// The heads that one block serves: `count` query heads from `first` on, all of one KV head.
+struct HeadRange {
+  int kv_head;
+  int first;
+  int count;
+};
+
+__device__ __forceinline__ HeadRange head_range(const PagedAttentionParams& p, int index,
+                                                int heads_per_block) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  const int chunks = (group + heads_per_block - 1) / heads_per_block;
+  const int kv_head = index / chunks;
+  const int start = (index % chunks) * heads_per_block;
+  return {kv_head, kv_head * group + start, min(heads_per_block, group - start)};
+}
+
+// The tokens [begin, end) of a sequence that one block serves.
+struct TokenRange {
+  int seq;
+  int partition;
+  int begin;
+  int end;
+  int seq_len;
+};
+
+__device__ __forceinline__ TokenRange token_range(const PagedAttentionParams& p, int64_t index) {
+  TokenRange range;
+  range.seq = static_cast<int>(index / p.max_partitions);
+  range.partition = static_cast<int>(index % p.max_partitions);
+  range.seq_len = usable_seq_len(p, range.seq);
+  range.begin = range.partition * p.partition_size;
+  range.end =
+      p.partition_size == 0 ? range.seq_len : min(range.seq_len, range.begin + p.partition_size);
+  return range;
+}
+
+// Merges `parts` partial results that lie in shared memory and writes the block's heads.
+//   partial_out [parts][heads.count][head_size]  sum of exp2(logit - maximum) * v
+//   partial_max, partial_sum [parts][heads.count]  logits in units of log2
+template <typename T>
+__device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
+                                                const HeadRange& heads, const TokenRange& tokens,
+                                                int parts, const float* partial_out,
+                                                const float* partial_max,
+                                                const float* partial_sum) {
+  const int head_size = p.kv.head_size;
+  const float v_scale =
+      p.kv.v_scale != nullptr && size_of(p.kv.dtype) == 1 ? *p.kv.v_scale : 1.0f;
+  const bool partitioned = p.partition_size != 0;
+  for (int i = threadIdx.x; i < heads.count * head_size / 4; i += blockDim.x) {
+    const int head = i / (head_size / 4);
+    const int d = i % (head_size / 4) * 4;
+    float maximum = kNoMaximum;
+    for (int part = 0; part < parts; ++part) {
+      maximum = fmaxf(maximum, partial_max[part * heads.count + head]);
+    }
+    float total = 0.0f;
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int part = 0; part < parts; ++part) {
+      const int row = part * heads.count + head;
+      const float weight = exp2_approx(partial_max[row] - maximum);
+      const float4 value =
+          *reinterpret_cast<const float4*>(&partial_out[static_cast<int64_t>(row) * head_size + d]);
+      total += weight * partial_sum[row];
+      sum.x += weight * value.x;
+      sum.y += weight * value.y;
+      sum.z += weight * value.z;
+      sum.w += weight * value.w;
+    }
+    // total is 0 where every token was masked: the result is 0. NaN passes through.
+    const float scale = total == 0.0f ? 0.0f : v_scale / total;
+    T result[4] = {from_float<T>(sum.x * scale), from_float<T>(sum.y * scale),
+                   from_float<T>(sum.z * scale), from_float<T>(sum.w * scale)};
+    const int64_t row = static_cast<int64_t>(tokens.seq) * p.num_heads + heads.first + head;
+    const auto write = [&](T* to) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to[j] = result[j];
+    };
+    if (p.max_partitions == 1) write(static_cast<T*>(p.out) + row * head_size + d);
+    if (partitioned) {
+      const int64_t slot = row * p.max_partitions + tokens.partition;
+      write(static_cast<T*>(p.tmp_out) + slot * head_size + d);
+      if (d == 0) {
+        p.exp_sums[slot] = total;
+        p.max_logits[slot] = maximum * kLn2;
+      }
+    }
+  }
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,33 @@
+// Four 8-bit floats as two registers of fp16 pairs, exactly.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace vllm_kernels::cuda {
+
+// `low` gets elements 0 and 1 of `bytes`, `high` elements 2 and 3.
+template <typename Cache>
+__device__ __forceinline__ void widen4(uint32_t bytes, uint32_t& low, uint32_t& high);
+
+template <>
+__device__ __forceinline__ void widen4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
+                                                      uint32_t& high) {
+  const __half2_raw a =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
+  const __half2_raw b =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes >> 16), __NV_E4M3);
+  low = a.x | static_cast<uint32_t>(a.y) << 16;
+  high = b.x | static_cast<uint32_t>(b.y) << 16;
+}
+
+// e5m2 is the upper byte of an fp16.
+template <>
+__device__ __forceinline__ void widen4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& low,
+                                                      uint32_t& high) {
+  low = __byte_perm(bytes, 0, 0x1404);
+  high = __byte_perm(bytes, 0, 0x3424);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# One scripted visit to a GPU machine: builds `_C` beside the carried libraries, then runs the steps
+# named on the command line. Usage: tools/gpu_session.sh tests|memcheck|peers|cpu|... [...]
+# Results go to $OUT (default /tmp/out). Each step prints one summary line.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export OUT=${OUT:-/tmp/out} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+mkdir -p "$OUT"
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader
+lscpu | sed -n 's/^Model name: *//p'
+tools/build_c.sh python3 || exit 1
+python3 -c 'import vllm_kernels, torch; from vllm_kernels import _C, _library
+print("torch", torch.__version__, "level", _C.cpu_level(), "cuda", _library.cuda_loaded, _library.cuda_reason)' || exit 1
+
+step_tests() { python3 -m pytest -q -x --no-header -p no:cacheprovider tests 2>&1 | tail -15; }
+step_cuda_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests -k cuda -rf 2>&1 | tail -25; }
+step_cpu_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests/ops -k cpu -rf 2>&1 | tail -15; }
+step_memcheck() {
+  compute-sanitizer --tool memcheck --error-exitcode 9 python3 tools/one_shape_each.py > "$OUT/memcheck.log" 2>&1
+  echo "memcheck rc=$? $(grep -E 'ERROR SUMMARY|not supported' "$OUT/memcheck.log" | tail -1)"
+}
+step_racecheck() {
+  compute-sanitizer --tool racecheck --error-exitcode 9 python3 tools/one_shape_each.py > "$OUT/racecheck.log" 2>&1
+  echo "racecheck rc=$? $(grep -E 'RACECHECK SUMMARY|not supported' "$OUT/racecheck.log" | tail -1)"
+}
+step_peers_small() {
+  # shellcheck disable=SC1091
+  (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
+   OURS=benchmarks/peers_ours.py python3 "$KIT/small.py" --out "$OUT/small.json" ${SMALL_ARGS:-} 2>&1 | tee "$OUT/small.log" | tail -80)
+}
+step_peers_decode() {
+  # shellcheck disable=SC1091
+  (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
+   OURS=benchmarks/peers_ours.py python3 "$KIT/bench.py" --out "$OUT/decode.json" ${DECODE_ARGS:-} 2>&1 | tee "$OUT/decode.log" | tail -120)
+}
+step_script() { python3 .stage/script.py 2>&1 | tail -40; }  # whatever was staged for this visit
+for step in "$@"; do
+  echo "== $step"
+  SECONDS=0
+  "step_$step"
+  echo "-- $step took ${SECONDS}s"
+done
