@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "cpu/level.h"
+#include "ops/activation.h"
 #include "ops/rms_norm.h"
+#include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cpu {
 
@@ -41,6 +43,8 @@ constexpr bool kHasBf16Kernel = false;
 VLLM_KERNELS_DECLARE(RmsNormParams)
 
 // --- rotary and activations
+VLLM_KERNELS_DECLARE(RotaryParams)
+VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache
 
