@@ -2,57 +2,51 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/pack.cuh"
 #include "cuda/reduce.cuh"
-#include "cuda/types.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
-// `kWidth` neighbouring elements in one access.
-template <typename T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Pack {
-  T data[kWidth];
-};
-
-// Makes the compiler keep 16 bytes in 4 registers; it would hold on to the elements' float copies.
-template <typename T>
-__device__ __forceinline__ void keep_packed(Pack<T, kVectorWidth<T>>& pack) {
-  uint4& words = reinterpret_cast<uint4&>(pack);
-  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
-}
-
 template <typename T, int kWidth>
 __device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
-  float square = 0.0f;
+  float values[kWidth], square = 0.0f;
+  widen(pack, values);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    const float value = to_float(pack.data[j]);
-    square += value * value;
-  }
+  for (int j = 0; j < kWidth; ++j) square += values[j] * values[j];
   return square;
 }
 
 template <typename T, int kWidth>
 __device__ __forceinline__ Pack<T, kWidth> added(const Pack<T, kWidth>& a,
                                                  const Pack<T, kWidth>& b) {
-  Pack<T, kWidth> result;
+  float sums[kWidth], others[kWidth];
+  widen(a, sums);
+  widen(b, others);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    result.data[j] = from_float<T>(to_float(a.data[j]) + to_float(b.data[j]));
-  }
-  return result;
+  for (int j = 0; j < kWidth; ++j) sums[j] += others[j];
+  return narrow<T>(sums);
 }
 
 template <typename T, int kWidth>
 __device__ __forceinline__ Pack<T, kWidth> normed(const Pack<T, kWidth>& x, float inverse,
                                                   const Pack<T, kWidth>& weight) {
-  Pack<T, kWidth> result;
+  float values[kWidth], weights[kWidth];
+  widen(x, values);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    result.data[j] =
-        from_float<T>(round_to<T>(to_float(x.data[j]) * inverse) * to_float(weight.data[j]));
-  }
-  return result;
+  for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
+  widen(narrow<T>(values), values);
+  widen(weight, weights);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] *= weights[j];
+  return narrow<T>(values);
+}
+
+// Stops the compiler from holding on to the elements' float copies, which take twice the registers.
+template <typename T>
+__device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
+#pragma unroll
+  for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
 }
 
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
@@ -129,11 +123,13 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   }
   float square = 0.0f;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    square += sum_of_squares(x[v]);
-    keep_packed(x[v]);
-  }
+  for (int v = 0; v < kVectors; ++v) square += sum_of_squares(x[v]);
   const float inverse = inverse_root(p, block_sum(square));
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    keep_packed(x[v]);
+    if constexpr (kEarlyWeight) keep_packed(weight[v]);
+  }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = v * blockDim.x + threadIdx.x;
@@ -202,11 +198,6 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p) {
       if (i < num_packs) row.out[i] = normed(x[v], inverse, row.weight[i]);
     }
   }
-}
-
-bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
-  const int64_t width = 16 / size_of(dtype);
-  return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
 }
 
 template <typename T, bool kAdd>
