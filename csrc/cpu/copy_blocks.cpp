@@ -7,7 +7,9 @@ namespace vllm_kernels::cpu {
 namespace {
 
 // A task is a byte range of the blocks of one cache, for all pairs in their order.
-int64_t pieces(int64_t block_bytes) { return ceil_div(block_bytes, kTaskBytes); }
+int64_t pieces(int64_t block_bytes) {
+  return ceil_div(block_bytes, kTaskBytes);
+}
 
 void copy_piece(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, int64_t block_bytes,
                 int64_t piece) {
@@ -19,7 +21,9 @@ void copy_piece(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, 
   }
 }
 
-int64_t num_tasks(const CopyBlocksParams& p) { return p.num_copies * pieces(p.block_bytes); }
+int64_t num_tasks(const CopyBlocksParams& p) {
+  return p.num_copies * pieces(p.block_bytes);
+}
 
 void run(const CopyBlocksParams& p, int64_t begin, int64_t end) {
   const int64_t per_copy = pieces(p.block_bytes);
@@ -28,7 +32,9 @@ void run(const CopyBlocksParams& p, int64_t begin, int64_t end) {
   }
 }
 
-int64_t num_swap_tasks(const SwapBlocksParams& p) { return pieces(p.block_bytes); }
+int64_t num_swap_tasks(const SwapBlocksParams& p) {
+  return pieces(p.block_bytes);
+}
 
 void run_swap(const SwapBlocksParams& p, int64_t begin, int64_t end) {
   for (int64_t piece = begin; piece < end; ++piece) {

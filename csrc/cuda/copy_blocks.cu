@@ -11,7 +11,7 @@ namespace {
 
 // Both lists travel as kernel parameters (at most 4 KB of them), in portions: no table has to be
 // uploaded, and a CUDA graph holds all it needs.
-constexpr int kCopiesPerLaunch = 64;
+constexpr int kCopiesPerLaunch = 128;
 constexpr int kPairsPerLaunch = 64;
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // vectors in flight a thread
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename V, typename Pairs>
 void launch_copies(const CopyBlocksParams& p, const Caches& caches, int64_t num_caches,
                    const Pairs& pairs, int64_t num_pairs, Stream stream) {
-  const int64_t pieces = (p.block_bytes / sizeof(V) + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+  const int64_t pieces =
+      (p.block_bytes / sizeof(V) + kThreads * kUnroll - 1) / (kThreads * kUnroll);
   const dim3 grid(static_cast<unsigned>(num_pairs),
                   static_cast<unsigned>(std::min<int64_t>(pieces, 64)),
                   static_cast<unsigned>(num_caches));
@@ -108,8 +109,8 @@ void launch(const CopyBlocksParams& p, Stream stream) {
 // One copy for each stretch of pairs whose sources and destinations both follow one another.
 void launch(const SwapBlocksParams& p, Stream stream) {
   const BlockCopy& copy = p.copy;
-  const bool joinable = !p.one_tensor && copy.from_stride == p.block_bytes &&
-                        copy.to_stride == p.block_bytes;
+  const bool joinable =
+      !p.one_tensor && copy.from_stride == p.block_bytes && copy.to_stride == p.block_bytes;
   for (int64_t i = 0; i < p.num_pairs;) {
     const int64_t from = p.pairs[2 * i], to = p.pairs[2 * i + 1];
     int64_t count = 1;

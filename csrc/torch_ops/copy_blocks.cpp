@@ -25,7 +25,9 @@ int64_t dense_block_bytes(const Argument& cache) {
   return elements * cache.element_size();
 }
 
-int64_t block_stride_bytes(const Argument& cache) { return cache.stride(0) * cache.element_size(); }
+int64_t block_stride_bytes(const Argument& cache) {
+  return cache.stride(0) * cache.element_size();
+}
 
 Argument read_pairs(Expect& expect, const Tensor& block_mapping, bool any_device) {
   Size num_pairs("num_pairs"), two("2", 2, nullptr);
@@ -40,19 +42,19 @@ void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num
   for (int64_t i = 0; i < 2 * num_pairs; ++i) {
     const int64_t limit = i % 2 == 0 ? num_sources : num_destinations;
     if (pairs[i] >= 0 && pairs[i] < limit) continue;
-    expect.fail("block_mapping[" + std::to_string(i / 2) + ", " + std::to_string(i % 2) + "] = " +
-                std::to_string(pairs[i]) + ": expected a block in [0, " + std::to_string(limit) +
-                ")");
+    expect.fail("block_mapping[" + std::to_string(i / 2) + ", " + std::to_string(i % 2) +
+                "] = " + std::to_string(pairs[i]) + ": expected a block in [0, " +
+                std::to_string(limit) + ")");
   }
 }
 
 void copy_blocks(std::vector<Tensor> key_caches, std::vector<Tensor> value_caches,
                  Tensor block_mapping) {
   Expect expect("copy_blocks");
-  expect.that(key_caches.size() == value_caches.size(),
-              "value_caches: expected as many layers as key_caches = " +
-                  std::to_string(key_caches.size()) + ", got " +
-                  std::to_string(value_caches.size()));
+  expect.that(
+      key_caches.size() == value_caches.size(),
+      "value_caches: expected as many layers as key_caches = " + std::to_string(key_caches.size()) +
+          ", got " + std::to_string(value_caches.size()));
   if (key_caches.empty()) return;
 
   Size num_blocks("num_blocks");
@@ -77,7 +79,8 @@ void copy_blocks(std::vector<Tensor> key_caches, std::vector<Tensor> value_cache
   add("key_caches", key_caches);
   add("value_caches", value_caches);
 
-  const bool on_host = kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
+  const bool on_host =
+      kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
   const Argument pairs = read_pairs(expect, block_mapping, on_host && !kOnCpu);
   if (pairs.numel() == 0 || block_bytes == 0) return;
   if (on_host) {
@@ -95,8 +98,8 @@ void copy_blocks(std::vector<Tensor> key_caches, std::vector<Tensor> value_cache
   launch(params, key_caches[0]);
 }
 
-// torch calls the CUDA library when either tensor is on a GPU, and this library's CPU side when both
-// are on the CPU.
+// torch calls the CUDA library when either tensor is on a GPU, and this library's CPU side when
+// both are on the CPU.
 void swap_blocks(Tensor src, Tensor dst, Tensor block_mapping) {
   Expect expect("swap_blocks");
   Argument from = expect.tensor_on_any_device("src", src).rank(2, 8);
@@ -107,8 +110,8 @@ void swap_blocks(Tensor src, Tensor dst, Tensor block_mapping) {
   }
   bool same_blocks = from.dim() == to.dim();
   for (int64_t d = 1; same_blocks && d < from.dim(); ++d) {
-    same_blocks = from.size(d) == to.size(d) &&
-                  (from.size(d) <= 1 || from.stride(d) == to.stride(d));
+    same_blocks =
+        from.size(d) == to.size(d) && (from.size(d) <= 1 || from.stride(d) == to.stride(d));
   }
   if (!same_blocks) {
     to.fail("expected blocks of the shape and strides of src's, got shape " + to.shape_text() +
