@@ -202,7 +202,7 @@ def merge_attn_states(
     lses = torch.stack([prefix_lse, suffix_lse]).double()
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     lse = torch.logsumexp(lses, 0)
-    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse)).transpose(1, 2)[..., None]
+    weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0)).transpose(1, 2)[..., None]
     outputs = torch.stack([prefix_output, suffix_output]).double()
     output = torch.where(weights == 0, 0.0, outputs * weights).sum(0)
     return output.to(prefix_output.dtype), lse.float()
