@@ -131,7 +131,8 @@ def _last_of_each_slot(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, T
     """Tokens, their blocks and places there: a slot gets the last token that names it."""
     last = {slot: token for token, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
     slots = torch.tensor(list(last), dtype=torch.int64)
-    return torch.tensor(list(last.values()), dtype=torch.int64), slots // block_size, slots % block_size
+    tokens = torch.tensor(list(last.values()), dtype=torch.int64)
+    return tokens, slots // block_size, slots % block_size
 
 
 def reshape_and_cache(
@@ -202,7 +203,8 @@ def merge_attn_states(
     lses = torch.stack([prefix_lse, suffix_lse]).double()
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     lse = torch.logsumexp(lses, 0)
-    weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0)).transpose(1, 2)[..., None]
+    weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0))
+    weights = weights.transpose(1, 2)[..., None]
     outputs = torch.stack([prefix_output, suffix_output]).double()
     output = torch.where(weights == 0, 0.0, outputs * weights).sum(0)
     return output.to(prefix_output.dtype), lse.float()

@@ -13,9 +13,7 @@ from vllm_kernels import reference
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]
 
 
-def layers(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, count: int = 3
-) -> list[Tensor]:
+def layers(shape: tuple[int, ...], dtype: torch.dtype, device: str, count: int = 3) -> list[Tensor]:
     return [torch.randint(0, 127, shape, device=device).to(dtype) for _ in range(count)]
 
 
@@ -56,7 +54,11 @@ def test_many_layers_and_pairs(device):
 def test_mapping_on_the_cpu_for_caches_on_the_gpu():
     order = torch.randperm(600)
     pairs = torch.stack([order[:300], order[300:]], 1)
-    check(layers((600, 4, 8), torch.float16, "cuda"), layers((600, 4, 8), torch.float16, "cuda"), pairs)
+    check(
+        layers((600, 4, 8), torch.float16, "cuda"),
+        layers((600, 4, 8), torch.float16, "cuda"),
+        pairs,
+    )
     cache = layers((8, 4), torch.float16, "cuda", 1)
     with raises(r"^copy_blocks: block_mapping\[0, 1\] = 8: expected a block in \[0, 8\)$"):
         vllm_kernels.copy_blocks(cache, [c.clone() for c in cache], torch.tensor([[1, 8]]))
@@ -95,7 +97,9 @@ def test_bad_blocks(device, bad):
     before = [cache.clone() for cache in keys + values]
     pairs = torch.tensor([[1, 2], [3, bad], [bad, 4]], device=device)
     if device == "cpu":
-        with raises(rf"^copy_blocks: block_mapping\[1, 1\] = {bad}: expected a block in \[0, 20\)$"):
+        with raises(
+            rf"^copy_blocks: block_mapping\[1, 1\] = {bad}: expected a block in \[0, 20\)$"
+        ):
             vllm_kernels.copy_blocks(keys, values, pairs)
     else:
         vllm_kernels.copy_blocks(keys, values, pairs)

@@ -15,7 +15,9 @@ ULPS = {torch.float32: 16, torch.float16: 1.01, torch.bfloat16: 1.01}
 FLOOR = {torch.float32: 4e-6, torch.float16: 4e-6, torch.bfloat16: 4e-6}
 
 
-def parts(tokens: int, heads: int, size: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+def parts(
+    tokens: int, heads: int, size: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, ...]:
     def part() -> tuple[Tensor, Tensor]:
         output = torch.randn(tokens, heads, size, device=device, dtype=dtype)
         return output, torch.randn(heads, tokens, device=device) * 5
@@ -38,7 +40,9 @@ def check(*args: Tensor) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 130])
-@pytest.mark.parametrize(("heads", "size"), [(1, 8), (3, 7), (32, 128), (5, 40), (2, 256), (2, 600)])
+@pytest.mark.parametrize(
+    ("heads", "size"), [(1, 8), (3, 7), (32, 128), (5, 40), (2, 256), (2, 600)]
+)
 def test_matches_reference(device, dtype, tokens, heads, size):
     check(*parts(tokens, heads, size, dtype, device))
 
@@ -133,9 +137,7 @@ def test_bad_input(device):
             vllm_kernels.merge_attn_states(**{**good, **change})
     whole = torch.randn(6, 4, 64, device=device)
     with raises(r"^merge_attn_states: output and prefix_output overlap in memory$"):
-        vllm_kernels.merge_attn_states(
-            whole[1:], whole[:5], prefix_lse, suffix, suffix_lse
-        )
+        vllm_kernels.merge_attn_states(whole[1:], whole[:5], prefix_lse, suffix, suffix_lse)
 
 
 def test_inference_only(device):
