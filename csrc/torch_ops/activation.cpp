@@ -50,12 +50,21 @@ void plain(const char* op, Activation activation, Tensor out, Tensor input) {
   expect.same_or_apart(o, x);
   if (x.numel() == 0) return;
 
+  Rows out_rows = expect.rows(o), input_rows = expect.rows(x);
+  int64_t width = x.size(-1);
+  const auto dense = [&](const Rows& rows) {
+    return rows.inner_count == rows.count && (rows.count == 1 || rows.inner_stride == width);
+  };
+  if (dense(out_rows) && dense(input_rows)) {  // one long row
+    out_rows = input_rows = {.count = 1, .inner_count = 1, .outer_stride = 0, .inner_stride = 0};
+    width = x.numel();
+  }
   const ActivationParams params{.out = o.mutable_data(),
                                 .gate = x.data(),
                                 .up = nullptr,
-                                .out_rows = expect.rows(o),
-                                .input_rows = expect.rows(x),
-                                .width = x.size(-1),
+                                .out_rows = out_rows,
+                                .input_rows = input_rows,
+                                .width = width,
                                 .activation = activation,
                                 .dtype = x.dtype(),
                                 .op = op};
