@@ -75,7 +75,9 @@ void launch_width(const ActivationParams& p, Stream stream) {
   // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
   // row. Width 14336 in bf16 (1792 packs): 64 threads for 16 rows, 224 from 64 rows on.
   const int64_t packs = p.width / kWidth;
-  const auto pieces = [&](int64_t threads) { return (packs + kPacks * threads - 1) / (kPacks * threads); };
+  const auto pieces = [&](int64_t threads) {
+    return (packs + kPacks * threads - 1) / (kPacks * threads);
+  };
   int64_t threads = 256;
   while (threads > 64 &&
          pieces(threads) * p.input_rows.count < current_device_info().multiprocessors) {

@@ -1,5 +1,5 @@
-// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and are
-// converted in pairs, one instruction each way.
+// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and
+// are converted in pairs, one instruction each way.
 #pragma once
 #include <cstdint>
 #include <cstring>

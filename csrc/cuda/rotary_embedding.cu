@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4) rotary_embedding_kernel(Rotary
              (is_query ? head : head - p.query.count) * heads.stride + (kNeox ? pair : 2 * pair);
   auto* first = reinterpret_cast<Pack<T, kWidth>*>(start);
   auto* second = reinterpret_cast<Pack<T, kWidth>*>(start + (kNeox ? half : kWidth));
-  const Pack<T, kWidth> packs[2] = {*first, *second};  // under way before the position is known
+  const Pack<T, kWidth> packs[2] = {*first, *second};      // under way before the position is known
   if (position < 0 || position >= p.max_position) return;  // the token stays as it is
   const int64_t row = position * p.cache_stride + pair;
   float cosines[kWidth], sines[kWidth], values[2][kWidth];

@@ -84,8 +84,12 @@ void gelu_tanh_and_mul(Tensor out, Tensor input) {
   gated("gelu_tanh_and_mul", Activation::kGeluTanh, GateIs::kFirstHalf, out, input);
 }
 // The tanh form, under the names that Hugging Face gave two ways of writing it.
-void gelu_new(Tensor out, Tensor input) { plain("gelu_new", Activation::kGeluTanh, out, input); }
-void gelu_fast(Tensor out, Tensor input) { plain("gelu_fast", Activation::kGeluTanh, out, input); }
+void gelu_new(Tensor out, Tensor input) {
+  plain("gelu_new", Activation::kGeluTanh, out, input);
+}
+void gelu_fast(Tensor out, Tensor input) {
+  plain("gelu_fast", Activation::kGeluTanh, out, input);
+}
 void gelu_quick(Tensor out, Tensor input) {
   plain("gelu_quick", Activation::kGeluQuick, out, input);
 }
