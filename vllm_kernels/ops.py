@@ -178,6 +178,109 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
 # --- attention
 
 
+def paged_attention_v1(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """Decode attention over a paged KV cache, one pass over each sequence.
+
+    ``out[s, h] = softmax(scale * q[s, h] . K) V`` over the ``seq_lens[s]`` tokens that
+    ``block_tables[s]`` names (Kwon et al. 2023, arXiv:2309.06180; vLLM's op of the same name).
+    A sequence of length 0 gives 0. Every page is read once per KV head, not once per query head.
+
+    Args:
+        out: [num_seqs, num_heads, head_size], contiguous, written.
+        query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; the stride between
+            sequences is free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes of elements.
+        value_cache: [num_blocks, num_kv_heads, head_size, block_size].
+        num_kv_heads: a divisor of num_heads.
+        scale: of the product, usually head_size ** -0.5.
+        block_tables: [num_seqs, max_blocks_per_seq] int32; entries past a sequence's end are ignored.
+        seq_lens: [num_seqs] int32, in tokens.
+        block_size: 8, 16 or 32 tokens.
+        max_seq_len: a bound on seq_lens; needs no memory, so it may be any length.
+        alibi_slopes: [num_heads] float32; adds slope * (t - seq_len + 1) to the logit of token t.
+        kv_cache_dtype: "auto" (query's dtype), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 tensors).
+        k_scale, v_scale: one float32 on the same device; 8-bit elements stand for element * scale.
+        tp_rank ... blocksparse_head_sliding_step: vLLM's block-sparse pattern, on when
+            blocksparse_vert_stride > 1 (csrc/ops/paged_attention.h).
+
+    Head sizes: multiples of 8 from 32 to 256 (of 16 for 8-bit caches).
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
+    """
+    _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
+    _ops.paged_attention_v1.default(
+        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
+        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+        blocksparse_head_sliding_step,
+    )  # fmt: skip
+
+
+def paged_attention_v2(
+    out: Tensor,
+    exp_sum: Tensor,
+    max_logits: Tensor,
+    tmp_out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """:func:`paged_attention_v1` with the sequence cut in partitions of 512 tokens, merged after.
+
+    Better than v1 for few long sequences. The scratch holds what vLLM's holds afterwards.
+
+    Args (beside those of v1):
+        exp_sum: [num_seqs, num_heads, partitions] float32, written: sum of exp(logit - max_logits).
+        max_logits: [num_seqs, num_heads, partitions] float32, written: largest logit.
+        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
+            output of each partition. partitions >= ceil(max_seq_len / 512).
+    """
+    _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
+    _ops.paged_attention_v2.default(
+        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
+        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+        blocksparse_block_size, blocksparse_head_sliding_step,
+    )  # fmt: skip
+
+
 OPS = [
     # norms
     "rms_norm",
@@ -194,6 +297,8 @@ OPS = [
     # cache
     #
     # attention
+    "paged_attention_v1",
+    "paged_attention_v2",
 ]
 """Every op of the library."""
 

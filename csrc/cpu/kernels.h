@@ -5,6 +5,8 @@
 
 #include "cpu/level.h"
 #include "ops/activation.h"
+#include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
 #include "ops/rotary_embedding.h"
 
@@ -47,8 +49,10 @@ VLLM_KERNELS_DECLARE(RotaryParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache
+VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
 
 // --- attention
+VLLM_KERNELS_DECLARE(PagedAttentionParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

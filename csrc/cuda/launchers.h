@@ -4,6 +4,7 @@
 #pragma once
 #include "ops/activation.h"
 #include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
 #include "ops/rotary_embedding.h"
 
@@ -19,6 +20,7 @@ void launch(const RotaryParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
 
 // --- cache
+void launch(const ReshapeAndCacheParams& params, Stream stream);
 
 // --- attention
 void launch(const PagedAttentionParams& params, Stream stream);

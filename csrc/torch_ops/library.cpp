@@ -20,6 +20,28 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("gelu_quick(Tensor! out, Tensor input) -> ()");
 
   // --- cache
+  library.def(
+      "reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
+  library.def(
+      "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
 
   // --- attention
+  library.def(
+      "paged_attention_v1(Tensor! out, Tensor query, Tensor key_cache, Tensor value_cache, "
+      "int num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, int block_size, "
+      "int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, "
+      "int tp_rank=0, int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
+      "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
+  library.def(
+      "paged_attention_v2(Tensor! out, Tensor! exp_sums, Tensor! max_logits, Tensor! tmp_out, "
+      "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, "
+      "Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, "
+      "Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, int tp_rank=0, "
+      "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
+      "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
+
+  // --- check mode: throws what finished scans of CUDA index tensors have found
+  library.def("raise_bad_index() -> ()");
 }

@@ -1,0 +1,190 @@
+#include "ops/paged_attention.h"
+
+#include "torch_ops/check.h"
+#include "torch_ops/device.h"
+#include "torch_ops/paged_kv.h"
+
+namespace vllm_kernels {
+namespace {
+
+constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
+
+// On the host every row is looked at before any is computed; on the GPU the kernel contains them.
+void check_rows(const Expect& expect, const PagedAttentionParams& p) {
+  if (!kOnCpu) return;
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    const int64_t length = p.seq_lens[seq];
+    const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
+    const std::string row = "seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length);
+    expect.that(length >= 0, row + ": expected a length >= 0");
+    expect.that(length <= table, row + ": expected at most " + std::to_string(table) +
+                                     " tokens, what a row of block_tables holds");
+    expect.that(length <= p.max_seq_len,
+                row + ": expected at most max_seq_len = " + std::to_string(p.max_seq_len));
+    const int64_t used = (length + p.kv.block_size - 1) / p.kv.block_size;
+    for (int64_t column = 0; column < used; ++column) {
+      const int64_t block = p.block_tables[seq * p.block_table_stride + column];
+      if (block >= 0 && block < p.kv.num_blocks) continue;
+      expect.fail("block_tables[" + std::to_string(seq) + ", " + std::to_string(column) + "] = " +
+                  std::to_string(block) + ": expected a block in [0, " +
+                  std::to_string(p.kv.num_blocks) + ")");
+    }
+  }
+}
+
+// What v1 and v2 share: every argument but the scratch.
+PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query,
+                          const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads,
+                          double scale, const Tensor& block_tables, const Tensor& seq_lens,
+                          int64_t block_size, int64_t max_seq_len,
+                          const std::optional<Tensor>& alibi_slopes, const Text& kv_cache_dtype,
+                          const Tensor& k_scale, const Tensor& v_scale, const BlockSparse& sparse) {
+  Size num_seqs("num_seqs"), num_heads("num_heads"), max_blocks("max_blocks_per_seq");
+  CacheSizes sizes;
+  sizes.num_kv_heads = Size("num_kv_heads", num_kv_heads, "num_kv_heads");
+  sizes.block_size = Size("block_size", block_size, "block_size");
+
+  const Argument q = expect.tensor("query", query)
+                         .floating()
+                         .shape({&num_seqs, &num_heads, &sizes.head_size});
+  expect.that(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+              "num_kv_heads: expected a divisor of num_heads = " + std::to_string(num_heads) +
+                  ", got " + std::to_string(num_kv_heads));
+  expect.that(block_size == 8 || block_size == 16 || block_size == 32,
+              "block_size: expected 8, 16 or 32, got " + std::to_string(block_size));
+  const DType dtype = q.dtype();
+  const DType stored = cache_dtype(expect, kv_cache_dtype, dtype);
+  const int64_t step = size_of(stored) == 1 ? 16 : 8;
+  expect.that(sizes.head_size >= 32 && sizes.head_size <= 256 && sizes.head_size % step == 0,
+              "query: expected a head_size of 32 to 256 in steps of " + std::to_string(step) +
+                  " for a " + name_of(stored) + " cache, got " + std::to_string(sizes.head_size));
+  if (q.stride(2) != 1 || (num_heads > 1 && q.stride(1) != sizes.head_size)) {
+    q.fail("expected contiguous heads (only the stride of num_seqs is free), got shape " +
+           q.shape_text() + " with stride " + std::to_string(q.stride(1)) + " between heads");
+  }
+  const Argument o =
+      expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
+  PagedKv kv = vllm_layout(expect, key_cache, value_cache, stored, kv_cache_dtype, sizes);
+  set_scales(expect, kv, k_scale, v_scale);
+  const Argument tables =
+      expect.tensor("block_tables", block_tables).int32().shape({&num_seqs, &max_blocks}).inner_contiguous();
+  const Argument lens =
+      expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
+  const float* slopes = nullptr;
+  if (alibi_slopes) {
+    slopes = expect.tensor("alibi_slopes", *alibi_slopes)
+                 .float32()
+                 .shape({&num_heads})
+                 .contiguous()
+                 .as<const float>();
+  }
+  expect.that(max_seq_len >= 0,
+              "max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));
+  if (sparse.on()) {
+    expect.that(sparse.block_size > 0 && sparse.block_size % block_size == 0,
+                "blocksparse_block_size: expected a multiple of block_size = " +
+                    std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
+  }
+  expect.apart(o, q);
+
+  return {.out = o.mutable_data(),
+          .query = q.data(),
+          .query_stride = q.stride(0),
+          .kv = kv,
+          .block_tables = tables.as<const int32_t>(),
+          .block_table_stride = tables.stride(0),
+          .max_blocks_per_seq = static_cast<int32_t>(max_blocks),
+          .seq_lens = lens.as<const int32_t>(),
+          .alibi_slopes = slopes,
+          .num_seqs = static_cast<int32_t>(num_seqs),
+          .num_heads = static_cast<int32_t>(num_heads),
+          .max_seq_len = max_seq_len,
+          .scale = static_cast<float>(scale),
+          .dtype = dtype,
+          .sparse = sparse,
+          .partition_size = 0,
+          .max_partitions = 1,
+          .exp_sums = nullptr,
+          .max_logits = nullptr,
+          .tmp_out = nullptr};
+}
+
+BlockSparse block_sparse(int64_t tp_rank, int64_t local_blocks, int64_t vert_stride,
+                         int64_t block_size, int64_t head_sliding_step) {
+  return {.tp_rank = static_cast<int32_t>(tp_rank),
+          .local_blocks = static_cast<int32_t>(local_blocks),
+          .vert_stride = static_cast<int32_t>(vert_stride),
+          .block_size = static_cast<int32_t>(block_size),
+          .head_sliding_step = static_cast<int32_t>(head_sliding_step)};
+}
+
+void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value_cache,
+                        int64_t num_kv_heads, double scale, Tensor block_tables, Tensor seq_lens,
+                        int64_t block_size, int64_t max_seq_len, std::optional<Tensor> alibi_slopes,
+                        Text kv_cache_dtype, Tensor k_scale, Tensor v_scale, int64_t tp_rank,
+                        int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
+                        int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
+  Expect expect("paged_attention_v1");
+  const PagedAttentionParams params =
+      pack(expect, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+           block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+           block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+                        blocksparse_block_size, blocksparse_head_sliding_step));
+  if (params.num_seqs == 0) return;
+  check_rows(expect, params);
+  launch(params, query);
+}
+
+void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
+                        Tensor query, Tensor key_cache, Tensor value_cache, int64_t num_kv_heads,
+                        double scale, Tensor block_tables, Tensor seq_lens, int64_t block_size,
+                        int64_t max_seq_len, std::optional<Tensor> alibi_slopes,
+                        Text kv_cache_dtype, Tensor k_scale, Tensor v_scale, int64_t tp_rank,
+                        int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
+                        int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
+  Expect expect("paged_attention_v2");
+  PagedAttentionParams params =
+      pack(expect, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+           block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+           block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+                        blocksparse_block_size, blocksparse_head_sliding_step));
+  Size num_seqs("num_seqs", params.num_seqs, "query");
+  Size num_heads("num_heads", params.num_heads, "query");
+  Size head_size("head_size", params.kv.head_size, "query");
+  Size partitions("max_num_partitions");
+  const Argument sums = expect.tensor("exp_sums", exp_sums)
+                            .float32()
+                            .shape({&num_seqs, &num_heads, &partitions})
+                            .contiguous();
+  const Argument maxima = expect.tensor("max_logits", max_logits)
+                              .float32()
+                              .shape({&num_seqs, &num_heads, &partitions})
+                              .contiguous();
+  const Argument partial =
+      expect.tensor("tmp_out", tmp_out)
+          .same_dtype(expect.tensor("out", out))
+          .shape({&num_seqs, &num_heads, &partitions, &head_size})
+          .contiguous();
+  const int64_t needed = (params.max_seq_len + kPartitionSize - 1) / kPartitionSize;
+  if (partitions < (needed > 0 ? needed : 1)) {
+    sums.fail("expected room for " + std::to_string(needed > 0 ? needed : 1) +
+              " partitions of 512 tokens (max_seq_len = " + std::to_string(params.max_seq_len) +
+              "), got shape " + sums.shape_text());
+  }
+  params.partition_size = kPartitionSize;
+  params.max_partitions = static_cast<int32_t>(partitions);
+  params.exp_sums = sums.as<float>();
+  params.max_logits = maxima.as<float>();
+  params.tmp_out = partial.mutable_data();
+  if (params.num_seqs == 0) return;
+  check_rows(expect, params);
+  launch(params, query);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+VLLM_KERNELS_IMPL(library) {
+  library.impl("paged_attention_v1", TORCH_BOX(&vllm_kernels::paged_attention_v1));
+  library.impl("paged_attention_v2", TORCH_BOX(&vllm_kernels::paged_attention_v2));
+}

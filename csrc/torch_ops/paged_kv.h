@@ -1,0 +1,36 @@
+// From cache tensors to a PagedKv, with every check that needs only shapes, strides and dtypes.
+#pragma once
+#include <string_view>
+
+#include "ops/paged_kv.h"
+#include "torch_ops/check.h"
+
+namespace vllm_kernels {
+
+// The sizes that the cache tensors and their callers share.
+struct CacheSizes {
+  Size num_blocks{"num_blocks"};
+  Size num_kv_heads{"num_kv_heads"};
+  Size head_size{"head_size"};
+  Size block_size{"block_size"};
+};
+
+// What a kv_cache_dtype string stores for a model of dtype `model`:
+// "auto" the model's own; "fp8", "fp8_e4m3" e4m3; "fp8_e5m2" e5m2.
+DType cache_dtype(const Expect& expect, std::string_view kv_cache_dtype, DType model);
+
+// key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and
+// value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are contiguous,
+// the two outer strides are free. head_size and num_kv_heads may be bound already.
+PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
+                    std::string_view kv_cache_dtype, CacheSizes& sizes);
+
+// key_cache, value_cache [num_blocks, block_size, num_kv_heads, head_size]; the three outer strides
+// are free.
+PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
+                     DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes);
+
+// k_scale, v_scale: float32 of one element on the cache's device; read for 8-bit caches only.
+void set_scales(Expect& expect, PagedKv& kv, const Tensor& k_scale, const Tensor& v_scale);
+
+}  // namespace vllm_kernels
