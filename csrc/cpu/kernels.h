@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "cpu/level.h"
+#include "cpu/paged_attention.h"
 #include "ops/activation.h"
-#include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
 #include "ops/rotary_embedding.h"
@@ -52,7 +52,14 @@ VLLM_KERNELS_DECLARE(ActivationParams)
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
 
 // --- attention
-VLLM_KERNELS_DECLARE(PagedAttentionParams)
+VLLM_KERNELS_DECLARE(PagedAttentionWork)
+VLLM_KERNELS_DECLARE(PagedAttentionMerge)
+#if defined(__x86_64__)
+template <>
+constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
+VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
+#endif
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT
