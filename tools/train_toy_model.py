@@ -44,8 +44,8 @@ the language reference in Python {python} (`pydoc_data.topics`, {kilobytes} kB o
 nothing else: it writes text that looks like Python's documentation and means little. Do not use it
 for anything but trying the kernels.
 
-- Made by `python tools/train_toy_model.py --steps {steps}` (seed {seed}; {before:.2f} bits a byte on
-  held-out topics before training, {after:.2f} after).
+- Made by `python tools/train_toy_model.py --steps {steps}` (seed {seed}; {before:.2f} bits a byte
+  on held-out topics before training, {after:.2f} after).
 - Licence of the text: Python Software Foundation License Version 2, (c) Python Software Foundation
   (https://docs.python.org/3/license.html); the weights are distributed under the same licence.
 """

@@ -28,7 +28,7 @@ class OpCounter(TorchDispatchMode):
         return self.counts[f"vllm_kernels::{op}"]
 
     def torch_attention(self) -> dict[str, int]:
-        """Calls of torch's own attention, fused or by softmax. (Beam search's log_softmax is none.)"""
+        """Calls of torch's own attention, fused or by softmax (not beam search's log_softmax)."""
         return {
             name: count
             for name, count in self.counts.items()

@@ -23,8 +23,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class PagedBatch:
     """Rows of a padded batch, each a sequence of a :class:`~vllm_kernels.kv_cache.KVCacheManager`.
 
-    Rows are as long as their real tokens: padding has no slot and is never stored. ``length`` counts
-    the padded columns, as the model does.
+    Rows are as long as their real tokens: padding has no slot and is never stored. ``length``
+    counts the padded columns, as the model does.
 
     Args:
         num_layers: of attention.
@@ -133,9 +133,9 @@ class PagedBatch:
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         """Causal attention of the new tokens over all that is stored of their rows.
 
-        Every token is a row of the paged-attention op, with a length of its own over the block table
-        of its sequence; so a prompt runs through the same kernel as a decode step. (A kernel for
-        many query tokens would read each page once for all of them.)
+        Every token is a row of the paged-attention op, with a length of its own over the block
+        table of its sequence; so a prompt runs through the same kernel as a decode step. (A kernel
+        for many query tokens would read each page once for all of them.)
 
         Args:
             layer: whose caches.

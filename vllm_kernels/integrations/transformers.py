@@ -4,11 +4,11 @@
     with PagedCache(model, num_blocks=256) as cache, patched_layers(model), torch.no_grad():
         model.generate(**inputs, past_key_values=cache)
 
-Attention is registered under the name "vllm_kernels"; the cache holds keys and values in blocks that
-a :class:`~vllm_kernels.kv_cache.KVCacheManager` deals out, so that padding takes no memory and beams
-share what they have in common. Serves models of full causal attention (Llama, Mistral without its
-window, Qwen2, Qwen3, and others built alike); what cannot be served is refused by name, and nothing
-falls back to torch's attention.
+Attention is registered under the name "vllm_kernels"; the cache holds keys and values in blocks
+that a :class:`~vllm_kernels.kv_cache.KVCacheManager` deals out, so that padding takes no memory and
+beams share what they have in common. Serves models of full causal attention (Llama, Mistral without
+its window, Qwen2, Qwen3, and others built alike); what cannot be served is refused by name, and
+nothing falls back to torch's attention.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class _PagedLayer(CacheLayerMixin):
         implementation = self.config._attn_implementation
         if implementation != NAME:
             raise RuntimeError(
-                f"PagedCache: the model's attention is {implementation!r}, which cannot read blocks: "
-                "call use_paged_attention(model)"
+                f"PagedCache: the model's attention is {implementation!r}, which cannot read "
+                "blocks: call use_paged_attention(model)"
             )
         setattr(key_states, _HANDLE, self)
         return key_states, value_states
@@ -203,7 +203,8 @@ def _attention(
     layer: _PagedLayer | None = getattr(key, _HANDLE, None)
     if layer is None:
         raise NotImplementedError(
-            "vllm_kernels attention: needs a paged cache: pass past_key_values=PagedCache(model, ...)"
+            "vllm_kernels attention: past_key_values: expected a PagedCache, got another cache or "
+            "none"
         )
     _refuse_unserved(module, query, attention_mask, dropout, kwargs)
     batch = layer.batch
@@ -265,7 +266,8 @@ def _refuse_other_layers(config: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise NotImplementedError(
-            f"PagedCache: layer types: expected full_attention, got {', '.join(sorted(layer_types))}"
+            "PagedCache: layer types: expected full_attention, got "
+            f"{', '.join(sorted(layer_types))}"
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
