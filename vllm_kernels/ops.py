@@ -47,7 +47,129 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
     _ops.rms_norm.default(out, input, weight, epsilon)
 
 
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    """Adds to the residual stream and norms it: both arguments are replaced.
+
+    ``residual = round(residual + input)``, then ``input = rms_norm(residual)`` with the rounding
+    of ``rms_norm``.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16, written. Rows may be strided.
+        residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
+        weight: [hidden_size], dtype of ``input``.
+        epsilon: >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("fused_add_rms_norm", input, residual, weight)
+    _ops.fused_add_rms_norm.default(input, residual, weight, epsilon)
+
+
 # --- rotary and activations
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+) -> None:
+    """Rotary position embedding of query and key, in place.
+
+    The first ``rotary_size`` elements of each head are turned in pairs by the angle of the token's
+    position: ``(x, y) -> (x cos - y sin, y cos + x sin)``, in float32 and rounded once (Su et al.
+    2021, arXiv:2104.09864). The rest of the head stays as it is.
+
+    Args:
+        positions: [tokens] or [batch, seq], int64.
+        query: [positions' dimensions, heads * head_size] or [..., heads, head_size], written;
+            float32, float16 or bfloat16. Tokens and heads may be strided.
+        key: like ``query`` with its own number of heads, or None.
+        head_size: elements a head.
+        cos_sin_cache: [max_position, rotary_size], any floating dtype: the cosines of the angles,
+            then their sines. ``rotary_size`` is even and at most ``head_size``.
+        is_neox: pairs ``(i, i + rotary_size / 2)``; otherwise ``(2 i, 2 i + 1)`` as in GPT-J.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. A position outside
+            of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
+    """
+    _inference_only("rotary_embedding", query, key, cos_sin_cache)
+    _ops.rotary_embedding.default(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """SwiGLU's product: ``out = round(silu(gate)) * up`` (Shazeer 2020, arXiv:2002.05202).
+
+    ``silu(x) = x / (1 + exp(-x))``, computed in float32 and rounded to the dtype before the product.
+
+    Args:
+        out: [..., d], written, apart from ``input``. Rows may be strided.
+        input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("silu_and_mul", out, input)
+    _ops.silu_and_mul.default(out, input)
+
+
+def mul_and_silu(out: Tensor, input: Tensor) -> None:
+    """``out = up * round(silu(gate))`` with up in the first half of ``input`` and gate in the second.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("mul_and_silu", out, input)
+    _ops.mul_and_silu.default(out, input)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    """GeGLU's product: ``out = round(gelu(gate)) * up``, gelu(x) = x (1 + erf(x / sqrt 2)) / 2.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("gelu_and_mul", out, input)
+    _ops.gelu_and_mul.default(out, input)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    """``out = round(gelu(gate)) * up`` with the tanh form of gelu, as ``gelu_new``.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("gelu_tanh_and_mul", out, input)
+    _ops.gelu_tanh_and_mul.default(out, input)
+
+
+def gelu_new(out: Tensor, input: Tensor) -> None:
+    """gelu by tanh: ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`` (arXiv:1606.08415).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        out: [..., d], written; may be ``input`` itself. Rows may be strided.
+        input: [..., d], float32, float16 or bfloat16. Rows may be strided.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("gelu_new", out, input)
+    _ops.gelu_new.default(out, input)
+
+
+def gelu_fast(out: Tensor, input: Tensor) -> None:
+    """The function of ``gelu_new``, under the other name that Hugging Face models give it."""
+    _inference_only("gelu_fast", out, input)
+    _ops.gelu_fast.default(out, input)
+
+
+def gelu_quick(out: Tensor, input: Tensor) -> None:
+    """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``."""
+    _inference_only("gelu_quick", out, input)
+    _ops.gelu_quick.default(out, input)
 
 
 # --- cache
@@ -162,8 +284,16 @@ def paged_attention_v2(
 OPS = [
     # norms
     "rms_norm",
+    "fused_add_rms_norm",
     # rotary and activations
-    #
+    "rotary_embedding",
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_quick",
     # cache
     #
     # attention

@@ -4,8 +4,11 @@
 #include <cstdint>
 
 #include "cpu/level.h"
+#include "ops/activation.h"
 #include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cpu {
 
@@ -42,8 +45,11 @@ constexpr bool kHasBf16Kernel = false;
 VLLM_KERNELS_DECLARE(RmsNormParams)
 
 // --- rotary and activations
+VLLM_KERNELS_DECLARE(RotaryParams)
+VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache
+VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
 
 // --- attention
 VLLM_KERNELS_DECLARE(PagedAttentionParams)

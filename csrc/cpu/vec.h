@@ -50,8 +50,25 @@ inline Vec as_float(VecInt bits) { return reinterpret_cast<Vec>(bits); }
 inline Vec select(VecInt mask, Vec yes, Vec no) {
   return as_float((reinterpret_cast<VecInt>(yes) & mask) | (reinterpret_cast<VecInt>(no) & ~mask));
 }
-inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }  // b where a is NaN
-inline Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+// b where either is NaN.
+inline Vec maximum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+inline Vec minimum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)

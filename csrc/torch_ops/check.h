@@ -41,6 +41,9 @@ class Argument {
   int64_t numel() const;
   std::span<const int64_t> sizes() const { return sizes_; }
   DType dtype() const;  // of a tensor that passed a dtype check
+  bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
+  bool on_cpu_device() const { return device_type_ == aoti_torch_device_type_cpu(); }
+  int32_t device_index() const { return device_index_; }
   const void* data() const { return data_; }
   void* mutable_data() const { return data_; }
   template <typename T>

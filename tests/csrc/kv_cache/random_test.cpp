@@ -178,7 +178,7 @@ TEST(Random, MatchesTheModel) {
   for (const int64_t block_size : {1, 3, 4, 16}) {
     SCOPED_TRACE(block_size);
     Simulation simulation(static_cast<uint64_t>(block_size), 256, block_size);
-    simulation.run(steps(), 8);
+    simulation.run(steps(), 40);
   }
 }
 
