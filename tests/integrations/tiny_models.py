@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from vllm_kernels.integrations.llama_patch import FAMILIES
 from vllm_kernels.integrations.transformers import PagedCache, patched_layers, use_paged_attention
 
 PAD = 0
@@ -28,7 +29,7 @@ def tiny_model(family: str = "llama", device: str = "cpu", **config: object) -> 
         "pad_token_id": PAD,
         "bos_token_id": None,
         "eos_token_id": None,
-        "attn_implementation": "sdpa",
+        "attn_implementation": "sdpa" if family in FAMILIES else "eager",
     }
     if family == "mistral":
         settings["sliding_window"] = None
@@ -44,7 +45,9 @@ def left_padded(lengths: tuple[int, ...], device: str = "cpu") -> dict[str, Tens
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def poisoned_cache(model: PreTrainedModel, num_blocks: int = 128, block_size: int = 8) -> PagedCache:
+def poisoned_cache(
+    model: PreTrainedModel, num_blocks: int = 128, block_size: int = 8
+) -> PagedCache:
     """A cache that is NaN wherever nothing was written."""
     cache = PagedCache(model, num_blocks, block_size)
     for tensor in cache._batch.key_caches + cache._batch.value_caches:

@@ -278,6 +278,6 @@ class PagedBatch:
 
 
 def _token_major(heads: Tensor) -> Tensor:
-    """[rows, heads, columns, head_size] as [rows * columns, heads, head_size]; models hold heads
-    as a transposed view of just that, so this rarely copies."""
-    return heads.transpose(1, 2).flatten(0, 1)
+    """[rows, heads, columns, head_size] as [rows * columns, heads, head_size], contiguous; models
+    hold heads as a transposed view of just that, so this rarely copies."""
+    return heads.transpose(1, 2).flatten(0, 1).contiguous()

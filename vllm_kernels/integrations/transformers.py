@@ -225,13 +225,11 @@ def _mask(
 ) -> Tensor | None:
     """The registered mask function: lets the padding through to attention, bool [batch, columns].
 
-    Without it transformers would drop the mask, and padding would be attended to.
+    Without it transformers would drop the mask, and padding would be attended to. Where more than
+    padding is masked it returns what attention refuses: models make masks that no layer may use.
     """
     if mask_function is not causal_mask_function:
-        raise NotImplementedError(
-            "vllm_kernels attention: mask: expected plain causal attention, got a sliding window, "
-            "packed sequences or another custom mask"
-        )
+        return torch.empty(0)
     return attention_mask
 
 
@@ -251,8 +249,8 @@ def _refuse_unserved(
         raise NotImplementedError("vllm_kernels attention: is_causal: expected True, got False")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise NotImplementedError(
-            "vllm_kernels attention: attention_mask: expected [batch, columns], got shape "
-            f"{list(attention_mask.shape)}"
+            "vllm_kernels attention: attention_mask: expected one of padding, [batch, columns], "
+            "over plain causal attention; got a custom mask, a window or packed sequences"
         )
     for name, argument in arguments.items():
         # All that is not known to be harmless: a model's attention sinks would come this way too.
@@ -263,14 +261,16 @@ def _refuse_unserved(
 
 
 def _refuse_other_layers(config: Any) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
+    """Raises NotImplementedError for layers that see less, or something else, than all that came
+    before. Where a config has no list of its layers, all are alike."""
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if layer_types is not None and set(layer_types) != {"full_attention"}:
         raise NotImplementedError(
             "PagedCache: layer types: expected full_attention, got "
-            f"{', '.join(sorted(layer_types))}"
+            f"{', '.join(sorted(set(layer_types)))}"
         )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
+    if layer_types is None and window is not None:
         raise NotImplementedError(f"PagedCache: sliding_window: expected None, got {window}")
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache: encoder-decoder models are not served")
