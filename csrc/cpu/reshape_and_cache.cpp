@@ -54,9 +54,9 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t begin, int64_t end) {
   const float k_scale = kv.k_scale == nullptr ? 1.0f : *kv.k_scale;
   const float v_scale = kv.v_scale == nullptr ? 1.0f : *kv.v_scale;
   for (int64_t t = 0; t < p.num_tokens; ++t) {
-    const int64_t slot = p.usable(p.slot_mapping[t]);
+    const int32_t slot = p.usable(p.slot_mapping[t]);
     if (slot < 0) continue;
-    const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
+    const int32_t block = slot / kv.block_size, token = slot % kv.block_size;
     for (int64_t head = begin; head < end; ++head) {
       write_row(static_cast<C*>(kv.key) + kv.key_offset(block, head, token, 0),
                 vllm ? kv.x : kv.head_size, kv.key_chunk_stride,

@@ -3,6 +3,9 @@
 // std::runtime_error when a launch is refused.
 #pragma once
 #include "ops/activation.h"
+#include "ops/convert_fp8.h"
+#include "ops/copy_blocks.h"
+#include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
@@ -21,8 +24,12 @@ void launch(const ActivationParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);
+void launch(const CopyBlocksParams& params, Stream stream);
+void launch(const SwapBlocksParams& params, Stream stream);
+void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
 void launch(const PagedAttentionParams& params, Stream stream);
+void launch(const MergeAttnStatesParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

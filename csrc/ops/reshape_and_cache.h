@@ -21,9 +21,10 @@ struct ReshapeAndCacheParams {
   int64_t num_tokens;
   DType dtype;  // of key and value
 
-  // The slot of a token, or -1 where nothing is to be written.
-  VLLM_KERNELS_HOST_DEVICE int64_t usable(int64_t slot) const {
-    return slot >= 0 && slot < kv.num_blocks * kv.block_size ? slot : -1;
+  // `slot`, or -1 where nothing is to be written. A cache holds fewer than 2^31 tokens.
+  VLLM_KERNELS_HOST_DEVICE int32_t usable(int64_t slot) const {
+    const bool good = slot >= 0 && slot < kv.num_blocks * kv.block_size;
+    return good ? static_cast<int32_t>(slot) : -1;
   }
   const char* op() const {
     return kv.layout == KvLayout::kVllm ? "reshape_and_cache" : "reshape_and_cache_flash";

@@ -26,6 +26,11 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def(
       "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
       "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
+  library.def(
+      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
+  library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");
+  library.def(
+      "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");
 
   // --- attention
   library.def(
@@ -41,6 +46,9 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, int tp_rank=0, "
       "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
       "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
+  library.def(
+      "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
+      "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
 
   // --- check mode: throws what finished scans of CUDA index tensors have found
   library.def("raise_bad_index() -> ()");

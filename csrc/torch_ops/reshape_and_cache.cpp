@@ -40,13 +40,12 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
     expect.apart(*cache, slots);
   }
   expect.apart(kc, vc);
+  const int64_t num_slots = kv.num_blocks * kv.block_size;
+  expect.that(num_slots <= INT32_MAX, "key_cache: expected num_blocks * block_size < 2^31, got " +
+                                          std::to_string(num_slots));
   if (slots.numel() == 0 || k.numel() == 0) return;
   check_index(expect, slots,
-              {.noun = "a slot",
-               .low = 0,
-               .high = kv.num_blocks * kv.block_size,
-               .skip = true,
-               .unique = true});
+              {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
 
   const ReshapeAndCacheParams params{.key = k.data(),
                                      .value = v.data(),

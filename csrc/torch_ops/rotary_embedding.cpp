@@ -13,7 +13,7 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   const int64_t leading = positions.dim();
   x.rank(leading + 1, leading + 2).inner_contiguous().written();
   for (int64_t d = 0; d < leading; ++d) {
-    Size tokens("the size", positions.size(d), "positions");
+    Size tokens(leading == 1 ? "tokens" : d == 0 ? "batch" : "seq", positions.size(d), "positions");
     x.at(d, tokens);
   }
   RotaryHeads heads;
@@ -52,8 +52,7 @@ void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key,
   Expect expect("rotary_embedding");
   const Argument t = expect.tensor("positions", positions).int64().rank(1, 2);
   Argument q = expect.tensor("query", query).floating();
-  expect.that(head_size > 0,
-              "head_size: expected a number > 0, got " + std::to_string(head_size));
+  expect.that(head_size > 0, "head_size: expected a number > 0, got " + std::to_string(head_size));
   Size max_position("max_position"), rotary_size("rotary_size");
   const Argument c = expect.tensor("cos_sin_cache", cos_sin_cache)
                          .floating()
