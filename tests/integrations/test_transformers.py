@@ -377,7 +377,10 @@ def test_training_and_bidirectional_attention_are_refused() -> None:
 
 def test_attention_weights_are_refused() -> None:
     model = tiny_model()
-    with PagedCache(model, 16) as cache, pytest.raises((NotImplementedError, ValueError)):
+    with (
+        PagedCache(model, 16) as cache,
+        pytest.raises(NotImplementedError, match="output_attentions: not served"),
+    ):
         generate_ours(
             model, left_padded((5,)), cache, output_attentions=True,
             return_dict_in_generate=True, **GREEDY,

@@ -261,12 +261,15 @@ class PagedBatch:
         batch_size, num_columns = new.shape
         is_token = new.flatten()
         num_tokens = int(is_token.sum())
-        seq_lens = torch.zeros(len(is_token), dtype=torch.int32)
-        seq_lens[is_token] = buffers.positions[:num_tokens].to(torch.int32) + 1
-        slot_mapping = torch.full((len(is_token),), -1)
-        slot_mapping[is_token] = buffers.slot_mapping[:num_tokens]
         block_tables = buffers.block_tables[:batch_size]
-        if num_columns > 1:
+        if num_columns == 1 and num_tokens == batch_size:  # a decode step: the buffers as they are
+            seq_lens = buffers.seq_lens[:batch_size]
+            slot_mapping = buffers.slot_mapping[:batch_size]
+        else:
+            seq_lens = torch.zeros(len(is_token), dtype=torch.int32)
+            seq_lens[is_token] = buffers.positions[:num_tokens].to(torch.int32) + 1
+            slot_mapping = torch.full((len(is_token),), -1)
+            slot_mapping[is_token] = buffers.slot_mapping[:num_tokens]
             block_tables = block_tables.repeat_interleave(num_columns, 0)
         self._max_seq_len = max(int(seq_lens.max()), 1)
         self._seq_lens = seq_lens.to(self.device)

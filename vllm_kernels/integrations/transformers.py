@@ -154,11 +154,10 @@ class _PagedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Hands the new keys and values on to attention, which is the first to know the padding."""
-        implementation = self.config._attn_implementation
-        if implementation != NAME:
+        if self.index == 0 and self.config._attn_implementation != NAME:
             raise RuntimeError(
-                f"PagedCache: the model's attention is {implementation!r}, which cannot read "
-                "blocks: call use_paged_attention(model)"
+                f"PagedCache: the model's attention is {self.config._attn_implementation!r}, which "
+                "cannot read blocks: call use_paged_attention(model)"
             )
         setattr(key_states, _HANDLE, self)
         return key_states, value_states
