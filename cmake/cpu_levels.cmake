@@ -10,7 +10,7 @@ set(CPU_FLAGS_avx2 -march=x86-64-v3)
 set(CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
 set(CPU_FLAGS_avx512_bf16 -march=x86-64-v4 -mprefer-vector-width=512 -mavx512bf16)
 # Ops whose kernels gain from bf16 dot products; the others run their avx512 kernel.
-set(CPU_BF16_OPS)
+set(CPU_BF16_OPS paged_attention)
 
 function(add_cpu_kernels result)
   file(GLOB sources CONFIGURE_DEPENDS ${ROOT}/cpu/*.cpp)

@@ -84,7 +84,7 @@ def rotary_embedding(
     2021, arXiv:2104.09864). The rest of the head stays as it is.
 
     Args:
-        positions: [tokens] or [batch, seq], int64.
+        positions: [tokens] or [batch, seq], int64; sequences may be strided (or one, expanded).
         query: [positions' dimensions, heads * head_size] or [..., heads, head_size], written;
             float32, float16 or bfloat16. Tokens and heads may be strided.
         key: like ``query`` with its own number of heads, or None.
@@ -104,7 +104,7 @@ def rotary_embedding(
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
     """SwiGLU's product: ``out = round(silu(gate)) * up`` (Shazeer 2020, arXiv:2002.05202).
 
-    ``silu(x) = x / (1 + exp(-x))``, computed in float32 and rounded to the dtype before the product.
+    ``silu(x) = x / (1 + exp(-x))``, in float32 and rounded to the dtype before the product.
 
     Args:
         out: [..., d], written, apart from ``input``. Rows may be strided.
@@ -118,7 +118,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
 
 
 def mul_and_silu(out: Tensor, input: Tensor) -> None:
-    """``out = up * round(silu(gate))`` with up in the first half of ``input`` and gate in the second.
+    """``out = up * round(silu(gate))``: up is the first half of ``input``, gate the second.
 
     Shapes and errors as ``silu_and_mul``.
     """

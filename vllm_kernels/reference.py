@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-
 # --- norms
 
 
@@ -194,6 +193,120 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
 
 
 # --- attention
+
+
+_CACHE_DTYPE = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def _stored(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
+    """What the stored elements stand for, in float64."""
+    if kv_cache_dtype != "auto":
+        cache = cache.view(_CACHE_DTYPE[kv_cache_dtype]).float()
+    return cache.double() * float(scale)
+
+
+def _sees(
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    tp_rank: int,
+    local_blocks: int,
+    vert_stride: int,
+    block_size: int,
+    head_sliding_step: int,
+) -> Tensor:
+    """[num_heads, seq_len] bool: vLLM's block-sparse pattern."""
+    head = torch.arange(num_heads)
+    if head_sliding_step >= 0:
+        offset = (tp_rank * num_heads + head) * head_sliding_step + 1
+    else:
+        kv_head = head // (num_heads // num_kv_heads)
+        offset = (tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1
+    block = torch.arange(seq_len) // block_size
+    local = block > (seq_len - 1) // block_size - local_blocks
+    vertical = (block[None, :] + offset[:, None]) % vert_stride == 0
+    return local[None, :] | vertical
+
+
+def naive_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | float = 1.0,
+    v_scale: Tensor | float = 1.0,
+    kv_cache_dtype: str = "auto",
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    partition_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One query token a sequence attends to its pages (layout vllm), in float64.
+
+    query [num_seqs, num_heads, head_size], key_cache [num_blocks, num_kv_heads, head_size / x,
+    block_size, x], value_cache [num_blocks, num_kv_heads, head_size, block_size] -> out, float64.
+
+    With a partition_size also what v2 leaves in its scratch, for P partitions of that many tokens:
+    (out, exp_sums, max_logits, tmp_out), [num_seqs, num_heads, P] and [.., P, head_size]. A logit
+    is scale * q.k plus its bias; max_logits the largest of a partition, exp_sums the sum of
+    exp(logit - max_logits), tmp_out the partition's own normalised output. A partition without
+    tokens holds 0, -inf, 0.
+    """
+    num_seqs, num_heads, head_size = query.shape
+    group = num_heads // num_kv_heads
+    lengths = seq_lens.tolist()
+    span = partition_size or max([1, *lengths])
+    partitions = max([1, *(-(-length // span) for length in lengths)])
+    like = {"dtype": torch.float64, "device": query.device}
+    exp_sums = torch.zeros(num_seqs, num_heads, partitions, **like)
+    max_logits = torch.full((num_seqs, num_heads, partitions), float("-inf"), **like)
+    tmp_out = torch.zeros(num_seqs, num_heads, partitions, head_size, **like)
+    for seq, length in enumerate(lengths):
+        if length == 0:
+            continue
+        pages = block_tables[seq, : -(-length // block_size)].long()
+        # [pages, heads, D/x, slots, x] and [pages, heads, D, slots] -> [heads, tokens, D]
+        key = _stored(key_cache[pages].permute(1, 0, 3, 2, 4).contiguous(), kv_cache_dtype, k_scale)
+        key = key.reshape(num_kv_heads, -1, head_size)[:, :length]
+        value = _stored(value_cache[pages].permute(1, 0, 3, 2).contiguous(), kv_cache_dtype, v_scale)
+        value = value.reshape(num_kv_heads, -1, head_size)[:, :length]
+        grouped = query[seq].double().view(num_kv_heads, group, head_size)
+        logits = scale * grouped @ key.transpose(1, 2)  # [num_kv_heads, group, tokens]
+        if alibi_slopes is not None:
+            distance = torch.arange(length, device=query.device) - length + 1
+            logits += alibi_slopes.double().view(num_kv_heads, group, 1) * distance
+        if blocksparse_vert_stride > 1:
+            sees = _sees(
+                length, num_heads, num_kv_heads, tp_rank, blocksparse_local_blocks,
+                blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+            )  # fmt: skip
+            logits.masked_fill_(~sees.view_as(logits).to(query.device), float("-inf"))
+        for partition, first in enumerate(range(0, length, span)):
+            part = logits[..., first : first + span]
+            largest = part.amax(-1)
+            weights = (part - largest.masked_fill(largest == float("-inf"), 0)[..., None]).exp()
+            total = weights.sum(-1)
+            out = weights @ value[:, first : first + span]
+            out = torch.where(total[..., None] == 0, 0.0, out / total[..., None])
+            exp_sums[seq, :, partition] = total.flatten()
+            max_logits[seq, :, partition] = largest.flatten()
+            tmp_out[seq, :, partition] = out.view(num_heads, head_size)
+    largest = max_logits.amax(-1, keepdim=True)
+    shares = exp_sums * (max_logits - largest.masked_fill(largest == float("-inf"), 0)).exp()
+    total = shares.sum(-1, keepdim=True)
+    out = torch.where(total == 0, 0.0, ((shares / total)[..., None] * tmp_out).sum(-2))
+    return out if partition_size is None else (out, exp_sums, max_logits, tmp_out)
 
 
 def merge_attn_states(

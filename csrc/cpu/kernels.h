@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cpu/level.h"
+#include "cpu/paged_attention.h"
 #include "ops/activation.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
@@ -58,6 +59,14 @@ VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention
+VLLM_KERNELS_DECLARE(PagedAttentionWork)
+VLLM_KERNELS_DECLARE(PagedAttentionMerge)
+#if defined(__x86_64__)
+template <>
+constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
+VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
+#endif
 VLLM_KERNELS_DECLARE(PagedAttentionParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 

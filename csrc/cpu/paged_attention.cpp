@@ -1,103 +1,408 @@
-#include "ops/paged_attention.h"
+// Decode attention with an online softmax over tiles of pages. A tile's K is read once for all the
+// query heads of its KV head, then its V; while one of them is multiplied the other is prefetched.
+#include "cpu/paged_attention.h"
 
 #include <cmath>
+#include <limits>
 
+#include "cpu/attention_tile.h"
 #include "cpu/dispatch.h"
 #include "cpu/kernels.h"
+#include "cpu/vec_math.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-float value_of(DType dtype, const void* data, int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return load_partial(static_cast<const Half*>(data) + i, 1)[0];
-    case DType::kBFloat16:
-      return load_partial(static_cast<const BFloat16*>(data) + i, 1)[0];
-    case DType::kFp8E4M3: {
-      const int bits = static_cast<const uint8_t*>(data)[i], e = bits >> 3 & 15, m = bits & 7;
-      const float v = (bits & 127) == 127 ? NAN
-                      : e == 0            ? std::ldexp(static_cast<float>(m), -9)
-                                          : std::ldexp(8.0f + m, e - 10);
-      return bits & 128 ? -v : v;
-    }
-    case DType::kFp8E5M2: {
-      const Half half{static_cast<uint16_t>(static_cast<const uint8_t*>(data)[i] << 8)};
-      return load_partial(&half, 1)[0];
-    }
-    default:
-      return static_cast<const float*>(data)[i];
-  }
-}
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-void set_value(DType dtype, void* data, int64_t i, float value) {
+// exp(a - b) of two maxima, where b >= a and both may be -inf.
+inline float decay(float a, float b) { return a == b ? 1.0f : exp(splat(a - b))[0]; }
+
+void store_row(DType dtype, void* to, int64_t element, const float* from, float scale, int count) {
   dispatch_float(dtype, [&](auto tag) {
-    store_partial(static_cast<decltype(tag)*>(data) + i, splat(value), 1);
+    auto* row = static_cast<decltype(tag)*>(to) + element;
+    int d = 0;
+    for (; d + kLanes <= count; d += kLanes) store(row + d, load(from + d) * scale);
+    if (d < count) store_partial(row + d, load_partial(from + d, count - d) * scale, count - d);
   });
 }
 
-int64_t num_tasks(const PagedAttentionParams& p) {
-  return static_cast<int64_t>(p.num_seqs) * p.num_heads;
+// Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
+template <typename Body>
+inline void for_head_blocks(int heads, Body&& body) {
+  int head = 0;
+  for (; head + 4 <= heads; head += 4) body(std::integral_constant<int, 4>{}, head);
+  if (head + 2 <= heads) {
+    body(std::integral_constant<int, 2>{}, head);
+    head += 2;
+  }
+  if (head < heads) body(std::integral_constant<int, 1>{}, head);
 }
 
-void run(const PagedAttentionParams& p, int64_t begin, int64_t end) {
+// A finished part of a row: not yet divided by sum.
+struct Partial {
+  float maximum[kMaxHeads];
+  float sum[kMaxHeads];
+  float out[kMaxHeads * kMaxHeadSize];  // [heads][head_size]
+};
+
+// One task's state. About 400 KiB of stack at most, touched as far as the group and head size reach.
+template <typename Cache>
+class Attention {
+ public:
+  Attention(const PagedAttentionWork& work, int64_t task)
+      : work_(work), p_(work.params), task_(task), head_size_(p_.kv.head_size),
+        block_size_(p_.kv.block_size), sparse_(p_.sparse.on()) {
+    const bool scaled = sizeof(Cache) == 1;
+    logit_scale_ = p_.scale * (scaled && p_.kv.k_scale != nullptr ? *p_.kv.k_scale : 1.0f);
+    value_scale_ = scaled && p_.kv.v_scale != nullptr ? *p_.kv.v_scale : 1.0f;
+  }
+
+  void run() {
+    Tile tiles[2];
+    Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), kTileTokens);
+    bool more = from.next(tiles[0]);
+    if (more) prefetch_keys(tiles[0]);
+    for (int i = 0; more; i ^= 1) {
+      const Tile& tile = tiles[i];
+      Tile& next = tiles[i ^ 1];
+      more = from.next(next);
+      if (!more) next.pages = 0;
+      if (tile.starts_segment) begin_row(tile.segment);
+      if (tile.starts_partition) begin_partition(tile.segment);
+      if (tile.pages > 0) add_tile(tile, next);
+      if (tile.ends_partition) end_partition(tile);
+      if (tile.ends_segment) end_segment(tile.segment);
+    }
+  }
+
+ private:
+  using Values = ValueLanes<Cache>;
+  using Weight = typename Values::Part;
+
+  void prefetch_keys(const Tile& tile) {
+    const int64_t bytes = static_cast<int64_t>(head_size_) * block_size_ * sizeof(Cache);
+    for (int page = 0; page < tile.pages; ++page) prefetch_span(tile.key[page], bytes);
+  }
+
+  void begin_row(const Segment& segment) {
+    alignas(64) float rows[4 * kMaxHeadSize];
+    for_head_blocks(segment.heads, [&](auto heads, int first) {
+      constexpr int H = decltype(heads)::value;
+      dispatch_float(p_.dtype, [&](auto tag) {
+        const auto* query = static_cast<const decltype(tag)*>(p_.query) +
+                            segment.seq * p_.query_stride +
+                            static_cast<int64_t>(segment.first_head + first) * head_size_;
+        const int count = H * head_size_;
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(rows + i, load(query + i));
+        if (i < count) store_partial(rows + i, load_partial(query + i, count - i), count - i);
+      });
+      pack_query<Cache, H>(rows, head_size_, query_ + first * head_size_);
+    });
+    row_partitions_ = 0;
+  }
+
+  void begin_partition(const Segment& segment) {
+    for (int head = 0; head < segment.heads; ++head) {
+      maximum_[head] = -kInfinity;
+      sum_[head] = 0.0f;
+    }
+    for (int i = 0; i < segment.heads * kMaxHeadSize / kLanes; ++i) out_[i] = Vec{};
+  }
+
+  void add_tile(const Tile& tile, const Tile& next) {
+    const int units = tile.tokens / Values::kTokens;
+    const int rest = tile.tokens % Values::kTokens;
+    const int pieces = Values::kTokens > block_size_ ? Values::kTokens / block_size_ : 1;
+    if (pieces == 1) {
+      add_tile<1>(tile, next, units, rest);
+    } else if (pieces == 2) {
+      if constexpr (Values::kTokens > kMinBlockSize) add_tile<2>(tile, next, units, rest);
+    } else {
+      if constexpr (Values::kTokens > 2 * kMinBlockSize) add_tile<4>(tile, next, units, rest);
+    }
+  }
+
+  template <int kPieces>
+  void add_tile(const Tile& tile, const Tile& next, int units, int rest) {
+    // Where the units' tokens lie in V.
+    ValueRows rows;
+    rows.stride = static_cast<int64_t>(block_size_) * sizeof(Cache);
+    rows.units = units;
+    rows.tail = nullptr;
+    rows.tail_stride = Values::kBytes;
+    constexpr int kPieceTokens = Values::kTokens / kPieces;
+    const int all = (units + (rest > 0)) * kPieces;
+    for (int i = 0, token = 0; i < all; ++i, token += kPieceTokens) {
+      int page = token / block_size_;
+      if (page > tile.pages) page = tile.pages;
+      rows.rows[i] = tile.value[page] + token % block_size_ * sizeof(Cache);
+    }
+    if (rest > 0) {
+      copy_tail<Cache, kPieces>(rows.rows + units * kPieces, rows.stride, rest, head_size_, tail_);
+      rows.tail = tail_;
+    }
+    const int tokens = (units + (rest > 0)) * Values::kTokens;
+    const int64_t page_bytes = head_size_ * rows.stride;
+    if (p_.alibi_slopes != nullptr) set_distances(tile);
+    for_head_blocks(tile.segment.heads, [&](auto heads, int first) {
+      constexpr int H = decltype(heads)::value;
+      const float* query = query_ + first * head_size_;
+      if (first == 0) {
+        score_tile<Cache, H, true>(tile, query, head_size_, block_size_, logit_scale_, scores_);
+      } else {
+        score_tile<Cache, H, false>(tile, query, head_size_, block_size_, logit_scale_, scores_);
+      }
+      float factors[kLanes];
+      for (int head = 0; head < H; ++head) {
+        const float factor = weigh<H>(tile, tokens, first, head);
+        for (int i = 0; i < kLanes / H; ++i) factors[head * (kLanes / H) + i] = factor;
+      }
+      Vec* out = out_ + first * kMaxHeadSize / kLanes;
+      if (first == 0) {
+        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, &next,
+                                            page_bytes, out);
+      } else {
+        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, &next,
+                                             page_bytes, out);
+      }
+    });
+  }
+
+  void set_distances(const Tile& tile) {
+    for (int page = 0; page < tile.pages; ++page) {
+      for (int slot = 0; slot < block_size_; ++slot) {
+        distances_[page * block_size_ + slot] =
+            static_cast<float>(tile.position[page] + slot - tile.segment.seq_len + 1);
+      }
+    }
+  }
+
+  // Scores of one head to weights exp(score - maximum), packed for add_values(). `tokens` is
+  // tile.tokens in whole units. Returns what earlier sums are to be multiplied with.
+  template <int H>
+  float weigh(const Tile& tile, int tokens, int first, int head) {
+    float* scores = scores_ + head * kTileTokens;
+    const int row_head = first + head;
+    const int global_head = tile.segment.first_head + row_head;
+    if (p_.alibi_slopes != nullptr) {
+      const Vec slope = splat(p_.alibi_slopes[global_head]);
+      for (int t = 0; t < tile.tokens; t += kLanes) {
+        store(scores + t, fma(slope, load(distances_ + t), load(scores + t)));
+      }
+    }
+    if (sparse_) {
+      const int offset = p_.sparse.head_offset(global_head, tile.segment.kv_head, p_.num_heads,
+                                               p_.kv.num_kv_heads);
+      for (int page = 0; page < tile.pages; ++page) {
+        if (p_.sparse.sees(tile.position[page], tile.segment.seq_len, offset)) continue;
+        for (int i = 0; i < block_size_; ++i) scores[page * block_size_ + i] = -kInfinity;
+      }
+    }
+    for (int t = tile.tokens; t < tokens; ++t) scores[t] = -kInfinity;
+
+    Vec maxima = splat(-kInfinity);
+    for (int t = 0; t < tokens; t += kLanes) maxima = maximum(load(scores + t), maxima);
+    const float before = maximum_[row_head];
+    const float tile_max = largest(maxima);
+    const float updated = tile_max > before ? tile_max : before;
+    const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
+    Vec sums = {};
+    Weight* weights = weights_ + head;
+    for (int t = 0; t < tokens; t += Values::kTokens, weights += Values::kParts * H) {
+      Vec e[Values::kTokens / kLanes];
+      for (int i = 0; i < Values::kTokens / kLanes; ++i) {
+        e[i] = Values::round(exp(load(scores + t + i * kLanes) - shift));
+        sums += e[i];
+      }
+      Weight parts[Values::kParts];
+      Values::pack(e, parts);
+      for (int part = 0; part < Values::kParts; ++part) weights[part * H] = parts[part];
+    }
+    const float factor = decay(before, updated);
+    maximum_[row_head] = updated;
+    sum_[row_head] = sum_[row_head] * factor + sum(sums);
+    return factor;
+  }
+
+  // The partition's sums, from vectors of [H][kLanes / H] to rows.
+  void unpack_out(const Segment& segment, float* to) {
+    for_head_blocks(segment.heads, [&](auto heads, int first) {
+      constexpr int H = decltype(heads)::value;
+      constexpr int kDims = kLanes / H;
+      const float* from = reinterpret_cast<const float*>(out_ + first * kMaxHeadSize / kLanes);
+      for (int d = 0; d < head_size_; d += kDims, from += kLanes) {
+        const int count = head_size_ - d < kDims ? head_size_ - d : kDims;
+        for (int head = 0; head < H; ++head) {
+          for (int i = 0; i < count; ++i) {
+            to[(first + head) * head_size_ + d + i] = from[head * kDims + i];
+          }
+        }
+      }
+    });
+  }
+
+  void end_partition(const Tile& tile) {
+    const Segment& segment = tile.segment;
+    Partial& partial = row_partitions_ == 0 ? row_ : partition_;
+    for (int head = 0; head < segment.heads; ++head) {
+      partial.maximum[head] = maximum_[head];
+      partial.sum[head] = sum_[head];
+    }
+    unpack_out(segment, partial.out);
+    if (p_.partition_size > 0 && segment.seq_len > 0) {
+      for (int head = 0; head < segment.heads; ++head) {
+        const int64_t row = static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
+        const int64_t slot = row * p_.max_partitions + tile.partition;
+        p_.exp_sums[slot] = sum_[head];
+        p_.max_logits[slot] = maximum_[head];
+        store_row(p_.dtype, p_.tmp_out, slot * head_size_, partial.out + head * head_size_,
+                  normaliser(sum_[head]), head_size_);
+      }
+    }
+    if (row_partitions_ > 0) merge(segment.heads, partition_, row_);
+    ++row_partitions_;
+  }
+
+  float normaliser(float sum) const { return sum == 0.0f ? 0.0f : value_scale_ / sum; }
+
+  void merge(int heads, const Partial& from, Partial& into) {
+    for (int head = 0; head < heads; ++head) {
+      const float updated =
+          from.maximum[head] > into.maximum[head] ? from.maximum[head] : into.maximum[head];
+      const float kept = decay(into.maximum[head], updated);
+      const float added = decay(from.maximum[head], updated);
+      into.maximum[head] = updated;
+      into.sum[head] = into.sum[head] * kept + from.sum[head] * added;
+      float* to = into.out + head * head_size_;
+      const float* more = from.out + head * head_size_;
+      for (int d = 0; d < head_size_; ++d) to[d] = to[d] * kept + more[d] * added;
+    }
+  }
+
+  void end_segment(const Segment& segment) {
+    if (segment.starts_row && segment.ends_row) {
+      for (int head = 0; head < segment.heads; ++head) {
+        const int64_t row = static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
+        store_row(p_.dtype, p_.out, row * head_size_, row_.out + head * head_size_,
+                  normaliser(row_.sum[head]), head_size_);
+      }
+      return;
+    }
+    const int back = segment.starts_row ? 1 : 0;
+    float* slot = work_.partials + (2 * task_ + back) * work_.partial_size();
+    for (int head = 0; head < segment.heads; ++head, slot += head_size_ + 2) {
+      slot[0] = row_.sum[head];
+      slot[1] = row_.maximum[head];
+      for (int d = 0; d < head_size_; ++d) slot[2 + d] = row_.out[head * head_size_ + d];
+    }
+  }
+
+  const PagedAttentionWork& work_;
+  const PagedAttentionParams& p_;
+  const int64_t task_;
+  const int head_size_;
+  const int block_size_;
+  const bool sparse_;
+  float logit_scale_;
+  float value_scale_;
+  int row_partitions_ = 0;
+
+  alignas(64) float query_[kMaxHeads * kMaxHeadSize];     // pack_query()'s, block after block
+  alignas(64) float scores_[4 * kTileTokens];             // of the head block at hand
+  alignas(64) Weight weights_[4 * kTileTokens * sizeof(float) / sizeof(Weight)];
+  alignas(64) float distances_[kTileTokens + kLanes];     // token position - last position
+  alignas(64) Vec out_[kMaxHeads * kMaxHeadSize / kLanes];
+  alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
+  float maximum_[kMaxHeads];
+  float sum_[kMaxHeads];
+  Partial row_;        // of the partitions finished so far
+  Partial partition_;  // the one that just ended
+};
+
+template <typename Cache>
+__attribute__((noinline)) void run_task(const PagedAttentionWork& work, int64_t task) {
+  Attention<Cache>(work, task).run();
+}
+
+int64_t num_tasks(const PagedAttentionWork& work) { return work.tasks; }
+
+void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
+  for (int64_t task = begin; task < end; ++task) {
+    switch (work.params.kv.dtype) {
+      case DType::kFp8E4M3:
+        run_task<Fp8E4M3>(work, task);
+        break;
+      case DType::kFp8E5M2:
+        run_task<Fp8E5M2>(work, task);
+        break;
+      default:
+        dispatch_float(work.params.kv.dtype,
+                       [&](auto tag) { run_task<decltype(tag)>(work, task); });
+    }
+  }
+}
+
+// --- merge ---------------------------------------------------------------------------------------
+
+constexpr int64_t kMergesPerTask = 8;
+
+int64_t num_merge_tasks(const PagedAttentionMerge& merge) {
+  return ceil_div(merge.work.tasks, kMergesPerTask);
+}
+
+// Merges the row that starts in `task` and goes on in later ones.
+void merge_row(const PagedAttentionWork& work, int64_t task) {
+  const int64_t end = work.first_unit(task + 1);
+  Segments segments(work, work.first_unit(task), end);
+  Segment segment{}, last{};
+  while (segments.next(segment)) last = segment;
+  if (!last.starts_row || last.ends_row) return;
+  // How many later tasks have a part of it.
+  int64_t parts = 0;
+  for (bool ended = false; !ended; ++parts) {
+    Segments later(work, work.first_unit(task + 1 + parts), work.first_unit(task + 2 + parts));
+    later.next(segment);
+    ended = segment.ends_row;
+  }
+  const PagedAttentionParams& p = work.params;
   const int head_size = p.kv.head_size;
-  const bool scaled = size_of(p.kv.dtype) == 1;
-  const float k_scale = scaled && p.kv.k_scale ? *p.kv.k_scale : 1.0f;
-  const float v_scale = scaled && p.kv.v_scale ? *p.kv.v_scale : 1.0f;
-  for (int64_t row = begin; row < end; ++row) {
-    const int seq = static_cast<int>(row / p.num_heads), head = static_cast<int>(row % p.num_heads);
-    const int kv_head = head / (p.num_heads / p.kv.num_kv_heads);
-    const int length = usable_seq_len(p, seq);
-    const int offset = p.sparse.head_offset(head, kv_head, p.num_heads, p.kv.num_kv_heads);
-    const int span = p.partition_size ? p.partition_size : (length > 0 ? length : 1);
-    float out[256] = {}, all_max = -1e30f, all_sum = 0.0f;
-    for (int first = 0, part = 0; first < length; first += span, ++part) {
-      float acc[256] = {}, maximum = -1e30f, sum = 0.0f;
-      for (int t = first; t < length && t < first + span; ++t) {
-        const int64_t block = p.block_tables[seq * p.block_table_stride + t / p.kv.block_size];
-        if (block < 0 || block >= p.kv.num_blocks) continue;
-        if (p.sparse.on() && !p.sparse.sees(t, length, offset)) continue;
-        const int slot = t % p.kv.block_size;
-        float logit = 0.0f;
-        for (int d = 0; d < head_size; ++d) {
-          logit += value_of(p.dtype, p.query, seq * p.query_stride + head * head_size + d) *
-                   value_of(p.kv.dtype, p.kv.key, p.kv.key_offset(block, kv_head, slot, d));
-        }
-        logit *= p.scale * k_scale;
-        if (p.alibi_slopes) logit += p.alibi_slopes[head] * static_cast<float>(t - length + 1);
-        const float updated = logit > maximum ? logit : maximum;
-        const float factor = std::exp(maximum - updated), weight = std::exp(logit - updated);
-        maximum = updated;
-        sum = sum * factor + weight;
-        for (int d = 0; d < head_size; ++d) {
-          acc[d] = acc[d] * factor +
-                   weight * v_scale *
-                       value_of(p.kv.dtype, p.kv.value, p.kv.value_offset(block, kv_head, slot, d));
-        }
-      }
-      if (p.partition_size) {
-        const int64_t at = row * p.max_partitions + part;
-        p.exp_sums[at] = sum;
-        p.max_logits[at] = maximum;
-        for (int d = 0; d < head_size; ++d) {
-          set_value(p.dtype, p.tmp_out, at * head_size + d, sum > 0 ? acc[d] / sum : 0.0f);
-        }
-      }
-      const float updated = maximum > all_max ? maximum : all_max;
-      const float old_factor = std::exp(all_max - updated), new_factor = std::exp(maximum - updated);
-      all_max = updated;
-      all_sum = all_sum * old_factor + sum * new_factor;
-      for (int d = 0; d < head_size; ++d) out[d] = out[d] * old_factor + acc[d] * new_factor;
+  const bool scaled = size_of(p.kv.dtype) == 1 && p.kv.v_scale != nullptr;
+  const float value_scale = scaled ? *p.kv.v_scale : 1.0f;
+  const auto slot = [&](int64_t part, int head) {
+    const int64_t at = part == 0 ? 2 * task + 1 : 2 * (task + part);
+    return work.partials + at * work.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
+  };
+  for (int head = 0; head < last.heads; ++head) {
+    float maximum = -kInfinity;
+    for (int64_t part = 0; part <= parts; ++part) {
+      if (slot(part, head)[1] > maximum) maximum = slot(part, head)[1];
     }
-    for (int d = 0; d < head_size; ++d) {
-      set_value(p.dtype, p.out, row * head_size + d, all_sum == 0.0f ? 0.0f : out[d] / all_sum);
+    alignas(64) float out[kMaxHeadSize] = {};
+    float sum = 0.0f;
+    for (int64_t part = 0; part <= parts; ++part) {
+      const float* from = slot(part, head);
+      const float share = decay(from[1], maximum);
+      sum += share * from[0];
+      for (int d = 0; d < head_size; ++d) out[d] += share * from[2 + d];
     }
+    const int64_t row = static_cast<int64_t>(last.seq) * p.num_heads + last.first_head + head;
+    store_row(p.dtype, p.out, row * head_size, out, sum == 0.0f ? 0.0f : value_scale / sum, head_size);
+  }
+}
+
+void run_merge(const PagedAttentionMerge& merge, int64_t begin, int64_t end) {
+  const PagedAttentionWork& work = merge.work;
+  for (int64_t task = begin * kMergesPerTask; task < end * kMergesPerTask; ++task) {
+    if (task + 1 < work.tasks) merge_row(work, task);
   }
 }
 
 }  // namespace
 }  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::PagedAttentionParams, vllm_kernels::cpu::num_tasks,
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionWork, vllm_kernels::cpu::num_tasks,
                         vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionMerge, vllm_kernels::cpu::num_merge_tasks,
+                        vllm_kernels::cpu::run_merge)

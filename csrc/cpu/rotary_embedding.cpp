@@ -9,10 +9,10 @@ namespace {
 // Two vectors as the even and the odd elements of the 2 * kLanes that follow each other, and back.
 inline void split_pairs(Vec low, Vec high, Vec& even, Vec& odd) {
 #if defined(__AVX512F__)
-  even = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28,
-                                 30);
-  odd = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29,
-                                31);
+  even =
+      __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  odd =
+      __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX2__)
   even = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
   odd = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -117,7 +117,8 @@ void run(const RotaryParams& p, int64_t begin, int64_t end) {
       using Cache = decltype(cache_tag);
       for (int64_t token = begin * chunk; token < last; ++token) {
         const int64_t position = p.positions[p.position_rows.offset(token)];
-        const Cache* cosines = static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
+        const Cache* cosines =
+            static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
         turn_heads<T>(p, p.query, token, cosines);
         turn_heads<T>(p, p.key, token, cosines);
       }

@@ -10,7 +10,8 @@ namespace {
 // up; NaN stays NaN.
 inline Vec exp(Vec x) {
   x = minimum(splat(89.0f), maximum(splat(-104.0f), x));  // NaN is the second argument: it passes
-  // x = n * ln2 + r, |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to the integer n, left in the low bits.
+  // x = n * ln2 + r, |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to the integer n, left in the low
+  // bits.
   const Vec magic = splat(0x1.8p23f);
   const Vec shifted = fma(x, splat(0x1.715476p0f), magic);
   const Vec n = shifted - magic;
@@ -33,7 +34,9 @@ inline Vec exp(Vec x) {
 #endif
 }
 
-inline Vec absolute(Vec x) { return as_float(as_bits(x) & 0x7fffffffu); }
+inline Vec absolute(Vec x) {
+  return as_float(as_bits(x) & 0x7fffffffu);
+}
 
 // The normal distribution's cumulative function, (1 + erf(x / sqrt(2))) / 2, with a small relative
 // error also where 1 + erf cancels: for u = |x|, Phi(-u) = e^(-u^2 / 2) p(1 / (1 + 0.35 u)).

@@ -1,5 +1,5 @@
-// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and are
-// converted in pairs, one instruction each way.
+// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and
+// are converted in pairs, one instruction each way.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -71,6 +71,16 @@ __device__ __forceinline__ Pack<T, kWidth> narrow(const float (&values)[kWidth])
     }
   }
   return pack;
+}
+
+// A load of what nobody reads again soon: first to leave the cache.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> load_once(const Pack<T, kWidth>* from) {
+  if constexpr (Pack<T, kWidth>::kBytes == 16) {
+    return bits_as<Pack<T, kWidth>>(__ldcs(reinterpret_cast<const uint4*>(from)));
+  } else {
+    return *from;
+  }
 }
 
 // Whether every row starts at a multiple of 16 bytes (`base` may be null: there are no rows).

@@ -97,7 +97,9 @@ __device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Ro
 template <int kVectors>
 constexpr int kMaxThreads = kVectors == 2 ? 512 : 1024;
 template <int kVectors>
-constexpr int kMinBlocks = kVectors == 1 ? 2 : kVectors == 2 ? 3 : 1;
+constexpr int kMinBlocks = kVectors == 1   ? 2
+                           : kVectors == 2 ? 3
+                                           : 1;
 
 // One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
 template <typename T, bool kAdd, int kVectors>
@@ -167,8 +169,8 @@ __global__ void __launch_bounds__(256) rms_norm_short_kernel(RmsNormParams p, in
   if (inside) row.out[i] = normed(x, inverse_root(p, square), weight);
 }
 
-// Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the second
-// mostly served by the caches.
+// Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
+// second mostly served by the caches.
 template <typename T, bool kAdd, int kWidth>
 __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p) {
   launch_dependents();

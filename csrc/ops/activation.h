@@ -1,8 +1,8 @@
 // Activations, plain and gated, element by element:
 //   out = round(f(gate))          up is null
 //   out = round(f(gate)) * up     the product in the dtype
-// silu_and_mul reads gate from the first half of each input row and up from the second, mul_and_silu
-// the other way round.
+// silu_and_mul reads gate from the first half of each input row and up from the second,
+// mul_and_silu the other way round.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"

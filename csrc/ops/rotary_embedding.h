@@ -1,4 +1,5 @@
-// rotary_embedding: turns pairs of a head's first rotary_size elements by the angle of its position.
+// rotary_embedding: turns pairs of a head's first rotary_size elements by the angle of its
+// position.
 //   (x, y) -> (x cos - y sin, y cos + x sin)    in float32, in place
 // Pairs: (i, i + rotary_size / 2) in Neox style, (2i, 2i + 1) in GPT-J style.
 #pragma once

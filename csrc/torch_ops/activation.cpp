@@ -50,12 +50,21 @@ void plain(const char* op, Activation activation, Tensor out, Tensor input) {
   expect.same_or_apart(o, x);
   if (x.numel() == 0) return;
 
+  Rows out_rows = expect.rows(o), input_rows = expect.rows(x);
+  int64_t width = x.size(-1);
+  const auto dense = [&](const Rows& rows) {
+    return rows.inner_count == rows.count && (rows.count == 1 || rows.inner_stride == width);
+  };
+  if (dense(out_rows) && dense(input_rows)) {  // one long row
+    out_rows = input_rows = {.count = 1, .inner_count = 1, .outer_stride = 0, .inner_stride = 0};
+    width = x.numel();
+  }
   const ActivationParams params{.out = o.mutable_data(),
                                 .gate = x.data(),
                                 .up = nullptr,
-                                .out_rows = expect.rows(o),
-                                .input_rows = expect.rows(x),
-                                .width = x.size(-1),
+                                .out_rows = out_rows,
+                                .input_rows = input_rows,
+                                .width = width,
                                 .activation = activation,
                                 .dtype = x.dtype(),
                                 .op = op};
@@ -75,8 +84,12 @@ void gelu_tanh_and_mul(Tensor out, Tensor input) {
   gated("gelu_tanh_and_mul", Activation::kGeluTanh, GateIs::kFirstHalf, out, input);
 }
 // The tanh form, under the names that Hugging Face gave two ways of writing it.
-void gelu_new(Tensor out, Tensor input) { plain("gelu_new", Activation::kGeluTanh, out, input); }
-void gelu_fast(Tensor out, Tensor input) { plain("gelu_fast", Activation::kGeluTanh, out, input); }
+void gelu_new(Tensor out, Tensor input) {
+  plain("gelu_new", Activation::kGeluTanh, out, input);
+}
+void gelu_fast(Tensor out, Tensor input) {
+  plain("gelu_fast", Activation::kGeluTanh, out, input);
+}
 void gelu_quick(Tensor out, Tensor input) {
   plain("gelu_quick", Activation::kGeluQuick, out, input);
 }

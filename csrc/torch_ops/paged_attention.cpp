@@ -1,5 +1,7 @@
 #include "ops/paged_attention.h"
 
+#include <memory>
+
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
 #include "torch_ops/paged_kv.h"
@@ -31,6 +33,21 @@ void check_rows(const Expect& expect, const PagedAttentionParams& p) {
     }
   }
 }
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+void compute(const PagedAttentionParams& params, const Tensor& query) { launch(params, query); }
+#else
+// In two launches where a sequence is shared by several threads: parts, then their merge.
+void compute(const PagedAttentionParams& params, const Tensor& query) {
+  cpu::PagedAttentionWork work =
+      cpu::cut_paged_attention(params, torch::stable::get_num_threads());
+  if (work.tasks == 1) return launch(work, query);
+  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
+  work.partials = partials.get();
+  launch(work, query);
+  launch(cpu::PagedAttentionMerge{work}, query);
+}
+#endif
 
 // What v1 and v2 share: every argument but the scratch.
 PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query,
@@ -132,7 +149,7 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
                         blocksparse_block_size, blocksparse_head_sliding_step));
   if (params.num_seqs == 0) return;
   check_rows(expect, params);
-  launch(params, query);
+  compute(params, query);
 }
 
 void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
@@ -160,11 +177,14 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
                               .float32()
                               .shape({&num_seqs, &num_heads, &partitions})
                               .contiguous();
+  const Argument o = expect.tensor("out", out);
   const Argument partial =
       expect.tensor("tmp_out", tmp_out)
-          .same_dtype(expect.tensor("out", out))
+          .same_dtype(o)
           .shape({&num_seqs, &num_heads, &partitions, &head_size})
           .contiguous();
+  expect.apart(sums, maxima);
+  expect.apart(partial, o);
   const int64_t needed = (params.max_seq_len + kPartitionSize - 1) / kPartitionSize;
   if (partitions < (needed > 0 ? needed : 1)) {
     sums.fail("expected room for " + std::to_string(needed > 0 ? needed : 1) +
@@ -178,7 +198,7 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
   params.tmp_out = partial.mutable_data();
   if (params.num_seqs == 0) return;
   check_rows(expect, params);
-  launch(params, query);
+  compute(params, query);
 }
 
 }  // namespace

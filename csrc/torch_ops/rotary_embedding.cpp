@@ -2,6 +2,7 @@
 
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
+#include "torch_ops/index_check.h"
 
 namespace vllm_kernels {
 namespace {
@@ -13,7 +14,7 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   const int64_t leading = positions.dim();
   x.rank(leading + 1, leading + 2).inner_contiguous().written();
   for (int64_t d = 0; d < leading; ++d) {
-    Size tokens("the size", positions.size(d), "positions");
+    Size tokens(leading == 1 ? "tokens" : d == 0 ? "batch" : "seq", positions.size(d), "positions");
     x.at(d, tokens);
   }
   RotaryHeads heads;
@@ -36,24 +37,12 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   return heads;
 }
 
-// A GPU kernel leaves such a token unchanged; on the CPU a look at every position costs nothing.
-void expect_positions_in_range(const Expect& expect, const RotaryParams& p) {
-  for (int64_t token = 0; token < p.position_rows.count; ++token) {
-    const int64_t position = p.positions[p.position_rows.offset(token)];
-    if (position >= 0 && position < p.max_position) continue;
-    expect.fail("positions: expected values from 0 to " + std::to_string(p.max_position - 1) +
-                " (rows of cos_sin_cache), got " + std::to_string(position) + " at token " +
-                std::to_string(token));
-  }
-}
-
 void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key, int64_t head_size,
                       Tensor cos_sin_cache, bool is_neox) {
   Expect expect("rotary_embedding");
-  const Argument t = expect.tensor("positions", positions).int64().rank(1, 2);
+  const Argument t = expect.tensor("positions", positions).int64().rank(1, 2).inner_contiguous();
   Argument q = expect.tensor("query", query).floating();
-  expect.that(head_size > 0,
-              "head_size: expected a number > 0, got " + std::to_string(head_size));
+  expect.that(head_size > 0, "head_size: expected a number > 0, got " + std::to_string(head_size));
   Size max_position("max_position"), rotary_size("rotary_size");
   const Argument c = expect.tensor("cos_sin_cache", cos_sin_cache)
                          .floating()
@@ -84,7 +73,7 @@ void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key,
     expect.apart(q, k);
   }
   if (t.numel() == 0 || params.query.count + params.key.count == 0) return;
-  if (kOnCpu) expect_positions_in_range(expect, params);
+  check_index(expect, t, {.noun = "a position", .low = 0, .high = max_position});
   launch(params, query);
 }
 

@@ -1,0 +1,66 @@
+// How paged attention on the CPU is cut into tasks.
+//
+// A row is one sequence, one KV head and up to kMaxHeads of its query heads; it is cut in units of
+// unit_tokens tokens. All units of the batch, row after row, are dealt to the tasks in equal
+// contiguous runs, so every thread gets the same work whatever the batch looks like. A task writes
+// the rows that lie wholly inside its run; of a row that crosses its borders it leaves a partial
+// result, at most one at the front of its run and one at the back, and a second launch merges these.
+#pragma once
+#include <cstdint>
+
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cpu {
+
+struct PagedAttentionWork {
+  PagedAttentionParams params;
+  int32_t heads_per_row;  // query heads handled together
+  int32_t chunks;         // rows a KV head needs for its group
+  int32_t unit_tokens;
+  int32_t tasks;
+  int64_t units;
+  float* partials;  // [tasks][2: front, back][heads_per_row][head_size + 2]: sum, max, sum of w v
+
+  int64_t first_unit(int64_t task) const {
+    return units * task / tasks;
+  }
+  int64_t partial_size() const {
+    return static_cast<int64_t>(heads_per_row) * (params.kv.head_size + 2);
+  }
+};
+
+struct PagedAttentionMerge {
+  PagedAttentionWork work;
+};
+
+constexpr int32_t kMaxHeads = 64;                  // query heads of a row
+constexpr int32_t kUnitTokens = 128;               // without partitions
+constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
+
+// Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
+inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int64_t threads) {
+  const int32_t group = p.num_heads / p.kv.num_kv_heads;
+  PagedAttentionWork work{.params = p,
+                          .heads_per_row = group < kMaxHeads ? group : kMaxHeads,
+                          .chunks = (group + kMaxHeads - 1) / kMaxHeads,
+                          .unit_tokens = p.partition_size > 0 ? p.partition_size : kUnitTokens,
+                          .tasks = 1,
+                          .units = 0,
+                          .partials = nullptr};
+  int64_t tokens = 0;
+  for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
+    const int64_t length = usable_seq_len(p, seq);
+    tokens += length;
+    work.units += length == 0 ? 1 : (length + work.unit_tokens - 1) / work.unit_tokens;
+  }
+  const int64_t rows = static_cast<int64_t>(p.kv.num_kv_heads) * work.chunks;
+  work.units *= rows;
+  const int64_t bytes = 2 * tokens * rows * p.kv.head_size * size_of(p.kv.dtype);
+  int64_t tasks = threads;
+  if (tasks > bytes / kAttentionTaskBytes) tasks = bytes / kAttentionTaskBytes;
+  if (tasks > work.units) tasks = work.units;
+  work.tasks = tasks < 1 ? 1 : static_cast<int32_t>(tasks);
+  return work;
+}
+
+}  // namespace vllm_kernels::cpu
