@@ -23,18 +23,26 @@ inline Vec activate(Vec x) {
   }
 }
 
+// Activated, rounded and, where there is a second factor, multiplied.
+template <Activation kActivation, bool kGated, typename T>
+inline Vec result(Vec gate, Vec up) {
+  const Vec value = activate<kActivation>(gate);
+  return kGated ? round_to<T>(value) * up : value;
+}
+
 template <Activation kActivation, bool kGated, typename T>
 void activate_row(T* out, const T* gate, const T* up, int64_t n) {
+  constexpr auto of = result<kActivation, kGated, T>;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Vec value = activate<kActivation>(load(gate + i));
-    if constexpr (kGated) value = round_to<T>(value) * load(up + i);
-    store(out + i, value);
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const VecPair x = load_pair(gate + i);
+    const VecPair y = kGated ? load_pair(up + i) : VecPair{};
+    store_pair(out + i, {of(x.a, y.a), of(x.b, y.b)});
   }
-  if (i < n) {
-    Vec value = activate<kActivation>(load_partial(gate + i, n - i));
-    if constexpr (kGated) value = round_to<T>(value) * load_partial(up + i, n - i);
-    store_partial(out + i, value, n - i);
+  for (; i < n; i += kLanes) {
+    const int64_t count = n - i < kLanes ? n - i : kLanes;
+    const Vec y = kGated ? load_partial(up + i, count) : Vec{};
+    store_partial(out + i, of(load_partial(gate + i, count), y), count);
   }
 }
 

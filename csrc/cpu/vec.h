@@ -186,6 +186,34 @@ inline Vec round_to(Vec value) {
   }
 }
 
+// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own ------------------------------
+// For loops that treat all elements alike and whose arrays all hold T. Two bfloat16 of a word are
+// one element of either vector, which takes half the instructions of keeping them in order.
+
+struct VecPair {
+  Vec a, b;
+};
+
+template <typename T>
+inline VecPair load_pair(const T* from) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const VecUint words = load_raw<VecUint>(from);
+    return {as_float(words << 16), as_float(words & 0xffff0000u)};
+  } else {
+    return {load(from), load(from + kLanes)};
+  }
+}
+
+template <typename T>
+inline void store_pair(T* to, VecPair pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    store_raw(to, (bfloat16_bits(pair.a) >> 16) | (bfloat16_bits(pair.b) & 0xffff0000u));
+  } else {
+    store(to, pair.a);
+    store(to + kLanes, pair.b);
+  }
+}
+
 // --- tails: the first `count` < kLanes elements, the rest as zero --------------------------------
 
 template <typename T>

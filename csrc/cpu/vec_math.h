@@ -6,10 +6,12 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// e^x within 1 ulp. 0 from -104 down (also -inf), denormal between -103.9 and -87.4, inf from 88.73
-// up; NaN stays NaN.
+// e^x within 1 ulp. 0 below -87.3 (also -inf; from -104 on AVX-512, denormal in between), inf from
+// 88.73 up; NaN stays NaN.
 inline Vec exp(Vec x) {
-  x = minimum(splat(89.0f), maximum(splat(-104.0f), x));  // NaN is the second argument: it passes
+#if defined(__AVX512F__)
+  x = minimum(splat(89.0f), maximum(splat(-105.0f), x));  // NaN is the second argument: it passes
+#endif
   // x = n * ln2 + r, |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to the integer n, left in the low
   // bits.
   const Vec magic = splat(0x1.8p23f);
@@ -27,10 +29,12 @@ inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_scalef_ps((__m512)power, (__m512)n);
 #else
-  // 2^n as a product of two powers, because n runs from -150 to 128.
-  const VecInt exponent = (VecInt)as_bits(shifted) - (VecInt)as_bits(magic);
-  const VecInt half = exponent >> 1;
-  return power * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
+  // n joins the exponent, which holds it for -126 <= n <= 128 (then power < 1). Past the ends the
+  // bits are rubbish, to be replaced; x + inf is inf or NaN.
+  const Vec scaled = as_float(as_bits(power) + (as_bits(shifted) << 23));
+  const Vec upper = select(x < splat(88.7228394f), scaled, x + splat(__builtin_inff()));
+  const VecUint is_zero = (VecUint)(x < splat(-87.3365402f));
+  return as_float(as_bits(upper) & ~is_zero);
 #endif
 }
 
