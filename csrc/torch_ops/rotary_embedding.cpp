@@ -2,6 +2,7 @@
 
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
+#include "torch_ops/index_check.h"
 
 namespace vllm_kernels {
 namespace {
@@ -36,21 +37,10 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   return heads;
 }
 
-// A GPU kernel leaves such a token unchanged; on the CPU a look at every position costs nothing.
-void expect_positions_in_range(const Expect& expect, const RotaryParams& p) {
-  for (int64_t token = 0; token < p.position_rows.count; ++token) {
-    const int64_t position = p.positions[p.position_rows.offset(token)];
-    if (position >= 0 && position < p.max_position) continue;
-    expect.fail("positions: expected values from 0 to " + std::to_string(p.max_position - 1) +
-                " (rows of cos_sin_cache), got " + std::to_string(position) + " at token " +
-                std::to_string(token));
-  }
-}
-
 void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key, int64_t head_size,
                       Tensor cos_sin_cache, bool is_neox) {
   Expect expect("rotary_embedding");
-  const Argument t = expect.tensor("positions", positions).int64().rank(1, 2);
+  const Argument t = expect.tensor("positions", positions).int64().rank(1, 2).inner_contiguous();
   Argument q = expect.tensor("query", query).floating();
   expect.that(head_size > 0, "head_size: expected a number > 0, got " + std::to_string(head_size));
   Size max_position("max_position"), rotary_size("rotary_size");
@@ -83,7 +73,7 @@ void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key,
     expect.apart(q, k);
   }
   if (t.numel() == 0 || params.query.count + params.key.count == 0) return;
-  if (kOnCpu) expect_positions_in_range(expect, params);
+  check_index(expect, t, {.noun = "a position", .low = 0, .high = max_position});
   launch(params, query);
 }
 

@@ -10,8 +10,8 @@ import vllm_kernels
 from vllm_kernels import reference
 
 EPS = 1e-6
-# Two roundings (normalised value, product) can each fall the other way by one unit; the sum is exact
-# before its one rounding.
+# Two roundings (normalised value, product) can each fall the other way by one unit; the sum is
+# exact before its one rounding.
 ULPS = {torch.float32: 16, torch.float16: 2.02, torch.bfloat16: 2.02}
 
 
@@ -100,8 +100,8 @@ def test_bad_input(device):
         ),
         (
             (x, residual, weight[:32], EPS),
-            r"^fused_add_rms_norm: weight: expected hidden_size = 64 \(from input\) at dimension 0, "
-            r"got shape \[32\]$",
+            r"^fused_add_rms_norm: weight: expected hidden_size = 64 \(from input\) "
+            r"at dimension 0, got shape \[32\]$",
         ),
         (
             (x.int(), residual, weight, EPS),

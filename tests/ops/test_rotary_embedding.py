@@ -130,8 +130,7 @@ def test_strided_positions_and_cache(device, dtype):
     cache = torch.cat([make_cache(64, dtype, device)] * 2, dim=-1)[:, :64]
     query = torch.randn(3, 4, 128, device=device, dtype=dtype)
     check(torch.arange(4, device=device).expand(3, 4), query, None, 64, cache, True)
-    check(positions_of(3, 8, device=device)[:, ::2], query, None, 64, cache, True)
-    check(positions_of(4, 3, device=device).t(), query, None, 64, cache, True)
+    check(positions_of(3, 8, device=device)[:, 2:6], query, None, 64, cache, True)
 
 
 @both_styles
@@ -203,10 +202,8 @@ def test_position_out_of_range(device, dtype, is_neox, position):
         want[1, 1], want_key[1, 1] = query[1, 1], key[1, 1]
     positions[1, 1] = position
     if device == "cpu":
-        with raises(
-            r"^rotary_embedding: positions: expected values from 0 to 127 \(rows of "
-            rf"cos_sin_cache\), got {position} at token 4$"
-        ):
+        message = rf"positions\[1, 1\] = {position}: expected a position in \[0, 128\)$"
+        with raises(f"^rotary_embedding: {message}"):
             vllm_kernels.rotary_embedding(positions, query, key, 64, cache, is_neox)
     else:
         vllm_kernels.rotary_embedding(positions, query, key, 64, cache, is_neox)
@@ -226,6 +223,10 @@ def test_bad_input(device):
         (
             (positions.view(1, 2, 2), query, key, 64, cache, True),
             r"^rotary_embedding: positions: expected 1 to 2 dimensions, got shape \[1, 2, 2\]$",
+        ),
+        (
+            (positions_of(8, device=device)[::2], query, key, 64, cache, True),
+            r"^rotary_embedding: positions: expected stride 1 in the last dimension, got strides",
         ),
         (
             (positions[:3], query, key, 64, cache, True),
