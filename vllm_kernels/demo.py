@@ -194,6 +194,8 @@ def run_demo(
     model, tokenizer = load(model_folder, device)
     demo = _Demo(model, tokenizer, max_new_tokens)
     texts = list(prompts or PROMPTS)
+    if not all(tokenizer(texts)["input_ids"]):
+        raise DemoError("--prompt: expected texts of at least one token")
     runs = [Run("greedy", texts, 1), Run(f"{NUM_BEAMS} beams", texts[:2], NUM_BEAMS)]
     demo.console.print(
         f"vllm_kernels {vllm_kernels.__version__}, torch {torch.__version__}, {device}; "

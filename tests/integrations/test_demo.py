@@ -97,6 +97,8 @@ def test_arguments_that_do_not_fit(
     assert "expected a folder with a config.json" in capsys.readouterr().err
     assert main(["demo", "--max-new-tokens", "1"]) == 2
     assert "expected at least 2, got 1" in capsys.readouterr().err
+    assert main(["demo", "--prompt", "A class", ""]) == 2
+    assert "at least one token" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["demo", "--device", "cuda"]) == 2
     assert "torch sees no GPU" in capsys.readouterr().err
