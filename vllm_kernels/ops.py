@@ -297,6 +297,9 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
 # --- attention
 
+_paged_attention_v1 = _ops.paged_attention_v1.default
+_paged_attention_v2 = _ops.paged_attention_v2.default
+
 
 def paged_attention_v1(
     out: Tensor,
@@ -349,8 +352,15 @@ def paged_attention_v1(
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
-    _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
-    _ops.paged_attention_v1.default(
+    if torch.is_grad_enabled():
+        _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        _paged_attention_v1(
+            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+        )  # fmt: skip
+        return
+    _paged_attention_v1(
         out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
         block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
@@ -392,12 +402,19 @@ def paged_attention_v2(
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
             output of each partition. partitions >= ceil(max_seq_len / 512).
     """
-    _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
-    _ops.paged_attention_v2.default(
-        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
-        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
-        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
-        blocksparse_block_size, blocksparse_head_sliding_step,
+    if torch.is_grad_enabled():
+        _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        _paged_attention_v2(
+            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+        )  # fmt: skip
+        return
+    _paged_attention_v2(
+        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
+        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+        blocksparse_head_sliding_step,
     )  # fmt: skip
 
 
