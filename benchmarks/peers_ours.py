@@ -46,5 +46,71 @@ def rms_norm(n):
     return call
 
 
-SMALL = {"rms_norm": {"ours": rms_norm}}
+def fused_add_rms_norm(n):
+    def call(i):
+        vk.fused_add_rms_norm(n.X[i], n.S[i], n.w, n.eps)
+        return n.X[i]
+
+    return call
+
+
+def silu_and_mul(n):
+    def call(i):
+        vk.silu_and_mul(n.O[i], n.X[i])
+        return n.O[i]
+
+    return call
+
+
+def rotary_embedding(n):
+    def call(i):
+        vk.rotary_embedding(n.pos, n.Q[i], n.K[i], n.D, n.cs, True)
+        return n.Q[i]
+
+    return call
+
+
+def _kv_write(flash: bool, runs: bool = False):
+    """Random single slots (decode), or runs of whole pages in random order (prefill)."""
+
+    def make(n):
+        tokens, pages = n.K[0].shape[0], n.kx.shape[0]
+        slots = n.slots
+        if runs:
+            arange = torch.arange(16, device="cuda")
+
+            def run():
+                first = torch.randperm(pages, device="cuda")[: -(-tokens // 16)] * 16
+                return (first[:, None] + arange).flatten()[:tokens].contiguous()
+
+            slots = [run() for _ in n.slots]
+        op = vk.reshape_and_cache_flash if flash else vk.reshape_and_cache
+        keys, values = (n.kc, n.vc) if flash else (n.kx, n.vx)
+
+        def call(i):
+            op(n.K[i], n.V[i], keys, values, slots[i], "auto", n.one, n.one)
+            return keys
+
+        call(0)
+        block, at = slots[0] // 16, slots[0] % 16
+        stored = keys[block, at] if flash else keys[block, :, :, at].reshape(n.K[0].shape)
+        assert torch.equal(stored, n.K[0]), "wrong K"
+        stored = values[block, at] if flash else values[block, :, :, at]
+        assert torch.equal(stored, n.V[0]), "wrong V"
+        return call
+
+    return make
+
+
+SMALL = {
+    "rms_norm": {"ours": rms_norm},
+    "fused_add_rms": {"ours": fused_add_rms_norm},
+    "silu_and_mul": {"ours": silu_and_mul},
+    "rope": {"ours": rotary_embedding},
+    "kv_write": {
+        "ours_nhd": _kv_write(True),
+        "ours_x_random": _kv_write(False),
+        "ours_x_runs": _kv_write(False, runs=True),
+    },
+}
 DECODE = {"ours_v1": ("vl", _decode(1)), "ours_v2": ("vl", _decode(2))}

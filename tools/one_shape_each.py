@@ -16,10 +16,99 @@ def norms() -> None:
             x = torch.randn(3, hidden, device=CUDA, dtype=dtype)
             weight = torch.randn(hidden, device=CUDA, dtype=dtype)
             vllm_kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
+            vllm_kernels.fused_add_rms_norm(x, torch.randn_like(x), weight, 1e-6)
+
+
+def rotary_and_activations() -> None:
+    positions = torch.randint(0, 32, (5,), device=CUDA)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for head_size, rot_dim in ((64, 64), (80, 32), (128, 128), (36, 18)):
+            cache = torch.randn(32, rot_dim, device=CUDA, dtype=dtype)
+            for is_neox in (True, False):
+                query = torch.randn(5, 4, head_size, device=CUDA, dtype=dtype)
+                key = torch.randn(5, 2, head_size, device=CUDA, dtype=dtype)
+                vllm_kernels.rotary_embedding(positions, query, key, head_size, cache, is_neox)
+                vllm_kernels.rotary_embedding(positions, query, None, head_size, cache, is_neox)
+        for width in (7, 64, 1000):
+            x = torch.randn(3, 2 * width, device=CUDA, dtype=dtype)
+            out = torch.empty(3, width, device=CUDA, dtype=dtype)
+            for name in ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul"):
+                getattr(vllm_kernels, name)(out, x)
+            for name in ("gelu_new", "gelu_fast", "gelu_quick"):
+                getattr(vllm_kernels, name)(torch.empty_like(x), x)
+
+
+def cache() -> None:
+    one = torch.ones(1, device=CUDA)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
+            size = dtype.itemsize if cache_dtype == "auto" else 1
+            stored = dtype if cache_dtype == "auto" else torch.uint8
+            for heads, head_size, block_size in ((2, 64, 16), (3, 128, 8), (1, 48, 32)):
+                x = 16 // size
+                key, value = torch.randn(2, 40, heads, head_size, device=CUDA, dtype=dtype)
+                runs = torch.arange(40, device=CUDA)
+                single = torch.randperm(8 * block_size, device=CUDA)[:40]
+                vllm = [torch.zeros(8, heads, head_size // x, block_size, x, device=CUDA, dtype=stored),
+                        torch.zeros(8, heads, head_size, block_size, device=CUDA, dtype=stored)]  # fmt: skip
+                flash = torch.zeros(2, 8, block_size, heads, head_size, device=CUDA, dtype=stored)
+                for slots in (runs, single):
+                    arguments = (slots, cache_dtype, one, one)
+                    vllm_kernels.reshape_and_cache(key, value, *vllm, *arguments)
+                    vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
+                pairs = torch.tensor([[0, 3], [1, 4]], device=CUDA)
+                vllm_kernels.copy_blocks(vllm[:1], vllm[1:], pairs)
+                vllm_kernels.swap_blocks(vllm[0], torch.zeros_like(vllm[0], device="cpu"), pairs.cpu())
+        for scale in (1.0, 0.5):
+            wide = torch.randn(3, 77, device=CUDA, dtype=dtype)
+            narrow = torch.empty(3, 77, device=CUDA, dtype=torch.uint8)
+            vllm_kernels.convert_fp8(narrow, wide, scale, "fp8")
+            vllm_kernels.convert_fp8(wide, narrow, scale, "fp8")
+        parts = torch.randn(2, 5, 4, 64, device=CUDA, dtype=dtype)
+        lse = torch.randn(3, 4, 5, device=CUDA)
+        merged = torch.empty_like(parts[0])
+        vllm_kernels.merge_attn_states(merged, parts[0], lse[0], parts[1], lse[1], lse[2])
+
+
+def attention() -> None:
+    """v1 and v2: every pair of types, padded head size and page size, ragged lengths with 0."""
+    lengths = [0, 1, 17, 530]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
+            for heads, kv_heads, head_size, block_size in (
+                (8, 2, 128, 16), (12, 1, 128, 32), (4, 4, 64, 8), (18, 2, 80, 16), (4, 1, 240, 16),
+                (10, 1, 256, 32),
+            ):  # fmt: skip
+                _attention(dtype, cache_dtype, heads, kv_heads, head_size, block_size, lengths)
+
+
+def _attention(dtype, cache_dtype, heads, kv_heads, head_size, block_size, lengths) -> None:
+    size = dtype.itemsize if cache_dtype == "auto" else 1
+    x, pages, num_seqs = 16 // size, 70, len(lengths)
+    keys = torch.randn(pages, kv_heads, head_size // x, block_size, x, device=CUDA)
+    values = torch.randn(pages, kv_heads, head_size, block_size, device=CUDA)
+    if cache_dtype == "auto":
+        keys, values = keys.to(dtype), values.to(dtype)
+    else:
+        stored = torch.float8_e4m3fn if cache_dtype == "fp8_e4m3" else torch.float8_e5m2
+        keys, values = keys.to(stored).view(torch.uint8), values.to(stored).view(torch.uint8)
+    tables = torch.randint(0, pages, (num_seqs, 67), device=CUDA, dtype=torch.int32)
+    query = torch.randn(num_seqs, heads, head_size, device=CUDA, dtype=dtype)
+    out, one = torch.empty_like(query), torch.ones(1, device=CUDA)
+    seq_lens = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
+    slopes = torch.rand(heads, device=CUDA)
+    arguments = (query, keys, values, kv_heads, 0.1, tables, seq_lens, block_size, max(lengths))
+    vllm_kernels.paged_attention_v1(out, *arguments, None, cache_dtype, one, one)
+    sums = torch.empty(num_seqs, heads, 2, device=CUDA)
+    partial = torch.empty(num_seqs, heads, 2, head_size, device=CUDA, dtype=dtype)
+    scratch = (out, sums, torch.empty_like(sums), partial)
+    vllm_kernels.paged_attention_v2(*scratch, *arguments, slopes, cache_dtype, one, one)
+    sparse = (0, 1, 2, 64, 1)
+    vllm_kernels.paged_attention_v2(*scratch, *arguments, None, cache_dtype, one, one, *sparse)
 
 
 def main() -> None:
-    for group in (norms,):
+    for group in (norms, rotary_and_activations, cache, attention):
         group()
         torch.cuda.synchronize()
         print(group.__name__, "done", flush=True)

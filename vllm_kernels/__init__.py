@@ -5,6 +5,6 @@ from vllm_kernels._C import version as __version__
 from vllm_kernels.ops import *  # noqa: F403
 from vllm_kernels.ops import OPS
 
-__all__ = ["OPS", "__version__", *OPS]
+__all__ = ["OPS", "__version__", "check", *OPS]
 
 cuda_loaded: bool = _library.cuda_loaded

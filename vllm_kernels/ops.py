@@ -47,10 +47,252 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
     _ops.rms_norm.default(out, input, weight, epsilon)
 
 
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    """Adds to the residual stream and norms it: both arguments are replaced.
+
+    ``residual = round(residual + input)``, then ``input = rms_norm(residual)`` with the rounding
+    of ``rms_norm``.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16, written. Rows may be strided.
+        residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
+        weight: [hidden_size], dtype of ``input``.
+        epsilon: >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("fused_add_rms_norm", input, residual, weight)
+    _ops.fused_add_rms_norm.default(input, residual, weight, epsilon)
+
+
 # --- rotary and activations
 
 
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+) -> None:
+    """Rotary position embedding of query and key, in place.
+
+    The first ``rotary_size`` elements of each head are turned in pairs by the angle of the token's
+    position: ``(x, y) -> (x cos - y sin, y cos + x sin)``, in float32 and rounded once (Su et al.
+    2021, arXiv:2104.09864). The rest of the head stays as it is.
+
+    Args:
+        positions: [tokens] or [batch, seq], int64; sequences may be strided (or one, expanded).
+        query: [positions' dimensions, heads * head_size] or [..., heads, head_size], written;
+            float32, float16 or bfloat16. Tokens and heads may be strided.
+        key: like ``query`` with its own number of heads, or None.
+        head_size: elements a head.
+        cos_sin_cache: [max_position, rotary_size], any floating dtype: the cosines of the angles,
+            then their sines. ``rotary_size`` is even and at most ``head_size``.
+        is_neox: pairs ``(i, i + rotary_size / 2)``; otherwise ``(2 i, 2 i + 1)`` as in GPT-J.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. A position outside
+            of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
+    """
+    _inference_only("rotary_embedding", query, key, cos_sin_cache)
+    _ops.rotary_embedding.default(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """SwiGLU's product: ``out = round(silu(gate)) * up`` (Shazeer 2020, arXiv:2002.05202).
+
+    ``silu(x) = x / (1 + exp(-x))``, in float32 and rounded to the dtype before the product.
+
+    Args:
+        out: [..., d], written, apart from ``input``. Rows may be strided.
+        input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("silu_and_mul", out, input)
+    _ops.silu_and_mul.default(out, input)
+
+
+def mul_and_silu(out: Tensor, input: Tensor) -> None:
+    """``out = up * round(silu(gate))``: up is the first half of ``input``, gate the second.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("mul_and_silu", out, input)
+    _ops.mul_and_silu.default(out, input)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    """GeGLU's product: ``out = round(gelu(gate)) * up``, gelu(x) = x (1 + erf(x / sqrt 2)) / 2.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("gelu_and_mul", out, input)
+    _ops.gelu_and_mul.default(out, input)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    """``out = round(gelu(gate)) * up`` with the tanh form of gelu, as ``gelu_new``.
+
+    Shapes and errors as ``silu_and_mul``.
+    """
+    _inference_only("gelu_tanh_and_mul", out, input)
+    _ops.gelu_tanh_and_mul.default(out, input)
+
+
+def gelu_new(out: Tensor, input: Tensor) -> None:
+    """gelu by tanh: ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`` (arXiv:1606.08415).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        out: [..., d], written; may be ``input`` itself. Rows may be strided.
+        input: [..., d], float32, float16 or bfloat16. Rows may be strided.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    _inference_only("gelu_new", out, input)
+    _ops.gelu_new.default(out, input)
+
+
+def gelu_fast(out: Tensor, input: Tensor) -> None:
+    """The function of ``gelu_new``, under the other name that Hugging Face models give it."""
+    _inference_only("gelu_fast", out, input)
+    _ops.gelu_fast.default(out, input)
+
+
+def gelu_quick(out: Tensor, input: Tensor) -> None:
+    """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``."""
+    _inference_only("gelu_quick", out, input)
+    _ops.gelu_quick.default(out, input)
+
+
 # --- cache
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """Writes new keys and values into a paged cache of layout "vllm".
+
+    Token t goes to slot ``slot_mapping[t] = block * block_size + position in the block``. Slot -1
+    leaves the token out. Where a slot comes up more than once, exactly the last token of the call
+    is written, with whole rows, on CPU and CUDA alike.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; the strides
+            of tokens and heads are free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes of elements,
+            written; the strides of blocks and heads are free.
+        value_cache: [num_blocks, num_kv_heads, head_size, block_size], written; likewise.
+        slot_mapping: [n] int64, n <= num_tokens; tokens past n are ignored (CUDA-graph padding).
+        kv_cache_dtype: "auto" (dtype of key), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 or float8
+            tensors): x / scale to nearest even, saturating.
+        k_scale, v_scale: one float32 on the same device; for 8-bit caches.
+
+    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart;
+    runs of 16 slots of one page are transposed and cost what they weigh. For decoding large batches
+    :func:`reshape_and_cache_flash` is cheaper by nature.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a slot below -1 or past the cache, before anything is written; on CUDA such a token is
+            left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
+    """
+    _inference_only("reshape_and_cache", key, value, key_cache, value_cache)
+    _ops.reshape_and_cache.default(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """:func:`reshape_and_cache` for the layout of flash attention.
+
+    Args (where they differ):
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
+            strides of blocks, tokens and heads are free, so a permuted HND cache works as well.
+    """
+    _inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache)
+    _ops.reshape_and_cache_flash.default(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
+
+
+def copy_blocks(
+    key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
+) -> None:
+    """Copies blocks within every cache: what copy-on-write asks for after a fork.
+
+    Args:
+        key_caches, value_caches: one tensor a layer, [num_blocks, ...], of any layout and dtype,
+            written. All blocks have one size in bytes, without gaps; the stride of blocks is free.
+        block_mapping: [n, 2] int64, pairs (source, destination), on the caches' device or the CPU.
+            No block may be a destination twice, or both a source and a destination: the order of
+            the copies is not defined on CUDA (on the CPU it is that of the list).
+
+    Needs no sync and no upload; safe in CUDA graphs (a mapping on the CPU is then baked in).
+
+    Raises:
+        RuntimeError: also for a block out of range where the mapping is on the CPU, before anything
+            is copied; on CUDA such a pair is skipped.
+    """
+    _inference_only("copy_blocks", *key_caches, *value_caches)
+    _ops.copy_blocks.default(key_caches, value_caches, block_mapping)
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    """Copies blocks between two caches, each on the CPU or on one GPU.
+
+    Args:
+        src: [num_src_blocks, ...], any dtype.
+        dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written.
+        block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst).
+
+    Neighbouring pairs travel as one copy, on the current stream of the GPU. A copy from or to
+    pageable memory may wait for its turn; pinned memory does not, and must then stay untouched
+    until the stream gets there.
+
+    Raises:
+        RuntimeError: also for a block out of range, before anything is copied.
+    """
+    _inference_only("swap_blocks", src, dst)
+    _ops.swap_blocks.default(src, dst, block_mapping)
+
+
+def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+    """Converts a cache to or from 8 bits, element by element in memory; the shapes may differ.
+
+    Args:
+        output: contiguous, as many elements as input, written.
+        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8, or
+            the float8 dtype that kv_dtype names), which gives the direction:
+            8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
+        scale: of the 8-bit side.
+        kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".
+    """
+    _inference_only("convert_fp8", output, input)
+    _ops.convert_fp8.default(output, input, scale, kv_dtype)
 
 
 # --- attention
@@ -176,21 +418,80 @@ def paged_attention_v2(
     )  # fmt: skip
 
 
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
+    """Merges attention over two disjoint sets of keys by their log-sum-exp.
+
+    The registered op has output_lse second; this order is that of vLLM's wrapper. (Merging partial
+    softmax results: Milakov and Gimelshein 2018, arXiv:1805.02867.)
+
+    Args:
+        output: [num_tokens, num_heads, head_size], written; may be prefix_output or suffix_output.
+        prefix_output, suffix_output: the same shape and dtype; the strides of tokens and heads are
+            free in all three.
+        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, natural logarithm. -inf (and +inf)
+            marks a part without keys, whose output is not looked at.
+        output_lse: [num_heads, num_tokens] float32, written; may be prefix_lse or suffix_lse.
+
+    Where both parts are empty the output is 0 and its lse -inf.
+    """
+    _inference_only("merge_attn_states", output, prefix_output, suffix_output)
+    _ops.merge_attn_states.default(
+        output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
+    )
+
+
 OPS = [
     # norms
     "rms_norm",
+    "fused_add_rms_norm",
     # rotary and activations
-    #
+    "rotary_embedding",
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_quick",
     # cache
-    #
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "copy_blocks",
+    "swap_blocks",
+    "convert_fp8",
     # attention
+    "merge_attn_states",
     "paged_attention_v1",
     "paged_attention_v2",
 ]
 """Every op of the library."""
 
 
-__all__ = list(OPS)
+__all__ = ["check", *OPS]
+
+
+def check() -> None:
+    """Waits for the GPU and raises what check mode has found there.
+
+    With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
+    (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is
+    raised by a later op, or at once by this call; under CUDA-graph replay too. On the CPU every call
+    checks its index tensors anyway, and this function does nothing.
+
+    Raises:
+        RuntimeError: naming op, argument, index and value.
+    """
+    if _library.cuda_loaded and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        _ops.raise_bad_index.default()
 
 
 def _register_fakes() -> None:

@@ -1,5 +1,6 @@
 // From a DType to the storage type of this level's kernels, by function and lambda.
 #pragma once
+#include "cpu/fp8.h"
 #include "cpu/vec.h"
 #include "ops/dtype.h"
 
@@ -16,6 +17,19 @@ inline void dispatch_float(DType dtype, Body&& body) {
       return body(BFloat16{});
     default:
       return body(float{});
+  }
+}
+
+// Calls body(C{}) with the storage type of a cache for a model of type T: T itself or an 8-bit type.
+template <typename T, typename Body>
+inline void dispatch_cache(DType cache, Body&& body) {
+  switch (cache) {
+    case DType::kFp8E4M3:
+      return body(Fp8E4M3{});
+    case DType::kFp8E5M2:
+      return body(Fp8E5M2{});
+    default:
+      return body(T{});
   }
 }
 

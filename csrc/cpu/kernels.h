@@ -5,7 +5,14 @@
 
 #include "cpu/level.h"
 #include "cpu/paged_attention.h"
+#include "ops/activation.h"
+#include "ops/convert_fp8.h"
+#include "ops/copy_blocks.h"
+#include "ops/merge_attn_states.h"
+#include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cpu {
 
@@ -42,8 +49,14 @@ constexpr bool kHasBf16Kernel = false;
 VLLM_KERNELS_DECLARE(RmsNormParams)
 
 // --- rotary and activations
+VLLM_KERNELS_DECLARE(RotaryParams)
+VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache
+VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
+VLLM_KERNELS_DECLARE(CopyBlocksParams)
+VLLM_KERNELS_DECLARE(SwapBlocksParams)
+VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention
 VLLM_KERNELS_DECLARE(PagedAttentionWork)
@@ -54,6 +67,8 @@ constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
 VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
 #endif
+VLLM_KERNELS_DECLARE(PagedAttentionParams)
+VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

@@ -8,42 +8,69 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-template <typename T>
-float mean_square(const T* x, int64_t n) {
+// Two vectors of the row from `x` on; with the residual added, rounded and stored where there is
+// one.
+template <bool kAdd, typename T>
+inline VecPair take(const T* x, T* residual) {
+  VecPair value = load_pair(x);
+  if constexpr (kAdd) {
+    const VecPair other = load_pair(residual);
+    value = {round_to<T>(value.a + other.a), round_to<T>(value.b + other.b)};
+    store_pair(residual, value);
+  }
+  return value;
+}
+
+template <bool kAdd, typename T>
+inline Vec take_partial(const T* x, T* residual, int64_t count) {
+  Vec value = load_partial(x, count);
+  if constexpr (kAdd) {
+    value = round_to<T>(value + load_partial(residual, count));
+    store_partial(residual, value, count);
+  }
+  return value;
+}
+
+template <bool kAdd, typename T>
+float mean_square(const T* x, T* residual, int64_t n) {
   Vec sums[4] = {};  // four chains hide the latency of the multiply-add
+  const auto add = [&](VecPair pair, int chain) {
+    sums[chain] = fma(pair.a, pair.a, sums[chain]);
+    sums[chain + 1] = fma(pair.b, pair.b, sums[chain + 1]);
+  };
+  constexpr int64_t kPair = 2 * kLanes;
   int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (int j = 0; j < 4; ++j) {
-      const Vec value = load(x + i + j * kLanes);
-      sums[j] = fma(value, value, sums[j]);
-    }
+  for (; i + 2 * kPair <= n; i += 2 * kPair) {
+    add(take<kAdd>(x + i, residual + i), 0);
+    add(take<kAdd>(x + i + kPair, residual + i + kPair), 2);
   }
-  for (; i + kLanes <= n; i += kLanes) {
-    const Vec value = load(x + i);
+  for (; i < n; i += kLanes) {
+    const Vec value = take_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
     sums[0] = fma(value, value, sums[0]);
-  }
-  if (i < n) {
-    const Vec value = load_partial(x + i, n - i);
-    sums[1] = fma(value, value, sums[1]);
   }
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
 }
 
-template <typename T>
-void norm_row(T* out, const T* x, const T* weight, int64_t n, float epsilon) {
-  const Vec scale = splat(1.0f / std::sqrt(mean_square(x, n) + epsilon));
+template <bool kAdd, typename T>
+void norm_row(T* out, const T* x, T* residual, const T* weight, int64_t n, float epsilon) {
+  const Vec scale = splat(1.0f / std::sqrt(mean_square<kAdd>(x, residual, n) + epsilon));
+  const T* row = kAdd ? residual : x;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store(out + i, round_to<T>(load(x + i) * scale) * load(weight + i));
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const VecPair value = load_pair(row + i), factor = load_pair(weight + i);
+    store_pair(out + i,
+               {round_to<T>(value.a * scale) * factor.a, round_to<T>(value.b * scale) * factor.b});
   }
-  if (i < n) {
-    const Vec value = round_to<T>(load_partial(x + i, n - i) * scale);
-    store_partial(out + i, value * load_partial(weight + i, n - i), n - i);
+  for (; i < n; i += kLanes) {
+    const int64_t count = n - i < kLanes ? n - i : kLanes;
+    const Vec value = round_to<T>(load_partial(row + i, count) * scale);
+    store_partial(out + i, value * load_partial(weight + i, count), count);
   }
 }
 
 int64_t rows_per_task(const RmsNormParams& p) {
-  return cpu::rows_per_task(2 * p.hidden_size * size_of(p.dtype));
+  const int64_t passes = p.residual == nullptr ? 2 : 4;
+  return cpu::rows_per_task(passes * p.hidden_size * size_of(p.dtype));
 }
 
 int64_t num_tasks(const RmsNormParams& p) {
@@ -56,9 +83,15 @@ void run(const RmsNormParams& p, int64_t begin, int64_t end) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
     for (int64_t row = begin * chunk; row < last; ++row) {
-      norm_row(static_cast<T*>(p.out) + p.out_rows.offset(row),
-               static_cast<const T*>(p.input) + p.input_rows.offset(row),
-               static_cast<const T*>(p.weight), p.hidden_size, p.epsilon);
+      T* out = static_cast<T*>(p.out) + p.out_rows.offset(row);
+      const T* input = static_cast<const T*>(p.input) + p.input_rows.offset(row);
+      const T* weight = static_cast<const T*>(p.weight);
+      if (p.residual == nullptr) {
+        norm_row<false, T>(out, input, out, weight, p.hidden_size, p.epsilon);
+      } else {
+        T* residual = static_cast<T*>(p.residual) + p.residual_rows.offset(row);
+        norm_row<true, T>(out, input, residual, weight, p.hidden_size, p.epsilon);
+      }
     }
   });
 }

@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -48,10 +49,31 @@ inline Vec as_float(VecInt bits) { return reinterpret_cast<Vec>(bits); }
 
 // mask lanes are all ones or all zeros.
 inline Vec select(VecInt mask, Vec yes, Vec no) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Vec)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
   return as_float((reinterpret_cast<VecInt>(yes) & mask) | (reinterpret_cast<VecInt>(no) & ~mask));
+#endif
 }
-inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }  // b where a is NaN
-inline Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+// b where either is NaN.
+inline Vec maximum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+inline Vec minimum(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
@@ -79,7 +101,14 @@ inline void store_raw(void* to, V value) {
 inline Vec load(const float* from) { return load_raw<Vec>(from); }
 
 inline Vec load(const BFloat16* from) {
-  return as_float(__builtin_convertvector(load_raw<VecHalfBits>(from), VecUint) << 16);
+#if defined(__AVX512F__)
+  const VecUint bits = (VecUint)_mm512_cvtepu16_epi32(load_raw<__m256i>(from));
+#elif defined(__AVX2__)
+  const VecUint bits = (VecUint)_mm256_cvtepu16_epi32(load_raw<__m128i>(from));
+#else
+  const VecUint bits = __builtin_convertvector(load_raw<VecHalfBits>(from), VecUint);
+#endif
+  return as_float(bits << 16);
 }
 
 inline Vec load(const Half* from) {
@@ -101,18 +130,23 @@ inline Vec load(const Half* from) {
 
 inline void store(float* to, Vec value) { store_raw(to, value); }
 
-inline void store(BFloat16* to, Vec value) {
+// A bfloat16 in the upper 16 bits; the lower ones are rubbish.
+inline VecUint bfloat16_bits(Vec value) {
   const VecUint bits = as_bits(value);
-  const VecUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const VecUint rounded = bits + (((bits >> 16) & 1u) + 0x7fffu);
   const VecInt is_nan = value != value;
-  const VecUint chosen = (rounded & ~(VecUint)is_nan) | (0x7fc0u & (VecUint)is_nan);
+  return as_bits(select(is_nan, as_float(VecUint{} + 0x7fc00000u), as_float(rounded)));
+}
+
+inline void store(BFloat16* to, Vec value) {
+  const VecUint upper = bfloat16_bits(value) >> 16;
 #if defined(__AVX512F__)
-  store_raw(to, _mm512_cvtepi32_epi16((__m512i)chosen));
+  store_raw(to, _mm512_cvtepi32_epi16((__m512i)upper));
 #elif defined(__AVX2__)
-  const __m256i packed = _mm256_packus_epi32((__m256i)chosen, (__m256i)chosen);
+  const __m256i packed = _mm256_packus_epi32((__m256i)upper, (__m256i)upper);
   store_raw(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
-  store_raw(to, __builtin_convertvector(chosen, VecHalfBits));
+  store_raw(to, __builtin_convertvector(upper, VecHalfBits));
 #endif
 }
 
@@ -143,10 +177,40 @@ template <typename T>
 inline Vec round_to(Vec value) {
   if constexpr (sizeof(T) == sizeof(float)) {
     return value;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return as_float(bfloat16_bits(value) & 0xffff0000u);
   } else {
     T buffer[kLanes];
     store(buffer, value);
     return load(buffer);
+  }
+}
+
+// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own ------------------------------
+// For loops that treat all elements alike and whose arrays all hold T. Two bfloat16 of a word are
+// one element of either vector, which takes half the instructions of keeping them in order.
+
+struct VecPair {
+  Vec a, b;
+};
+
+template <typename T>
+inline VecPair load_pair(const T* from) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const VecUint words = load_raw<VecUint>(from);
+    return {as_float(words << 16), as_float(words & 0xffff0000u)};
+  } else {
+    return {load(from), load(from + kLanes)};
+  }
+}
+
+template <typename T>
+inline void store_pair(T* to, VecPair pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    store_raw(to, (bfloat16_bits(pair.a) >> 16) | (bfloat16_bits(pair.b) & 0xffff0000u));
+  } else {
+    store(to, pair.a);
+    store(to + kLanes, pair.b);
   }
 }
 

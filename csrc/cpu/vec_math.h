@@ -1,16 +1,19 @@
-// exp and friends on one vector of floats. Polynomials were fitted for this file (minimax in relative
-// error, coefficients rounded to float one by one). Anonymous namespace: see cpu/vec.h.
+// Functions on one vector of floats. The polynomials were fitted for this file (minimax in relative
+// error, coefficients rounded to float one after the other). Anonymous namespace: see cpu/vec.h.
 #pragma once
 #include "cpu/vec.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-// e^x within 1 ulp. 0 from -104 down (also -inf), denormal between -103.9 and -87.4, inf from 88.73
-// up; NaN stays NaN.
+// e^x within 1 ulp. 0 below -87.3 (also -inf; from -104 on AVX-512, denormal in between), inf from
+// 88.73 up; NaN stays NaN.
 inline Vec exp(Vec x) {
-  x = minimum(splat(89.0f), maximum(splat(-104.0f), x));  // NaN is the second argument: it passes
-  // x = n * ln2 + r, |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to the integer n, left in the low bits.
+#if defined(__AVX512F__)
+  x = minimum(splat(89.0f), maximum(splat(-105.0f), x));  // NaN is the second argument: it passes
+#endif
+  // x = n * ln2 + r, |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to the integer n, left in the low
+  // bits.
   const Vec magic = splat(0x1.8p23f);
   const Vec shifted = fma(x, splat(0x1.715476p0f), magic);
   const Vec n = shifted - magic;
@@ -23,10 +26,44 @@ inline Vec exp(Vec x) {
   q = fma(q, r, splat(0x1.555492p-3f));
   q = fma(q, r, splat(0x1.fffffcp-2f));
   const Vec power = fma(q, r * r, r) + splat(1.0f);
-  // 2^n as a product of two powers, because n runs from -150 to 128.
-  const VecInt exponent = (VecInt)as_bits(shifted) - (VecInt)as_bits(magic);
-  const VecInt half = exponent >> 1;
-  return power * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)power, (__m512)n);
+#else
+  // n joins the exponent, which holds it for -126 <= n <= 128 (then power < 1). Past the ends the
+  // bits are rubbish, to be replaced; x + inf is inf or NaN.
+  const Vec scaled = as_float(as_bits(power) + (as_bits(shifted) << 23));
+  const Vec upper = select(x < splat(88.7228394f), scaled, x + splat(__builtin_inff()));
+  const VecUint is_zero = (VecUint)(x < splat(-87.3365402f));
+  return as_float(as_bits(upper) & ~is_zero);
+#endif
+}
+
+inline Vec absolute(Vec x) {
+  return as_float(as_bits(x) & 0x7fffffffu);
+}
+
+// The normal distribution's cumulative function, (1 + erf(x / sqrt(2))) / 2, with a small relative
+// error also where 1 + erf cancels: for u = |x|, Phi(-u) = e^(-u^2 / 2) p(1 / (1 + 0.35 u)).
+inline Vec normal_cdf(Vec x) {
+  const Vec u = minimum(splat(15.0f), absolute(x));  // Phi(-15) is 0 in float; NaN passes
+  const Vec t = splat(1.0f) / fma(u, splat(0.35f), splat(1.0f));
+  Vec p = splat(-0x1.ddc3f8p-6f);
+  p = fma(p, t, splat(0x1.27006cp-3f));
+  p = fma(p, t, splat(-0x1.0601b8p-2f));
+  p = fma(p, t, splat(0x1.4659c2p-3f));
+  p = fma(p, t, splat(-0x1.7caafap-6f));
+  p = fma(p, t, splat(0x1.b0619cp-4f));
+  p = fma(p, t, splat(0x1.eac738p-4f));
+  p = fma(p, t, splat(0x1.1e70f0p-3f));
+  p = fma(p, t, splat(0x1.1df1c4p-3f)) * t;
+  // u^2 / 2 = square - error; e^-square alone would be off by half a unit of the exponent.
+  const Vec half = u * splat(0.5f);
+  const Vec square = half * u;
+  const Vec error = fma(-half, u, square);
+  Vec power = exp(-square);
+  power = fma(power, error, power);
+  const Vec below = power * p;  // Phi(-u)
+  return select(x > Vec{}, splat(1.0f) - below, below);
 }
 
 }  // namespace

@@ -51,4 +51,57 @@ __device__ __forceinline__ float to_float(Fp8E5M2 x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
 }
 
+// x / scale with one reciprocal for many x: a quotient, corrected once by its remainder. Infinite
+// and very large quotients, which saturate, are left as they are.
+struct Divisor {
+  float scale = 1.0f;
+  float inverse = 1.0f;
+
+  __device__ __forceinline__ static Divisor of(float scale) {
+    float inverse;  // off by a unit at most; one Newton step mends that, except of 0 and infinity
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    const float refined = fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse);
+    return {scale, fabsf(inverse) < 1e38f ? refined : inverse};
+  }
+  __device__ __forceinline__ float divide(float x) const {
+    const float quotient = x * inverse;
+    const float corrected = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+    // The correction would turn -0 into 0 and infinity into NaN.
+    return fabsf(quotient) < 1e30f && quotient != 0.0f ? corrected : quotient;
+  }
+};
+
+// Sixteen bytes of the cache from the kVectorWidth<C> values they stand for, divided by `scale`;
+// T itself is stored as it is.
+template <typename T, typename C>
+__device__ __forceinline__ Vector<C> narrow(const Vector<T>* parts, Divisor scale) {
+  if constexpr (!kIsFp8<C>) {
+    return parts[0];
+  } else {
+    Vector<C> result;
+    auto* pairs = reinterpret_cast<uint16_t*>(result.data);
+#pragma unroll
+    for (int i = 0; i < kVectorWidth<C>; i += 2) {
+      const Vector<T>& part = parts[i / kVectorWidth<T>];
+      const int j = i % kVectorWidth<T>;
+      pairs[i / 2] =
+          narrow2<C>(scale.divide(to_float(part[j])), scale.divide(to_float(part[j + 1])));
+    }
+    return result;
+  }
+}
+
+// Calls body(C{}) with the stored type of a cache for a model of type T: T itself or an 8-bit type.
+template <typename T, typename Body>
+void dispatch_cache(DType cache, Body&& body) {
+  switch (cache) {
+    case DType::kFp8E4M3:
+      return body(Fp8E4M3{});
+    case DType::kFp8E5M2:
+      return body(Fp8E5M2{});
+    default:
+      return body(T{});
+  }
+}
+
 }  // namespace vllm_kernels::cuda

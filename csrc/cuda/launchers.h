@@ -2,8 +2,14 @@
 // A launcher enqueues on `stream` of the current device, does not wait, and throws
 // std::runtime_error when a launch is refused.
 #pragma once
+#include "ops/activation.h"
+#include "ops/convert_fp8.h"
+#include "ops/copy_blocks.h"
+#include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
+#include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cuda {
 
@@ -13,10 +19,17 @@ using Stream = void*;  // cudaStream_t, without CUDA's headers
 void launch(const RmsNormParams& params, Stream stream);
 
 // --- rotary and activations
+void launch(const RotaryParams& params, Stream stream);
+void launch(const ActivationParams& params, Stream stream);
 
 // --- cache
+void launch(const ReshapeAndCacheParams& params, Stream stream);
+void launch(const CopyBlocksParams& params, Stream stream);
+void launch(const SwapBlocksParams& params, Stream stream);
+void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
 void launch(const PagedAttentionParams& params, Stream stream);
+void launch(const MergeAttnStatesParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

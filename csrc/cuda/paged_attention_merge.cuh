@@ -92,7 +92,7 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
       for (int j = 0; j < 4; ++j) to[j] = result[j];
     };
     if (p.max_partitions == 1) write(static_cast<T*>(p.out) + row * head_size + d);
-    if (partitioned) {
+    if (partitioned && tokens.begin < tokens.end) {
       const int64_t slot = row * p.max_partitions + tokens.partition;
       write(static_cast<T*>(p.tmp_out) + slot * head_size + d);
       if (d == 0) {

@@ -25,7 +25,6 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kMaxWarps = 8;
-constexpr int kRingSlack = 2048;  // bytes past the rings that ldmatrix of padded rows may touch
 
 // The part of the score that is not a product: what a token's position does to it.
 struct Mask {
@@ -196,8 +195,8 @@ struct MmaTile {
       for (int k = 0; k < kSteps; k += 2) {
         if (k * 16 >= head_size) break;
         uint32_t bytes[4];
-        const bool pair = (k + 1) * 16 < head_size;
-        load_matrices(bytes, lane >= 16 && !pair ? zeros : key + key_row + k * key_step);
+        const bool absent = lane >= 16 && (k + 1) * 16 >= head_size;
+        load_matrices(bytes, absent ? zeros : key + key_row + k * key_step);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t a[4];
@@ -221,7 +220,9 @@ struct MmaTile {
       for (int k = 0; k < kSteps; ++k) {
         if (k * 16 >= head_size) break;
         uint32_t a[4];
-        load_matrices(a, value + value_row + k * value_step);
+        // Rows past the head size belong to another stage, which may be filling.
+        const bool absent = (lane >> 3 & 1) && k * 16 + 8 >= head_size;
+        load_matrices(a, absent ? zeros : value + value_row + k * value_step);
         if (valid < 16) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
@@ -239,7 +240,8 @@ struct MmaTile {
       for (int k = 0; k < kSteps; k += 2) {
         if (k * 16 >= head_size) break;
         uint32_t bytes[4];
-        load_matrices(bytes, value + value_row + k * value_step);
+        const bool absent = lane >= 16 && (k + 1) * 16 >= head_size;
+        load_matrices(bytes, absent ? zeros : value + value_row + k * value_step);
         if (valid < 16) {
           const int left = valid - (lane % 4) * 4;
           const uint32_t keep = left >= 4 ? 0xffffffffu : left <= 0 ? 0u : (1u << 8 * left) - 1;
@@ -519,7 +521,7 @@ inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_blo
   const int stage_bytes = shape.ring.stage_bytes();
   // A grid that does not fill the device gets all of a multiprocessor's memory per block; otherwise
   // two blocks share it, so that one computes while the other starts or ends.
-  const int fixed = kRingSlack + 1024 + (heads_per_block > 8 ? 8192 : 0);  // with static arrays
+  const int fixed = 1024 + (heads_per_block > 8 ? 8192 : 0);  // with static arrays
   const int all = device.shared_memory_per_block - fixed;
   const int half = (device.shared_memory_per_block - 2048) / 2 - fixed;
   const int budget = blocks <= device.multiprocessors || 4 * 2 * stage_bytes > half ? all : half;
@@ -531,7 +533,7 @@ inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_blo
   const size_t rings = static_cast<size_t>(shape.warps) * shape.ring.stages * stage_bytes;
   const size_t merge =
       static_cast<size_t>(shape.warps) * heads_per_block * (p.kv.head_size + 2) * sizeof(float);
-  shape.shared_bytes = (rings > merge ? rings : merge) + kRingSlack;
+  shape.shared_bytes = rings > merge ? rings : merge;
   return shape;
 }
 

@@ -2,115 +2,254 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/pack.cuh"
 #include "cuda/reduce.cuh"
-#include "cuda/types.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
+template <typename T, int kWidth>
+__device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
+  float values[kWidth], square = 0.0f;
+  widen(pack, values);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) square += values[j] * values[j];
+  return square;
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> added(const Pack<T, kWidth>& a,
+                                                 const Pack<T, kWidth>& b) {
+  float sums[kWidth], others[kWidth];
+  widen(a, sums);
+  widen(b, others);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sums[j] += others[j];
+  return narrow<T>(sums);
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> normed(const Pack<T, kWidth>& x, float inverse,
+                                                  const Pack<T, kWidth>& weight) {
+  float values[kWidth], weights[kWidth];
+  widen(x, values);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
+  widen(narrow<T>(values), values);
+  widen(weight, weights);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] *= weights[j];
+  return narrow<T>(values);
+}
+
+// Stops the compiler from holding on to the elements' float copies, which take twice the registers.
+template <typename T>
+__device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
+#pragma unroll
+  for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
+}
+
+// One row's arrays as packs. out may be input, so neither is read through the read-only cache.
+template <typename T, int kWidth>
+struct Row {
+  Pack<T, kWidth>* out;
+  const Pack<T, kWidth>* input;
+  Pack<T, kWidth>* residual;
+  const Pack<T, kWidth>* weight;
+
+  __device__ __forceinline__ Row(const RmsNormParams& p, int64_t row) {
+    out = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.out) + p.out_rows.offset(row));
+    input = reinterpret_cast<const Pack<T, kWidth>*>(static_cast<const T*>(p.input) +
+                                                     p.input_rows.offset(row));
+    residual = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.residual) +
+                                                  p.residual_rows.offset(row));
+    weight = static_cast<const Pack<T, kWidth>*>(p.weight);
+  }
+};
+
+__device__ __forceinline__ float inverse_root(const RmsNormParams& p, float square) {
+  return rsqrtf(square / static_cast<float>(p.hidden_size) + p.epsilon);
+}
+
+// `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
+// residual added, rounded and stored where there is one. Zero past the row's end.
+template <bool kAdd, int kPacks, typename T, int kWidth>
+__device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Row<T, kWidth>& row,
+                                          int first, int num_packs) {
+  Pack<T, kWidth> r[kAdd ? kPacks : 1];
+#pragma unroll
+  for (int v = 0; v < kPacks; ++v) {
+    const int i = first + v * blockDim.x + threadIdx.x;
+    x[v] = i < num_packs ? row.input[i] : Pack<T, kWidth>{};
+    if constexpr (kAdd) r[v] = i < num_packs ? row.residual[i] : Pack<T, kWidth>{};
+  }
+  if constexpr (kAdd) {
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      x[v] = added(x[v], r[v]);
+      if (i < num_packs) row.residual[i] = x[v];
+    }
+  }
+}
+
+// Threads of the widest block, and blocks of that size that registers must leave room for.
+template <int kVectors>
+constexpr int kMaxThreads = kVectors == 2 ? 512 : 1024;
+template <int kVectors>
+constexpr int kMinBlocks = kVectors == 1   ? 2
+                           : kVectors == 2 ? 3
+                                           : 1;
+
 // One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
-template <typename T, int kVectors>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(RmsNormParams p) {
+template <typename T, bool kAdd, int kVectors>
+__global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
+    rms_norm_kernel(RmsNormParams p) {
   launch_dependents();
   wait_for_predecessor();
-  const int num_vectors = static_cast<int>(p.hidden_size) / kVectorWidth<T>;
-  const auto* x = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.input) +
-                                                     p.input_rows.offset(blockIdx.x));
-  const auto* weight = static_cast<const Vector<T>*>(p.weight);
-  auto* out = reinterpret_cast<Vector<T>*>(static_cast<T*>(p.out) + p.out_rows.offset(blockIdx.x));
+  constexpr int kWidth = kVectorWidth<T>;
+  const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
+  const Row<T, kWidth> row(p, blockIdx.x);
+  Pack<T, kWidth> x[kVectors];
+  take_tile<kAdd>(x, row, 0, num_vectors);
 
   // Short rows have registers to spare to load the weight before the reduction.
   constexpr bool kEarlyWeight = kVectors <= 2;
-  Vector<T> row[kVectors], scale[kEarlyWeight ? kVectors : 1];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int i = v * blockDim.x + threadIdx.x;
-    row[v] = i < num_vectors ? x[i] : Vector<T>{};
-  }
+  Pack<T, kWidth> weight[kEarlyWeight ? kVectors : 1];
   if constexpr (kEarlyWeight) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int i = v * blockDim.x + threadIdx.x;
-      scale[v] = i < num_vectors ? weight[i] : Vector<T>{};
+      weight[v] = i < num_vectors ? row.weight[i] : Pack<T, kWidth>{};
     }
   }
   float square = 0.0f;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) square += sum_of_squares(x[v]);
+  const float inverse = inverse_root(p, block_sum(square));
 #pragma unroll
-    for (int j = 0; j < kVectorWidth<T>; ++j) {
-      const float value = to_float(row[v][j]);
-      square += value * value;
-    }
+  for (int v = 0; v < kVectors; ++v) {
+    keep_packed(x[v]);
+    if constexpr (kEarlyWeight) keep_packed(weight[v]);
   }
-  const float inverse =
-      rsqrtf(block_sum(square) / static_cast<float>(p.hidden_size) + p.epsilon);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = v * blockDim.x + threadIdx.x;
-    if (i >= num_vectors) continue;
-    const Vector<T> w = kEarlyWeight ? scale[kEarlyWeight ? v : 0] : weight[i];
-    Vector<T> result;
-#pragma unroll
-    for (int j = 0; j < kVectorWidth<T>; ++j) {
-      result[j] = from_float<T>(round_to<T>(to_float(row[v][j]) * inverse) * to_float(w[j]));
+    if (i < num_vectors) {
+      row.out[i] = normed(x[v], inverse, kEarlyWeight ? weight[v] : row.weight[i]);
     }
-    out[i] = result;
   }
 }
 
-// Any width and alignment: two passes, one element a step.
-template <typename T>
-__global__ void __launch_bounds__(1024) rms_norm_any_kernel(RmsNormParams p) {
+// Rows of at most 32 vectors, such as heads: `lanes` (a power of two) neighbouring lanes a row, one
+// vector each.
+template <typename T, bool kAdd>
+__global__ void __launch_bounds__(256) rms_norm_short_kernel(RmsNormParams p, int lanes) {
   launch_dependents();
   wait_for_predecessor();
-  const T* x = static_cast<const T*>(p.input) + p.input_rows.offset(blockIdx.x);
-  const T* weight = static_cast<const T*>(p.weight);
-  T* out = static_cast<T*>(p.out) + p.out_rows.offset(blockIdx.x);
-  float square = 0.0f;
-  for (int64_t i = threadIdx.x; i < p.hidden_size; i += blockDim.x) {
-    const float value = to_float(x[i]);
-    square += value * value;
+  constexpr int kWidth = kVectorWidth<T>;
+  const int64_t index = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  const int i = threadIdx.x % lanes;
+  const bool inside = index < p.input_rows.count && i * kWidth < p.hidden_size;
+  const Row<T, kWidth> row(p, inside ? index : 0);
+
+  Pack<T, kWidth> x{}, weight{};
+  if (inside) {
+    x = row.input[i];
+    weight = row.weight[i];
+    if constexpr (kAdd) {
+      x = added(x, row.residual[i]);
+      row.residual[i] = x;
+    }
   }
-  const float inverse =
-      rsqrtf(block_sum(square) / static_cast<float>(p.hidden_size) + p.epsilon);
-  for (int64_t i = threadIdx.x; i < p.hidden_size; i += blockDim.x) {
-    out[i] = from_float<T>(round_to<T>(to_float(x[i]) * inverse) * to_float(weight[i]));
+  float square = sum_of_squares(x);
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    square += __shfl_xor_sync(0xffffffffu, square, distance);
+  }
+  if (inside) row.out[i] = normed(x, inverse_root(p, square), weight);
+}
+
+// Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
+// second mostly served by the caches.
+template <typename T, bool kAdd, int kWidth>
+__global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p) {
+  launch_dependents();
+  wait_for_predecessor();
+  constexpr int kPacks = 4;
+  const int num_packs = static_cast<int>(p.hidden_size / kWidth);
+  const int tile = kPacks * blockDim.x;
+  const Row<T, kWidth> row(p, blockIdx.x);
+  Pack<T, kWidth> x[kPacks];
+  float square = 0.0f;
+  for (int first = 0; first < num_packs; first += tile) {
+    take_tile<kAdd>(x, row, first, num_packs);
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) square += sum_of_squares(x[v]);
+  }
+  const float inverse = inverse_root(p, block_sum(square));
+  const auto* sums = kAdd ? row.residual : row.input;
+  for (int first = 0; first < num_packs; first += tile) {
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      x[v] = i < num_packs ? sums[i] : Pack<T, kWidth>{};
+    }
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      if (i < num_packs) row.out[i] = normed(x[v], inverse, row.weight[i]);
+    }
   }
 }
 
-bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
-  const int64_t width = 16 / size_of(dtype);
-  return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
+template <typename T, bool kAdd>
+void launch_rows(const RmsNormParams& p, Stream stream) {
+  const char* op = kAdd ? "fused_add_rms_norm" : "rms_norm";
+  const int64_t rows = p.input_rows.count;
+  const auto run = [&](auto kernel, int64_t blocks, int64_t threads, auto... more) {
+    launch_kernel(op, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0,
+                  stream, p, more...);
+  };
+
+  constexpr int kWidth = kVectorWidth<T>;
+  const bool aligned = p.hidden_size % kWidth == 0 && aligned16(p.weight) &&
+                       rows_aligned16(p.input, p.input_rows, p.dtype) &&
+                       rows_aligned16(p.out, p.out_rows, p.dtype) &&
+                       rows_aligned16(p.residual, p.residual_rows, p.dtype);
+  if (!aligned) {
+    return run(rms_norm_long_kernel<T, kAdd, 1>, rows, p.hidden_size >= 1024 ? 1024 : 256);
+  }
+
+  // Block shapes, by vectors a row. Few rows: wide blocks, one load a thread. Many rows: two loads
+  // in flight a thread.
+  const int64_t vectors = p.hidden_size / kWidth;
+  const auto run_with = [&](auto kernel, int64_t per_thread) {
+    const int64_t threads = (vectors + per_thread - 1) / per_thread;
+    run(kernel, rows, (threads + 31) / 32 * 32);
+  };
+  if (vectors <= 32) {
+    int lanes = 1;
+    while (lanes < vectors) lanes *= 2;
+    const int64_t rows_per_block = 256 / lanes;
+    return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
+               lanes);
+  }
+  if (vectors <= (rows >= 1024 ? 256 : 1024)) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  if (vectors <= 2 * 512) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
+  if (vectors <= 4 * 1024) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
+  run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);
 }
 
 }  // namespace
 
 void launch(const RmsNormParams& p, Stream stream) {
-  constexpr const char* kOp = "rms_norm";
-  const int64_t width = 16 / size_of(p.dtype);
-  const int64_t num_vectors = p.hidden_size / width;
-  const bool vectors = p.hidden_size % width == 0 && num_vectors <= 4 * 1024 &&
-                       aligned16(p.weight) && rows_aligned16(p.input, p.input_rows, p.dtype) &&
-                       rows_aligned16(p.out, p.out_rows, p.dtype);
-  const dim3 grid(static_cast<unsigned>(p.input_rows.count));
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (!vectors) {
-      const int threads = p.hidden_size >= 1024 ? 1024 : 256;
-      launch_kernel(kOp, rms_norm_any_kernel<T>, grid, threads, 0, stream, p);
-      return;
+    if (p.residual == nullptr) {
+      launch_rows<T, false>(p, stream);
+    } else {
+      launch_rows<T, true>(p, stream);
     }
-    const auto with = [&](auto kernel, int per_thread) {
-      const int64_t threads = (num_vectors + per_thread - 1) / per_thread;
-      launch_kernel(kOp, kernel, grid, static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream,
-                    p);
-    };
-    // Few rows: wide blocks, one load a thread. Many rows: two loads in flight a thread.
-    const bool many_rows = p.input_rows.count >= 1024;
-    if (num_vectors <= (many_rows ? 256 : 1024)) return with(rms_norm_kernel<T, 1>, 1);
-    if (num_vectors <= 2 * 1024) return with(rms_norm_kernel<T, 2>, 2);
-    with(rms_norm_kernel<T, 4>, 4);
   });
 }
 

@@ -1,5 +1,6 @@
-// rms_norm: out = round(x / sqrt(mean(x^2) + epsilon)) * weight, row by row.
-// The normalised value is rounded to the dtype before the product, as in vLLM and Llama.
+// rms_norm and fused_add_rms_norm: out = round(x / sqrt(mean(x^2) + epsilon)) * weight, row by row.
+// The normalised value is rounded to the dtype before the product, as in vLLM and Llama. With a
+// residual: residual = round(residual + x) first, then x = residual.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"
@@ -7,14 +8,16 @@
 namespace vllm_kernels {
 
 struct RmsNormParams {
-  void* out;          // [rows, hidden_size]
-  const void* input;  // [rows, hidden_size]; may be out itself
-  const void* weight; // [hidden_size]
+  void* out;           // [rows, hidden_size]
+  const void* input;   // [rows, hidden_size]; may be out itself
+  void* residual;      // [rows, hidden_size], or null: nothing is added
+  const void* weight;  // [hidden_size]
   Rows out_rows;
   Rows input_rows;
+  Rows residual_rows;
   int64_t hidden_size;
   float epsilon;
-  DType dtype;  // of out, input and weight
+  DType dtype;  // of all four
 };
 
 }  // namespace vllm_kernels

@@ -4,9 +4,7 @@
 
 #include "cpu/level.h"
 
-#if __has_include("python/kv_cache.h")
 #include "python/kv_cache.h"
-#endif
 
 namespace py = pybind11;
 
@@ -18,7 +16,5 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "cpu_level", [] { return vllm_kernels::cpu::level_name(vllm_kernels::cpu::level()); },
       "The instruction-set level the CPU kernels run at.");
-#if __has_include("python/kv_cache.h")
   bind_kv_cache(module);
-#endif
 }

@@ -313,37 +313,41 @@ void Expect::same_or_apart(const Argument& out, const Argument& input) const {
   if (!same) apart(out, input);
 }
 
-void Expect::apart(const Argument& out, const Argument& input) const {
-  const auto element = [](const Argument& a) {
-    return static_cast<int64_t>(aoti_torch_dtype_element_size(a.scalar_type_));
-  };
-  const int64_t out_bytes = span_elements(out) * element(out);
-  const int64_t input_bytes = span_elements(input) * element(input);
-  if (out_bytes == 0 || input_bytes == 0) return;
+bool Expect::overlap(const Argument& out, const Argument& input) const {
+  const int64_t out_bytes = span_elements(out) * out.element_size();
+  const int64_t input_bytes = span_elements(input) * input.element_size();
+  if (out_bytes == 0 || input_bytes == 0) return false;
   const int64_t gap = static_cast<const char*>(input.data()) - static_cast<const char*>(out.data());
-  if (gap >= out_bytes || -gap >= input_bytes) return;
-  // Slices of one packed tensor interleave without touching: with one pitch (the largest stride)
-  // for both, look at where their rows lie within it.
-  const auto pitch_of = [&](const Argument& a) {
-    int64_t pitch = 0;
-    for (int64_t d = 0; d < a.dim(); ++d) {
-      if (a.size(d) > 1 && a.stride(d) > pitch) pitch = a.stride(d);
-    }
-    return pitch * element(a);
-  };
-  const auto row_bytes = [&](const Argument& a, int64_t pitch) {
+  if (gap >= out_bytes || -gap >= input_bytes) return false;
+  // Slices of one packed tensor interleave without touching: take a stride as pitch, of which all
+  // larger strides of both are multiples, and look at where their rows lie within it.
+  const auto row_bytes = [&](const Argument& a, int64_t pitch) {  // 0: pitch does not fit
     int64_t last = 0;
     for (int64_t d = 0; d < a.dim(); ++d) {
-      if (a.size(d) > 1 && a.stride(d) * element(a) != pitch) last += (a.size(d) - 1) * a.stride(d);
+      if (a.size(d) <= 1) continue;
+      if (a.stride(d) < pitch) last += (a.size(d) - 1) * a.stride(d);
+      if (a.stride(d) >= pitch && a.stride(d) % pitch != 0) return int64_t{0};
     }
-    return (last + 1) * element(a);
+    return (last + 1) * a.element_size();
   };
-  const int64_t pitch = pitch_of(out);
-  if (pitch > 0 && pitch == pitch_of(input)) {
-    const int64_t shift = ((gap % pitch) + pitch) % pitch;  // of input's row behind out's
-    if (shift >= row_bytes(out, pitch) && shift + row_bytes(input, pitch) <= pitch) return;
+  for (int64_t d = 0; d < out.dim(); ++d) {
+    const int64_t pitch = out.stride(d);
+    if (out.size(d) <= 1 || pitch <= 0 || out.element_size() != input.element_size()) continue;
+    const int64_t out_row = row_bytes(out, pitch);
+    const int64_t input_row = row_bytes(input, pitch);
+    const int64_t pitch_bytes = pitch * out.element_size();
+    const int64_t shift = ((gap % pitch_bytes) + pitch_bytes) % pitch_bytes;  // of input's row
+    if (out_row > 0 && input_row > 0 && shift >= out_row && shift + input_row <= pitch_bytes) {
+      return false;
+    }
   }
-  fail(std::string(out.name()) + " and " + input.name() + " overlap in memory");
+  return true;
+}
+
+void Expect::apart(const Argument& out, const Argument& input) const {
+  if (overlap(out, input)) {
+    fail(std::string(out.name()) + " and " + input.name() + " overlap in memory");
+  }
 }
 
 }  // namespace vllm_kernels

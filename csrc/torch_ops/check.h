@@ -41,6 +41,12 @@ class Argument {
   int64_t numel() const;
   std::span<const int64_t> sizes() const { return sizes_; }
   DType dtype() const;  // of a tensor that passed a dtype check
+  bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
+  int64_t element_size() const {
+    return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
+  }
+  bool is_cpu() const { return device_type_ == aoti_torch_device_type_cpu(); }
+  int32_t device_index() const { return device_index_; }
   const void* data() const { return data_; }
   void* mutable_data() const { return data_; }
   template <typename T>
@@ -99,6 +105,8 @@ class Expect {
   // `out` may be exactly `input`, or apart from it, but must not overlap it otherwise.
   void same_or_apart(const Argument& out, const Argument& input) const;
   void apart(const Argument& out, const Argument& input) const;
+  // Whether two tensors may share an element; slices of one packed tensor do not.
+  bool overlap(const Argument& out, const Argument& input) const;
 
   // Throws "<op>: <message>" when the condition does not hold.
   void that(bool condition, const std::string& message) const {

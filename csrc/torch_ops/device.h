@@ -7,10 +7,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
+#include "cuda/index_check.h"
 #include "cuda/launchers.h"
 #else
 #include "cpu/kernels.h"
 #endif
+#include "torch_ops/index_check.h"
 
 namespace vllm_kernels {
 
@@ -18,14 +20,19 @@ namespace vllm_kernels {
 
 constexpr bool kOnCpu = false;
 
+inline cuda::Stream current_stream(int32_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
 // On the current stream of the tensor's device.
 template <typename Params>
 void launch(const Params& params, const torch::stable::Tensor& on) {
+  if (cuda::check_mode()) raise_bad_index();
   const int32_t device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  cuda::launch(params, stream);
+  cuda::launch(params, current_stream(device));
 }
 
 #define VLLM_KERNELS_DISPATCH_KEY CUDA

@@ -4,10 +4,33 @@
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   // --- norms
   library.def("rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
+  library.def(
+      "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()");
 
   // --- rotary and activations
+  library.def(
+      "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
+      "Tensor cos_sin_cache, bool is_neox) -> ()");
+  library.def("silu_and_mul(Tensor! out, Tensor input) -> ()");
+  library.def("mul_and_silu(Tensor! out, Tensor input) -> ()");
+  library.def("gelu_and_mul(Tensor! out, Tensor input) -> ()");
+  library.def("gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()");
+  library.def("gelu_new(Tensor! out, Tensor input) -> ()");
+  library.def("gelu_fast(Tensor! out, Tensor input) -> ()");
+  library.def("gelu_quick(Tensor! out, Tensor input) -> ()");
 
   // --- cache
+  library.def(
+      "reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
+  library.def(
+      "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
+  library.def(
+      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
+  library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");
+  library.def(
+      "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");
 
   // --- attention
   library.def(
@@ -23,4 +46,10 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, int tp_rank=0, "
       "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
       "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
+  library.def(
+      "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
+      "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
+
+  // --- check mode: throws what finished scans of CUDA index tensors have found
+  library.def("raise_bad_index() -> ()");
 }

@@ -1,0 +1,137 @@
+#include "ops/activation.h"
+
+#include <cmath>
+
+#include "cuda/launch.cuh"
+#include "cuda/launchers.h"
+#include "cuda/pack.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// x / y for y >= 1, rounded as IEEE wants it, in half the instructions of the general division: the
+// reciprocal to full precision, then one correction of the quotient by its remainder.
+__device__ __forceinline__ float divide_by_at_least_1(float x, float y) {
+  if (!(y < 1e30f) || fabsf(x) > 1e30f) return x / y;
+  float reciprocal;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(y));
+  reciprocal = fmaf(fmaf(-y, reciprocal, 1.0f), reciprocal, reciprocal);
+  const float quotient = x * reciprocal;
+  return fmaf(fmaf(-y, quotient, x), reciprocal, quotient);
+}
+
+// In float32, with the order of operations of torch.nn.functional's kernels: their results bit for
+// bit, so exact division and no fast-math.
+template <Activation kActivation>
+__device__ __forceinline__ float activate(float x) {
+  if constexpr (kActivation == Activation::kSilu) {
+    return divide_by_at_least_1(x, 1.0f + expf(-x));
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return x * 0.5f * (1.0f + erff(x * static_cast<float>(M_SQRT1_2)));
+  } else if constexpr (kActivation == Activation::kGeluQuick) {
+    return divide_by_at_least_1(x, 1.0f + expf(-1.702f * x));
+  } else {
+    constexpr float kRoot = static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5);  // sqrt(2 / pi)
+    const float cube = x * x * x;
+    return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * cube)));
+  }
+}
+
+constexpr int kPacks = 2;  // a thread: with a gate, four loads in flight
+
+// A block takes one piece of one row, kPacks * blockDim.x packs of it.
+template <typename T, Activation kActivation, bool kGated, int kWidth>
+__global__ void __launch_bounds__(256) activation_kernel(ActivationParams p, int pieces_per_row) {
+  launch_dependents();
+  wait_for_predecessor();
+  const int64_t row = blockIdx.x / pieces_per_row;
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x % pieces_per_row) * kPacks * blockDim.x + threadIdx.x;
+  const int64_t num_packs = p.width / kWidth;
+  const int64_t from = p.input_rows.offset(row);
+  using Elements = Pack<T, kWidth>;
+  const auto* gate = reinterpret_cast<const Elements*>(static_cast<const T*>(p.gate) + from);
+  const auto* up = reinterpret_cast<const Elements*>(static_cast<const T*>(p.up) + from);
+  auto* out = reinterpret_cast<Elements*>(static_cast<T*>(p.out) + p.out_rows.offset(row));
+
+  Elements gates[kPacks], ups[kPacks];
+#pragma unroll
+  for (int v = 0; v < kPacks; ++v) {
+    const int64_t i = first + v * blockDim.x;
+    if (i >= num_packs) break;
+    gates[v] = load_once(gate + i);
+    if constexpr (kGated) ups[v] = load_once(up + i);
+  }
+#pragma unroll
+  for (int v = 0; v < kPacks; ++v) {
+    const int64_t i = first + v * blockDim.x;
+    if (i >= num_packs) break;
+    float values[kWidth];
+    widen(gates[v], values);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = activate<kActivation>(values[j]);
+    if constexpr (kGated) {
+      float factors[kWidth];
+      widen(narrow<T>(values), values);
+      widen(ups[v], factors);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] *= factors[j];
+    }
+    out[i] = narrow<T>(values);
+  }
+}
+
+template <typename T, Activation kActivation, bool kGated, int kWidth>
+void launch_width(const ActivationParams& p, Stream stream) {
+  // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
+  // row. Width 14336 in bf16 (1792 packs): 64 threads for 16 rows, 224 from 64 rows on.
+  const int64_t packs = p.width / kWidth;
+  const auto pieces = [&](int64_t threads) {
+    return (packs + kPacks * threads - 1) / (kPacks * threads);
+  };
+  int64_t threads = 256;
+  while (threads > 64 &&
+         pieces(threads) * p.input_rows.count < current_device_info().multiprocessors) {
+    threads /= 2;
+  }
+  const int64_t per_row = pieces(threads);
+  threads = (packs + kPacks * per_row - 1) / (kPacks * per_row);
+  launch_kernel(p.op, activation_kernel<T, kActivation, kGated, kWidth>,
+                static_cast<unsigned>(p.input_rows.count * per_row),
+                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p,
+                static_cast<int>(per_row));
+}
+
+template <Activation kActivation, bool kGated>
+void launch_rows(const ActivationParams& p, Stream stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int kWidth = kVectorWidth<T>;
+    const bool aligned = p.width % kWidth == 0 && rows_aligned16(p.out, p.out_rows, p.dtype) &&
+                         rows_aligned16(p.gate, p.input_rows, p.dtype) && aligned16(p.up);
+    if (aligned) {
+      launch_width<T, kActivation, kGated, kWidth>(p, stream);
+    } else {
+      launch_width<T, kActivation, kGated, 1>(p, stream);
+    }
+  });
+}
+
+}  // namespace
+
+void launch(const ActivationParams& p, Stream stream) {
+  const bool gated = p.up != nullptr;
+  switch (p.activation) {
+    case Activation::kSilu:
+      return launch_rows<Activation::kSilu, true>(p, stream);
+    case Activation::kGelu:
+      return launch_rows<Activation::kGelu, true>(p, stream);
+    case Activation::kGeluTanh:
+      return gated ? launch_rows<Activation::kGeluTanh, true>(p, stream)
+                   : launch_rows<Activation::kGeluTanh, false>(p, stream);
+    case Activation::kGeluQuick:
+      return launch_rows<Activation::kGeluQuick, false>(p, stream);
+  }
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,138 @@
+#include "cuda/index_check.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+
+#include "cuda/launch.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kMaxDevices = 64;
+
+// In pinned host memory, mapped into the device. A report is fresh while reported != taken.
+struct Report {
+  BadIndex bad;
+  unsigned taken;              // written by the host: reports it has read
+  volatile unsigned reported;  // written by the device, after `bad`
+};
+
+// Reports this device has begun; ahead of Report::taken while one waits to be read, and then later
+// bad indices are dropped: the first one counts.
+__device__ unsigned begun;
+
+__device__ int64_t value_at(const IndexCheckParams& p, int64_t i) {
+  const int64_t at = (i / p.columns) * p.row_stride + i % p.columns;
+  return p.is_int64 ? static_cast<const int64_t*>(p.values)[at]
+                    : static_cast<const int32_t*>(p.values)[at];
+}
+
+__device__ bool in_use(const IndexCheckParams& p, int64_t i) {
+  if (p.row_lengths == nullptr) return true;
+  const int64_t length = p.row_lengths[i / p.columns];
+  return i % p.columns < (length + p.tokens_per_column - 1) / p.tokens_per_column;
+}
+
+__device__ bool out_of_bounds(const IndexBounds& bounds, int64_t value) {
+  if (bounds.skip && value == -1) return false;
+  return value < bounds.low || value >= bounds.high;
+}
+
+__device__ bool comes_before(const IndexCheckParams& p, int64_t i, int64_t value) {
+  if (!p.bounds.unique || value < 0) return false;
+  for (int64_t j = 0; j < i; ++j) {
+    if (value_at(p, j) == value) return true;
+  }
+  return false;
+}
+
+// One block, so that the smallest bad element is found by one reduction. Speed does not matter
+// here.
+__global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams p, Report* report) {
+  launch_dependents();
+  wait_for_predecessor();
+  __shared__ unsigned long long first_bad;
+  if (threadIdx.x == 0) first_bad = ~0ull;
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < p.rows * p.columns; i += kThreads) {
+    if (!in_use(p, i)) continue;
+    const int64_t value = value_at(p, i);
+    if (out_of_bounds(p.bounds, value) || comes_before(p, i, value)) {
+      atomicMin(&first_bad, static_cast<unsigned long long>(i));
+      break;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0 || first_bad == ~0ull) return;
+  const unsigned taken = *const_cast<volatile unsigned*>(&report->taken);
+  if (atomicCAS(&begun, taken, taken + 1) != taken) return;
+  const int64_t i = static_cast<int64_t>(first_bad);
+  const int64_t value = value_at(p, i);
+  report->bad = {.op = p.op,
+                 .argument = p.argument,
+                 .bounds = p.bounds,
+                 .one_dimensional = p.one_dimensional,
+                 .repeated = !out_of_bounds(p.bounds, value),
+                 .row = i / p.columns,
+                 .column = i % p.columns,
+                 .value = value};
+  __threadfence_system();
+  report->reported = taken + 1;
+}
+
+std::mutex reports_mutex;
+Report* reports[kMaxDevices] = {};  // by device; never freed: a graph may still write to them
+
+Report* report_of_current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(reports_mutex);
+  Report*& report = reports[device % kMaxDevices];
+  if (report == nullptr) {
+    // The first call may come during a capture, where allocations are refused unless allowed.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "VLLM_KERNELS_CHECK");
+    void* memory = nullptr;
+    const cudaError_t error = cudaHostAlloc(&memory, sizeof(Report), cudaHostAllocMapped);
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "VLLM_KERNELS_CHECK");
+    check(error, "VLLM_KERNELS_CHECK: pinned memory");
+    report = new (memory) Report{};
+  }
+  return report;
+}
+
+}  // namespace
+
+bool check_mode() {
+  static const bool on = [] {
+    const char* value = std::getenv("VLLM_KERNELS_CHECK");
+    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
+  }();
+  return on;
+}
+
+void scan_indices(const IndexCheckParams& p, void* stream) {
+  if (p.rows * p.columns == 0) return;
+  Report* report = report_of_current_device();
+  void* mapped = nullptr;
+  check(cudaHostGetDevicePointer(&mapped, report, 0), "VLLM_KERNELS_CHECK");
+  launch_kernel(p.op, index_check_kernel, dim3(1), dim3(kThreads), 0, stream, p,
+                static_cast<Report*>(mapped));
+}
+
+std::optional<BadIndex> take_bad_index() {
+  const std::lock_guard<std::mutex> lock(reports_mutex);
+  for (Report* report : reports) {
+    if (report == nullptr || report->reported == report->taken) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const BadIndex bad = report->bad;
+    report->taken = report->reported;
+    return bad;
+  }
+  return std::nullopt;
+}
+
+}  // namespace vllm_kernels::cuda

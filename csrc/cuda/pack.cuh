@@ -1,0 +1,92 @@
+// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and
+// are converted in pairs, one instruction each way.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/types.cuh"
+#include "ops/rows.h"
+
+namespace vllm_kernels::cuda {
+
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Pack {
+  static constexpr int kBytes = kWidth * sizeof(T);
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+  Word words[kBytes / sizeof(Word)];
+};
+
+// A whole 16-byte access, or a single element where width or alignment forbid that.
+template <typename T>
+using Pack16 = Pack<T, kVectorWidth<T>>;
+
+template <typename To, typename From>
+__device__ __forceinline__ To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void widen(const Pack<T, kWidth>& pack, float (&values)[kWidth]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = bits_as<float>(pack.words[i]);
+  } else if constexpr (kWidth == 1) {
+    values[0] = to_float(bits_as<T>(pack.words[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      float2 pair;
+      if constexpr (std::is_same_v<T, Half>) {
+        pair = __half22float2(bits_as<__half2>(pack.words[i]));
+      } else {
+        pair = __bfloat1622float2(bits_as<__nv_bfloat162>(pack.words[i]));
+      }
+      values[2 * i] = pair.x;
+      values[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+// To nearest even.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> narrow(const float (&values)[kWidth]) {
+  Pack<T, kWidth> pack;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pack.words[i] = bits_as<uint32_t>(values[i]);
+  } else if constexpr (kWidth == 1) {
+    pack.words[0] = bits_as<uint16_t>(from_float<T>(values[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      if constexpr (std::is_same_v<T, Half>) {
+        pack.words[i] = bits_as<uint32_t>(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
+      } else {
+        pack.words[i] = bits_as<uint32_t>(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
+      }
+    }
+  }
+  return pack;
+}
+
+// A load of what nobody reads again soon: first to leave the cache.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> load_once(const Pack<T, kWidth>* from) {
+  if constexpr (Pack<T, kWidth>::kBytes == 16) {
+    return bits_as<Pack<T, kWidth>>(__ldcs(reinterpret_cast<const uint4*>(from)));
+  } else {
+    return *from;
+  }
+}
+
+// Whether every row starts at a multiple of 16 bytes (`base` may be null: there are no rows).
+inline bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
+  const int64_t width = 16 / size_of(dtype);
+  return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,29 @@
+// The caller's memory that a batch is written into: what the attention and cache ops read.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "export.h"
+
+namespace vllm_kernels::kv_cache {
+
+// A batch of n sequences with t query tokens in all fills the first n rows and t slots; the rest is
+// padding, for shapes that stay fixed under CUDA graphs.
+struct BatchBuffers {
+  int32_t* block_tables = nullptr;     // [max_sequences, max_blocks], row_stride apart; entries
+                                       // beyond a sequence's blocks are left as they are
+  int64_t max_sequences = 0;           // rows
+  int64_t max_blocks = 0;              // columns
+  int64_t row_stride = 0;              // elements, >= max_blocks
+  std::span<int32_t> seq_lens;         // [max_sequences] tokens; padding 0
+  std::span<int32_t> query_start_loc;  // [max_sequences + 1] running count; padding t
+  std::span<int64_t> slot_mapping;     // [max_tokens] block * block_size + offset; padding -1
+  std::span<int64_t> positions;        // [max_tokens] token's index in its sequence; padding 0;
+                                       // or empty: not wanted
+};
+
+// Throws InvalidArgument unless the shapes agree and no two buffers overlap.
+VLLM_KERNELS_EXPORT void check_buffers(const BatchBuffers& buffers);
+
+}  // namespace vllm_kernels::kv_cache

@@ -1,0 +1,177 @@
+// Every call, with its k-th memory allocation failing, for every k: the state must be as before,
+// and the same call must succeed afterwards.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "kv_cache/errors.h"
+#include "kv_cache/failing_new.h"
+#include "kv_cache/kv_cache_manager.h"
+#include "kv_cache/test_access.h"
+
+namespace vllm_kernels::kv_cache {
+namespace {
+
+using Ids = std::vector<int64_t>;
+
+// Arguments live outside of the calls, so that all allocations counted are the manager's.
+struct Arguments {
+  const Ids ids{1, 2, 3, 4};
+  const Ids new_ids{5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17};
+  const Ids counts{1, 17, 0, 40};
+  const Ids new_counts{1, 17, 0, 40, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+  const Ids parents{2, 2, 1, 3};
+  TestBuffers buffers{8, 40, 200};
+  std::vector<BlockCopy> copies{8};
+};
+
+struct Call {
+  std::string name;
+  std::function<void(KVCacheManager&, Arguments&)> run;
+};
+
+void PrintTo(const Call& call, std::ostream* stream) {
+  *stream << call.name;
+}
+
+// Sequences with shared full blocks, shared partly filled ones, and holes in the free list.
+std::unique_ptr<KVCacheManager> make_manager() {
+  auto manager = std::make_unique<KVCacheManager>(64, 4);
+  manager->allocate(1, 6);
+  manager->fork(1, 2);
+  manager->fork(1, 3);
+  manager->allocate(100, 9);
+  manager->allocate(4, 3);
+  manager->append(3, 4);
+  manager->free(100);
+  return manager;
+}
+
+class EveryAllocation : public ::testing::TestWithParam<Call> {};
+
+TEST_P(EveryAllocation, FailsWithoutATrace) {
+  const Call& call = GetParam();
+  Snapshot after;
+  {
+    const auto manager = make_manager();
+    Arguments arguments;
+    call.run(*manager, arguments);
+    after = TestAccess::snapshot(*manager);
+  }
+  constexpr int64_t kFarTooMany = 1000;
+  for (int64_t k = 0; k < kFarTooMany; ++k) {
+    const auto manager = make_manager();
+    Arguments arguments;
+    const Snapshot before = TestAccess::snapshot(*manager);
+    bool thrown = false;
+    bool failed = false;
+    {
+      const FailAllocation fail(k);
+      try {
+        call.run(*manager, arguments);
+      } catch (const std::bad_alloc&) {
+        thrown = true;
+      }
+      failed = fail.failed();
+    }
+    ASSERT_EQ(thrown, failed) << call.name << ", allocation " << k;
+    manager->check_integrity();
+    if (!failed) {
+      EXPECT_EQ(TestAccess::snapshot(*manager), after) << call.name;
+      RecordProperty("allocations", static_cast<int>(k));
+      return;
+    }
+    ASSERT_EQ(TestAccess::snapshot(*manager), before) << call.name << ", allocation " << k;
+    ASSERT_TRUE(arguments.buffers.untouched()) << call.name << ", allocation " << k;
+    call.run(*manager, arguments);
+    ASSERT_EQ(TestAccess::snapshot(*manager), after) << call.name << ", allocation " << k;
+  }
+  FAIL() << call.name << ": the calls never ran out of allocations";
+}
+
+using Manager = KVCacheManager;
+INSTANTIATE_TEST_SUITE_P(
+    Calls, EveryAllocation,
+    ::testing::Values(
+        Call{"allocate", [](Manager& m, Arguments&) { m.allocate(50, 33); }},
+        Call{"allocate_batch",
+             [](Manager& m, Arguments& a) { m.allocate(a.new_ids, a.new_counts); }},
+        Call{"append", [](Manager& m, Arguments&) { m.append(1, 30); }},
+        Call{"append_batch", [](Manager& m, Arguments& a) { m.append(a.ids, a.counts, a.copies); }},
+        Call{"fork", [](Manager& m, Arguments&) { m.fork(1, 50); }},
+        Call{"forks",  // past the room for sequences and ids
+             [](Manager& m, Arguments&) {
+               // A failure leaves some forks behind, so they are undone: one call, as it were.
+               int64_t next = 50;
+               try {
+                 for (; next < 80; ++next) m.fork(1, next);
+               } catch (...) {
+                 while (next > 50) m.free(--next);
+                 throw;
+               }
+             }},
+        Call{"reorder", [](Manager& m, Arguments& a) { m.reorder(a.ids, a.parents); }},
+        Call{"free", [](Manager& m, Arguments&) { m.free(2); }},
+        Call{"free_batch", [](Manager& m, Arguments& a) { m.free(a.ids); }},
+        Call{"truncate", [](Manager& m, Arguments&) { m.truncate(3, 2); }},
+        Call{"build",
+             [](Manager& m, Arguments& a) { m.build(a.ids, Ids{1, 2, 3, 0}, a.buffers.view); }},
+        Call{"step",
+             [](Manager& m, Arguments& a) { m.step(a.ids, a.counts, a.buffers.view, a.copies); }},
+        Call{"block_table", [](Manager& m, Arguments&) { m.block_table(1); }},
+        Call{"sequence_ids", [](Manager& m, Arguments&) { m.sequence_ids(); }},
+        Call{"statistics", [](Manager& m, Arguments&) { m.statistics(); }},
+        Call{"check_integrity", [](Manager& m, Arguments&) { m.check_integrity(); }},
+        Call{"reset", [](Manager& m, Arguments&) { m.reset(); }}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(EveryAllocationOfTheConstructor, FailsWithoutALeak) {
+  for (int64_t k = 0; k < 100; ++k) {
+    const FailAllocation fail(k);
+    try {
+      KVCacheManager manager(64, 4);
+      ASSERT_FALSE(fail.failed());
+      EXPECT_GE(k, 3);  // counts and two links
+      return;
+    } catch (const std::bad_alloc&) {
+      ASSERT_TRUE(fail.failed());
+    }
+  }
+  FAIL();
+}
+
+// Errors allocate their messages; that this fails as well must not make it worse.
+TEST(EveryAllocationOfAnError, LeavesTheStateAsItWas) {
+  for (int64_t k = 0; k < 40; ++k) {
+    const auto manager = make_manager();
+    Arguments arguments;
+    const Snapshot before = TestAccess::snapshot(*manager);
+    const Ids unknown = {1, 2, 99};
+    const Ids too_many = {1, 2, 3, 1000};
+    const auto fails = [&](auto call) {
+      bool thrown = false;
+      {
+        const FailAllocation fail(k);
+        try {
+          call();
+        } catch (const std::exception&) {
+          thrown = true;
+        }
+      }
+      ASSERT_TRUE(thrown);
+      ASSERT_EQ(TestAccess::snapshot(*manager), before);
+      manager->check_integrity();
+    };
+    fails([&] { manager->free(unknown); });
+    fails([&] { manager->append(arguments.ids, too_many, arguments.copies); });
+    fails([&] { manager->allocate(1, 1); });
+    fails([&] { manager->truncate(1, 100); });
+  }
+}
+
+}  // namespace
+}  // namespace vllm_kernels::kv_cache

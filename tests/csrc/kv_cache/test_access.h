@@ -1,0 +1,108 @@
+// What the tests see of the manager's private state.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <ostream>
+#include <tuple>
+#include <vector>
+
+#include "kv_cache/kv_cache_manager.h"
+
+namespace vllm_kernels::kv_cache {
+
+// Everything that a later call could notice.
+struct Snapshot {
+  std::vector<std::tuple<int64_t, int64_t, std::vector<int32_t>>> sequences;  // id, tokens, table
+  std::vector<int32_t> references;
+  std::vector<int32_t> free_list;  // in the order in which blocks will be taken
+  int64_t shared = 0;
+  int64_t peak = 0;
+  int64_t copies = 0;
+
+  bool operator==(const Snapshot&) const = default;
+  friend std::ostream& operator<<(std::ostream& stream, const Snapshot& snapshot) {
+    for (const auto& [id, tokens, table] : snapshot.sequences) {
+      stream << id << ": " << tokens << " tokens in";
+      for (const int32_t block : table) stream << ' ' << block;
+      stream << "; ";
+    }
+    return stream << "free: " << snapshot.free_list.size() << ", shared " << snapshot.shared
+                  << ", peak " << snapshot.peak << ", copies " << snapshot.copies;
+  }
+};
+
+struct TestAccess {
+  static Snapshot snapshot(const KVCacheManager& manager) {
+    Snapshot result;
+    for (const auto& sequence : manager.sequences_) {
+      result.sequences.emplace_back(sequence.id, sequence.num_tokens, sequence.blocks);
+    }
+    std::sort(result.sequences.begin(), result.sequences.end());
+    result.references = manager.pool_.references_;
+    result.free_list = free_list(manager.pool_);
+    result.shared = manager.pool_.num_shared();
+    result.peak = manager.pool_.peak_used();
+    result.copies = manager.num_copies_;
+    return result;
+  }
+
+  static std::vector<int32_t> free_list(const BlockPool& pool) {
+    std::vector<int32_t> blocks;
+    const int32_t head = pool.num_blocks();
+    for (int32_t block = pool.next_[head]; block != head; block = pool.next_[block]) {
+      blocks.push_back(block);
+    }
+    return blocks;
+  }
+
+  // Ways to break the state, to see check_integrity() notice.
+  static std::vector<int32_t>& references(BlockPool& pool) { return pool.references_; }
+  static std::vector<int32_t>& next(BlockPool& pool) { return pool.next_; }
+  static std::vector<int32_t>& previous(BlockPool& pool) { return pool.previous_; }
+  static int32_t& num_free(BlockPool& pool) { return pool.num_free_; }
+  static int32_t& num_shared(BlockPool& pool) { return pool.num_shared_; }
+  static BlockPool& pool(KVCacheManager& manager) { return manager.pool_; }
+  static std::vector<int32_t>& table(KVCacheManager& manager, int64_t id) {
+    return manager.sequences_[manager.index_.find(id)].blocks;
+  }
+  static int64_t& tokens(KVCacheManager& manager, int64_t id) {
+    return manager.sequences_[manager.index_.find(id)].num_tokens;
+  }
+  static SequenceIndex& index(KVCacheManager& manager) { return manager.index_; }
+};
+
+// Own memory for a batch, filled with a mark so that untouched elements show.
+struct TestBuffers {
+  static constexpr int32_t kMark = 77;
+
+  TestBuffers(int64_t max_sequences, int64_t max_blocks, int64_t max_tokens)
+      : block_tables(max_sequences * max_blocks, kMark),
+        seq_lens(max_sequences, kMark),
+        query_start_loc(max_sequences + 1, kMark),
+        slot_mapping(max_tokens, kMark),
+        positions(max_tokens, kMark),
+        view{.block_tables = block_tables.data(),
+             .max_sequences = max_sequences,
+             .max_blocks = max_blocks,
+             .row_stride = max_blocks,
+             .seq_lens = seq_lens,
+             .query_start_loc = query_start_loc,
+             .slot_mapping = slot_mapping,
+             .positions = positions} {}
+  TestBuffers(const TestBuffers&) = delete;
+
+  bool untouched() const {
+    const auto marked = [](const auto& values) {
+      return std::all_of(values.begin(), values.end(), [](auto value) { return value == kMark; });
+    };
+    return marked(block_tables) && marked(seq_lens) && marked(query_start_loc) &&
+           marked(slot_mapping) && marked(positions);
+  }
+
+  std::vector<int32_t> block_tables, seq_lens, query_start_loc;
+  std::vector<int64_t> slot_mapping, positions;
+  BatchBuffers view;
+};
+
+}  // namespace vllm_kernels::kv_cache

@@ -1,0 +1,140 @@
+"""Index faults on the GPU, one op a process (test_contained.py runs this file).
+
+Each case calls an op with good and bad rows: the good rows must come out right and nothing else may
+change. Under VLLM_KERNELS_CHECK=1 the same call must be reported by vllm_kernels.check().
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+import vllm_kernels as vk
+
+CHECK = os.environ.get("VLLM_KERNELS_CHECK") == "1"
+CUDA = torch.device("cuda")
+
+
+def reported(*fragments: str) -> None:
+    """In check mode the fault is named; without it there is none."""
+    torch.cuda.synchronize()
+    try:
+        vk.check()
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    if CHECK:
+        assert all(f in message for f in fragments), f"reported {message!r}, expected {fragments}"
+    else:
+        assert message == "", message
+
+
+def attention(version: int, lengths: list[int], tables: torch.Tensor, max_seq_len: int,
+              dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:  # fmt: skip
+    torch.manual_seed(1)
+    query = torch.randn(len(lengths), 4, 64, device=CUDA, dtype=dtype)
+    x = 16 // dtype.itemsize
+    keys = torch.randn(40, 2, 64 // x, 16, x, device=CUDA, dtype=dtype)
+    values = torch.randn(40, 2, 64, 16, device=CUDA, dtype=dtype)
+    out = torch.full_like(query, float("nan"))
+    one = torch.ones(1, device=CUDA)
+    lens = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
+    arguments = (query, keys, values, 2, 0.125, tables, lens, 16, max_seq_len, None, "auto", one, one)
+    if version == 1:
+        vk.paged_attention_v1(out, *arguments)
+    else:
+        sums = torch.zeros(len(lengths), 4, 2, device=CUDA)
+        partial = torch.zeros(len(lengths), 4, 2, 64, device=CUDA, dtype=dtype)
+        vk.paged_attention_v2(out, sums, torch.zeros_like(sums), partial, *arguments)
+    torch.cuda.synchronize()
+    return out
+
+
+def paged_attention(version: int) -> None:
+    tables = torch.randperm(40, device=CUDA)[:32].view(4, 8).int()
+    for dtype in (torch.bfloat16, torch.float32):
+        want = attention(version, [20, 128, 33, 50], tables, 128, dtype)
+        got = attention(version, [20, 5000, 33, 50], tables, 128, dtype)  # past table and bound
+        assert torch.equal(got, want)
+        reported("seq_lens[1] = 5000")
+        got = attention(version, [20, -3, 33, 50], tables, 128, dtype)  # negative: as 0
+        assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]]) and not got[1].any()
+        reported("seq_lens[1] = -3")
+        # A bad block inside the used part is skipped, wherever it points: the rest of the sequence
+        # is what is left.
+        for bad in (-1, 40, 2**31 - 1, -(2**31)):
+            broken = tables.clone()
+            broken[2, 1] = bad
+            shorter = tables.clone()
+            shorter[2, 1] = tables[2, 2]
+            left = attention(version, [20, 128, 17, 50], shorter, 128, dtype)
+            got = attention(version, [20, 128, 33, 50], broken, 128, dtype)
+            assert torch.equal(got[[0, 1, 3]], want[[0, 1, 3]])
+            torch.testing.assert_close(got[2], left[2], rtol=2e-2, atol=2e-2)
+            reported("block_tables[2, 1] =")
+        # Garbage behind the used part is not looked at.
+        garbage = tables.clone()
+        garbage[2, 3:] = 2**31 - 1
+        assert torch.equal(attention(version, [20, 128, 33, 50], garbage, 128, dtype), want)
+        vk.check()
+
+
+def rotary_embedding() -> None:
+    query = torch.randn(6, 4, 64, device=CUDA)
+    key = torch.randn(6, 2, 64, device=CUDA)
+    cache = torch.randn(32, 64, device=CUDA)
+    positions = torch.tensor([0, 5, -1, 32, 31, 2**40], device=CUDA)
+    good = [0, 1, 4]
+    want_query, want_key = query.clone(), key.clone()
+    rows_query, rows_key = query[good].clone(), key[good].clone()
+    vk.rotary_embedding(positions[good].contiguous(), rows_query, rows_key, 64, cache, True)
+    want_query[good], want_key[good] = rows_query, rows_key
+    vk.rotary_embedding(positions, query, key, 64, cache, True)
+    torch.cuda.synchronize()
+    assert torch.equal(query, want_query) and torch.equal(key, want_key)
+    reported("positions[2] = -1")
+
+
+def reshape_and_cache(flash: bool) -> None:
+    key, value = torch.randn(2, 6, 2, 64, device=CUDA, dtype=torch.bfloat16)
+    one = torch.ones(1, device=CUDA)
+    slots = torch.tensor([3, -1, 8 * 16, -9, 127, 2**40], device=CUDA)
+    good = [0, 4]
+    op = vk.reshape_and_cache_flash if flash else vk.reshape_and_cache
+    shapes = [(8, 16, 2, 64)] * 2 if flash else [(8, 2, 8, 16, 8), (8, 2, 64, 16)]
+    caches = [torch.full(shape, 7.0, device=CUDA, dtype=torch.bfloat16) for shape in shapes]
+    want = [cache.clone() for cache in caches]
+    op(key[good], value[good], *want, slots[good].contiguous(), "auto", one, one)
+    op(key, value, *caches, slots, "auto", one, one)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(caches, want))
+    reported("slot_mapping[2] = 128")
+
+
+def copy_blocks() -> None:
+    caches = [torch.randn(8, 2, 8, 16, 8, device=CUDA), torch.randn(8, 2, 64, 16, device=CUDA)]
+    want = [cache.clone() for cache in caches]
+    for cache in want:
+        cache[5] = cache[1]
+    pairs = torch.tensor([[1, 5], [8, 2], [3, -1], [2**40, 4]], device=CUDA)
+    vk.copy_blocks(caches[:1], caches[1:], pairs)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(caches, want))
+    reported("block_mapping")
+
+
+CASES = {
+    "paged_attention_v1": lambda: paged_attention(1),
+    "paged_attention_v2": lambda: paged_attention(2),
+    "rotary_embedding": rotary_embedding,
+    "reshape_and_cache": lambda: reshape_and_cache(False),
+    "reshape_and_cache_flash": lambda: reshape_and_cache(True),
+    "copy_blocks": copy_blocks,
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("contained")

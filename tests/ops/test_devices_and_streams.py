@@ -1,0 +1,48 @@
+"""Ops run on the device of their tensors and on its current stream, not on the default ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vllm_kernels
+from vllm_kernels import reference
+
+EPS = 1e-6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_device_while_the_first_is_current():
+    x = torch.randn(64, 4096, device="cuda:1")
+    weight = torch.randn(4096, device="cuda:1")
+    out = torch.empty_like(x)
+    assert torch.cuda.current_device() == 0
+    vllm_kernels.rms_norm(out, x, weight, EPS)
+    torch.testing.assert_close(out, reference.rms_norm(x, weight, EPS))
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(RuntimeError, match=r"weight: expected a tensor on cuda:1 \(from input\)"):
+        vllm_kernels.rms_norm(out, x, weight.to("cuda:0"), EPS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_mixed_devices_are_named():
+    x = torch.randn(4, 64, device="cuda")
+    with pytest.raises(RuntimeError, match=r"weight: expected a tensor on cuda:0 .*, got cpu"):
+        vllm_kernels.rms_norm(torch.empty_like(x), x, torch.randn(64), EPS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_current_stream_is_used():
+    # A long copy on the side stream comes first; on any other stream the op would read zeros.
+    side = torch.cuda.Stream()
+    source = torch.randn(4096, 4096, device="cuda")
+    weight = torch.randn(4096, device="cuda")
+    x, out = torch.zeros_like(source), torch.empty_like(source)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(50):
+            x.zero_()
+        x.copy_(source)
+        vllm_kernels.rms_norm(out, x, weight, EPS)
+    side.synchronize()
+    torch.testing.assert_close(out, reference.rms_norm(source, weight, EPS))

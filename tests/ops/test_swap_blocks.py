@@ -1,0 +1,139 @@
+"""swap_blocks against its reference, bit for bit, for every pair of devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_compiles, opcheck, raises
+from torch import Tensor
+
+import vllm_kernels
+from vllm_kernels import reference
+
+ROUTES = [("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")]
+
+
+@pytest.fixture(params=ROUTES, ids=lambda route: "-to-".join(route))
+def route(request: pytest.FixtureRequest) -> tuple[str, str]:
+    if "cuda" in request.param and not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        pytest.skip("needs a GPU and the CUDA library")
+    return request.param
+
+
+def pool(blocks: int, device: str, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randint(0, 127, (blocks, 16, 2, 64), device=device).to(dtype)
+
+
+def check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    want = reference.swap_blocks(src, dst, pairs)
+    vllm_kernels.swap_blocks(src, dst, pairs)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+def test_matches_reference(route, dtype):
+    src, dst = pool(30, route[0], dtype), pool(40, route[1], dtype)
+    check(src, dst, torch.tensor([[0, 0], [3, 39], [29, 5], [3, 6]]))
+
+
+def test_runs_and_single_blocks(route):
+    src, dst = pool(30, route[0]), pool(40, route[1])
+    run = torch.stack([torch.arange(5, 15), torch.arange(20, 30)], 1)
+    check(src, dst, run)
+    check(src, dst, torch.cat([run.flip(0), torch.tensor([[1, 2], [2, 3], [3, 5], [5, 6]])]))
+
+
+def test_pinned_memory():
+    if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        pytest.skip("needs a GPU and the CUDA library")
+    host, gpu = pool(30, "cpu").pin_memory(), pool(30, "cuda")
+    pairs = torch.tensor([[1, 2], [2, 3], [9, 9]])
+    check(host, gpu, pairs)
+    check(gpu, host, pairs)
+
+
+def test_packed_tensors(route):
+    src, dst = pool(30, route[0]), pool(40, route[1])
+    packed_src = torch.stack([src, src + 1], 1)
+    packed_dst = torch.stack([dst, dst + 1], 1)
+    before = packed_dst.clone()
+    run = torch.stack([torch.arange(5, 15), torch.arange(20, 30)], 1)
+    check(packed_src[:, 1], packed_dst[:, 0], run)
+    assert torch.equal(packed_dst[:, 1], before[:, 1])
+
+
+def test_within_one_tensor(route):
+    if route[0] != route[1]:
+        pytest.skip("one tensor is on one device")
+    cache = pool(30, route[0])
+    chain = torch.tensor([[0, 1], [1, 2], [2, 3]])  # in the order of the list
+    want = cache.clone()
+    for source, destination in chain.tolist():
+        want[destination] = want[source]
+    vllm_kernels.swap_blocks(cache, cache, chain)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize(("pairs", "where", "bad", "limit"), [
+    ([[1, 2], [30, 3]], r"1, 0", 30, 30), ([[1, 2], [3, 40]], r"1, 1", 40, 40),
+    ([[-1, 2]], r"0, 0", -1, 30), ([[2**40, 2]], r"0, 0", 2**40, 30),
+])  # fmt: skip
+def test_bad_blocks(route, pairs, where, bad, limit):
+    src, dst = pool(30, route[0]), pool(40, route[1])
+    before = dst.clone()
+    message = rf"block_mapping\[{where}\] = {bad}: expected a block in \[0, {limit}\)$"
+    with raises("^swap_blocks: " + message):
+        vllm_kernels.swap_blocks(src, dst, torch.tensor(pairs))
+    assert torch.equal(dst, before)
+
+
+def test_bad_input(route):
+    src, dst = pool(30, route[0]), pool(40, route[1])
+    pairs = torch.tensor([[1, 2]])
+    cases = [
+        ((src.float(), dst, pairs), r"dst: expected float32 \(from src\), got float16$"),
+        ((src[:, :8], dst, pairs), r"dst: expected blocks of the shape and strides of src's, got"),
+        ((src[..., ::2], dst[..., ::2], pairs), r"src: expected blocks without gaps in memory"),
+        ((src, dst[:1].expand(40, -1, -1, -1), pairs), r"dst: is written, so its elements"),
+        ((src, dst, pairs.int()), r"block_mapping: expected int64, got int32; cast it with .long"),
+        ((src, dst, pairs[0]), r"block_mapping: expected shape \[num_pairs, 2\], got shape \[2\]$"),
+    ]
+    if "cuda" in route:
+        cases.append(
+            ((src, dst, pairs.cuda()), r"block_mapping: expected a tensor on cpu, got cuda:0$")
+        )
+    for args, message in cases:
+        with raises(rf"^swap_blocks: {message}"):
+            vllm_kernels.swap_blocks(*args)
+
+
+def test_nothing_to_do(route):
+    check(pool(3, route[0]), pool(3, route[1]), torch.empty(0, 2, dtype=torch.int64))
+
+
+def test_inference_only(route):
+    src = pool(3, route[0]).requires_grad_()
+    with raises(r"^swap_blocks: inference only: use torch.no_grad\(\)$"):
+        vllm_kernels.swap_blocks(src, pool(3, route[1]), torch.tensor([[1, 2]]))
+
+
+def test_opcheck_and_compile(route):
+    args = (pool(3, route[0]), pool(3, route[1]), torch.tensor([[1, 2]]))
+    opcheck("swap_blocks", *args)
+    assert_compiles(vllm_kernels.swap_blocks, *args)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graph_replay():
+    host, gpu = pool(30, "cpu").pin_memory(), pool(30, "cuda")
+    pairs = torch.tensor([[1, 2], [2, 3], [9, 9]])
+    vllm_kernels.swap_blocks(host, gpu, pairs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        vllm_kernels.swap_blocks(host, gpu, pairs)
+    host.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(gpu.cpu()[[2, 3, 9]], host[[1, 2, 9]])

@@ -1,0 +1,1 @@
+"""How the kernels plug into other libraries."""

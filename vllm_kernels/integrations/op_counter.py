@@ -1,0 +1,38 @@
+"""Which ops a piece of code really ran, as torch's dispatcher saw them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "softmax")
+
+
+class OpCounter(TorchDispatchMode):
+    """While open, counts every op that is dispatched, whoever calls it. Slows small models down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def ours(self, op: str) -> int:
+        """Calls of ``torch.ops.vllm_kernels.<op>``."""
+        return self.counts[f"vllm_kernels::{op}"]
+
+    def torch_attention(self) -> dict[str, int]:
+        """Calls of torch's own attention, fused or by softmax (not beam search's log_softmax)."""
+        return {
+            name: count
+            for name, count in self.counts.items()
+            if name.startswith("aten::")
+            and "log_softmax" not in name
+            and any(part in name for part in _TORCH_ATTENTION)
+        }
