@@ -64,7 +64,17 @@ class ReadBandwidth:
         source, library = Path(folder, "read.cpp"), Path(folder, "read.so")
         source.write_text(READ_SOURCE)
         subprocess.run(
-            ["g++", "-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC", source, "-o", library],
+            [
+                "g++",
+                "-O3",
+                "-march=native",
+                "-Wno-psabi",
+                "-shared",
+                "-fPIC",
+                source,
+                "-o",
+                library,
+            ],
             check=True,
         )
         self.read = ctypes.CDLL(str(library)).read_sum
@@ -89,7 +99,9 @@ class ReadBandwidth:
         return rate
 
 
-def candidates(name: str, vllm: bool, huge: bool = False) -> tuple[dict[str, Callable[[], torch.Tensor]], int]:
+def candidates(
+    name: str, vllm: bool, huge: bool = False
+) -> tuple[dict[str, Callable[[], torch.Tensor]], int]:
     """{label: call}, bytes of K and V."""
     kind, shape = name.split("_")
     batch, context = (int(n) for n in shape.replace("k", "").split("x"))
@@ -186,6 +198,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=CASES, help=f"of {' '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--huge", action="store_true", help="caches in 2 MiB pages")
     parser.add_argument("--only", nargs="*", help="labels to run, such as 'ours v1'")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -198,7 +211,7 @@ def main() -> None:
     read = ReadBandwidth()
     results = []
     for name in options.cases:
-        calls, size = candidates(name, bool(options.vllm_so))
+        calls, size = candidates(name, bool(options.vllm_so), options.huge)
         if options.only:
             calls = {label: call for label, call in calls.items() if label in options.only}
         times: dict[str, list[float]] = {label: [] for label in calls}
@@ -225,8 +238,11 @@ def main() -> None:
     for name, size, times in results:
         for label, taken in times.items():
             rate = size / min(taken) / 1e9
-            print(f"| {name} | {size / 2**20:.0f} | {label} | {statistics.median(taken) * 1e3:.3f} "
-                  f"| {min(taken) * 1e3:.3f} | {rate:.1f} | {100 * rate / read.best:.0f} |")  # fmt: skip
+            median, best = statistics.median(taken) * 1e3, min(taken) * 1e3
+            print(
+                f"| {name} | {size / 2**20:.0f} | {label} | {median:.3f} | {best:.3f} "
+                f"| {rate:.1f} | {100 * rate / read.best:.0f} |"
+            )
 
 
 if __name__ == "__main__":

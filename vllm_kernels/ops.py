@@ -332,11 +332,11 @@ def paged_attention_v1(
         out: [num_seqs, num_heads, head_size], contiguous, written.
         query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; the stride between
             sequences is free.
-        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes of elements.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size].
         num_kv_heads: a divisor of num_heads.
         scale: of the product, usually head_size ** -0.5.
-        block_tables: [num_seqs, max_blocks_per_seq] int32; entries past a sequence's end are ignored.
+        block_tables: [num_seqs, max_blocks_per_seq] int32; ids past a sequence's end are ignored.
         seq_lens: [num_seqs] int32, in tokens.
         block_size: 8, 16 or 32 tokens.
         max_seq_len: a bound on seq_lens; needs no memory, so it may be any length.
@@ -356,8 +356,8 @@ def paged_attention_v1(
         _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v1(
-            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
         )  # fmt: skip
         return
     _paged_attention_v1(
@@ -406,15 +406,16 @@ def paged_attention_v2(
         _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v2(
-            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+            block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+            k_scale, v_scale,
         )  # fmt: skip
         return
     _paged_attention_v2(
-        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
-        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-        blocksparse_head_sliding_step,
+        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
+        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+        blocksparse_block_size, blocksparse_head_sliding_step,
     )  # fmt: skip
 
 

