@@ -51,7 +51,7 @@ def cache() -> None:
                 single = torch.randperm(8 * block_size, device=CUDA)[:40]
                 vllm = [torch.zeros(8, heads, head_size // x, block_size, x, device=CUDA, dtype=stored),
                         torch.zeros(8, heads, head_size, block_size, device=CUDA, dtype=stored)]  # fmt: skip
-                flash = [torch.zeros(8, block_size, heads, head_size, device=CUDA, dtype=stored)] * 2
+                flash = torch.zeros(2, 8, block_size, heads, head_size, device=CUDA, dtype=stored)
                 for slots in (runs, single):
                     arguments = (slots, cache_dtype, one, one)
                     vllm_kernels.reshape_and_cache(key, value, *vllm, *arguments)
