@@ -66,7 +66,7 @@ struct Divisor {
   __device__ __forceinline__ float divide(float x) const {
     const float quotient = x * inverse;
     const float corrected = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-    return fabsf(quotient) < 1e30f ? corrected : quotient;
+    return fabsf(quotient) < 1e30f ? copysignf(corrected, quotient) : quotient;  // keeps -0
   }
 };
 

@@ -118,7 +118,6 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
                       (run >= 0 && thread >= run && thread < run + kRun);
     put_own_slot(own, thread, mine ? window[kRun - 1 + thread] : -1);
   }
-  __syncthreads();
   const uint32_t repeated = find_repeated(own, p, first, thread, threads);
 
   // Writes the tokens first + base + i for the bits i of `rows`.

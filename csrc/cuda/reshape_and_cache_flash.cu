@@ -57,7 +57,6 @@ __global__ void __launch_bounds__(256)
     const bool mine = thread < kPerThread * blockDim.y && first + thread < p.num_tokens;
     put_own_slot(own, thread, mine ? p.usable(p.slot_mapping[first + thread]) : -1);
   }
-  __syncthreads();
   const uint32_t repeated = find_repeated(own, p, first, thread, threads);
 
   for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
@@ -91,7 +90,6 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
   if (threadIdx.x < 32) {
     put_own_slot(own, threadIdx.x, threadIdx.x == 0 ? p.usable(p.slot_mapping[first]) : -1);
   }
-  __syncthreads();
   const uint32_t repeated = find_repeated(own, p, first, threadIdx.x, blockDim.x);
   const int32_t slot = own.slot[0];
   if (slot < 0 || repeated != 0) return;

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t slot_hash(int32_t slot) {
 }
 
 // By the first 32 threads of the block, together; `slot` is that of token first + lane, -1 when it
-// has none. A barrier must follow.
+// has none.
 __device__ __forceinline__ void put_own_slot(OwnSlots& own, int lane, int32_t slot) {
   own.slot[lane] = slot;
   own.filter[lane] = 0;
@@ -36,17 +36,31 @@ __device__ __forceinline__ void put_own_slot(OwnSlots& own, int lane, int32_t sl
   if (slot >= 0) atomicOr(&own.filter[hash / 32], 1u << hash % 32);
 }
 
-// By all `threads` threads, after that barrier; ends with a barrier.
+// By all `threads` threads, after that; begins and ends with a barrier.
 __device__ __forceinline__ uint32_t find_repeated(OwnSlots& own, const ReshapeAndCacheParams& p,
                                                   int first, int thread, int threads) {
+  constexpr int kBatch = 4;  // loads under way; the first ones already before the barrier
   const int num_tokens = static_cast<int>(p.num_tokens);
-#pragma unroll 4
-  for (int later = first + 1 + thread; later < num_tokens; later += threads) {
-    const int32_t slot = p.usable(p.slot_mapping[later]);
-    const uint32_t hash = slot_hash(slot);
-    if ((own.filter[hash / 32] >> hash % 32 & 1) == 0) continue;
-    for (int i = 0; i < 32 && first + i < later; ++i) {
-      if (slot >= 0 && own.slot[i] == slot) atomicOr(&own.repeated, 1u << i);
+  int32_t slots[kBatch];
+  const auto load = [&](int from) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int later = from + j * threads;
+      slots[j] = later < num_tokens ? p.usable(p.slot_mapping[later]) : -1;
+    }
+  };
+  const int begin = first + 1 + thread;
+  load(begin);
+  __syncthreads();
+  for (int from = begin; from < num_tokens; from += kBatch * threads) {
+    if (from != begin) load(from);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const uint32_t hash = slot_hash(slots[j]);
+      if (slots[j] < 0 || (own.filter[hash / 32] >> hash % 32 & 1) == 0) continue;
+      for (int i = 0; i < 32 && first + i < from + j * threads; ++i) {
+        if (own.slot[i] == slots[j]) atomicOr(&own.repeated, 1u << i);
+      }
     }
   }
   __syncthreads();

@@ -76,12 +76,14 @@ def slot_patterns(num_slots: int, block: int, device: str) -> dict[str, Tensor]:
     run = (pages[:4, None] * block + torch.arange(block)).flatten()
     offset = torch.cat([random[:5], run])  # pages that do not begin at a multiple of the block size
     broken = run.clone()
-    broken[block + 3] = -1  # a page with a hole, then one that lacks its last token
+    broken[block + 3] = -1  # a page with a hole
+    short = torch.cat([run[: block - 1], run[block:]])  # a page that lacks its last token
     patterns = {
         "random": random,
         "pages": run,
         "offset": offset,
         "hole": broken,
+        "short": short,
         "tail": run[: 2 * block - 3],
         "inside": run[3 : 3 * block],
         "backwards": run.flip(0),
