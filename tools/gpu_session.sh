@@ -15,7 +15,7 @@ print("torch", torch.__version__, "level", _C.cpu_level(), "cuda", _library.cuda
 step_tests() { python3 -m pytest -q -x --no-header -p no:cacheprovider tests 2>&1 | tail -15; }
 step_cuda_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests -k cuda -rf 2>&1 | tail -25; }
 step_cpu_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests/ops -k cpu -rf 2>&1 | tail -15; }
-step_op_tests() { python3 -m pytest -q --no-header -p no:cacheprovider -n 6 tests/ops -rf 2>&1 | grep -v Warning | tail -30; }
+step_op_tests() { python3 -m pytest -q --no-header -p no:cacheprovider --tb=short -n 8 ${TESTS:-tests/ops} > "$OUT/op_tests.log" 2>&1; grep -E "^(FAILED|ERROR)" "$OUT/op_tests.log" | sed "s/\[.*//" | sort | uniq -c; tail -1 "$OUT/op_tests.log"; }
 step_memcheck() {
   compute-sanitizer --tool memcheck --error-exitcode 9 python3 tools/one_shape_each.py > "$OUT/memcheck.log" 2>&1
   echo "memcheck rc=$? $(grep -E 'ERROR SUMMARY|not supported' "$OUT/memcheck.log" | tail -1)"

@@ -194,8 +194,8 @@ def reshape_and_cache(
     Args:
         key, value: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; the strides
             of tokens and heads are free.
-        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes of elements,
-            written; the strides of blocks and heads are free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], written; x = 16 bytes of
+            elements; the strides of blocks and heads are free.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size], written; likewise.
         slot_mapping: [n] int64, n <= num_tokens; tokens past n are ignored (CUDA-graph padding).
         kv_cache_dtype: "auto" (dtype of key), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 or float8
@@ -285,8 +285,8 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
     Args:
         output: contiguous, as many elements as input, written.
-        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8, or
-            the float8 dtype that kv_dtype names), which gives the direction:
+        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8,
+            or the float8 dtype that kv_dtype names), which gives the direction:
             8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
         scale: of the 8-bit side.
         kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".
@@ -296,6 +296,9 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
 
 # --- attention
+
+_paged_attention_v1 = _ops.paged_attention_v1.default
+_paged_attention_v2 = _ops.paged_attention_v2.default
 
 
 def paged_attention_v1(
@@ -349,8 +352,15 @@ def paged_attention_v1(
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
-    _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
-    _ops.paged_attention_v1.default(
+    if torch.is_grad_enabled():
+        _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        _paged_attention_v1(
+            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+        )  # fmt: skip
+        return
+    _paged_attention_v1(
         out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
         block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
@@ -392,12 +402,19 @@ def paged_attention_v2(
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
             output of each partition. partitions >= ceil(max_seq_len / 512).
     """
-    _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
-    _ops.paged_attention_v2.default(
-        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
-        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
-        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
-        blocksparse_block_size, blocksparse_head_sliding_step,
+    if torch.is_grad_enabled():
+        _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        _paged_attention_v2(
+            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+        )  # fmt: skip
+        return
+    _paged_attention_v2(
+        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
+        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+        blocksparse_head_sliding_step,
     )  # fmt: skip
 
 

@@ -202,7 +202,7 @@ _CACHE_DTYPE = {
 }
 
 
-def _stored(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
+def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
     """What the stored elements stand for, in float64."""
     if kv_cache_dtype != "auto":
         cache = cache.view(_CACHE_DTYPE[kv_cache_dtype]).float()
@@ -277,9 +277,9 @@ def naive_paged_attention(
             continue
         pages = block_tables[seq, : -(-length // block_size)].long()
         # [pages, heads, D/x, slots, x] and [pages, heads, D, slots] -> [heads, tokens, D]
-        key = _stored(key_cache[pages].permute(1, 0, 3, 2, 4).contiguous(), kv_cache_dtype, k_scale)
+        key = _dequantized(key_cache[pages].permute(1, 0, 3, 2, 4).contiguous(), kv_cache_dtype, k_scale)
         key = key.reshape(num_kv_heads, -1, head_size)[:, :length]
-        value = _stored(value_cache[pages].permute(1, 0, 3, 2).contiguous(), kv_cache_dtype, v_scale)
+        value = _dequantized(value_cache[pages].permute(1, 0, 3, 2).contiguous(), kv_cache_dtype, v_scale)
         value = value.reshape(num_kv_heads, -1, head_size)[:, :length]
         grouped = query[seq].double().view(num_kv_heads, group, head_size)
         logits = scale * grouped @ key.transpose(1, 2)  # [num_kv_heads, group, tokens]

@@ -75,7 +75,7 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
       for (int chunk = 0; chunk < chunks; ++chunk) {
         typename Keys::Part parts[kVectors][Keys::kParts];
 #pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) Keys::load_parts(key + i * kLanes * Keys::kParts, parts[i]);
+        for (int i = 0; i < kVectors; ++i) Keys::load_parts(key + i * Keys::kTokens * Keys::kChunk, parts[i]);
 #pragma GCC unroll 4
         for (int part = 0; part < Keys::kParts; ++part) {
 #pragma GCC unroll 4

@@ -52,7 +52,8 @@ class Attention {
  public:
   Attention(const PagedAttentionWork& work, int64_t task)
       : work_(work), p_(work.params), task_(task), head_size_(p_.kv.head_size),
-        block_size_(p_.kv.block_size), sparse_(p_.sparse.on()) {
+        head_vectors_((head_size_ + kLanes - 1) / kLanes), block_size_(p_.kv.block_size),
+        sparse_(p_.sparse.on()) {
     const bool scaled = sizeof(Cache) == 1;
     logit_scale_ = p_.scale * (scaled && p_.kv.k_scale != nullptr ? *p_.kv.k_scale : 1.0f);
     value_scale_ = scaled && p_.kv.v_scale != nullptr ? *p_.kv.v_scale : 1.0f;
@@ -108,7 +109,7 @@ class Attention {
       maximum_[head] = -kInfinity;
       sum_[head] = 0.0f;
     }
-    for (int i = 0; i < segment.heads * kMaxHeadSize / kLanes; ++i) out_[i] = Vec{};
+    for (int i = 0; i < segment.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
 
   void add_tile(const Tile& tile, const Tile& next) {
@@ -159,7 +160,7 @@ class Attention {
         const float factor = weigh<H>(tile, tokens, first, head);
         for (int i = 0; i < kLanes / H; ++i) factors[head * (kLanes / H) + i] = factor;
       }
-      Vec* out = out_ + first * kMaxHeadSize / kLanes;
+      Vec* out = out_ + first * head_vectors_;
       if (first == 0) {
         add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, &next,
                                             page_bytes, out);
@@ -231,7 +232,7 @@ class Attention {
     for_head_blocks(segment.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       constexpr int kDims = kLanes / H;
-      const float* from = reinterpret_cast<const float*>(out_ + first * kMaxHeadSize / kLanes);
+      const float* from = reinterpret_cast<const float*>(out_ + first * head_vectors_);
       for (int d = 0; d < head_size_; d += kDims, from += kLanes) {
         const int count = head_size_ - d < kDims ? head_size_ - d : kDims;
         for (int head = 0; head < H; ++head) {
@@ -303,6 +304,7 @@ class Attention {
   const PagedAttentionParams& p_;
   const int64_t task_;
   const int head_size_;
+  const int head_vectors_;  // a head of out_
   const int block_size_;
   const bool sparse_;
   float logit_scale_;

@@ -66,7 +66,8 @@ struct Divisor {
   __device__ __forceinline__ float divide(float x) const {
     const float quotient = x * inverse;
     const float corrected = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-    return fabsf(quotient) < 1e30f ? copysignf(corrected, quotient) : quotient;  // keeps -0
+    // The correction would turn -0 into 0 and infinity into NaN.
+    return fabsf(quotient) < 1e30f && quotient != 0.0f ? corrected : quotient;
   }
 };
 

@@ -61,13 +61,13 @@ struct Plan {
   uint32_t singles;  // bit i: token first + i on its own
 };
 
-// Layout vllm. A block looks after kRun tokens and one head. A run is written by the block in which
-// it begins (at most one does), K in 256-byte pieces, V transposed through shared memory and stored
-// 16 bytes at a time; tokens outside of runs one by one, with neighbouring lanes on neighbouring
-// values. blockDim = (lanes, kRun).
+// Layout vllm. A block looks after kRun tokens and some heads, one after the other. A run is
+// written by the block in which it begins (at most one does), K in 256-byte pieces, V transposed
+// through shared memory and stored 16 bytes at a time; tokens outside of runs one by one, with
+// neighbouring lanes on neighbouring values. blockDim = (lanes, kRun).
 template <typename T, typename C, int kRun>
 __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
-    write_pages_kernel(ReshapeAndCacheParams p) {
+    write_pages_kernel(ReshapeAndCacheParams p, int heads_per_block) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<C>;                // elements of 16 bytes of the cache
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
   __shared__ int32_t window[Runs<kRun>::kWindow + 1];
 
   const PagedKv& kv = p.kv;
-  const int head = blockIdx.y;
+  const int first_head = blockIdx.y * heads_per_block;
+  const int end_head = min(first_head + heads_per_block, kv.num_kv_heads);
   const int first = blockIdx.x * kRun;  // within this launch
   const int row = threadIdx.y;
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
   C* tile = reinterpret_cast<C*>(tile_bytes);
 
   Vector<T> k[kParts], v[kParts];
-  const auto fetch = [&](int64_t token, int chunk) {
+  const auto fetch = [&](int64_t token, int head, int chunk) {
     const auto* key = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.key) +
                                                          token * p.key_token_stride +
                                                          head * p.key_head_stride + chunk * kWidth);
@@ -102,8 +103,12 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
     for (int part = 0; part < kParts; ++part) v[part] = value[part];
   };
   // The own tokens' first chunks are under way before anything is known of their slots.
-  int fetched = first;
-  if (threadIdx.x < chunks && first + row < p.num_tokens) fetch(first + row, threadIdx.x);
+  LaterSlots later;
+  later.load(p, first + 1 + thread, threads);
+  int fetched = first, fetched_head = first_head;
+  if (threadIdx.x < chunks && first + row < p.num_tokens) {
+    fetch(first + row, first_head, threadIdx.x);
+  }
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
 
@@ -118,20 +123,31 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
                       (run >= 0 && thread >= run && thread < run + kRun);
     put_own_slot(own, thread, mine ? window[kRun - 1 + thread] : -1);
   }
-  const uint32_t repeated = find_repeated(own, p, first, thread, threads);
+  __syncthreads();
+  const uint32_t repeated = find_repeated(own, p, first, thread, threads, later);
 
   // Writes the tokens first + base + i for the bits i of `rows`.
-  const auto write = [&](int base, uint32_t rows, bool whole_run) {
+  const auto write = [&](int head, int base, uint32_t rows, bool whole_run) {
     const int32_t slot = own.slot[base + row];
     for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
       if ((rows >> row & 1) == 0) break;
-      if (fetched != first + base || chunk != threadIdx.x) fetch(first + base + row, chunk);
+      if (fetched != first + base || fetched_head != head || chunk != threadIdx.x) {
+        fetch(first + base + row, head, chunk);
+      }
       const int64_t at =
           kv.key_offset(slot / kv.block_size, head, slot % kv.block_size, chunk * kWidth);
       *reinterpret_cast<Vector<C>*>(static_cast<C*>(kv.key) + at) = narrow<T, C>(k, k_scale);
       *reinterpret_cast<Vector<C>*>(tile + row * pitch + chunk * kWidth) = narrow<T, C>(v, v_scale);
     }
+    // The next head's chunks travel while this one's values are stored.
     fetched = -1;
+    if (head + 1 < end_head && chunks <= blockDim.x) {
+      fetched = first + base;
+      fetched_head = head + 1;
+      if (threadIdx.x < chunks && (rows >> row & 1)) {
+        fetch(first + base + row, head + 1, threadIdx.x);
+      }
+    }
     __syncthreads();
     if (whole_run) {
       constexpr int kStores = kRun / kStore;  // of one value index
@@ -161,11 +177,12 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
     }
   };
   const uint32_t singles = plan.singles & ~repeated;
-  if (singles != 0) write(0, singles, false);
-  if (plan.run >= 0) {
-    const uint32_t rows = ~(repeated >> plan.run) & ((1u << kRun) - 1);
-    if (singles != 0) __syncthreads();  // the tile is free again
-    if (rows != 0) write(plan.run, rows, rows == (1u << kRun) - 1);
+  const uint32_t in_run = plan.run < 0 ? 0 : ~(repeated >> plan.run) & ((1u << kRun) - 1);
+  for (int head = first_head; head < end_head; ++head) {
+    if (head != first_head) __syncthreads();  // the tile is free again
+    if (singles != 0) write(head, 0, singles, false);
+    if (singles != 0 && in_run != 0) __syncthreads();
+    if (in_run != 0) write(head, plan.run, in_run, in_run == (1u << kRun) - 1);
   }
 }
 
@@ -180,13 +197,19 @@ void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
   const int chunks = p.kv.head_size / p.kv.x;
   constexpr int kStep = 32 / kRun;  // so that the threads are whole warps
   const int lanes = std::min(32, (chunks + kStep - 1) / kStep * kStep);
-  const dim3 grid(static_cast<unsigned>((p.num_tokens + kRun - 1) / kRun),
-                  static_cast<unsigned>(p.kv.num_kv_heads));
+  // One head a block until the device is full a few times over; then several, so that fewer blocks
+  // look for repetitions.
+  const int64_t groups = (p.num_tokens + kRun - 1) / kRun;
+  const int64_t full = 4 * current_device_info().multiprocessors;
+  const int heads_per_block =
+      static_cast<int>(std::clamp<int64_t>(groups * p.kv.num_kv_heads / full, 1, 8));
+  const int head_groups = (p.kv.num_kv_heads + heads_per_block - 1) / heads_per_block;
+  const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(head_groups));
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       launch_kernel(p.op(), write_pages_kernel<T, decltype(stored), kRun>, grid, dim3(lanes, kRun),
-                    bytes_of_tile(p.kv, kRun), stream, p);
+                    bytes_of_tile(p.kv, kRun), stream, p, heads_per_block);
     });
   });
 }

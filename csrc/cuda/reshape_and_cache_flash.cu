@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(256)
       for (int part = 0; part < kParts; ++part) v[j][part] = value[part];
     }
   };
+  LaterSlots later;
+  later.load(p, first + 1 + thread, threads);
   if (threadIdx.x < chunks) fetch(threadIdx.x);
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
@@ -57,7 +59,8 @@ __global__ void __launch_bounds__(256)
     const bool mine = thread < kPerThread * blockDim.y && first + thread < p.num_tokens;
     put_own_slot(own, thread, mine ? p.usable(p.slot_mapping[first + thread]) : -1);
   }
-  const uint32_t repeated = find_repeated(own, p, first, thread, threads);
+  __syncthreads();
+  const uint32_t repeated = find_repeated(own, p, first, thread, threads, later);
 
   for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
     if (chunk != threadIdx.x) fetch(chunk);
@@ -90,7 +93,10 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
   if (threadIdx.x < 32) {
     put_own_slot(own, threadIdx.x, threadIdx.x == 0 ? p.usable(p.slot_mapping[first]) : -1);
   }
-  const uint32_t repeated = find_repeated(own, p, first, threadIdx.x, blockDim.x);
+  __syncthreads();
+  LaterSlots later;
+  later.load(p, first + 1 + threadIdx.x, blockDim.x);
+  const uint32_t repeated = find_repeated(own, p, first, threadIdx.x, blockDim.x, later);
   const int32_t slot = own.slot[0];
   if (slot < 0 || repeated != 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t slot_hash(int32_t slot) {
 }
 
 // By the first 32 threads of the block, together; `slot` is that of token first + lane, -1 when it
-// has none.
+// has none. A barrier must follow.
 __device__ __forceinline__ void put_own_slot(OwnSlots& own, int lane, int32_t slot) {
   own.slot[lane] = slot;
   own.filter[lane] = 0;
@@ -36,30 +36,37 @@ __device__ __forceinline__ void put_own_slot(OwnSlots& own, int lane, int32_t sl
   if (slot >= 0) atomicOr(&own.filter[hash / 32], 1u << hash % 32);
 }
 
-// By all `threads` threads, after that; begins and ends with a barrier.
-__device__ __forceinline__ uint32_t find_repeated(OwnSlots& own, const ReshapeAndCacheParams& p,
-                                                  int first, int thread, int threads) {
-  constexpr int kBatch = 4;  // loads under way; the first ones already before the barrier
-  const int num_tokens = static_cast<int>(p.num_tokens);
-  int32_t slots[kBatch];
-  const auto load = [&](int from) {
+// The slots of some later tokens, on their way to this thread: loaded before the block's own slots
+// are known, so that the block waits for memory once.
+struct LaterSlots {
+  static constexpr int kBatch = 8;
+  int64_t slot[kBatch];  // as given; -1 past the last token
+
+  // Tokens from, from + threads, ...
+  __device__ __forceinline__ void load(const ReshapeAndCacheParams& p, int from, int threads) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int later = from + j * threads;
-      slots[j] = later < num_tokens ? p.usable(p.slot_mapping[later]) : -1;
+    for (int i = 0; i < kBatch; ++i) {
+      const int token = from + i * threads;
+      slot[i] = token < p.num_tokens ? p.slot_mapping[token] : -1;
     }
-  };
-  const int begin = first + 1 + thread;
-  load(begin);
-  __syncthreads();
-  for (int from = begin; from < num_tokens; from += kBatch * threads) {
-    if (from != begin) load(from);
+  }
+};
+
+// By all `threads` threads, after that barrier; ends with a barrier. `later` holds the tokens from
+// first + 1 + thread on.
+__device__ __forceinline__ uint32_t find_repeated(OwnSlots& own, const ReshapeAndCacheParams& p,
+                                                  int first, int thread, int threads,
+                                                  LaterSlots& later) {
+  for (int from = first + 1 + thread; from < p.num_tokens; from += LaterSlots::kBatch * threads) {
+    if (from != first + 1 + thread) later.load(p, from, threads);
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const uint32_t hash = slot_hash(slots[j]);
-      if (slots[j] < 0 || (own.filter[hash / 32] >> hash % 32 & 1) == 0) continue;
-      for (int i = 0; i < 32 && first + i < from + j * threads; ++i) {
-        if (own.slot[i] == slots[j]) atomicOr(&own.repeated, 1u << i);
+    for (int i = 0; i < LaterSlots::kBatch; ++i) {
+      const int32_t slot = p.usable(later.slot[i]);
+      const uint32_t hash = slot_hash(slot);
+      if ((own.filter[hash / 32] >> hash % 32 & 1) == 0) continue;
+      const int token = from + i * threads;
+      for (int mine = 0; mine < 32 && first + mine < token; ++mine) {
+        if (slot >= 0 && own.slot[mine] == slot) atomicOr(&own.repeated, 1u << mine);
       }
     }
   }

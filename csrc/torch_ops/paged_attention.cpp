@@ -11,34 +11,54 @@ namespace {
 
 constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 
-// On the host every row is looked at before any is computed; on the GPU the kernel contains them.
-void check_rows(const Expect& expect, const PagedAttentionParams& p) {
-  if (!kOnCpu) return;
-  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    const int64_t length = p.seq_lens[seq];
-    const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
-    const std::string row = "seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length);
-    expect.that(length >= 0, row + ": expected a length >= 0");
-    expect.that(length <= table, row + ": expected at most " + std::to_string(table) +
-                                     " tokens, what a row of block_tables holds");
-    expect.that(length <= p.max_seq_len,
-                row + ": expected at most max_seq_len = " + std::to_string(p.max_seq_len));
-    const int64_t used = (length + p.kv.block_size - 1) / p.kv.block_size;
-    for (int64_t column = 0; column < used; ++column) {
-      const int64_t block = p.block_tables[seq * p.block_table_stride + column];
-      if (block >= 0 && block < p.kv.num_blocks) continue;
-      expect.fail("block_tables[" + std::to_string(seq) + ", " + std::to_string(column) + "] = " +
-                  std::to_string(block) + ": expected a block in [0, " +
-                  std::to_string(p.kv.num_blocks) + ")");
-    }
-  }
+#if !defined(VLLM_KERNELS_DEVICE_CUDA)
+// What is wrong with a row of seq_lens and block_tables.
+[[noreturn]] void fail_row(const Expect& expect, const PagedAttentionParams& p, int64_t seq) {
+  const int64_t length = p.seq_lens[seq];
+  const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
+  const std::string row = "seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length);
+  expect.that(length >= 0, row + ": expected a length >= 0");
+  expect.that(length <= table, row + ": expected at most " + std::to_string(table) +
+                                   " tokens, what a row of block_tables holds");
+  expect.that(length <= p.max_seq_len,
+              row + ": expected at most max_seq_len = " + std::to_string(p.max_seq_len));
+  int64_t column = 0, block = 0;
+  do {
+    block = p.block_tables[seq * p.block_table_stride + column++];
+  } while (block >= 0 && block < p.kv.num_blocks);
+  expect.fail("block_tables[" + std::to_string(seq) + ", " + std::to_string(column - 1) +
+              "] = " + std::to_string(block) + ": expected a block in [0, " +
+              std::to_string(p.kv.num_blocks) + ")");
 }
 
+// On the host every row is looked at before any is computed; on the GPU the kernel contains them.
+void check_rows(const Expect& expect, const PagedAttentionParams& p) {
+  int64_t longest = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
+  if (longest > p.max_seq_len) longest = p.max_seq_len;
+  const uint32_t num_blocks = static_cast<uint32_t>(
+      p.kv.num_blocks < INT32_MAX ? p.kv.num_blocks : INT32_MAX);
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    const int64_t length = p.seq_lens[seq];
+    if (length < 0 || length > longest) fail_row(expect, p, seq);
+    const int32_t* table = p.block_tables + seq * p.block_table_stride;
+    const int64_t used = (length + p.kv.block_size - 1) / p.kv.block_size;
+    uint32_t outside = 0;  // branch-free, so that the loop is vectorised
+    for (int64_t column = 0; column < used; ++column) {
+      outside |= static_cast<uint32_t>(table[column]) >= num_blocks;
+    }
+    if (outside != 0) fail_row(expect, p, seq);
+  }
+}
+#endif
+
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-void compute(const PagedAttentionParams& params, const Tensor& query) { launch(params, query); }
+void compute(const Expect&, const PagedAttentionParams& params, const Tensor& query) {
+  launch(params, query);
+}
 #else
 // In two launches where a sequence is shared by several threads: parts, then their merge.
-void compute(const PagedAttentionParams& params, const Tensor& query) {
+void compute(const Expect& expect, const PagedAttentionParams& params, const Tensor& query) {
+  check_rows(expect, params);
   cpu::PagedAttentionWork work =
       cpu::cut_paged_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);
@@ -49,7 +69,8 @@ void compute(const PagedAttentionParams& params, const Tensor& query) {
 }
 #endif
 
-// What v1 and v2 share: every argument but the scratch.
+// What v1 and v2 share: every argument but the scratch. (A failing check builds its message itself:
+// Expect::that() would have it built by every call.)
 PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query,
                           const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads,
                           double scale, const Tensor& block_tables, const Tensor& seq_lens,
@@ -64,17 +85,20 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
   const Argument q = expect.tensor("query", query)
                          .floating()
                          .shape({&num_seqs, &num_heads, &sizes.head_size});
-  expect.that(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
-              "num_kv_heads: expected a divisor of num_heads = " + std::to_string(num_heads) +
-                  ", got " + std::to_string(num_kv_heads));
-  expect.that(block_size == 8 || block_size == 16 || block_size == 32,
-              "block_size: expected 8, 16 or 32, got " + std::to_string(block_size));
+  if (num_kv_heads <= 0 || num_heads <= 0 || num_heads % num_kv_heads != 0) {
+    expect.fail("num_kv_heads: expected a divisor of num_heads = " + std::to_string(num_heads) +
+                ", got " + std::to_string(num_kv_heads));
+  }
+  if (block_size != 8 && block_size != 16 && block_size != 32) {
+    expect.fail("block_size: expected 8, 16 or 32, got " + std::to_string(block_size));
+  }
   const DType dtype = q.dtype();
   const DType stored = cache_dtype(expect, kv_cache_dtype, dtype);
   const int64_t step = size_of(stored) == 1 ? 16 : 8;
-  expect.that(sizes.head_size >= 32 && sizes.head_size <= 256 && sizes.head_size % step == 0,
-              "query: expected a head_size of 32 to 256 in steps of " + std::to_string(step) +
-                  " for a " + name_of(stored) + " cache, got " + std::to_string(sizes.head_size));
+  if (sizes.head_size < 32 || sizes.head_size > 256 || sizes.head_size % step != 0) {
+    q.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) + " for a " +
+           name_of(stored) + " cache, got " + std::to_string(sizes.head_size));
+  }
   if (q.stride(2) != 1 || (num_heads > 1 && q.stride(1) != sizes.head_size)) {
     q.fail("expected contiguous heads (only the stride of num_seqs is free), got shape " +
            q.shape_text() + " with stride " + std::to_string(q.stride(1)) + " between heads");
@@ -95,12 +119,12 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
                  .contiguous()
                  .as<const float>();
   }
-  expect.that(max_seq_len >= 0,
-              "max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));
-  if (sparse.on()) {
-    expect.that(sparse.block_size > 0 && sparse.block_size % block_size == 0,
-                "blocksparse_block_size: expected a multiple of block_size = " +
-                    std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
+  if (max_seq_len < 0) {
+    expect.fail("max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));
+  }
+  if (sparse.on() && (sparse.block_size <= 0 || sparse.block_size % block_size != 0)) {
+    expect.fail("blocksparse_block_size: expected a multiple of block_size = " +
+                std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
   }
   expect.apart(o, q);
 
@@ -147,9 +171,7 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
            block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
                         blocksparse_block_size, blocksparse_head_sliding_step));
-  if (params.num_seqs == 0) return;
-  check_rows(expect, params);
-  compute(params, query);
+  if (params.num_seqs > 0) compute(expect, params, query);
 }
 
 void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
@@ -196,9 +218,7 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
   params.exp_sums = sums.as<float>();
   params.max_logits = maxima.as<float>();
   params.tmp_out = partial.mutable_data();
-  if (params.num_seqs == 0) return;
-  check_rows(expect, params);
-  compute(params, query);
+  if (params.num_seqs > 0) compute(expect, params, query);
 }
 
 }  // namespace
