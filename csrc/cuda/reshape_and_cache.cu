@@ -178,11 +178,15 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
   };
   const uint32_t singles = plan.singles & ~repeated;
   const uint32_t in_run = plan.run < 0 ? 0 : ~(repeated >> plan.run) & ((1u << kRun) - 1);
-  for (int head = first_head; head < end_head; ++head) {
-    if (head != first_head) __syncthreads();  // the tile is free again
-    if (singles != 0) write(head, 0, singles, false);
-    if (singles != 0 && in_run != 0) __syncthreads();
-    if (in_run != 0) write(head, plan.run, in_run, in_run == (1u << kRun) - 1);
+  bool tile_used = false;
+#pragma unroll 1
+  for (int step = 0; step < 2 * (end_head - first_head); ++step) {  // singles, run, singles, ...
+    const bool run = step % 2 == 1;
+    const uint32_t rows = run ? in_run : singles;
+    if (rows == 0) continue;
+    if (tile_used) __syncthreads();
+    tile_used = true;
+    write(first_head + step / 2, run ? plan.run : 0, rows, run && rows == (1u << kRun) - 1);
   }
 }
 
