@@ -12,19 +12,21 @@ namespace {
 // --- sums across lanes ---------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-#define VLLM_KERNELS_SHUFFLE_QUADS(a, b, i, j, k, l)                                             \
+#define VLLM_KERNELS_SHUFFLE_QUADS(a, b, i, j, k, l)                                              \
   __builtin_shufflevector(a, b, i, j, 16 + k, 16 + l, 4 + i, 4 + j, 20 + k, 20 + l, 8 + i, 8 + j, \
                           24 + k, 24 + l, 12 + i, 12 + j, 28 + k, 28 + l)
 #elif defined(__AVX2__)
 #define VLLM_KERNELS_SHUFFLE_QUADS(a, b, i, j, k, l) \
   __builtin_shufflevector(a, b, i, j, 8 + k, 8 + l, 4 + i, 4 + j, 12 + k, 12 + l)
 #else
-#define VLLM_KERNELS_SHUFFLE_QUADS(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, 4 + k, 4 + l)
+#define VLLM_KERNELS_SHUFFLE_QUADS(a, b, i, j, k, l) \
+  __builtin_shufflevector(a, b, i, j, 4 + k, 4 + l)
 #endif
 
 // In each quad of lanes: {a0 + a1, a2 + a3, b0 + b1, b2 + b3}.
 inline Vec fold_pairs(Vec a, Vec b) {
-  return VLLM_KERNELS_SHUFFLE_QUADS(a, b, 0, 2, 0, 2) + VLLM_KERNELS_SHUFFLE_QUADS(a, b, 1, 3, 1, 3);
+  return VLLM_KERNELS_SHUFFLE_QUADS(a, b, 0, 2, 0, 2) +
+         VLLM_KERNELS_SHUFFLE_QUADS(a, b, 1, 3, 1, 3);
 }
 
 // In each quad of lanes: the sums of that quad of a, b, c and d.
@@ -66,11 +68,13 @@ inline Vec sum_tokens(const Vec* v) {
 #if defined(__AVX512F__)
   } else if constexpr (width == 8) {
     const Vec sums = fold_halves(fold_quads(v), fold_quads(v + 4));
-    return __builtin_shufflevector(sums, sums, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    return __builtin_shufflevector(sums, sums, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11,
+                                   15);
   } else {
     static_assert(width == 4);
     const Vec sums = fold_quads(v);
-    return __builtin_shufflevector(sums, sums, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return __builtin_shufflevector(sums, sums, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11,
+                                   15);
 #elif defined(__AVX2__)
   } else {
     static_assert(width == 4);
@@ -101,10 +105,12 @@ inline Vec broadcast(const float* from) {
 
 // --- K -------------------------------------------------------------------------------------------
 
-// One load of K covers kTokens tokens of a chunk, kWidth lanes each, in kParts vectors. pack() brings
-// a chunk of the query into the lanes of one token in one part.
+// One load of K covers kTokens tokens of a chunk, kWidth lanes each, in kParts vectors. pack()
+// brings a chunk of the query into the lanes of one token in one part. Parts are to be multiplied
+// with kScale, which is left to the score's own scale.
 template <typename T>
 struct KeyLanes {
+  static constexpr float kScale = 1.0f;
   static constexpr int kChunk = 16 / sizeof(T);  // x
   static constexpr int kWidth = kChunk < kLanes ? kChunk : kLanes;
   static constexpr int kTokens = kLanes / kWidth;
@@ -130,6 +136,7 @@ inline void widen_pairs(VecUint words, Vec* parts) {
 #if !defined(__AVX512BF16__)
 template <>
 struct KeyLanes<BFloat16> {
+  static constexpr float kScale = 1.0f;
   static constexpr int kChunk = 8;
   static constexpr int kWidth = 4;
   static constexpr int kTokens = kLanes / kWidth;
@@ -149,6 +156,7 @@ struct KeyLanes<BFloat16> {
 // Dot products of bfloat16 pairs. The packed query holds a pair in the bits of one float.
 template <>
 struct KeyLanes<BFloat16> {
+  static constexpr float kScale = 1.0f;
   static constexpr int kChunk = 8;
   static constexpr int kWidth = 4;
   static constexpr int kTokens = 4;
@@ -170,15 +178,73 @@ struct KeyLanes<BFloat16> {
 };
 #endif
 
+#if defined(__AVX2__)
+// 16 elements of 8 bits by way of fp16, without cpu/fp8.h's final scaling.
+template <typename T>
+struct WideFp8;
+template <>
+struct WideFp8<Fp8E5M2> {
+  static constexpr float kScale = 1.0f;
+  static __m256i half_bits(__m128i bytes) {  // the upper byte of an fp16
+    return _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+  }
+};
+template <>
+struct WideFp8<Fp8E4M3> {
+  static constexpr float kScale = 256.0f;  // between the exponents' biases, 15 and 7
+  static __m256i half_bits(__m128i bytes) {
+    // The sign fills the upper byte, so that one shift brings sign, exponent and mantissa home.
+    const __m256i keep = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), keep);
+    const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
+    return _mm256_or_si256(bits, _mm256_cmpeq_epi16(_mm256_or_si256(bits, sign), keep));  // NaN
+  }
+};
+
+template <typename T>
+inline void widen_fp8(__m128i bytes, Vec* parts) {
+  const __m256i bits = WideFp8<T>::half_bits(bytes);
+#if defined(__AVX512F__)
+  parts[0] = (Vec)_mm512_cvtph_ps(bits);
+#else
+  parts[0] = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+  parts[1] = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+#endif
+}
+
+template <typename T>
+struct Fp8KeyLanes {
+  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr int kChunk = 16;
+  static constexpr int kWidth = kLanes;
+  static constexpr int kTokens = 1;
+  static constexpr int kParts = 16 / kLanes;
+  using Part = Vec;
+
+  static void pack(const float* chunk, int part, float* packed) {
+    store(packed, load(chunk + part * kLanes));
+  }
+  static void load_parts(const T* from, Part* parts) {
+    widen_fp8<T>(load_raw<__m128i>(from), parts);
+  }
+  static Part query(const float* packed) { return load(packed); }
+  static Vec multiply_add(Part key, Part query, Vec sum) { return fma(key, query, sum); }
+};
+template <>
+struct KeyLanes<Fp8E4M3> : Fp8KeyLanes<Fp8E4M3> {};
+template <>
+struct KeyLanes<Fp8E5M2> : Fp8KeyLanes<Fp8E5M2> {};
+#endif
+
 // --- V -------------------------------------------------------------------------------------------
 
 // A vector of so many bytes. (GCC drops a vector_size that depends on a template parameter.)
 template <int bytes>
 struct RawVector;
-#define VLLM_KERNELS_RAW_VECTOR(bytes)                             \
-  template <>                                                      \
-  struct RawVector<bytes> {                                        \
-    typedef uint32_t type __attribute__((vector_size(bytes)));     \
+#define VLLM_KERNELS_RAW_VECTOR(bytes)                         \
+  template <>                                                  \
+  struct RawVector<bytes> {                                    \
+    typedef uint32_t type __attribute__((vector_size(bytes))); \
   };
 VLLM_KERNELS_RAW_VECTOR(4)
 VLLM_KERNELS_RAW_VECTOR(8)
@@ -211,9 +277,11 @@ inline Raw<bytes> load_joined(const char* const* rows, int64_t offset) {
 }
 
 // One load of V covers kTokens tokens of one dimension in kParts vectors. pack() brings kTokens
-// weights, in the order of the tokens, into the same lanes.
+// weights, in the order of the tokens, into the same lanes. Results are to be multiplied with
+// kScale.
 template <typename T>
 struct ValueLanes {
+  static constexpr float kScale = 1.0f;
   static constexpr int kTokens = kLanes;
   static constexpr int kParts = 1;
   static constexpr int kBytes = kTokens * sizeof(T);
@@ -232,19 +300,20 @@ struct ValueLanes {
 #if !defined(__AVX512BF16__)
 template <>
 struct ValueLanes<BFloat16> {
+  static constexpr float kScale = 1.0f;
   static constexpr int kTokens = 2 * kLanes;
   static constexpr int kParts = 2;
   static constexpr int kBytes = 2 * kTokens;
   using Part = Vec;
 
-  static void widen(Raw<kBytes> raw, Part* parts) {
-    widen_pairs((VecUint)raw, parts);
-  }
+  static void widen(Raw<kBytes> raw, Part* parts) { widen_pairs((VecUint)raw, parts); }
   static void pack(const Vec* weights, Part* parts) {
     const Vec a = weights[0], b = weights[1];
 #if defined(__AVX512F__)
-    parts[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    parts[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    parts[0] =
+        __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    parts[1] =
+        __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX2__)
     parts[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
     parts[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -260,14 +329,13 @@ struct ValueLanes<BFloat16> {
 // Weights are rounded to bfloat16, and summed as rounded, so that the result stays a mean.
 template <>
 struct ValueLanes<BFloat16> {
+  static constexpr float kScale = 1.0f;
   static constexpr int kTokens = 2 * kLanes;
   static constexpr int kParts = 1;
   static constexpr int kBytes = 2 * kTokens;
   using Part = __m512i;
 
-  static void widen(Raw<kBytes> raw, Part* parts) {
-    parts[0] = (__m512i)raw;
-  }
+  static void widen(Raw<kBytes> raw, Part* parts) { parts[0] = (__m512i)raw; }
   static void pack(const Vec* weights, Part* parts) {
     parts[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
   }
@@ -276,6 +344,28 @@ struct ValueLanes<BFloat16> {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)value, (__m512bh)weight);
   }
 };
+#endif
+
+#if defined(__AVX2__)
+template <typename T>
+struct Fp8ValueLanes {
+  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr int kTokens = 16;
+  static constexpr int kParts = 16 / kLanes;
+  static constexpr int kBytes = 16;
+  using Part = Vec;
+
+  static void widen(Raw<kBytes> raw, Part* parts) { widen_fp8<T>((__m128i)raw, parts); }
+  static void pack(const Vec* weights, Part* parts) {
+    for (int i = 0; i < kParts; ++i) parts[i] = weights[i];
+  }
+  static Vec round(Vec weight) { return weight; }
+  static Vec multiply_add(Part value, Part weight, Vec sum) { return fma(value, weight, sum); }
+};
+template <>
+struct ValueLanes<Fp8E4M3> : Fp8ValueLanes<Fp8E4M3> {};
+template <>
+struct ValueLanes<Fp8E5M2> : Fp8ValueLanes<Fp8E5M2> {};
 #endif
 
 #undef VLLM_KERNELS_SHUFFLE_QUADS

@@ -9,7 +9,9 @@ constexpr int kTileTokens = 128;  // at most; scores of a tile are kept while it
 constexpr int kMinBlockSize = 8;
 constexpr int kMaxTilePages = kTileTokens / kMinBlockSize;
 
-inline int32_t least(int64_t a, int64_t b) { return static_cast<int32_t>(a < b ? a : b); }
+inline int32_t least(int64_t a, int64_t b) {
+  return static_cast<int32_t>(a < b ? a : b);
+}
 
 // The part of a row that one task computes.
 struct Segment {
@@ -98,8 +100,8 @@ inline bool any_head_sees(const PagedAttentionParams& p, const Segment& segment,
   return false;
 }
 
-// The tiles of units [begin, end), in order. Every segment and every partition has at least one tile,
-// which may be empty.
+// The tiles of units [begin, end), in order. Every segment and every partition has at least one
+// tile, which may be empty.
 class Tiles {
  public:
   Tiles(const PagedAttentionWork& work, int64_t begin, int64_t end, int32_t tile_tokens)
@@ -120,7 +122,8 @@ class Tiles {
     if (p_.partition_size > 0) {
       tile.partition = token_ / p_.partition_size;
       tile.starts_partition = token_ == tile.partition * p_.partition_size;
-      partition_end = least(partition_end, static_cast<int64_t>(tile.partition + 1) * p_.partition_size);
+      partition_end =
+          least(partition_end, static_cast<int64_t>(tile.partition + 1) * p_.partition_size);
     }
     const int32_t* table = p_.block_tables + segment_.seq * p_.block_table_stride;
     const int32_t most = tile_tokens_ / kv.block_size;

@@ -66,16 +66,16 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
     for (int vector = 0; vector < Keys::kWidth; vector += kVectors) {
       const int token = first + vector * Keys::kTokens;
       const int page = token >> shift, slot = token & (block_size - 1);
-      if constexpr (prefetch) {
-        prefetch_span(tile.value[page] + slot * token_bytes, kStep * token_bytes);
-      }
+      const char* value = tile.value[page] + slot * token_bytes;
       const T* key = reinterpret_cast<const T*>(tile.key[page]) + slot * Keys::kChunk;
       const float* query = packed;
       Vec acc[H][kVectors] = {};
       for (int chunk = 0; chunk < chunks; ++chunk) {
         typename Keys::Part parts[kVectors][Keys::kParts];
 #pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) Keys::load_parts(key + i * Keys::kTokens * Keys::kChunk, parts[i]);
+        for (int i = 0; i < kVectors; ++i) {
+          Keys::load_parts(key + i * Keys::kTokens * Keys::kChunk, parts[i]);
+        }
 #pragma GCC unroll 4
         for (int part = 0; part < Keys::kParts; ++part) {
 #pragma GCC unroll 4
@@ -86,6 +86,10 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
               acc[head][i] = Keys::multiply_add(parts[i][part], q, acc[head][i]);
             }
           }
+        }
+        if constexpr (prefetch) {  // one at a time: a burst would wait for free line buffers
+          prefetch_span(value, kStep * 16);
+          value += kStep * 16;
         }
         key += chunk_stride;
         query += kPacked;
@@ -109,7 +113,7 @@ struct ValueRows {
   const char* rows[kTileTokens / 4];  // [units][pieces]: dimension 0 of the tokens of a unit
   int64_t stride;                     // bytes from one dimension to the next
   int units;
-  const char* tail;     // the last, partly used unit as a copy with zeros, or null
+  const char* tail;  // the last, partly used unit as a copy with zeros, or null
   int64_t tail_stride;
 };
 
@@ -124,12 +128,14 @@ inline void copy_tail(const char* const* rows, int64_t stride, int count, int he
   }
   const auto keep = load_raw<Raw<Values::kBytes>>(mask);
   for (int d = 0; d < head_size; ++d) {
-    store_raw(to + d * Values::kBytes, load_joined<Values::kBytes, kPieces>(rows, d * stride) & keep);
+    store_raw(to + d * Values::kBytes,
+              load_joined<Values::kBytes, kPieces>(rows, d * stride) & keep);
   }
 }
 
 // out[d][head] = out * factor + sum over tokens of V[d][token] * weights[head][token], in blocks of
-// kLanes / H dimensions: one vector of out is [H][kLanes / H]. Asks for the next tile's K on the way.
+// kLanes / H dimensions: one vector of out is [H][kLanes / H]. Asks for the next tile's K on the
+// way.
 //   weights: [units][kParts][H] vectors, ValueLanes::pack()ed; factor: lanes as in out
 template <typename T, int H, int kPieces, bool prefetch>
 inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Part* weights,

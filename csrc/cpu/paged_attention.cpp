@@ -15,8 +15,14 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// K of a tile, at most: with its V and the next K it stays in the second-level cache.
+constexpr size_t kTileBytes = 32 << 10;
+constexpr int kMinTileTokens = 32;  // the largest page
+
 // exp(a - b) of two maxima, where b >= a and both may be -inf.
-inline float decay(float a, float b) { return a == b ? 1.0f : exp(splat(a - b))[0]; }
+inline float decay(float a, float b) {
+  return a == b ? 1.0f : exp(splat(a - b))[0];
+}
 
 void store_row(DType dtype, void* to, int64_t element, const float* from, float scale, int count) {
   dispatch_float(dtype, [&](auto tag) {
@@ -46,22 +52,32 @@ struct Partial {
   float out[kMaxHeads * kMaxHeadSize];  // [heads][head_size]
 };
 
-// One task's state. About 400 KiB of stack at most, touched as far as the group and head size reach.
+// One task's state. About 400 KiB of stack at most, touched as far as the group and head size
+// reach.
 template <typename Cache>
 class Attention {
  public:
   Attention(const PagedAttentionWork& work, int64_t task)
-      : work_(work), p_(work.params), task_(task), head_size_(p_.kv.head_size),
-        head_vectors_((head_size_ + kLanes - 1) / kLanes), block_size_(p_.kv.block_size),
+      : work_(work),
+        p_(work.params),
+        task_(task),
+        head_size_(p_.kv.head_size),
+        head_vectors_((head_size_ + kLanes - 1) / kLanes),
+        block_size_(p_.kv.block_size),
         sparse_(p_.sparse.on()) {
     const bool scaled = sizeof(Cache) == 1;
-    logit_scale_ = p_.scale * (scaled && p_.kv.k_scale != nullptr ? *p_.kv.k_scale : 1.0f);
+    logit_scale_ = KeyLanes<Cache>::kScale * p_.scale *
+                   (scaled && p_.kv.k_scale != nullptr ? *p_.kv.k_scale : 1.0f);
     value_scale_ = scaled && p_.kv.v_scale != nullptr ? *p_.kv.v_scale : 1.0f;
   }
 
   void run() {
     Tile tiles[2];
-    Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), kTileTokens);
+    int tile_tokens = kTileTokens;
+    while (tile_tokens > kMinTileTokens && tile_tokens * head_size_ * sizeof(Cache) > kTileBytes) {
+      tile_tokens /= 2;
+    }
+    Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), tile_tokens);
     bool more = from.next(tiles[0]);
     if (more) prefetch_keys(tiles[0]);
     for (int i = 0; more; i ^= 1) {
@@ -237,7 +253,7 @@ class Attention {
         const int count = head_size_ - d < kDims ? head_size_ - d : kDims;
         for (int head = 0; head < H; ++head) {
           for (int i = 0; i < count; ++i) {
-            to[(first + head) * head_size_ + d + i] = from[head * kDims + i];
+            to[(first + head) * head_size_ + d + i] = from[head * kDims + i] * Values::kScale;
           }
         }
       }
@@ -254,7 +270,8 @@ class Attention {
     unpack_out(segment, partial.out);
     if (p_.partition_size > 0 && segment.seq_len > 0) {
       for (int head = 0; head < segment.heads; ++head) {
-        const int64_t row = static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
+        const int64_t row =
+            static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
         const int64_t slot = row * p_.max_partitions + tile.partition;
         p_.exp_sums[slot] = sum_[head];
         p_.max_logits[slot] = maximum_[head];
@@ -285,7 +302,8 @@ class Attention {
   void end_segment(const Segment& segment) {
     if (segment.starts_row && segment.ends_row) {
       for (int head = 0; head < segment.heads; ++head) {
-        const int64_t row = static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
+        const int64_t row =
+            static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
         store_row(p_.dtype, p_.out, row * head_size_, row_.out + head * head_size_,
                   normaliser(row_.sum[head]), head_size_);
       }
@@ -311,10 +329,10 @@ class Attention {
   float value_scale_;
   int row_partitions_ = 0;
 
-  alignas(64) float query_[kMaxHeads * kMaxHeadSize];     // pack_query()'s, block after block
-  alignas(64) float scores_[4 * kTileTokens];             // of the head block at hand
+  alignas(64) float query_[kMaxHeads * kMaxHeadSize];  // pack_query()'s, block after block
+  alignas(64) float scores_[4 * kTileTokens];          // of the head block at hand
   alignas(64) Weight weights_[4 * kTileTokens * sizeof(float) / sizeof(Weight)];
-  alignas(64) float distances_[kTileTokens + kLanes];     // token position - last position
+  alignas(64) float distances_[kTileTokens + kLanes];  // token position - last position
   alignas(64) Vec out_[kMaxHeads * kMaxHeadSize / kLanes];
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float maximum_[kMaxHeads];
@@ -328,7 +346,9 @@ __attribute__((noinline)) void run_task(const PagedAttentionWork& work, int64_t 
   Attention<Cache>(work, task).run();
 }
 
-int64_t num_tasks(const PagedAttentionWork& work) { return work.tasks; }
+int64_t num_tasks(const PagedAttentionWork& work) {
+  return work.tasks;
+}
 
 void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
@@ -390,7 +410,8 @@ void merge_row(const PagedAttentionWork& work, int64_t task) {
       for (int d = 0; d < head_size; ++d) out[d] += share * from[2 + d];
     }
     const int64_t row = static_cast<int64_t>(last.seq) * p.num_heads + last.first_head + head;
-    store_row(p.dtype, p.out, row * head_size, out, sum == 0.0f ? 0.0f : value_scale / sum, head_size);
+    store_row(p.dtype, p.out, row * head_size, out, sum == 0.0f ? 0.0f : value_scale / sum,
+              head_size);
   }
 }
 

@@ -4,7 +4,8 @@
 // unit_tokens tokens. All units of the batch, row after row, are dealt to the tasks in equal
 // contiguous runs, so every thread gets the same work whatever the batch looks like. A task writes
 // the rows that lie wholly inside its run; of a row that crosses its borders it leaves a partial
-// result, at most one at the front of its run and one at the back, and a second launch merges these.
+// result, at most one at the front of its run and one at the back, and a second launch merges
+// these.
 #pragma once
 #include <cstdint>
 
@@ -21,9 +22,7 @@ struct PagedAttentionWork {
   int64_t units;
   float* partials;  // [tasks][2: front, back][heads_per_row][head_size + 2]: sum, max, sum of w v
 
-  int64_t first_unit(int64_t task) const {
-    return units * task / tasks;
-  }
+  int64_t first_unit(int64_t task) const { return units * task / tasks; }
   int64_t partial_size() const {
     return static_cast<int64_t>(heads_per_row) * (params.kv.head_size + 2);
   }

@@ -35,8 +35,8 @@ constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 void check_rows(const Expect& expect, const PagedAttentionParams& p) {
   int64_t longest = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
   if (longest > p.max_seq_len) longest = p.max_seq_len;
-  const uint32_t num_blocks = static_cast<uint32_t>(
-      p.kv.num_blocks < INT32_MAX ? p.kv.num_blocks : INT32_MAX);
+  const uint32_t num_blocks =
+      static_cast<uint32_t>(p.kv.num_blocks < INT32_MAX ? p.kv.num_blocks : INT32_MAX);
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     const int64_t length = p.seq_lens[seq];
     if (length < 0 || length > longest) fail_row(expect, p, seq);
@@ -59,8 +59,7 @@ void compute(const Expect&, const PagedAttentionParams& params, const Tensor& qu
 // In two launches where a sequence is shared by several threads: parts, then their merge.
 void compute(const Expect& expect, const PagedAttentionParams& params, const Tensor& query) {
   check_rows(expect, params);
-  cpu::PagedAttentionWork work =
-      cpu::cut_paged_attention(params, torch::stable::get_num_threads());
+  cpu::PagedAttentionWork work = cpu::cut_paged_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);
   const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
   work.partials = partials.get();
@@ -82,9 +81,8 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
   sizes.num_kv_heads = Size("num_kv_heads", num_kv_heads, "num_kv_heads");
   sizes.block_size = Size("block_size", block_size, "block_size");
 
-  const Argument q = expect.tensor("query", query)
-                         .floating()
-                         .shape({&num_seqs, &num_heads, &sizes.head_size});
+  const Argument q =
+      expect.tensor("query", query).floating().shape({&num_seqs, &num_heads, &sizes.head_size});
   if (num_kv_heads <= 0 || num_heads <= 0 || num_heads % num_kv_heads != 0) {
     expect.fail("num_kv_heads: expected a divisor of num_heads = " + std::to_string(num_heads) +
                 ", got " + std::to_string(num_kv_heads));
@@ -103,14 +101,14 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
     q.fail("expected contiguous heads (only the stride of num_seqs is free), got shape " +
            q.shape_text() + " with stride " + std::to_string(q.stride(1)) + " between heads");
   }
-  const Argument o =
-      expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
+  const Argument o = expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
   PagedKv kv = vllm_layout(expect, key_cache, value_cache, stored, kv_cache_dtype, sizes);
   set_scales(expect, kv, k_scale, v_scale);
-  const Argument tables =
-      expect.tensor("block_tables", block_tables).int32().shape({&num_seqs, &max_blocks}).inner_contiguous();
-  const Argument lens =
-      expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
+  const Argument tables = expect.tensor("block_tables", block_tables)
+                              .int32()
+                              .shape({&num_seqs, &max_blocks})
+                              .inner_contiguous();
+  const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
   const float* slopes = nullptr;
   if (alibi_slopes) {
     slopes = expect.tensor("alibi_slopes", *alibi_slopes)
@@ -200,11 +198,10 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
                               .shape({&num_seqs, &num_heads, &partitions})
                               .contiguous();
   const Argument o = expect.tensor("out", out);
-  const Argument partial =
-      expect.tensor("tmp_out", tmp_out)
-          .same_dtype(o)
-          .shape({&num_seqs, &num_heads, &partitions, &head_size})
-          .contiguous();
+  const Argument partial = expect.tensor("tmp_out", tmp_out)
+                               .same_dtype(o)
+                               .shape({&num_seqs, &num_heads, &partitions, &head_size})
+                               .contiguous();
   expect.apart(sums, maxima);
   expect.apart(partial, o);
   const int64_t needed = (params.max_seq_len + kPartitionSize - 1) / kPartitionSize;
