@@ -111,7 +111,8 @@ FP8 = {
 def to_fp8(x: Tensor, scale: float, kv_dtype: str) -> Tensor:
     """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
     largest = torch.finfo(FP8[kv_dtype]).max
-    bytes_ = (x.float() / scale).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
+    divisor = torch.tensor(scale, device=x.device)  # by a number, torch multiplies by its inverse
+    bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
     return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
 
 
