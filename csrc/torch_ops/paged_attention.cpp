@@ -14,54 +14,13 @@ namespace {
 
 constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 
-#if !defined(VLLM_KERNELS_DEVICE_CUDA)
-// What is wrong with a row of seq_lens and block_tables.
-[[noreturn]] void fail_row(const Expect& expect, const PagedAttentionParams& p, int64_t seq) {
-  const int64_t length = p.seq_lens[seq];
-  const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
-  const std::string row = "seq_lens[" + std::to_string(seq) + "] = " + std::to_string(length);
-  expect.that(length >= 0, row + ": expected a length >= 0");
-  expect.that(length <= table, row + ": expected at most " + std::to_string(table) +
-                                   " tokens, what a row of block_tables holds");
-  expect.that(length <= p.max_seq_len,
-              row + ": expected at most max_seq_len = " + std::to_string(p.max_seq_len));
-  int64_t column = 0, block = 0;
-  do {
-    block = p.block_tables[seq * p.block_table_stride + column++];
-  } while (block >= 0 && block < p.kv.num_blocks);
-  expect.fail("block_tables[" + std::to_string(seq) + ", " + std::to_string(column - 1) +
-              "] = " + std::to_string(block) + ": expected a block in [0, " +
-              std::to_string(p.kv.num_blocks) + ")");
-}
-
-// On the host every row is looked at before any is computed; on the GPU the kernel contains them.
-void check_rows(const Expect& expect, const PagedAttentionParams& p) {
-  int64_t longest = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
-  if (longest > p.max_seq_len) longest = p.max_seq_len;
-  const uint32_t num_blocks =
-      static_cast<uint32_t>(p.kv.num_blocks < INT32_MAX ? p.kv.num_blocks : INT32_MAX);
-  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    const int64_t length = p.seq_lens[seq];
-    if (length < 0 || length > longest) fail_row(expect, p, seq);
-    const int32_t* table = p.block_tables + seq * p.block_table_stride;
-    const int64_t used = (length + p.kv.block_size - 1) / p.kv.block_size;
-    uint32_t outside = 0;  // branch-free, so that the loop is vectorised
-    for (int64_t column = 0; column < used; ++column) {
-      outside |= static_cast<uint32_t>(table[column]) >= num_blocks;
-    }
-    if (outside != 0) fail_row(expect, p, seq);
-  }
-}
-#endif
-
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-void compute(const Expect&, const PagedAttentionParams& params, const Tensor& query) {
+void compute(const PagedAttentionParams& params, const Tensor& query) {
   launch(params, query);
 }
 #else
 // In two launches where a sequence is shared by several threads: parts, then their merge.
-void compute(const Expect& expect, const PagedAttentionParams& params, const Tensor& query) {
-  check_rows(expect, params);
+void compute(const PagedAttentionParams& params, const Tensor& query) {
   cpu::PagedAttentionWork work = cpu::cut_paged_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);
   const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
@@ -134,6 +93,11 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
               {.row_lengths = lens, .tokens_per_column = static_cast<int32_t>(block_size)});
 #endif
   expect.apart(o, q);
+  check_index(expect, lens,
+              {.noun = "a length that fits block_tables", .high = max_blocks * block_size + 1});
+  check_index(expect, lens, {.noun = "a length up to max_seq_len", .high = max_seq_len + 1});
+  check_index(expect, tables, {.noun = "a block", .high = sizes.num_blocks},
+              {.row_lengths = lens, .tokens_per_column = kv.block_size});
 
   return {.out = o.mutable_data(),
           .query = q.data(),
@@ -178,7 +142,7 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
            block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
                         blocksparse_block_size, blocksparse_head_sliding_step));
-  if (params.num_seqs > 0) compute(expect, params, query);
+  if (params.num_seqs > 0) compute(params, query);
 }
 
 void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
@@ -224,7 +188,7 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
   params.exp_sums = sums.as<float>();
   params.max_logits = maxima.as<float>();
   params.tmp_out = partial.mutable_data();
-  if (params.num_seqs > 0) compute(expect, params, query);
+  if (params.num_seqs > 0) compute(params, query);
 }
 
 }  // namespace
