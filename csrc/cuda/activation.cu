@@ -23,7 +23,8 @@ __device__ __forceinline__ float activate(float x) {
     const float quotient = x * reciprocal;
     const float corrected = fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
     const bool plain = fabsf(quotient) > 0.0f && fabsf(quotient) < INFINITY;
-    return 0.25f * (plain ? corrected : quotient);
+    // It overflows only where exp(-x) is 0 and the result is x.
+    return quotient == INFINITY ? x : 0.25f * (plain ? corrected : quotient);
   } else if constexpr (kActivation == Activation::kSilu) {
     return x / (1.0f + expf(-x));
   } else if constexpr (kActivation == Activation::kGelu) {
