@@ -3,7 +3,7 @@
 from vllm_kernels import _library
 from vllm_kernels._C import version as __version__
 from vllm_kernels.ops import *  # noqa: F403
-from vllm_kernels.ops import OPS
+from vllm_kernels.ops import OPS, check
 
 __all__ = ["OPS", "__version__", "check", *OPS]
 

@@ -194,8 +194,8 @@ def reshape_and_cache(
     Args:
         key, value: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; the strides
             of tokens and heads are free.
-        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes of elements,
-            written; the strides of blocks and heads are free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], written; x = 16 bytes of
+            elements; the strides of blocks and heads are free.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size], written; likewise.
         slot_mapping: [n] int64, n <= num_tokens; tokens past n are ignored (CUDA-graph padding).
         kv_cache_dtype: "auto" (dtype of key), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 or float8
@@ -285,8 +285,8 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
     Args:
         output: contiguous, as many elements as input, written.
-        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8, or
-            the float8 dtype that kv_dtype names), which gives the direction:
+        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8,
+            or the float8 dtype that kv_dtype names), which gives the direction:
             8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
         scale: of the 8-bit side.
         kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".

@@ -111,7 +111,8 @@ FP8 = {
 def to_fp8(x: Tensor, scale: float, kv_dtype: str) -> Tensor:
     """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
     largest = torch.finfo(FP8[kv_dtype]).max
-    bytes_ = (x.float() / scale).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
+    divisor = torch.tensor(scale, device=x.device)  # by a number, torch multiplies by its inverse
+    bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
     return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
 
 
@@ -120,7 +121,7 @@ def from_fp8(x: Tensor, scale: float, kv_dtype: str, dtype: torch.dtype) -> Tens
     return (x.view(FP8[kv_dtype]).float() * scale).to(dtype)
 
 
-def _stored(x: Tensor, kv_cache_dtype: str, scale: Tensor, cache: Tensor) -> Tensor:
+def _to_store(x: Tensor, kv_cache_dtype: str, scale: Tensor, cache: Tensor) -> Tensor:
     if kv_cache_dtype == "auto":
         return x
     return to_fp8(x, scale.item(), kv_cache_dtype).view(cache.dtype)
@@ -147,8 +148,8 @@ def reshape_and_cache(
     """The caches afterwards. K [blocks, heads, D/x, block, x], V [blocks, heads, D, block]."""
     keys, values = key_cache.clone(), value_cache.clone()
     block_size, x = key_cache.shape[3:]
-    k = _stored(key, kv_cache_dtype, k_scale, key_cache).unflatten(-1, (-1, x))
-    v = _stored(value, kv_cache_dtype, v_scale, value_cache)
+    k = _to_store(key, kv_cache_dtype, k_scale, key_cache).unflatten(-1, (-1, x))
+    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
     tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
     keys[blocks, :, :, places] = k[tokens]
     values[blocks, :, :, places] = v[tokens]
@@ -168,8 +169,8 @@ def reshape_and_cache_flash(
     """The caches afterwards. K, V [blocks, block, heads, D]."""
     keys, values = key_cache.clone(), value_cache.clone()
     block_size = key_cache.shape[1]
-    k = _stored(key, kv_cache_dtype, k_scale, key_cache)
-    v = _stored(value, kv_cache_dtype, v_scale, value_cache)
+    k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
+    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
     tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
     keys[blocks, places] = k[tokens]
     values[blocks, places] = v[tokens]

@@ -51,24 +51,13 @@ __device__ __forceinline__ float to_float(Fp8E5M2 x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
 }
 
-// x / scale with one reciprocal for many x: a quotient, corrected once by its remainder. Infinite
-// and very large quotients, which saturate, are left as they are.
+// Division by the scale as IEEE rounds it: 8-bit values have so few steps that a quotient one unit off
+// at a tie would be stored differently from the CPU's.
 struct Divisor {
   float scale = 1.0f;
-  float inverse = 1.0f;
 
-  __device__ __forceinline__ static Divisor of(float scale) {
-    float inverse;  // off by a unit at most; one Newton step mends that, except of 0 and infinity
-    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-    const float refined = fmaf(fmaf(-scale, inverse, 1.0f), inverse, inverse);
-    return {scale, fabsf(inverse) < 1e38f ? refined : inverse};
-  }
-  __device__ __forceinline__ float divide(float x) const {
-    const float quotient = x * inverse;
-    const float corrected = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-    // The correction would turn -0 into 0 and infinity into NaN.
-    return fabsf(quotient) < 1e30f && quotient != 0.0f ? corrected : quotient;
-  }
+  __device__ __forceinline__ static Divisor of(float scale) { return {scale}; }
+  __device__ __forceinline__ float divide(float x) const { return __fdiv_rn(x, scale); }
 };
 
 // Sixteen bytes of the cache from the kVectorWidth<C> values they stand for, divided by `scale`;

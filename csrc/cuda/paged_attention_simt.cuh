@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
     const int slot = token % p.kv.block_size;
     if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.kv.num_blocks)) block = -1;
 
+    bool any_head_sees = false;
     float score[kSimtHeads];
 #pragma unroll
     for (int head = 0; head < kSimtHeads; ++head) score[head] = 0.0f;
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
         seen = seen && p.sparse.sees(token, tokens.seq_len, offset);
       }
       if (!seen) score[head] = -INFINITY;
+      any_head_sees = any_head_sees || seen;
       float largest = score[head];
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
@@ -103,6 +105,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
       for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) out[head][i] *= factor;
       weights[head * 32 + lane] = weight;
     }
+    if (!any_head_sees) block = -1;
     __syncwarp();
     for (int t = 0; t < 32; ++t) {
       const int from = __shfl_sync(0xffffffffu, block, t);

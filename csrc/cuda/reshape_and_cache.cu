@@ -61,10 +61,10 @@ struct Plan {
   uint32_t singles;  // bit i: token first + i on its own
 };
 
-// Layout vllm. A block looks after kRun tokens and some heads, one after the other. A run is written
-// by the block in which it begins (at most one does), K in 256-byte pieces, V transposed through
-// shared memory and stored 16 bytes at a time; tokens outside of runs one by one, with neighbouring
-// lanes on neighbouring values. blockDim = (lanes, kRun).
+// Layout vllm. A block looks after kRun tokens and some heads, one after the other. A run is
+// written by the block in which it begins (at most one does), K in 256-byte pieces, V transposed
+// through shared memory and stored 16 bytes at a time; tokens outside of runs one by one, with
+// neighbouring lanes on neighbouring values. blockDim = (lanes, kRun).
 template <typename T, typename C, int kRun>
 __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
     write_pages_kernel(ReshapeAndCacheParams p, int heads_per_block) {
@@ -106,7 +106,9 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
   LaterSlots later;
   later.load(p, first + 1 + thread, threads);
   int fetched = first, fetched_head = first_head;
-  if (threadIdx.x < chunks && first + row < p.num_tokens) fetch(first + row, first_head, threadIdx.x);
+  if (threadIdx.x < chunks && first + row < p.num_tokens) {
+    fetch(first + row, first_head, threadIdx.x);
+  }
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
 
@@ -142,7 +144,9 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
     if (head + 1 < end_head && chunks <= blockDim.x) {
       fetched = first + base;
       fetched_head = head + 1;
-      if (threadIdx.x < chunks && (rows >> row & 1)) fetch(first + base + row, head + 1, threadIdx.x);
+      if (threadIdx.x < chunks && (rows >> row & 1)) {
+        fetch(first + base + row, head + 1, threadIdx.x);
+      }
     }
     __syncthreads();
     if (whole_run) {
@@ -173,16 +177,71 @@ __global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
     }
   };
   const uint32_t singles = plan.singles & ~repeated;
-  const uint32_t in_run =
-      plan.run < 0 ? 0 : ~(repeated >> plan.run) & ((1u << kRun) - 1);
-  for (int head = first_head; head < end_head; ++head) {
-    if (head != first_head) __syncthreads();  // the tile is free again
-    if (singles != 0) write(head, 0, singles, false);
-    if (singles != 0 && in_run != 0) __syncthreads();
-    if (in_run != 0) write(head, plan.run, in_run, in_run == (1u << kRun) - 1);
+  const uint32_t in_run = plan.run < 0 ? 0 : ~(repeated >> plan.run) & ((1u << kRun) - 1);
+  bool tile_used = false;
+#pragma unroll 1
+  for (int step = 0; step < 2 * (end_head - first_head); ++step) {  // singles, run, singles, ...
+    const bool run = step % 2 == 1;
+    const uint32_t rows = run ? in_run : singles;
+    if (rows == 0) continue;
+    if (tile_used) __syncthreads();
+    tile_used = true;
+    write(first_head + step / 2, run ? plan.run : 0, rows, run && rows == (1u << kRun) - 1);
   }
 }
 
+// Layout vllm, few tokens: a block a token, K in 16-byte chunks, V with neighbouring threads on
+// neighbouring values. V's values lie block_size elements apart, each in a sector of its own, so
+// nothing is gained by more.
+template <typename T, typename C>
+__global__ void __launch_bounds__(256) write_tokens_kernel(ReshapeAndCacheParams p) {
+  launch_dependents();
+  wait_for_predecessor();
+  constexpr int kWidth = kVectorWidth<C>;
+  constexpr int kParts = kWidth / kVectorWidth<T>;
+  __shared__ OwnSlots own;
+  const PagedKv& kv = p.kv;
+  const int token = blockIdx.x;
+  LaterSlots later;
+  later.load(p, token + 1 + threadIdx.x, blockDim.x);
+  if (threadIdx.x < 32) {
+    put_own_slot(own, threadIdx.x, threadIdx.x == 0 ? p.usable(p.slot_mapping[token]) : -1);
+  }
+  __syncthreads();
+  if (find_repeated(own, p, token, threadIdx.x, blockDim.x, later) != 0) return;
+  const int32_t slot = own.slot[0];
+  if (slot < 0) return;
+  const int block = slot / kv.block_size, at = slot % kv.block_size;
+  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
+  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
+  const T* keys = static_cast<const T*>(p.key) + token * p.key_token_stride;
+  const T* values = static_cast<const T*>(p.value) + token * p.value_token_stride;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kv.num_kv_heads * kv.head_size; i += blockDim.x) {
+    const int head = i / kv.head_size, d = i % kv.head_size;
+    const T value = values[head * p.value_head_stride + d];
+    C& to = static_cast<C*>(kv.value)[kv.value_offset(block, head, at, d)];
+    if constexpr (kIsFp8<C>) {
+      to = from_float<C>(v_scale.divide(to_float(value)));
+    } else {
+      to = value;
+    }
+  }
+  const int chunks = kv.head_size / kWidth;
+  for (int i = threadIdx.x; i < kv.num_kv_heads * chunks; i += blockDim.x) {
+    const int head = i / chunks, d = i % chunks * kWidth;
+    Vector<T> parts[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      parts[part] =
+          reinterpret_cast<const Vector<T>*>(keys + head * p.key_head_stride + d)[part];
+    }
+    C* to = static_cast<C*>(kv.key) + kv.key_offset(block, head, at, d);
+    *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(parts, k_scale);
+  }
+}
+
+constexpr int kFewTokens = 512;  // up to here a block a token is faster than gathering pages
 constexpr int kMaxTileBytes = 48 * 1024;
 
 int64_t bytes_of_tile(const PagedKv& kv, int run) {
@@ -200,8 +259,8 @@ void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
   const int64_t full = 4 * current_device_info().multiprocessors;
   const int heads_per_block =
       static_cast<int>(std::clamp<int64_t>(groups * p.kv.num_kv_heads / full, 1, 8));
-  const dim3 grid(static_cast<unsigned>(groups),
-                  static_cast<unsigned>((p.kv.num_kv_heads + heads_per_block - 1) / heads_per_block));
+  const int head_groups = (p.kv.num_kv_heads + heads_per_block - 1) / heads_per_block;
+  const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(head_groups));
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
@@ -224,6 +283,16 @@ bool pages_aligned(const ReshapeAndCacheParams& p) {
 void launch_once(const ReshapeAndCacheParams& p, Stream stream) {
   if (p.kv.layout == KvLayout::kNHD) return launch_rows(p, stream);
   if (!pages_aligned(p)) return launch_elements(p, stream);
+  if (p.num_tokens <= kFewTokens) {
+    dispatch_float(p.dtype, [&](auto model) {
+      using T = decltype(model);
+      dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
+        launch_kernel(p.op(), write_tokens_kernel<T, decltype(stored)>,
+                      dim3(static_cast<unsigned>(p.num_tokens)), dim3(256), 0, stream, p);
+      });
+    });
+    return;
+  }
   p.kv.block_size % 16 == 0 ? launch_pages<16>(p, stream) : launch_pages<8>(p, stream);
 }
 

@@ -16,7 +16,7 @@ namespace {
 // the cache. Where all heads of a token lie in one row, `heads` is 1 and `head_size` that of the
 // whole row.
 template <typename T, typename C, int kPerThread>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     write_rows_kernel(ReshapeAndCacheParams p, int heads, int head_size) {
   launch_dependents();
   wait_for_predecessor();

@@ -59,14 +59,21 @@ __device__ __forceinline__ uint32_t find_repeated(OwnSlots& own, const ReshapeAn
                                                   LaterSlots& later) {
   for (int from = first + 1 + thread; from < p.num_tokens; from += LaterSlots::kBatch * threads) {
     if (from != first + 1 + thread) later.load(p, from, threads);
+    uint32_t suspects = 0;  // bit i: the filter knows the hash of later.slot[i]
 #pragma unroll
     for (int i = 0; i < LaterSlots::kBatch; ++i) {
-      const int32_t slot = p.usable(later.slot[i]);
-      const uint32_t hash = slot_hash(slot);
-      if ((own.filter[hash / 32] >> hash % 32 & 1) == 0) continue;
-      const int token = from + i * threads;
-      for (int mine = 0; mine < 32 && first + mine < token; ++mine) {
-        if (slot >= 0 && own.slot[mine] == slot) atomicOr(&own.repeated, 1u << mine);
+      const uint32_t hash = slot_hash(static_cast<int32_t>(later.slot[i]));
+      suspects |= (own.filter[hash / 32] >> hash % 32 & 1) << i;
+    }
+    // Rare, and kept short: code that is jumped over costs instruction fetches all the same.
+#pragma unroll 1
+    while (suspects != 0) {
+      const int token = from + (__ffs(suspects) - 1) * threads;
+      suspects &= suspects - 1;
+      const int32_t slot = token < p.num_tokens ? p.usable(p.slot_mapping[token]) : -1;
+#pragma unroll 1
+      for (int mine = 0; slot >= 0 && mine < 32 && first + mine < token; ++mine) {
+        if (own.slot[mine] == slot) atomicOr(&own.repeated, 1u << mine);
       }
     }
   }

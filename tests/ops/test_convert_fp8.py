@@ -1,4 +1,4 @@
-"""convert_fp8 against its reference, bit for bit: all 256 bytes, rounding, saturation, bad input."""
+"""convert_fp8 against its reference, bit for bit: all bytes, rounding, saturation, bad input."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_bad_input(device):
     x = torch.randn(4, 8, device=device)
     eight = torch.zeros(4, 8, dtype=torch.uint8, device=device)
     cases = [
-        ((eight, x, 1.0, "auto"), r'kv_dtype: expected "fp8", "fp8_e4m3" or "fp8_e5m2", got "auto"$'),
+        ((eight, x, 1.0, "auto"),
+         r'kv_dtype: expected "fp8", "fp8_e4m3" or "fp8_e5m2", got "auto"$'),
         ((eight, x, 1.0, "e4m3"), r"kv_cache_dtype: expected .*, got \"e4m3\"$"),
         ((eight, eight.clone(), 1.0), r"input: expected float32, float16 or bfloat16, got uint8$"),
         ((torch.empty_like(x), x), r"input: expected uint8 or float8_e4m3fn .*, got float32$"),

@@ -1,5 +1,5 @@
-"""reshape_and_cache and reshape_and_cache_flash against their reference, bit for bit: every slot that
-was not written keeps what it held, poison included."""
+"""reshape_and_cache and reshape_and_cache_flash against their reference, bit for bit: every slot
+that was not written keeps what it held, poison included."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ def slot_patterns(num_slots: int, block: int, device: str) -> dict[str, Tensor]:
     run = (pages[:4, None] * block + torch.arange(block)).flatten()
     offset = torch.cat([random[:5], run])  # pages that do not begin at a multiple of the block size
     broken = run.clone()
-    broken[block + 3] = -1  # a page with a hole, then one that lacks its last token
+    broken[block + 3] = -1  # a page with a hole
+    short = torch.cat([run[: block - 1], run[block:]])  # a page that lacks its last token
     patterns = {
         "random": random,
         "pages": run,
         "offset": offset,
         "hole": broken,
+        "short": short,
         "tail": run[: 2 * block - 3],
         "inside": run[3 : 3 * block],
         "backwards": run.flip(0),
@@ -412,8 +414,9 @@ def message(run):
         run()
     except RuntimeError as error:
         return str(error)
-bad = "reshape_and_cache_flash: slot_mapping[2] = 999: expected -1 (skipped) or a slot in [0, 176)"
-twice = "reshape_and_cache_flash: slot_mapping[3] = 6: expected a slot that no earlier element names"
+op = "reshape_and_cache_flash: "
+bad = op + "slot_mapping[2] = 999: expected -1 (skipped) or a slot in [0, 176)"
+twice = op + "slot_mapping[3] = 6: expected a slot that no earlier element names"
 call([5, -1, 7, 8])
 vllm_kernels.check()
 call([5, 6, 999, 8])
@@ -429,7 +432,8 @@ assert message(lambda: vllm_kernels.rms_norm(x, x.clone(), x[0].clone(), 1e-6)) 
 call([5, 6, 7, 6])
 assert message(vllm_kernels.check) == twice
 slots = torch.tensor([5, 6, 7, 8], device="cuda")
-key, cache, one = torch.randn(4, 2, 64, device="cuda"), torch.zeros(11, 16, 2, 64, device="cuda"), torch.ones(1, device="cuda")
+key = torch.randn(4, 2, 64, device="cuda")
+cache, one = torch.zeros(11, 16, 2, 64, device="cuda"), torch.ones(1, device="cuda")
 args = (key, key, cache, cache.clone(), slots, "auto", one, one)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
