@@ -61,6 +61,4 @@ class CMakeBuild(build_ext):
             shutil.copy2(library, source / library.name)
 
 
-setup(
-    ext_modules=[Extension("vllm_kernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild}
-)
+setup(ext_modules=[Extension("vllm_kernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

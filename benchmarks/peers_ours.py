@@ -16,7 +16,10 @@ def _decode(version: int):
     def prepare(w):
         keys, values = w.vl()
         if w.kv != "auto":
-            keys, values = [k.view(torch.uint8) for k in keys], [v.view(torch.uint8) for v in values]
+            keys, values = (
+                [k.view(torch.uint8) for k in keys],
+                [v.view(torch.uint8) for v in values],
+            )
         out = torch.empty_like(w.q)
         one = torch.ones(1, device="cuda")
         num_heads, head_size = w.q.shape[1:]
@@ -24,7 +27,9 @@ def _decode(version: int):
         scratch = []
         if version == 2:
             sums = torch.empty(w.B, num_heads, partitions, device="cuda")
-            partial = torch.empty(w.B, num_heads, partitions, head_size, device="cuda", dtype=w.q.dtype)
+            partial = torch.empty(
+                w.B, num_heads, partitions, head_size, device="cuda", dtype=w.q.dtype
+            )
             scratch = [sums, torch.empty_like(sums), partial]
         op = vk.paged_attention_v2 if version == 2 else vk.paged_attention_v1
 

@@ -37,8 +37,12 @@ def assert_compiles(call: Callable[..., object], *args: object) -> None:
     torch.compile(call, fullgraph=True, backend="aot_eager")(*args)
 
 
-def assert_graph_replays(call: Callable[[], object], refill: Callable[[], object], out: Tensor,
-                         want: Callable[[], Tensor]) -> None:
+def assert_graph_replays(
+    call: Callable[[], object],
+    refill: Callable[[], object],
+    out: Tensor,
+    want: Callable[[], Tensor],
+) -> None:
     """Captures `call` in a CUDA graph, then replays it on other inputs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -39,11 +39,15 @@ def test_every_op_has_a_test():
 
 def test_levels():
     assert _C.cpu_level() in ("baseline", "avx2", "avx512", "avx512_bf16")
-    done = run("import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
-               VLLM_KERNELS_ISA="baseline")
+    done = run(
+        "import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
+        VLLM_KERNELS_ISA="baseline",
+    )
     assert done.stdout.strip() == "baseline"
-    done = run("import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
-               VLLM_KERNELS_ISA="sse9")
+    done = run(
+        "import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
+        VLLM_KERNELS_ISA="sse9",
+    )
     assert "VLLM_KERNELS_ISA=sse9: expected baseline, avx2, avx512 or avx512_bf16" in done.stderr
 
 
@@ -61,8 +65,14 @@ def test_missing_library_is_one_sentence(tmp_path):
     package.mkdir()
     for source in (ROOT / "vllm_kernels").glob("*.py"):
         (package / source.name).write_text(source.read_text())
-    done = subprocess.run([sys.executable, "-c", "import vllm_kernels"], cwd=tmp_path,
-                          capture_output=True, text=True, env={"PATH": "/usr/bin"}, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", "import vllm_kernels"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin"},
+        timeout=120,
+    )
     assert "run `make build` there, or start Python outside of it" in done.stderr
 
 

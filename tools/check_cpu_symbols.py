@@ -22,8 +22,11 @@ def main() -> int:
         symbols = subprocess.run(
             ["nm", "-C", "--defined-only", str(path)], check=True, capture_output=True, text=True
         ).stdout
-        bad += [f"{path.parts[-4]}/{path.name}: {line}" for line in symbols.splitlines()
-                if len(line) > 17 and line[17] in "WVu"]
+        bad += [
+            f"{path.parts[-4]}/{path.name}: {line}"
+            for line in symbols.splitlines()
+            if len(line) > 17 and line[17] in "WVu"
+        ]
     for line in bad:
         print("weak symbol in a level's object:", line)
     print(f"check_cpu_symbols: {len(objects)} objects, {len(bad)} weak symbols")

@@ -49,8 +49,11 @@ def cache() -> None:
                 key, value = torch.randn(2, 40, heads, head_size, device=CUDA, dtype=dtype)
                 runs = torch.arange(40, device=CUDA)
                 single = torch.randperm(8 * block_size, device=CUDA)[:40]
-                vllm = [torch.zeros(8, heads, head_size // x, block_size, x, device=CUDA, dtype=stored),
-                        torch.zeros(8, heads, head_size, block_size, device=CUDA, dtype=stored)]  # fmt: skip
+                shapes = [
+                    (8, heads, head_size // x, block_size, x),
+                    (8, heads, head_size, block_size),
+                ]
+                vllm = [torch.zeros(shape, device=CUDA, dtype=stored) for shape in shapes]
                 flash = torch.zeros(2, 8, block_size, heads, head_size, device=CUDA, dtype=stored)
                 for slots in (runs, single):
                     arguments = (slots, cache_dtype, one, one)
@@ -58,7 +61,9 @@ def cache() -> None:
                     vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
                 pairs = torch.tensor([[0, 3], [1, 4]], device=CUDA)
                 vllm_kernels.copy_blocks(vllm[:1], vllm[1:], pairs)
-                vllm_kernels.swap_blocks(vllm[0], torch.zeros_like(vllm[0], device="cpu"), pairs.cpu())
+                vllm_kernels.swap_blocks(
+                    vllm[0], torch.zeros_like(vllm[0], device="cpu"), pairs.cpu()
+                )
         for scale in (1.0, 0.5):
             wide = torch.randn(3, 77, device=CUDA, dtype=dtype)
             narrow = torch.empty(3, 77, device=CUDA, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Loads the compiled libraries, and says in one sentence what is wrong where one cannot be loaded."""
+"""Loads the compiled libraries, and says in one sentence why one cannot be loaded."""
 
 from __future__ import annotations
 

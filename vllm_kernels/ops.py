@@ -194,8 +194,8 @@ def reshape_and_cache(
     Args:
         key, value: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; the strides
             of tokens and heads are free.
-        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], written; x = 16 bytes of
-            elements; the strides of blocks and heads are free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], written; x = 16
+            bytes of elements; the strides of blocks and heads are free.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size], written; likewise.
         slot_mapping: [n] int64, n <= num_tokens; tokens past n are ignored (CUDA-graph padding).
         kv_cache_dtype: "auto" (dtype of key), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 or float8
@@ -483,8 +483,8 @@ def check() -> None:
 
     With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
     (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is
-    raised by a later op, or at once by this call; under CUDA-graph replay too. On the CPU every call
-    checks its index tensors anyway, and this function does nothing.
+    raised by a later op, or at once by this call; under CUDA-graph replay too. On the CPU every
+    call checks its index tensors anyway, and this function does nothing.
 
     Raises:
         RuntimeError: naming op, argument, index and value.

@@ -20,7 +20,8 @@ inline void dispatch_float(DType dtype, Body&& body) {
   }
 }
 
-// Calls body(C{}) with the storage type of a cache for a model of type T: T itself or an 8-bit type.
+// Calls body(C{}) with the storage type of a cache for a model of type T: T itself or an 8-bit
+// type.
 template <typename T, typename Body>
 inline void dispatch_cache(DType cache, Body&& body) {
   switch (cache) {
@@ -37,10 +38,13 @@ constexpr int64_t kTaskBytes = 32768;  // traffic of one task
 
 // Rows per task when a row moves `row_bytes` bytes.
 inline int64_t rows_per_task(int64_t row_bytes) {
-  return row_bytes >= kTaskBytes ? 1 : (kTaskBytes + row_bytes - 1) / (row_bytes > 0 ? row_bytes : 1);
+  return row_bytes >= kTaskBytes ? 1
+                                 : (kTaskBytes + row_bytes - 1) / (row_bytes > 0 ? row_bytes : 1);
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 }  // namespace
 }  // namespace vllm_kernels::cpu

@@ -17,13 +17,14 @@ bool runs(Level level) {
     case Level::avx512:
       return __builtin_cpu_supports("x86-64-v4") != 0;
     case Level::avx512_bf16:
-      return __builtin_cpu_supports("x86-64-v4") != 0 &&
-             __builtin_cpu_supports("avx512bf16") != 0;
+      return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512bf16") != 0;
   }
   return false;
 }
 #else
-bool runs(Level level) { return level == Level::baseline; }
+bool runs(Level level) {
+  return level == Level::baseline;
+}
 #endif
 
 constexpr Level kBestFirst[] = {Level::avx512_bf16, Level::avx512, Level::avx2, Level::baseline};

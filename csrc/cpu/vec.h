@@ -1,7 +1,7 @@
 // One vector of floats at this object file's instruction-set level, and the conversions to and from
-// the storage types. Built on GCC/Clang vector extensions, with intrinsics where a conversion has an
-// instruction of its own. Everything is in an anonymous namespace: a function with external linkage
-// would be merged by the linker across levels, and the baseline would call AVX-512 code.
+// the storage types. Built on GCC/Clang vector extensions, with intrinsics where a conversion has
+// an instruction of its own. Everything is in an anonymous namespace: a function with external
+// linkage would be merged by the linker across levels, and the baseline would call AVX-512 code.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -42,10 +42,18 @@ struct Fp8E5M2 {
   uint8_t bits;
 };
 
-inline Vec splat(float value) { return value - Vec{}; }  // value - 0: keeps the sign of -0
-inline VecUint as_bits(Vec value) { return reinterpret_cast<VecUint>(value); }
-inline Vec as_float(VecUint bits) { return reinterpret_cast<Vec>(bits); }
-inline Vec as_float(VecInt bits) { return reinterpret_cast<Vec>(bits); }
+inline Vec splat(float value) {
+  return value - Vec{};
+}  // value - 0: keeps the sign of -0
+inline VecUint as_bits(Vec value) {
+  return reinterpret_cast<VecUint>(value);
+}
+inline Vec as_float(VecUint bits) {
+  return reinterpret_cast<Vec>(bits);
+}
+inline Vec as_float(VecInt bits) {
+  return reinterpret_cast<Vec>(bits);
+}
 
 // mask lanes are all ones or all zeros.
 inline Vec select(VecInt mask, Vec yes, Vec no) {
@@ -98,7 +106,9 @@ inline void store_raw(void* to, V value) {
 
 // --- load: storage type -> float ---------------------------------------------------------------
 
-inline Vec load(const float* from) { return load_raw<Vec>(from); }
+inline Vec load(const float* from) {
+  return load_raw<Vec>(from);
+}
 
 inline Vec load(const BFloat16* from) {
 #if defined(__AVX512F__)
@@ -128,7 +138,9 @@ inline Vec load(const Half* from) {
 
 // --- store: float -> storage type, to nearest even ---------------------------------------------
 
-inline void store(float* to, Vec value) { store_raw(to, value); }
+inline void store(float* to, Vec value) {
+  store_raw(to, value);
+}
 
 // A bfloat16 in the upper 16 bits; the lower ones are rubbish.
 inline VecUint bfloat16_bits(Vec value) {
@@ -186,9 +198,10 @@ inline Vec round_to(Vec value) {
   }
 }
 
-// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own ------------------------------
-// For loops that treat all elements alike and whose arrays all hold T. Two bfloat16 of a word are
-// one element of either vector, which takes half the instructions of keeping them in order.
+// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own
+// ------------------------------ For loops that treat all elements alike and whose arrays all hold
+// T. Two bfloat16 of a word are one element of either vector, which takes half the instructions of
+// keeping them in order.
 
 struct VecPair {
   Vec a, b;

@@ -51,8 +51,8 @@ __device__ __forceinline__ float to_float(Fp8E5M2 x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
 }
 
-// Division by the scale as IEEE rounds it: 8-bit values have so few steps that a quotient one unit off
-// at a tie would be stored differently from the CPU's.
+// Division by the scale as IEEE rounds it: 8-bit values have so few steps that a quotient one unit
+// off at a tie would be stored differently from the CPU's.
 struct Divisor {
   float scale = 1.0f;
 

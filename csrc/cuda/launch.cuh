@@ -40,9 +40,10 @@ inline const DeviceInfo& current_device_info() {
   return info;
 }
 
-// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is refused.
-// From sm_90 on the kernel may start while its predecessor still runs (programmatic dependent
-// launch), so every kernel launched here calls wait_for_predecessor() before it touches memory.
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
+// refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
+// dependent launch), so every kernel launched here calls wait_for_predecessor() before it touches
+// memory.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t shared_bytes, void* stream, Arguments&&... arguments) {
@@ -59,8 +60,8 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string(op) + ": kernel launch refused: " +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(std::string(op) +
+                             ": kernel launch refused: " + cudaGetErrorString(error));
   }
 }
 

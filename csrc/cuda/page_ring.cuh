@@ -12,9 +12,9 @@ constexpr int kMaxStages = 8;
 
 // How a ring is laid out; the same for every warp of a launch.
 struct RingShape {
-  int stages;            // 2 .. kMaxStages
-  int page_bytes;        // of K (and of V) of one page of one KV head, a multiple of 16
-  int pages_per_stage;   // 1 or 2
+  int stages;           // 2 .. kMaxStages
+  int page_bytes;       // of K (and of V) of one page of one KV head, a multiple of 16
+  int pages_per_stage;  // 1 or 2
 
   __host__ __device__ int stage_bytes() const { return 2 * pages_per_stage * page_bytes; }
 };
@@ -75,13 +75,27 @@ class PageRing {
     barrier_wait(barriers_ + drain_stage_ * 8, parity_);
 #else
     switch (shape_.stages) {  // one group a stage: all but the stages - 1 younger ones are here
-      case 2: wait_copies<1>(); break;
-      case 3: wait_copies<2>(); break;
-      case 4: wait_copies<3>(); break;
-      case 5: wait_copies<4>(); break;
-      case 6: wait_copies<5>(); break;
-      case 7: wait_copies<6>(); break;
-      default: wait_copies<7>(); break;
+      case 2:
+        wait_copies<1>();
+        break;
+      case 3:
+        wait_copies<2>();
+        break;
+      case 4:
+        wait_copies<3>();
+        break;
+      case 5:
+        wait_copies<4>();
+        break;
+      case 6:
+        wait_copies<5>();
+        break;
+      case 7:
+        wait_copies<6>();
+        break;
+      default:
+        wait_copies<7>();
+        break;
     }
     __syncwarp();
 #endif

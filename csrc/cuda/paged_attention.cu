@@ -20,17 +20,16 @@ __global__ void __launch_bounds__(kReduceThreads)
   wait_for_predecessor();
   const int seq = blockIdx.x / p.num_heads;
   const int64_t row = blockIdx.x;  // seq * num_heads + head
-  const int partitions =
-      (usable_seq_len(p, seq) + p.partition_size - 1) / p.partition_size;
+  const int partitions = (usable_seq_len(p, seq) + p.partition_size - 1) / p.partition_size;
   const float* maxima = p.max_logits + row * p.max_partitions;
   const float* sums = p.exp_sums + row * p.max_partitions;
-  const T* partial =
-      static_cast<const T*>(p.tmp_out) + row * p.max_partitions * p.kv.head_size;
+  const T* partial = static_cast<const T*>(p.tmp_out) + row * p.max_partitions * p.kv.head_size;
   float* shares = reduce_shared;
   float* partial_sums = reduce_shared + p.max_partitions;
 
   float maximum = kNoMaximum;
-  for (int i = threadIdx.x; i < partitions; i += kReduceThreads) maximum = fmaxf(maximum, maxima[i]);
+  for (int i = threadIdx.x; i < partitions; i += kReduceThreads)
+    maximum = fmaxf(maximum, maxima[i]);
   maximum = block_max(maximum);
   float total = 0.0f;
   for (int i = threadIdx.x; i < partitions; i += kReduceThreads) {
@@ -77,8 +76,8 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return p.dtype != DType::kFloat32 && !(element == 1 && p.kv.block_size < 16) &&
          aligned16(p.kv.key) && aligned16(p.kv.value) && aligned(p.kv.key_block_stride) &&
          aligned(p.kv.key_head_stride) && aligned(p.kv.value_block_stride) &&
-         aligned(p.kv.value_head_stride) &&
-         reinterpret_cast<uintptr_t>(p.query) % 4 == 0 && p.query_stride % 2 == 0;
+         aligned(p.kv.value_head_stride) && reinterpret_cast<uintptr_t>(p.query) % 4 == 0 &&
+         p.query_stride % 2 == 0;
 }
 
 template <typename Query>
@@ -99,9 +98,11 @@ void paged_attention_mma(const PagedAttentionParams& p, Stream stream) {
   const bool half = p.dtype == DType::kFloat16;
   switch (p.kv.dtype) {
     case DType::kFp8E4M3:
-      return half ? paged_attention_mma_f16_e4m3(p, stream) : paged_attention_mma_bf16_e4m3(p, stream);
+      return half ? paged_attention_mma_f16_e4m3(p, stream)
+                  : paged_attention_mma_bf16_e4m3(p, stream);
     case DType::kFp8E5M2:
-      return half ? paged_attention_mma_f16_e5m2(p, stream) : paged_attention_mma_bf16_e5m2(p, stream);
+      return half ? paged_attention_mma_f16_e5m2(p, stream)
+                  : paged_attention_mma_bf16_e5m2(p, stream);
     default:
       return half ? paged_attention_mma_f16(p, stream) : paged_attention_mma_bf16(p, stream);
   }

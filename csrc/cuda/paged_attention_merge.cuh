@@ -59,8 +59,7 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
                                                 const float* partial_max,
                                                 const float* partial_sum) {
   const int head_size = p.kv.head_size;
-  const float v_scale =
-      p.kv.v_scale != nullptr && size_of(p.kv.dtype) == 1 ? *p.kv.v_scale : 1.0f;
+  const float v_scale = p.kv.v_scale != nullptr && size_of(p.kv.dtype) == 1 ? *p.kv.v_scale : 1.0f;
   const bool partitioned = p.partition_size != 0;
   for (int i = threadIdx.x; i < heads.count * head_size / 4; i += blockDim.x) {
     const int head = i / (head_size / 4);

@@ -1,19 +1,20 @@
 // Paged attention on tensor cores, layout vllm, one query token a sequence.
 //
-// A block serves one KV head (up to 8 * kHeadTiles of its query heads) of one sequence or partition.
-// Its warps take the pages in turn, each through a ring of its own (page_ring.cuh), so every page is
-// read once for all query heads of its KV head. Both products are swapped, so that tokens and head
-// dimensions fill the 16 rows of an m16n8k16 and the query heads its 8 columns:
+// A block serves one KV head (up to 8 * kHeadTiles of its query heads) of one sequence or
+// partition. Its warps take the pages in turn, each through a ring of its own (page_ring.cuh), so
+// every page is read once for all query heads of its KV head. Both products are swapped, so that
+// tokens and head dimensions fill the 16 rows of an m16n8k16 and the query heads its 8 columns:
 //   S^T [16 tokens, 8 heads] = K [16, D] Q^T [D, 8]
 //   O^T [D, 8 heads]        += V^T [D, 16] P^T [16, 8]
-// A page of K, [D/x][tokens][x], is a row of 8x8 core matrices as ldmatrix wants them, and a page of
-// V, [D][tokens], is V^T already. Maxima and sums are per column, so rescaling O needs no shuffle.
+// A page of K, [D/x][tokens][x], is a row of 8x8 core matrices as ldmatrix wants them, and a page
+// of V, [D][tokens], is V^T already. Maxima and sums are per column, so rescaling O needs no
+// shuffle.
 //
-// 8-bit caches: the index along k of an mma is free as long as both operands agree. A 16-byte row of
-// 16 elements falls to the lanes as 4 consecutive ones each, so slots {2j, 2j+1, 2j+8, 2j+9} of k
-// stand for elements 4j .. 4j+3; the token rows of K are permuted the same way, so that P comes out
-// in V's order. Elements are widened to fp16 exactly; each query row is scaled by a power of two so
-// that bfloat16's range fits, which loses nothing.
+// 8-bit caches: the index along k of an mma is free as long as both operands agree. A 16-byte row
+// of 16 elements falls to the lanes as 4 consecutive ones each, so slots {2j, 2j+1, 2j+8, 2j+9} of
+// k stand for elements 4j .. 4j+3; the token rows of K are permuted the same way, so that P comes
+// out in V's order. Elements are widened to fp16 exactly; each query row is scaled by a power of
+// two so that bfloat16's range fits, which loses nothing.
 #pragma once
 #include <type_traits>
 
@@ -29,8 +30,8 @@ constexpr int kMaxWarps = 8;
 // The part of the score that is not a product: what a token's position does to it.
 struct Mask {
   int seq_len;
-  int end;          // tokens from here on do not count
-  bool plain;       // neither ALiBi nor block-sparse
+  int end;     // tokens from here on do not count
+  bool plain;  // neither ALiBi nor block-sparse
 };
 
 template <typename Query, typename Cache, int kMaxHeadSize, int kHeadTiles>
@@ -45,17 +46,17 @@ struct MmaTile {
   static constexpr int kSharedQuerySize = kSharedQuery ? kHeadTiles * kSteps * 32 : 1;
   uint2 query[kSharedQuery ? 1 : kHeadTiles][kSharedQuery ? 1 : kSteps];
   uint2* shared_query;
-  float out[kHeadTiles][kSteps][4];       // O^T accumulators: 16 dimensions x 8 heads a step
-  float maximum[kHeadTiles][2];           // log2 units, of this lane's two heads
-  float sum[kHeadTiles][2];               // this lane's tokens only, until reduce_sums()
-  float scale[kHeadTiles][2];             // from product to log2 units
+  float out[kHeadTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 heads a step
+  float maximum[kHeadTiles][2];      // log2 units, of this lane's two heads
+  float sum[kHeadTiles][2];          // this lane's tokens only, until reduce_sums()
+  float scale[kHeadTiles][2];        // from product to log2 units
   int head_size;
 
   // Rows of a page that this lane addresses for ldmatrix.
-  uint32_t key_row, value_row;  // byte offsets inside a stage
+  uint32_t key_row, value_row;    // byte offsets inside a stage
   uint32_t key_step, value_step;  // bytes from one step to the next
   uint32_t key_tile, value_tile;  // bytes from one 16-token tile of a page to the next
-  uint32_t zeros;               // shared address of 16 zero bytes
+  uint32_t zeros;                 // shared address of 16 zero bytes
 
   __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
     if constexpr (kSharedQuery) {
@@ -112,8 +113,7 @@ struct MmaTile {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         // Brings the largest element to [2^14, 2^15), in reach of fp16 whatever the dtype's range.
-        const int exponent =
-            largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
+        const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
         const int clamped = min(max(exponent, -100), 100);
         const float factor = exp2f(static_cast<float>(clamped));
 #pragma unroll
@@ -280,14 +280,15 @@ struct MmaTile {
           const int token = token_of(lane, j);
           bool seen = token < valid && (pages >> (token >> 3) & 1);
           if (!mask.plain) {
-            const int head = heads.first + min(tile * 8 + (lane % 4) * 2 + (j & 1), heads.count - 1);
+            const int head =
+                heads.first + min(tile * 8 + (lane % 4) * 2 + (j & 1), heads.count - 1);
             if (p.alibi_slopes != nullptr) {
               c[tile][j] += p.alibi_slopes[head] * kLog2E *
                             static_cast<float>(first_token + token - mask.seq_len + 1);
             }
             if (p.sparse.on()) {
-              const int offset = p.sparse.head_offset(head, heads.kv_head, p.num_heads,
-                                                      p.kv.num_kv_heads);
+              const int offset =
+                  p.sparse.head_offset(head, heads.kv_head, p.num_heads, p.kv.num_kv_heads);
               seen = seen && p.sparse.sees(first_token + token, mask.seq_len, offset);
             }
           }
@@ -301,8 +302,7 @@ struct MmaTile {
         largest[1] = fmaxf(largest[1], __shfl_xor_sync(0xffffffffu, largest[1], distance));
       }
       // Most tiles move no maximum: skip the rescaling of O by a vote.
-      if (__any_sync(0xffffffffu,
-                     largest[0] > maximum[tile][0] || largest[1] > maximum[tile][1])) {
+      if (__any_sync(0xffffffffu, largest[0] > maximum[tile][0] || largest[1] > maximum[tile][1])) {
         float factor[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -434,8 +434,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       mask |= static_cast<uint32_t>(wanted) << page;
       key[page] = static_cast<const char*>(p.kv.key) +
                   (id * p.kv.key_block_stride + key_base) * static_cast<int64_t>(sizeof(Cache));
-      value[page] = static_cast<const char*>(p.kv.value) +
-                    (id * p.kv.value_block_stride + value_base) * static_cast<int64_t>(sizeof(Cache));
+      value[page] =
+          static_cast<const char*>(p.kv.value) +
+          (id * p.kv.value_block_stride + value_base) * static_cast<int64_t>(sizeof(Cache));
     }
     ring.fill(key, value, mask);
   };
@@ -478,8 +479,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       __syncwarp();
       const uint32_t halves = pages_per_stage == 2 ? present : 3u;
       for (int t = 0; t * 16 < stage_tokens && first_token + t * 16 < tokens.end; ++t) {
-        tile.step(p, heads, mask, ring.key() + t * tile.key_tile, ring.value() + t * tile.value_tile,
-                  first_token + t * 16, halves, lane);
+        tile.step(p, heads, mask, ring.key() + t * tile.key_tile,
+                  ring.value() + t * tile.value_tile, first_token + t * 16, halves, lane);
       }
 #if __CUDA_ARCH__ >= 900
       if (pages_per_stage == 2 && present != 3) fence_async_proxy();
@@ -512,7 +513,8 @@ struct LaunchShape {
   size_t shared_bytes;
 };
 
-inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_block, int64_t blocks) {
+inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_block,
+                                int64_t blocks) {
   const DeviceInfo& device = current_device_info();
   const int element = size_of(p.kv.dtype);
   LaunchShape shape;
@@ -543,8 +545,7 @@ void launch_paged_attention_mma(const PagedAttentionParams& p, void* stream) {
   const int group = p.num_heads / p.kv.num_kv_heads;
   const int chunks = (group + kHeadTiles * 8 - 1) / (kHeadTiles * 8);
   const dim3 grid(static_cast<unsigned>(p.max_partitions) * p.num_seqs, p.kv.num_kv_heads * chunks);
-  const LaunchShape shape =
-      launch_shape(p, kHeadTiles * 8, static_cast<int64_t>(grid.x) * grid.y);
+  const LaunchShape shape = launch_shape(p, kHeadTiles * 8, static_cast<int64_t>(grid.x) * grid.y);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shape.shared_bytes)),
         "paged_attention: shared memory");

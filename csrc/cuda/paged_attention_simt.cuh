@@ -15,8 +15,12 @@ constexpr int kSimtHeads = 8;
 constexpr int kSimtWarps = 4;
 constexpr int kSimtMaxHeadSize = 256;
 
-__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
-__device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return static_cast<float>(x); }
+__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) {
+  return static_cast<float>(x);
+}
+__device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) {
+  return static_cast<float>(x);
+}
 
 // Grid: (max_partitions * num_seqs, num_kv_heads * head chunks). Block: kSimtWarps * 32.
 template <typename Query, typename Cache>
@@ -82,7 +86,8 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
       const int global = heads.first + head;
       bool seen = block >= 0;
       if (p.alibi_slopes != nullptr) {
-        score[head] += p.alibi_slopes[global] * kLog2E * static_cast<float>(token - tokens.seq_len + 1);
+        score[head] +=
+            p.alibi_slopes[global] * kLog2E * static_cast<float>(token - tokens.seq_len + 1);
       }
       if (p.sparse.on()) {
         const int offset =

@@ -233,8 +233,7 @@ __global__ void __launch_bounds__(256) write_tokens_kernel(ReshapeAndCacheParams
     Vector<T> parts[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      parts[part] =
-          reinterpret_cast<const Vector<T>*>(keys + head * p.key_head_stride + d)[part];
+      parts[part] = reinterpret_cast<const Vector<T>*>(keys + head * p.key_head_stride + d)[part];
     }
     C* to = static_cast<C*>(kv.key) + kv.key_offset(block, head, at, d);
     *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(parts, k_scale);

@@ -12,9 +12,15 @@ namespace vllm_kernels::cuda {
 using Half = __half;
 using BFloat16 = __nv_bfloat16;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(Half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(BFloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(Half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return __bfloat162float(x);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float x);

@@ -15,20 +15,21 @@ namespace vllm_kernels {
 
 enum class KvLayout : uint8_t { kVllm, kNHD, kHND };
 
-// Strides are in elements and 64-bit: a cache may hold more than 2^31 elements, and a layer may be a
-// slice of a packed tensor with a very large block stride.
+// Strides are in elements and 64-bit: a cache may hold more than 2^31 elements, and a layer may be
+// a slice of a packed tensor with a very large block stride.
 struct PagedKv {
   void* key = nullptr;
   void* value = nullptr;
   int64_t num_blocks = 0;
   int32_t num_kv_heads = 0;
   int32_t head_size = 0;
-  int32_t block_size = 0;  // tokens a block
+  int32_t block_size = 0;         // tokens a block
   DType dtype = DType::kFloat32;  // of the stored elements
   KvLayout layout = KvLayout::kVllm;
 
   // K element (block, head, token, d):
-  //   block * block_stride + head * head_stride + token * token_stride + (d / x) * chunk_stride + d % x
+  //   block * block_stride + head * head_stride + token * token_stride + (d / x) * chunk_stride + d
+  //   % x
   int32_t x = 1;
   int64_t key_block_stride = 0;
   int64_t key_head_stride = 0;
@@ -41,7 +42,8 @@ struct PagedKv {
   int64_t value_token_stride = 0;
   int64_t value_dim_stride = 0;
 
-  // A stored 8-bit element stands for element * scale. One float on the cache's device, or null for 1.
+  // A stored 8-bit element stands for element * scale. One float on the cache's device, or null
+  // for 1.
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;
 

@@ -70,7 +70,9 @@ void Argument::fail(const std::string& expected_and_got) const {
   throw std::runtime_error(std::string(op_) + ": " + name_ + ": " + expected_and_got);
 }
 
-std::string Argument::shape_text() const { return list_text(sizes_); }
+std::string Argument::shape_text() const {
+  return list_text(sizes_);
+}
 
 int64_t Argument::numel() const {
   int64_t product = 1;
@@ -134,9 +136,8 @@ Argument& Argument::cache_dtype(DType dtype, std::string_view kv_cache_dtype) {
 
 Argument& Argument::rank(int64_t low, int64_t high) {
   if (dim() < low || dim() > high) {
-    fail("expected " + std::to_string(low) +
-         (high == low ? "" : " to " + std::to_string(high)) + " dimensions, got shape " +
-         shape_text());
+    fail("expected " + std::to_string(low) + (high == low ? "" : " to " + std::to_string(high)) +
+         " dimensions, got shape " + shape_text());
   }
   return *this;
 }
@@ -215,8 +216,8 @@ Argument& Argument::written() {
     int64_t next = -1;
     for (int64_t d = 0; d < dim(); ++d) {
       if (size(d) <= 1) continue;
-      const bool later = below < 0 || stride(d) > stride(below) ||
-                         (stride(d) == stride(below) && d > below);
+      const bool later =
+          below < 0 || stride(d) > stride(below) || (stride(d) == stride(below) && d > below);
       if (!later) continue;
       if (next < 0 || stride(d) < stride(next) || (stride(d) == stride(next) && d < next)) next = d;
     }
@@ -307,8 +308,7 @@ void Expect::same_or_apart(const Argument& out, const Argument& input) const {
   bool same = out.data() == input.data() && out.dim() == input.dim() &&
               out.scalar_type_ == input.scalar_type_;
   for (int64_t d = 0; same && d < out.dim(); ++d) {
-    same = out.size(d) == input.size(d) &&
-           (out.size(d) <= 1 || out.stride(d) == input.stride(d));
+    same = out.size(d) == input.size(d) && (out.size(d) <= 1 || out.stride(d) == input.stride(d));
   }
   if (!same) apart(out, input);
 }

@@ -55,7 +55,7 @@ class Argument {
   }
 
   // --- checks on the element type
-  Argument& floating();                      // float32, float16 or bfloat16
+  Argument& floating();  // float32, float16 or bfloat16
   Argument& same_dtype(const Argument& as);
   Argument& float32();
   Argument& int32();

@@ -61,7 +61,6 @@ void launch(const Params& params, const torch::stable::Tensor&) {
 }  // namespace vllm_kernels
 
 // VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
-#define VLLM_KERNELS_IMPL(library) \
-  VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
+#define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
 #define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
   STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)

@@ -27,7 +27,8 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
       "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
   library.def(
-      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()");
+      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> "
+      "()");
   library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");
   library.def(
       "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");

@@ -41,10 +41,10 @@ DType cache_dtype(const Expect& expect, std::string_view kv_cache_dtype, DType m
 PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
                     std::string_view kv_cache_dtype, CacheSizes& sizes) {
   const int64_t x = 16 / size_of(dtype);
-  const Argument v = expect.tensor("value_cache", value_cache)
-                         .cache_dtype(dtype, kv_cache_dtype)
-                         .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size,
-                                 &sizes.block_size});
+  const Argument v =
+      expect.tensor("value_cache", value_cache)
+          .cache_dtype(dtype, kv_cache_dtype)
+          .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
   if (sizes.head_size % x != 0) {
     v.fail("expected head_size to be a multiple of " + std::to_string(x) + " for a " +
            name_of(dtype) + " cache, got " + std::to_string(sizes.head_size));

@@ -20,8 +20,8 @@ struct CacheSizes {
 DType cache_dtype(const Expect& expect, std::string_view kv_cache_dtype, DType model);
 
 // key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and
-// value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are contiguous,
-// the two outer strides are free. head_size and num_kv_heads may be bound already.
+// value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are
+// contiguous, the two outer strides are free. head_size and num_kv_heads may be bound already.
 PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
                     std::string_view kv_cache_dtype, CacheSizes& sizes);
 

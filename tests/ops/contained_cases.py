@@ -41,7 +41,21 @@ def attention(version: int, lengths: list[int], tables: torch.Tensor, max_seq_le
     out = torch.full_like(query, float("nan"))
     one = torch.ones(1, device=CUDA)
     lens = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
-    arguments = (query, keys, values, 2, 0.125, tables, lens, 16, max_seq_len, None, "auto", one, one)
+    arguments = (
+        query,
+        keys,
+        values,
+        2,
+        0.125,
+        tables,
+        lens,
+        16,
+        max_seq_len,
+        None,
+        "auto",
+        one,
+        one,
+    )
     if version == 1:
         vk.paged_attention_v1(out, *arguments)
     else:

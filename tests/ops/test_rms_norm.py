@@ -58,8 +58,10 @@ def test_in_place_and_packed_neighbours(device, dtype):
 
 def test_zero_row_and_empty(device, dtype):
     weight = torch.randn(64, device=device, dtype=dtype)
-    assert torch.equal(run(torch.zeros(3, 64, device=device, dtype=dtype), weight),
-                       torch.zeros(3, 64, device=device, dtype=dtype))
+    assert torch.equal(
+        run(torch.zeros(3, 64, device=device, dtype=dtype), weight),
+        torch.zeros(3, 64, device=device, dtype=dtype),
+    )
     assert run(torch.empty(0, 64, device=device, dtype=dtype), weight).shape == (0, 64)
 
 
@@ -84,24 +86,38 @@ def test_bad_input(device):
     weight = torch.randn(64, device=device)
     out = torch.empty_like(x)
     cases = [
-        ((out, x, weight[:32], EPS),
-         r"^rms_norm: weight: expected hidden_size = 64 \(from input\) at dimension 0, "
-         r"got shape \[32\]$"),
-        ((out, x, weight.half(), EPS),
-         r"^rms_norm: weight: expected float32 \(from input\), got float16$"),
-        ((out, x.long(), weight, EPS),
-         r"^rms_norm: input: expected float32, float16 or bfloat16, got int64$"),
-        ((out[:3], x, weight, EPS),
-         r"^rms_norm: out: expected shape \[4, 64\] \(from input\), got shape \[3, 64\]$"),
-        ((out, x.t().contiguous().t(), weight, EPS),
-         r"^rms_norm: input: expected stride 1 in the last dimension, got strides \[1, 4\]"),
+        (
+            (out, x, weight[:32], EPS),
+            r"^rms_norm: weight: expected hidden_size = 64 \(from input\) at dimension 0, "
+            r"got shape \[32\]$",
+        ),
+        (
+            (out, x, weight.half(), EPS),
+            r"^rms_norm: weight: expected float32 \(from input\), got float16$",
+        ),
+        (
+            (out, x.long(), weight, EPS),
+            r"^rms_norm: input: expected float32, float16 or bfloat16, got int64$",
+        ),
+        (
+            (out[:3], x, weight, EPS),
+            r"^rms_norm: out: expected shape \[4, 64\] \(from input\), got shape \[3, 64\]$",
+        ),
+        (
+            (out, x.t().contiguous().t(), weight, EPS),
+            r"^rms_norm: input: expected stride 1 in the last dimension, got strides \[1, 4\]",
+        ),
         ((out[:1].expand(4, 64), x, weight, EPS), r"^rms_norm: out: is written, so"),
-        ((x.flatten()[32:160].view(2, 64), x.flatten()[:128].view(2, 64), weight, EPS),
-         r"^rms_norm: out and input overlap in memory$"),
+        (
+            (x.flatten()[32:160].view(2, 64), x.flatten()[:128].view(2, 64), weight, EPS),
+            r"^rms_norm: out and input overlap in memory$",
+        ),
         ((out, x, weight, -1.0), r"^rms_norm: epsilon: expected a number >= 0, got -1"),
         ((out, x, weight, float("nan")), r"^rms_norm: epsilon: expected a number >= 0, got nan"),
-        ((out, torch.tensor(1.0, device=device), weight, EPS),
-         r"^rms_norm: input: expected 1 to 8 dimensions, got shape \[\]$"),
+        (
+            (out, torch.tensor(1.0, device=device), weight, EPS),
+            r"^rms_norm: input: expected 1 to 8 dimensions, got shape \[\]$",
+        ),
     ]
     for args, message in cases:
         before = out.clone()
@@ -138,5 +154,9 @@ def test_graph_replay(dtype):
     x = torch.randn(16, 4096, device="cuda", dtype=dtype)
     weight = torch.randn(4096, device="cuda", dtype=dtype)
     out = torch.empty_like(x)
-    assert_graph_replays(lambda: vllm_kernels.rms_norm(out, x, weight, EPS),
-                         lambda: x.normal_(), out, lambda: run(x, weight))
+    assert_graph_replays(
+        lambda: vllm_kernels.rms_norm(out, x, weight, EPS),
+        lambda: x.normal_(),
+        out,
+        lambda: run(x, weight),
+    )
