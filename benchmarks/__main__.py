@@ -11,7 +11,8 @@ def main() -> int:
     failed = 0
     for script in sorted(Path(__file__).parent.glob("bench_*.py")):
         print(f"== {script.name}", flush=True)
-        failed += subprocess.run([sys.executable, "-m", f"benchmarks.{script.stem}"], check=False).returncode != 0
+        command = [sys.executable, "-m", f"benchmarks.{script.stem}"]
+        failed += subprocess.run(command, check=False).returncode != 0
     return 1 if failed else 0
 
 
