@@ -34,7 +34,7 @@ step_peers_decode() {
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    OURS=benchmarks/peers_ours.py python3 "$KIT/bench.py" --out "$OUT/decode.json" ${DECODE_ARGS:-} 2>&1 | tee "$OUT/decode.log" | tail -120)
 }
-step_script() { python3 .stage/script.py 2>&1 | tail -40; }  # whatever was staged for this visit
+step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do
   echo "== $step"
   SECONDS=0

@@ -60,6 +60,16 @@ struct Divisor {
   __device__ __forceinline__ float divide(float x) const { return __fdiv_rn(x, scale); }
 };
 
+// One element of the cache.
+template <typename C, typename T>
+__device__ __forceinline__ C to_cache(T x, Divisor scale) {
+  if constexpr (kIsFp8<C>) {
+    return from_float<C>(scale.divide(to_float(x)));
+  } else {
+    return x;
+  }
+}
+
 // Sixteen bytes of the cache from the kVectorWidth<C> values they stand for, divided by `scale`;
 // T itself is stored as it is.
 template <typename T, typename C>

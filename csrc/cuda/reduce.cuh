@@ -17,14 +17,23 @@ __device__ __forceinline__ float warp_sum(float value) {
 // `Tag`, so that it has shared memory of its own.
 template <int Tag = 0>
 __device__ __forceinline__ float block_sum(float value) {
-  __shared__ float partial[32];
+  __shared__ alignas(16) float partial[32];
   value = warp_sum(value);
   const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
   if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  if (threadIdx.x >= warps && threadIdx.x < 32) partial[threadIdx.x] = 0.0f;
   __syncthreads();
-  float total = 0.0f;
-  for (int warp = 0; warp < warps; ++warp) total += partial[warp];
-  return total;
+  // All 32 in eight loads: shorter code than a loop over the warps, and sooner done.
+  const auto* quads = reinterpret_cast<const float4*>(partial);
+  float4 sums = quads[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    sums.x += quads[i].x;
+    sums.y += quads[i].y;
+    sums.z += quads[i].z;
+    sums.w += quads[i].w;
+  }
+  return (sums.x + sums.y) + (sums.z + sums.w);
 }
 
 // Every thread gets the block's largest value.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/fast_divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
@@ -12,286 +13,245 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Which of the tokens around a block's own are runs: kRun neighbours that fill an aligned part of a
-// page. Bit w stands for token first - (kRun - 1) + w.
-template <int kRun>
-struct Runs {
-  static constexpr int kWindow = 3 * kRun - 2;  // the own tokens, and a run's length either side
-  uint64_t starts;                              // the first token of each run
-  uint64_t inside;                              // all tokens of runs
-  uint64_t named;                               // tokens that have a slot
-};
+// Up to here a block writes its part of scattered tokens from what it has loaded.
+constexpr int kFewTokens = 64;
 
-// By one warp. `slots` is shared memory for kWindow + 1 of them.
-template <int kRun>
-__device__ Runs<kRun> find_runs(const ReshapeAndCacheParams& p, int32_t* slots, int first,
-                                int lane) {
-  constexpr int kWindow = Runs<kRun>::kWindow;
-  for (int w = lane; w <= kWindow; w += 32) {
-    const int token = first - (kRun - 1) + w;
-    slots[w] =
-        token >= 0 && token < p.num_tokens && w < kWindow ? p.usable(p.slot_mapping[token]) : -1;
-  }
-  __syncwarp();
-  uint64_t follows = 0, aligned = 0, named = 0;  // follows: the next token has the next slot
+// Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
+// which lies in a sector of its own.
+template <typename T, typename C>
+__device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, FastDivisor head_size,
+                                            int64_t token, Place at, int thread, int threads) {
+  const PagedKv& kv = p.kv;
+  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
+  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
+  const T* key = static_cast<const T*>(p.key) + token * p.key_token_stride;
+  const T* value = static_cast<const T*>(p.value) + token * p.value_token_stride;
+  C* keys = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + at.token * kv.x;
+  C* values = static_cast<C*>(kv.value) + at.block * kv.value_block_stride + at.token;
+  const int count = kv.num_kv_heads * kv.head_size;
+  constexpr int kBatch = 4;  // loads in flight
+#pragma unroll 1
+  for (int from = thread; from < count; from += kBatch * threads) {
+    T loaded[kBatch];
+    C* to[kBatch];
 #pragma unroll
-  for (int base = 0; base < kWindow; base += 32) {
-    const int w = base + lane;
-    const int32_t slot = w < kWindow ? slots[w] : -1;
-    const bool next = slot >= 0 && slots[w + 1] == slot + 1;
-    follows |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, next)) << base;
-    aligned |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, slot >= 0 && slot % kRun == 0))
-               << base;
-    named |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, slot >= 0)) << base;
-  }
-  // kRun - 1 tokens in a row, each followed by the next slot
-  uint64_t chain = follows & follows >> 1;  // 2
-  chain &= chain >> 2;                      // 4
-  if (kRun == 16) chain &= chain >> 4;      // 8
-  chain &= chain >> (kRun / 2 - 1);         // 7 or 15
-  Runs<kRun> runs{.starts = chain & aligned, .inside = chain & aligned, .named = named};
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = min(from + j * threads, count - 1);
+      const int head = head_size.divide(i), d = i - head * kv.head_size;
+      loaded[j] = value[head * p.value_head_stride + d];
+      to[j] = values + head * kv.value_head_stride + d * kv.value_dim_stride;
+    }
 #pragma unroll
-  for (int reach = 1; reach < kRun; reach *= 2) runs.inside |= runs.inside << reach;
-  return runs;
+    for (int j = 0; j < kBatch; ++j) {
+      if (from + j * threads < count) *to[j] = to_cache<C>(loaded[j], v_scale);
+    }
+  }
+  constexpr int kWidth = kVectorWidth<C>;
+  constexpr int kVectors = kWidth / kVectorWidth<T>;
+#pragma unroll 1
+  for (int i = thread * kWidth; i < count; i += threads * kWidth) {
+    const int head = head_size.divide(i), d = i - head * kv.head_size;
+    Vector<T> k[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      k[j] = reinterpret_cast<const Vector<T>*>(key + head * p.key_head_stride + d)[j];
+    }
+    *reinterpret_cast<Vector<C>*>(keys + head * kv.key_head_stride +
+                                  d / kWidth * kv.key_chunk_stride) = narrow<T, C>(k, k_scale);
+  }
 }
 
-// What a block writes.
-struct Plan {
-  int run;           // the run's first token, counted from `first`; -1: none
-  uint32_t singles;  // bit i: token first + i on its own
-};
-
-// Layout vllm. A block looks after kRun tokens and some heads, one after the other. A run is
-// written by the block in which it begins (at most one does), K in 256-byte pieces, V transposed
-// through shared memory and stored 16 bytes at a time; tokens outside of runs one by one, with
-// neighbouring lanes on neighbouring values. blockDim = (lanes, kRun).
-template <typename T, typename C, int kRun>
-__global__ void __launch_bounds__(512, sizeof(T) == sizeof(C) ? 2 : 1)
-    write_pages_kernel(ReshapeAndCacheParams p, int heads_per_block) {
+// Layout vllm. A block looks after kRun neighbouring tokens and a part of a head's chunks (a chunk
+// is 16 bytes of the cache); thread (x, y) loads the part's chunk x of token y. K is stored chunk
+// by chunk; V goes through shared memory, and how it is stored depends on the tokens' slots:
+//   an aligned run of kRun neighbours    16 bytes a store
+//   few neighbourhoods                   neighbouring threads on neighbouring slots of one value
+//   scattered                            neighbouring threads on neighbouring values of one slot;
+//                                        with kMany the block then writes some with all heads
+// blockDim = (chunks of a part, kRun), gridDim.y = heads * parts.
+template <typename T, typename C, int kRun, bool kMany>
+__global__ void __launch_bounds__(kRun * 16, 32 / kRun)
+    write_pages_kernel(ReshapeAndCacheParams p, FastDivisor block_size, FastDivisor parts,
+                       FastDivisor head_size) {
   launch_dependents();
   wait_for_predecessor();
-  constexpr int kWidth = kVectorWidth<C>;                // elements of 16 bytes of the cache
-  constexpr int kParts = kWidth / kVectorWidth<T>;       // vectors of T they are made from
+  constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
+  constexpr int kVectors = kWidth / kVectorWidth<T>;     // of T that make a chunk
   constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store of V
+  constexpr uint32_t kAll = (1u << kRun) - 1;
   extern __shared__ __align__(16) char tile_bytes[];
-  __shared__ OwnSlots own;
-  __shared__ Plan plan;
-  __shared__ int32_t window[Runs<kRun>::kWindow + 1];
+  __shared__ int32_t own_slots[kRun];
 
   const PagedKv& kv = p.kv;
-  const int first_head = blockIdx.y * heads_per_block;
-  const int end_head = min(first_head + heads_per_block, kv.num_kv_heads);
+  const int head = parts.divide(blockIdx.y);
+  const int num_parts = gridDim.y / kv.num_kv_heads;
   const int first = blockIdx.x * kRun;  // within this launch
+  const int first_chunk = (blockIdx.y - head * num_parts) * blockDim.x;
+  const int chunk = first_chunk + threadIdx.x;
   const int row = threadIdx.y;
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int threads = kRun * blockDim.x;
-  const int chunks = kv.head_size / kWidth;
-  const int pitch = kv.head_size + kWidth;  // of the tile's rows: spreads a column over the banks
+  const int lane = thread % 32;
+  const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
   C* tile = reinterpret_cast<C*>(tile_bytes);
 
-  Vector<T> k[kParts], v[kParts];
-  const auto fetch = [&](int64_t token, int head, int chunk) {
-    const auto* key = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.key) +
-                                                         token * p.key_token_stride +
-                                                         head * p.key_head_stride + chunk * kWidth);
-    const auto* value = reinterpret_cast<const Vector<T>*>(
-        static_cast<const T*>(p.value) + token * p.value_token_stride + head * p.value_head_stride +
-        chunk * kWidth);
+  // Without a branch, so that all loads of the prologue are under way at once.
+  const int num_tokens = static_cast<int>(p.num_tokens);
+  const bool has_chunk = chunk * kWidth < kv.head_size && first + row < num_tokens;
+  Vector<T> k[kVectors], v[kVectors];
+  {
+    const int token = min(first + row, num_tokens - 1);
+    const int d = min(chunk * kWidth, kv.head_size - kWidth);
+    const auto* key = reinterpret_cast<const Vector<T>*>(
+        static_cast<const T*>(p.key) + token * p.key_token_stride + head * p.key_head_stride + d);
+    const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
+                                                           token * p.value_token_stride +
+                                                           head * p.value_head_stride + d);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) k[part] = key[part];
+    for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) v[part] = value[part];
-  };
-  // The own tokens' first chunks are under way before anything is known of their slots.
+    for (int i = 0; i < kVectors; ++i) v[i] = value[i];
+  }
+  // Every warp finds out for itself.
+  const int32_t lane_slot = lane < kRun ? slot_of(p, first + lane) : -1;
+  const int from = first + kRun + thread;
   LaterSlots later;
-  later.load(p, first + 1 + thread, threads);
-  int fetched = first, fetched_head = first_head;
-  if (threadIdx.x < chunks && first + row < p.num_tokens) {
-    fetch(first + row, first_head, threadIdx.x);
-  }
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
-  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
+  later.load(p, from, threads);
+  const int32_t next = __shfl_down_sync(0xffffffffu, lane_slot, 1);
+  const uint32_t follows =
+      __ballot_sync(0xffffffffu, lane_slot >= 0 && next == lane_slot + 1) & (kAll >> 1);
+  const int32_t start = __shfl_sync(0xffffffffu, lane_slot, 0);
+  const bool neighbours = follows == kAll >> 1;
+  const bool scattered = __popc(follows) < kRun - 4;
 
-  if (thread < 32) {
-    const Runs<kRun> runs = find_runs<kRun>(p, window, first, thread);
-    const uint32_t starts = static_cast<uint32_t>(runs.starts >> (kRun - 1)) & ((1u << kRun) - 1);
-    const uint32_t singles =
-        static_cast<uint32_t>((runs.named & ~runs.inside) >> (kRun - 1)) & ((1u << kRun) - 1);
-    const int run = starts == 0 ? -1 : __ffs(starts) - 1;
-    if (thread == 0) plan = {.run = run, .singles = singles};
-    const bool mine = (thread < kRun && (singles >> thread & 1)) ||
-                      (run >= 0 && thread >= run && thread < run + kRun);
-    put_own_slot(own, thread, mine ? window[kRun - 1 + thread] : -1);
+  OwnSlots own{.start = start, .count = neighbours ? kRun : 0u, .list = own_slots};
+  if (!neighbours) own.end = kRun;
+  if (kMany && scattered) {  // this block's tokens only
+    own.from = blockIdx.y;
+    own.step = gridDim.y;
   }
+  if (thread < kRun) own_slots[thread] = lane_slot;
   __syncthreads();
-  const uint32_t repeated = find_repeated(own, p, first, thread, threads, later);
-
-  // Writes the tokens first + base + i for the bits i of `rows`.
-  const auto write = [&](int head, int base, uint32_t rows, bool whole_run) {
-    const int32_t slot = own.slot[base + row];
-    for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-      if ((rows >> row & 1) == 0) break;
-      if (fetched != first + base || fetched_head != head || chunk != threadIdx.x) {
-        fetch(first + base + row, head, chunk);
-      }
-      const int64_t at =
-          kv.key_offset(slot / kv.block_size, head, slot % kv.block_size, chunk * kWidth);
-      *reinterpret_cast<Vector<C>*>(static_cast<C*>(kv.key) + at) = narrow<T, C>(k, k_scale);
-      *reinterpret_cast<Vector<C>*>(tile + row * pitch + chunk * kWidth) = narrow<T, C>(v, v_scale);
-    }
-    // The next head's chunks travel while this one's values are stored.
-    fetched = -1;
-    if (head + 1 < end_head && chunks <= blockDim.x) {
-      fetched = first + base;
-      fetched_head = head + 1;
-      if (threadIdx.x < chunks && (rows >> row & 1)) {
-        fetch(first + base + row, head + 1, threadIdx.x);
-      }
-    }
-    __syncthreads();
-    if (whole_run) {
-      constexpr int kStores = kRun / kStore;  // of one value index
-      const int32_t start = own.slot[base];
-      C* to = static_cast<C*>(kv.value) +
-              kv.value_offset(start / kv.block_size, head, start % kv.block_size, 0);
-      for (int i = thread; i < kv.head_size * kStores; i += threads) {
-        const int d = i / kStores, token = i % kStores * kStore;
-        struct alignas(kStore * sizeof(C)) Tokens {
-          C data[kStore];
-        } gathered;
-#pragma unroll
-        for (int j = 0; j < kStore; ++j) gathered.data[j] = tile[(token + j) * pitch + d];
-        *reinterpret_cast<Tokens*>(to + d * kv.value_dim_stride + token) = gathered;
-      }
-      return;
-    }
-    for (int r = thread / 32; r < kRun; r += threads / 32) {  // a warp a token
-      if ((rows >> r & 1) == 0) continue;
-      const int32_t single = own.slot[base + r];
-      C* to = static_cast<C*>(kv.value) +
-              kv.value_offset(single / kv.block_size, head, single % kv.block_size, 0);
-#pragma unroll 4
-      for (int d = thread % 32; d < kv.head_size; d += 32) {
-        to[d * kv.value_dim_stride] = tile[r * pitch + d];
-      }
-    }
-  };
-  const uint32_t singles = plan.singles & ~repeated;
-  const uint32_t in_run = plan.run < 0 ? 0 : ~(repeated >> plan.run) & ((1u << kRun) - 1);
-  bool tile_used = false;
+  const uint32_t repeated =
+      repeated_in_warp(lane, lane_slot) | find_repeated<kRun>(p, from, threads, later, own);
+  if constexpr (kMany) {
 #pragma unroll 1
-  for (int step = 0; step < 2 * (end_head - first_head); ++step) {  // singles, run, singles, ...
-    const bool run = step % 2 == 1;
-    const uint32_t rows = run ? in_run : singles;
-    if (rows == 0) continue;
-    if (tile_used) __syncthreads();
-    tile_used = true;
-    write(first_head + step / 2, run ? plan.run : 0, rows, run && rows == (1u << kRun) - 1);
+    for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
+      const int32_t slot = own_slots[r];
+      if (slot < 0 || (repeated >> r & 1)) continue;
+      write_token<T, C>(p, head_size, first + r, place_of(slot, block_size, kv.block_size), thread,
+                        threads);
+    }
+    if (scattered) return;
   }
-}
 
-// Layout vllm, few tokens: a block a token, K in 16-byte chunks, V with neighbouring threads on
-// neighbouring values. V's values lie block_size elements apart, each in a sector of its own, so
-// nothing is gained by more.
-template <typename T, typename C>
-__global__ void __launch_bounds__(256) write_tokens_kernel(ReshapeAndCacheParams p) {
-  launch_dependents();
-  wait_for_predecessor();
-  constexpr int kWidth = kVectorWidth<C>;
-  constexpr int kParts = kWidth / kVectorWidth<T>;
-  __shared__ OwnSlots own;
-  const PagedKv& kv = p.kv;
-  const int token = blockIdx.x;
-  LaterSlots later;
-  later.load(p, token + 1 + threadIdx.x, blockDim.x);
-  if (threadIdx.x < 32) {
-    put_own_slot(own, threadIdx.x, threadIdx.x == 0 ? p.usable(p.slot_mapping[token]) : -1);
-  }
-  __syncthreads();
-  if (find_repeated(own, p, token, threadIdx.x, blockDim.x, later) != 0) return;
-  const int32_t slot = own.slot[0];
-  if (slot < 0) return;
-  const int block = slot / kv.block_size, at = slot % kv.block_size;
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
-  const T* keys = static_cast<const T*>(p.key) + token * p.key_token_stride;
-  const T* values = static_cast<const T*>(p.value) + token * p.value_token_stride;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kv.num_kv_heads * kv.head_size; i += blockDim.x) {
-    const int head = i / kv.head_size, d = i % kv.head_size;
-    const T value = values[head * p.value_head_stride + d];
-    C& to = static_cast<C*>(kv.value)[kv.value_offset(block, head, at, d)];
-    if constexpr (kIsFp8<C>) {
-      to = from_float<C>(v_scale.divide(to_float(value)));
-    } else {
-      to = value;
-    }
+  const int32_t slot = own_slots[row];
+  if (has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
+    const Place at = place_of(slot, block_size, kv.block_size);
+    C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
+            chunk * kv.key_chunk_stride + at.token * kWidth;
+    *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
+    *reinterpret_cast<Vector<C>*>(tile + row * pitch + threadIdx.x * kWidth) =
+        narrow<T, C>(v, v_scale);
   }
-  const int chunks = kv.head_size / kWidth;
-  for (int i = threadIdx.x; i < kv.num_kv_heads * chunks; i += blockDim.x) {
-    const int head = i / chunks, d = i % chunks * kWidth;
-    Vector<T> parts[kParts];
+  __syncthreads();
+
+  const int first_d = first_chunk * kWidth;
+  const int dims = min(static_cast<int>(blockDim.x) * kWidth, kv.head_size - first_d);
+  C* values =
+      static_cast<C*>(kv.value) + head * kv.value_head_stride + first_d * kv.value_dim_stride;
+  if (neighbours && start % kRun == 0 && repeated == 0) {
+    constexpr int kStores = kRun / kStore;  // of one value index
+    const Place at = place_of(start, block_size, kv.block_size);
+    C* to = values + at.block * kv.value_block_stride + at.token;
+#pragma unroll 1
+    for (int i = thread; i < dims * kStores; i += threads) {
+      const int d = i / kStores, token = i % kStores * kStore;
+      struct alignas(kStore * sizeof(C)) Tokens {
+        C data[kStore];
+      } gathered;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      parts[part] = reinterpret_cast<const Vector<T>*>(keys + head * p.key_head_stride + d)[part];
+      for (int j = 0; j < kStore; ++j) gathered.data[j] = tile[(token + j) * pitch + d];
+      *reinterpret_cast<Tokens*>(to + d * kv.value_dim_stride + token) = gathered;
     }
-    C* to = static_cast<C*>(kv.key) + kv.key_offset(block, head, at, d);
-    *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(parts, k_scale);
+    return;
+  }
+  const int lanes = scattered ? 32 : kRun;  // that divide the work on one row of the tile's
+  const int outer = thread / lanes, inner = thread % lanes, step = threads / lanes;
+#pragma unroll 1
+  for (int r = scattered ? outer : inner; r < kRun; r += scattered ? step : kRun) {
+    const int32_t to_slot = own_slots[r];
+    if (to_slot < 0 || (repeated >> r & 1)) continue;
+    const Place at = place_of(to_slot, block_size, kv.block_size);
+    C* to = values + at.block * kv.value_block_stride + at.token;
+#pragma unroll 2
+    for (int d = scattered ? inner : outer; d < dims; d += scattered ? 32 : step) {
+      to[d * kv.value_dim_stride] = tile[r * pitch + d];
+    }
   }
 }
 
-constexpr int kFewTokens = 512;  // up to here a block a token is faster than gathering pages
-constexpr int kMaxTileBytes = 48 * 1024;
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
-int64_t bytes_of_tile(const PagedKv& kv, int run) {
-  return int64_t{run} * (kv.head_size * size_of(kv.dtype) + 16);
+// Block shape: whole warps, at most 16 chunks a token, fewer where that leaves multiprocessors
+// idle.
+struct PagesShape {
+  int lanes;
+  int parts;
+  dim3 grid;
+};
+
+PagesShape shape_of(const ReshapeAndCacheParams& p, int run) {
+  const int chunks = p.kv.head_size / p.kv.x;
+  const int step = 32 / run;
+  const int64_t groups = ceil_div(p.num_tokens, run);
+  int64_t parts = ceil_div(chunks, 16);
+  while (groups * p.kv.num_kv_heads * parts < current_device_info().multiprocessors &&
+         chunks >= 16 * parts) {
+    parts *= 2;
+  }
+  const auto lanes = static_cast<int>(ceil_div(ceil_div(chunks, parts), step) * step);
+  parts = ceil_div(chunks, lanes);
+  return {.lanes = lanes,
+          .parts = static_cast<int>(parts),
+          .grid = dim3(static_cast<unsigned>(groups),
+                       static_cast<unsigned>(p.kv.num_kv_heads * parts))};
 }
 
 template <int kRun>
 void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
-  const int chunks = p.kv.head_size / p.kv.x;
-  constexpr int kStep = 32 / kRun;  // so that the threads are whole warps
-  const int lanes = std::min(32, (chunks + kStep - 1) / kStep * kStep);
-  // One head a block until the device is full a few times over; then several, so that fewer blocks
-  // look for repetitions.
-  const int64_t groups = (p.num_tokens + kRun - 1) / kRun;
-  const int64_t full = 4 * current_device_info().multiprocessors;
-  const int heads_per_block =
-      static_cast<int>(std::clamp<int64_t>(groups * p.kv.num_kv_heads / full, 1, 8));
-  const int head_groups = (p.kv.num_kv_heads + heads_per_block - 1) / heads_per_block;
-  const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(head_groups));
+  const PagesShape shape = shape_of(p, kRun);
+  const int64_t tile_bytes = int64_t{kRun} * (shape.lanes + 1) * 16;
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
-      launch_kernel(p.op(), write_pages_kernel<T, decltype(stored), kRun>, grid, dim3(lanes, kRun),
-                    bytes_of_tile(p.kv, kRun), stream, p, heads_per_block);
+      using C = decltype(stored);
+      const auto kernel = p.num_tokens > kFewTokens ? write_pages_kernel<T, C, kRun, true>
+                                                    : write_pages_kernel<T, C, kRun, false>;
+      launch_kernel(p.op(), kernel, shape.grid, dim3(shape.lanes, kRun), tile_bytes, stream, p,
+                    FastDivisor(p.kv.block_size), FastDivisor(shape.parts),
+                    FastDivisor(p.kv.head_size));
     });
   });
 }
 
-// Every 16-byte access of the kernels above is aligned.
+// Every 16-byte access of write_pages_kernel is aligned, and its grid can be launched.
 bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&
          aligned16(kv.key) && aligned16(kv.value) && kv.key_block_stride % kv.x == 0 &&
          kv.key_head_stride % kv.x == 0 && kv.value_block_stride % kv.x == 0 &&
-         kv.value_head_stride % kv.x == 0 && bytes_of_tile(kv, 16) <= kMaxTileBytes &&
-         kv.num_kv_heads <= 65535;
+         kv.value_head_stride % kv.x == 0 &&
+         int64_t{kv.num_kv_heads} * (kv.head_size / kv.x) <= 65535;
 }
 
 void launch_once(const ReshapeAndCacheParams& p, Stream stream) {
   if (p.kv.layout == KvLayout::kNHD) return launch_rows(p, stream);
   if (!pages_aligned(p)) return launch_elements(p, stream);
-  if (p.num_tokens <= kFewTokens) {
-    dispatch_float(p.dtype, [&](auto model) {
-      using T = decltype(model);
-      dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
-        launch_kernel(p.op(), write_tokens_kernel<T, decltype(stored)>,
-                      dim3(static_cast<unsigned>(p.num_tokens)), dim3(256), 0, stream, p);
-      });
-    });
-    return;
-  }
   p.kv.block_size % 16 == 0 ? launch_pages<16>(p, stream) : launch_pages<8>(p, stream);
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "cuda/fast_divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
@@ -11,33 +12,31 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// A block's tokens are kPerThread * blockDim.y neighbours, at most 32; thread (x, y) moves chunk x,
-// and x + blockDim.x and so on, of K and V of every blockDim.y-th of them. A chunk is 16 bytes of
-// the cache. Where all heads of a token lie in one row, `heads` is 1 and `head_size` that of the
-// whole row.
-template <typename T, typename C, int kPerThread>
-__global__ void __launch_bounds__(256, 1)
-    write_rows_kernel(ReshapeAndCacheParams p, int heads, int head_size) {
+// A block's tokens are kPerThread * blockDim.y neighbours, at most kOwn, of head blockIdx.y; thread
+// (x, y) moves chunk x, and x + blockDim.x and so on, of K and V of every blockDim.y-th of them. A
+// chunk is 16 bytes of the cache. Where all heads of a token lie in one row they count as one head
+// of `head_size` elements.
+template <typename T, typename C, int kPerThread, int kOwn>
+__global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
+    write_rows_kernel(ReshapeAndCacheParams p, FastDivisor block_size, int head_size) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kParts = kWidth / kVectorWidth<T>;
-  __shared__ OwnSlots own;
   const PagedKv& kv = p.kv;
-  const int first = blockIdx.x * kPerThread * blockDim.y;  // within this launch
+  const int tokens = kPerThread * blockDim.y;
+  const int first = blockIdx.x * tokens;  // within this launch
+  const int head = blockIdx.y;
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int threads = blockDim.x * blockDim.y;
-  const int head_chunks = head_size / kWidth;
-  const int chunks = heads * head_chunks;
 
   Vector<T> k[kPerThread][kParts], v[kPerThread][kParts];
-  const auto fetch = [&](int chunk) {
-    const int head = heads == 1 ? 0 : chunk / head_chunks;
-    const int d = (chunk - head * head_chunks) * kWidth;
+  const int num_tokens = static_cast<int>(p.num_tokens);
+  // Without a branch, so that all loads of the prologue are under way at once.
+  const auto fetch = [&](int d) {
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
-      const int64_t token = first + j * blockDim.y + threadIdx.y;
-      if (token >= p.num_tokens) break;
+      const int token = min(static_cast<int>(first + j * blockDim.y + threadIdx.y), num_tokens - 1);
       const auto* key = reinterpret_cast<const Vector<T>*>(
           static_cast<const T*>(p.key) + token * p.key_token_stride + head * p.key_head_stride + d);
       const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
@@ -49,36 +48,51 @@ __global__ void __launch_bounds__(256, 1)
       for (int part = 0; part < kParts; ++part) v[j][part] = value[part];
     }
   };
+  int d = threadIdx.x * kWidth;
+  fetch(d);
+  __shared__ int32_t own_slots[kOwn];
+  __shared__ uint32_t repeated_here;
+  int32_t only_slot = -1;
+  if constexpr (kOwn == 1) {
+    only_slot = slot_of(p, first);
+  } else if (thread < 32) {
+    const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
+    if (thread < tokens) own_slots[thread] = slot;
+    const uint32_t repeated = repeated_in_warp(thread, slot);
+    if (thread == 0) repeated_here = repeated;
+  }
+  const int from = first + tokens + thread;
   LaterSlots later;
-  later.load(p, first + 1 + thread, threads);
-  if (threadIdx.x < chunks) fetch(threadIdx.x);
+  later.load(p, from, threads);
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
-
-  if (thread < 32) {
-    const bool mine = thread < kPerThread * blockDim.y && first + thread < p.num_tokens;
-    put_own_slot(own, thread, mine ? p.usable(p.slot_mapping[first + thread]) : -1);
+  OwnSlots own{.start = only_slot, .count = only_slot >= 0};
+  uint32_t repeated = 0;
+  if constexpr (kOwn > 1) {
+    own = {.list = own_slots, .end = tokens};
+    __syncthreads();
+    repeated = repeated_here;
   }
-  __syncthreads();
-  const uint32_t repeated = find_repeated(own, p, first, thread, threads, later);
+  repeated |= find_repeated<kOwn>(p, from, threads, later, own);
 
-  for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-    if (chunk != threadIdx.x) fetch(chunk);
-    const int head = heads == 1 ? 0 : chunk / head_chunks;
-    const int d = (chunk - head * head_chunks) * kWidth;
+#pragma unroll 1
+  while (true) {
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
       const int i = j * blockDim.y + threadIdx.y;
-      const int32_t slot = own.slot[i];
+      const int32_t slot = kOwn == 1 ? only_slot : own_slots[i];
       if (slot < 0 || (repeated >> i & 1)) continue;
-      const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
-      C* key = static_cast<C*>(kv.key) + block * kv.key_block_stride + token * kv.key_token_stride +
-               head * kv.key_head_stride + d;
-      C* value = static_cast<C*>(kv.value) + block * kv.value_block_stride +
-                 token * kv.value_token_stride + head * kv.value_head_stride + d;
+      const Place at = place_of(slot, block_size, kv.block_size);
+      C* key = static_cast<C*>(kv.key) + at.block * kv.key_block_stride +
+               at.token * kv.key_token_stride + head * kv.key_head_stride + d;
+      C* value = static_cast<C*>(kv.value) + at.block * kv.value_block_stride +
+                 at.token * kv.value_token_stride + head * kv.value_head_stride + d;
       *reinterpret_cast<Vector<C>*>(key) = narrow<T, C>(k[j], k_scale);
       *reinterpret_cast<Vector<C>*>(value) = narrow<T, C>(v[j], v_scale);
     }
+    d += blockDim.x * kWidth;
+    if (d >= head_size) break;
+    fetch(d);
   }
 }
 
@@ -87,18 +101,14 @@ template <typename T, typename C>
 __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCacheParams p) {
   launch_dependents();
   wait_for_predecessor();
-  __shared__ OwnSlots own;
   const PagedKv& kv = p.kv;
   const int first = blockIdx.x;
-  if (threadIdx.x < 32) {
-    put_own_slot(own, threadIdx.x, threadIdx.x == 0 ? p.usable(p.slot_mapping[first]) : -1);
-  }
-  __syncthreads();
+  const int32_t slot = slot_of(p, first);
+  const int from = first + 1 + threadIdx.x;
   LaterSlots later;
-  later.load(p, first + 1 + threadIdx.x, blockDim.x);
-  const uint32_t repeated = find_repeated(own, p, first, threadIdx.x, blockDim.x, later);
-  const int32_t slot = own.slot[0];
-  if (slot < 0 || repeated != 0) return;
+  later.load(p, from, blockDim.x);
+  const OwnSlots own{.start = slot, .count = slot >= 0};
+  if (find_repeated<1>(p, from, blockDim.x, later, own) != 0 || slot < 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
@@ -108,15 +118,8 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
         static_cast<const T*>(p.key)[first * p.key_token_stride + head * p.key_head_stride + d];
     const T v = static_cast<const T*>(
         p.value)[first * p.value_token_stride + head * p.value_head_stride + d];
-    C& key = static_cast<C*>(kv.key)[kv.key_offset(block, head, token, d)];
-    C& value = static_cast<C*>(kv.value)[kv.value_offset(block, head, token, d)];
-    if constexpr (kIsFp8<C>) {
-      key = from_float<C>(k_scale.divide(to_float(k)));
-      value = from_float<C>(v_scale.divide(to_float(v)));
-    } else {
-      key = k;
-      value = v;
-    }
+    static_cast<C*>(kv.key)[kv.key_offset(block, head, token, d)] = to_cache<C>(k, k_scale);
+    static_cast<C*>(kv.value)[kv.value_offset(block, head, token, d)] = to_cache<C>(v, v_scale);
   }
 }
 
@@ -142,23 +145,28 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
                        kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
   const int heads = one_row ? 1 : kv.num_kv_heads;
   const int head_size = one_row ? static_cast<int>(row) : kv.head_size;
-  const int x = static_cast<int>(std::min<int64_t>(row / kv.x, 256));
+  const int x = std::min(head_size / kv.x, 256);
 
-  // Few tokens: a block each. Many: enough loads in flight, and few blocks that look for
-  // repetitions.
-  const bool many = p.num_tokens > 1024;
-  const int whole_warp = (32 + x - 1) / x;
-  const int y = std::max(whole_warp, many ? std::min(256 / x, 8) : 1);
+  // Few tokens: a block each. Many: four, for enough loads in flight and fewer blocks that look for
+  // repetitions. Narrow rows: what fills a warp.
+  const int warp_tokens = (32 + x - 1) / x;
+  const int y = std::max(warp_tokens, p.num_tokens > 1024 ? std::min(4, 256 / x) : 1);
+  const int wanted = p.num_tokens > 1024 ? std::max(1, 4 / y) : 1;
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      constexpr int kMany = 4 * sizeof(C) / sizeof(T);  // 64 bytes of K and of V in registers
-      const bool several = many && y <= 8;
-      const int per_block = y * (several ? kMany : 1);
-      const dim3 grid(static_cast<unsigned>((p.num_tokens + per_block - 1) / per_block));
-      launch_kernel(p.op(), several ? write_rows_kernel<T, C, kMany> : write_rows_kernel<T, C, 1>,
-                    grid, dim3(x, y), 0, stream, p, heads, head_size);
+      constexpr int kMost = 4 * sizeof(C) / sizeof(T);  // 64 bytes of K and of V in registers
+      const int each = std::min(wanted, kMost);
+      const int tokens = y * each;
+      const auto kernel = tokens > 4   ? write_rows_kernel<T, C, 1, 32>
+                          : each == 4  ? write_rows_kernel<T, C, kMost, 4>
+                          : each == 2  ? write_rows_kernel<T, C, std::min(2, kMost), 4>
+                          : tokens > 1 ? write_rows_kernel<T, C, 1, 4>
+                                       : write_rows_kernel<T, C, 1, 1>;
+      const dim3 grid(static_cast<unsigned>((p.num_tokens + tokens - 1) / tokens), heads);
+      launch_kernel(p.op(), kernel, grid, dim3(x, y), 0, stream, p, FastDivisor(kv.block_size),
+                    head_size);
     });
   });
 }

@@ -1,5 +1,6 @@
 #include "ops/rms_norm.h"
 
+#include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
@@ -49,6 +50,12 @@ __device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
   for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
 }
 
+struct RmsNormRows {
+  RowOffsets out, input, residual;
+  explicit RmsNormRows(const RmsNormParams& p)
+      : out(p.out_rows), input(p.input_rows), residual(p.residual_rows) {}
+};
+
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
 template <typename T, int kWidth>
 struct Row {
@@ -57,12 +64,12 @@ struct Row {
   Pack<T, kWidth>* residual;
   const Pack<T, kWidth>* weight;
 
-  __device__ __forceinline__ Row(const RmsNormParams& p, int64_t row) {
-    out = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.out) + p.out_rows.offset(row));
+  __device__ __forceinline__ Row(const RmsNormParams& p, const RmsNormRows& rows, uint32_t row) {
+    out = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.out) + rows.out.of(row));
     input = reinterpret_cast<const Pack<T, kWidth>*>(static_cast<const T*>(p.input) +
-                                                     p.input_rows.offset(row));
-    residual = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.residual) +
-                                                  p.residual_rows.offset(row));
+                                                     rows.input.of(row));
+    residual =
+        reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.residual) + rows.residual.of(row));
     weight = static_cast<const Pack<T, kWidth>*>(p.weight);
   }
 };
@@ -104,12 +111,12 @@ constexpr int kMinBlocks = kVectors == 1   ? 2
 // One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
 template <typename T, bool kAdd, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
-    rms_norm_kernel(RmsNormParams p) {
+    rms_norm_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
-  const Row<T, kWidth> row(p, blockIdx.x);
+  const Row<T, kWidth> row(p, rows, blockIdx.x);
   Pack<T, kWidth> x[kVectors];
   take_tile<kAdd>(x, row, 0, num_vectors);
 
@@ -144,14 +151,15 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
 // Rows of at most 32 vectors, such as heads: `lanes` (a power of two) neighbouring lanes a row, one
 // vector each.
 template <typename T, bool kAdd>
-__global__ void __launch_bounds__(256) rms_norm_short_kernel(RmsNormParams p, int lanes) {
+__global__ void __launch_bounds__(256)
+    rms_norm_short_kernel(RmsNormParams p, RmsNormRows rows, int lanes) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  const uint32_t index = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
   const int i = threadIdx.x % lanes;
   const bool inside = index < p.input_rows.count && i * kWidth < p.hidden_size;
-  const Row<T, kWidth> row(p, inside ? index : 0);
+  const Row<T, kWidth> row(p, rows, inside ? index : 0);
 
   Pack<T, kWidth> x{}, weight{};
   if (inside) {
@@ -172,13 +180,13 @@ __global__ void __launch_bounds__(256) rms_norm_short_kernel(RmsNormParams p, in
 // Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
 // second mostly served by the caches.
 template <typename T, bool kAdd, int kWidth>
-__global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p) {
+__global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kPacks = 4;
   const int num_packs = static_cast<int>(p.hidden_size / kWidth);
   const int tile = kPacks * blockDim.x;
-  const Row<T, kWidth> row(p, blockIdx.x);
+  const Row<T, kWidth> row(p, rows, blockIdx.x);
   Pack<T, kWidth> x[kPacks];
   float square = 0.0f;
   for (int first = 0; first < num_packs; first += tile) {
@@ -208,7 +216,7 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
   const int64_t rows = p.input_rows.count;
   const auto run = [&](auto kernel, int64_t blocks, int64_t threads, auto... more) {
     launch_kernel(op, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0,
-                  stream, p, more...);
+                  stream, p, RmsNormRows(p), more...);
   };
 
   constexpr int kWidth = kVectorWidth<T>;
@@ -220,8 +228,8 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_long_kernel<T, kAdd, 1>, rows, p.hidden_size >= 1024 ? 1024 : 256);
   }
 
-  // Block shapes, by vectors a row. Few rows: wide blocks, one load a thread. Many rows: two loads
-  // in flight a thread.
+  // Block shapes, by vectors a row. Few rows: wide blocks, one load of an array a thread. Many
+  // rows: two loads in flight a thread.
   const int64_t vectors = p.hidden_size / kWidth;
   const auto run_with = [&](auto kernel, int64_t per_thread) {
     const int64_t threads = (vectors + per_thread - 1) / per_thread;
@@ -234,7 +242,8 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
                lanes);
   }
-  if (vectors <= (rows >= 1024 ? 256 : 1024)) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  const int64_t one_each = rows < 1024 ? 1024 : kAdd ? 512 : 256;
+  if (vectors <= one_each) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
   if (vectors <= 2 * 512) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
   if (vectors <= 4 * 1024) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
   run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);

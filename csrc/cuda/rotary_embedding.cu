@@ -1,5 +1,6 @@
 #include "ops/rotary_embedding.h"
 
+#include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
@@ -30,19 +31,21 @@ constexpr int kMaxThreads = 320;
 // x; a thread one chunk of kWidth pairs. A chunk is two packs: of either half of the turned part
 // (Neox), or side by side (GPT-J).
 template <typename T, int kWidth, bool kNeox>
-__global__ void __launch_bounds__(kMaxThreads, 4) rotary_embedding_kernel(RotaryParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    rotary_embedding_kernel(RotaryParams p, RowOffsets position_rows, RowOffsets query_tokens,
+                            RowOffsets key_tokens) {
   launch_dependents();
   wait_for_predecessor();
-  const int64_t token = blockIdx.x;
+  const uint32_t token = blockIdx.x;
   const int head = blockIdx.y * blockDim.y + threadIdx.y;
   const int pair = (blockIdx.z * blockDim.x + threadIdx.x) * kWidth;
   const int half = static_cast<int>(p.rotary_size / 2);
   if (head >= p.query.count + p.key.count || pair >= half) return;
-  const int64_t position = p.positions[p.position_rows.offset(token)];
+  const int64_t position = p.positions[position_rows.of(token)];
 
   const bool is_query = head < p.query.count;
   const RotaryHeads& heads = is_query ? p.query : p.key;
-  T* start = static_cast<T*>(heads.data) + heads.tokens.offset(token) +
+  T* start = static_cast<T*>(heads.data) + (is_query ? query_tokens : key_tokens).of(token) +
              (is_query ? head : head - p.query.count) * heads.stride + (kNeox ? pair : 2 * pair);
   auto* first = reinterpret_cast<Pack<T, kWidth>*>(start);
   auto* second = reinterpret_cast<Pack<T, kWidth>*>(start + (kNeox ? half : kWidth));
@@ -81,7 +84,8 @@ void launch_width(const RotaryParams& p, Stream stream) {
                   static_cast<unsigned>(z));
   const dim3 block(static_cast<unsigned>(block_x), static_cast<unsigned>(tiles(heads, y)));
   launch_kernel("rotary_embedding", rotary_embedding_kernel<T, kWidth, kNeox>, grid, block, 0,
-                stream, p);
+                stream, p, RowOffsets(p.position_rows), RowOffsets(p.query.tokens),
+                RowOffsets(p.key.tokens));
 }
 
 // Whether 16-byte accesses fit heads and cache.

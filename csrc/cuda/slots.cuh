@@ -3,43 +3,26 @@
 // looks through the slots of all later tokens before it writes and leaves out those of its tokens
 // that come up again: exactly the last token of a slot is written, with whole rows.
 //
-// A launch takes at most kTokensPerLaunch tokens, which bounds the looking (16 slots a thread of
-// 256); launches of one stream follow one another, so the last one wins there, too.
+// A launch takes at most kTokensPerLaunch tokens, which bounds the looking; launches of one stream
+// follow one another, so the last one wins there, too.
 #pragma once
 #include <cstdint>
 
+#include "cuda/fast_divisor.cuh"
 #include "ops/reshape_and_cache.h"
 
 namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
 
-// The tokens of a block, at most 32 of them, in shared memory.
-struct OwnSlots {
-  int32_t slot[32];     // -1: nothing to write
-  uint32_t filter[32];  // 1024 bits; those of `slot`'s hashes are set
-  uint32_t repeated;    // bit i: a later token has the slot of token i
-};
-
-__device__ __forceinline__ uint32_t slot_hash(int32_t slot) {
-  return (static_cast<uint32_t>(slot) * 0x9e3779b1u) >> 22;
+__device__ __forceinline__ int32_t slot_of(const ReshapeAndCacheParams& p, int token) {
+  return token < static_cast<int>(p.num_tokens) ? p.usable(p.slot_mapping[token]) : -1;
 }
 
-// By the first 32 threads of the block, together; `slot` is that of token first + lane, -1 when it
-// has none. A barrier must follow.
-__device__ __forceinline__ void put_own_slot(OwnSlots& own, int lane, int32_t slot) {
-  own.slot[lane] = slot;
-  own.filter[lane] = 0;
-  if (lane == 0) own.repeated = 0;
-  __syncwarp();
-  const uint32_t hash = slot_hash(slot);
-  if (slot >= 0) atomicOr(&own.filter[hash / 32], 1u << hash % 32);
-}
-
-// The slots of some later tokens, on their way to this thread: loaded before the block's own slots
-// are known, so that the block waits for memory once.
+// Slots of tokens behind the block's own, on their way to this thread: loaded before anything else
+// is known, so that the block waits for memory once.
 struct LaterSlots {
-  static constexpr int kBatch = 8;
+  static constexpr int kBatch = 4;
   int64_t slot[kBatch];  // as given; -1 past the last token
 
   // Tokens from, from + threads, ...
@@ -47,38 +30,77 @@ struct LaterSlots {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int token = from + i * threads;
-      slot[i] = token < p.num_tokens ? p.slot_mapping[token] : -1;
+      slot[i] = token < static_cast<int>(p.num_tokens) ? p.slot_mapping[token] : -1;
     }
   }
 };
 
-// By all `threads` threads, after that barrier; ends with a barrier. `later` holds the tokens from
-// first + 1 + thread on.
-__device__ __forceinline__ uint32_t find_repeated(OwnSlots& own, const ReshapeAndCacheParams& p,
-                                                  int first, int thread, int threads,
-                                                  LaterSlots& later) {
-  for (int from = first + 1 + thread; from < p.num_tokens; from += LaterSlots::kBatch * threads) {
-    if (from != first + 1 + thread) later.load(p, from, threads);
-    uint32_t suspects = 0;  // bit i: the filter knows the hash of later.slot[i]
+// A block's own tokens that are looked for: a range of neighbouring slots, which are those of
+// tokens 0, 1, ..., and tokens of a list in shared memory, every `step`-th.
+struct OwnSlots {
+  int32_t start = 0;
+  uint32_t count = 0;
+  const int32_t* list = nullptr;  // -1: none
+  int from = 0;
+  int end = 0;
+  int step = 1;
+};
+
+// Bit i: some token from `from` on has the slot of own token i < kOwn. By all threads of the block
+// together, each with its own `from` (that of the first thread + its number) and `later` loaded
+// there; a barrier after the list was written is the caller's.
+template <int kOwn>
+__device__ __forceinline__ uint32_t find_repeated(const ReshapeAndCacheParams& p, int from,
+                                                  int threads, LaterSlots later,
+                                                  const OwnSlots& own) {
+  uint32_t mine = 0;
+#pragma unroll 1
+  while (true) {
+    int32_t slots[LaterSlots::kBatch];
 #pragma unroll
     for (int i = 0; i < LaterSlots::kBatch; ++i) {
-      const uint32_t hash = slot_hash(static_cast<int32_t>(later.slot[i]));
-      suspects |= (own.filter[hash / 32] >> hash % 32 & 1) << i;
+      slots[i] = p.usable(later.slot[i]);
+      const auto token = static_cast<uint32_t>(slots[i] - own.start);
+      if (token < own.count) mine |= 1u << token;
     }
-    // Rare, and kept short: code that is jumped over costs instruction fetches all the same.
+    if constexpr (kOwn > 1) {
 #pragma unroll 1
-    while (suspects != 0) {
-      const int token = from + (__ffs(suspects) - 1) * threads;
-      suspects &= suspects - 1;
-      const int32_t slot = token < p.num_tokens ? p.usable(p.slot_mapping[token]) : -1;
-#pragma unroll 1
-      for (int mine = 0; slot >= 0 && mine < 32 && first + mine < token; ++mine) {
-        if (own.slot[mine] == slot) atomicOr(&own.repeated, 1u << mine);
+      for (int token = own.from; token < own.end; token += own.step) {
+        const int32_t slot = own.list[token] < 0 ? INT32_MIN : own.list[token];
+        bool hit = false;
+#pragma unroll
+        for (int i = 0; i < LaterSlots::kBatch; ++i) hit |= slots[i] == slot;
+        mine |= static_cast<uint32_t>(hit) << token;
       }
     }
+    from += LaterSlots::kBatch * threads;
+    if (from >= static_cast<int>(p.num_tokens)) break;
+    later.load(p, from, threads);
   }
-  __syncthreads();
-  return own.repeated;
+  if (__syncthreads_or(mine != 0) == 0) return 0;
+  uint32_t repeated = 0;
+#pragma unroll 1
+  for (int i = 0; i < kOwn; ++i) {
+    if (__syncthreads_or(mine >> i & 1)) repeated |= 1u << i;
+  }
+  return repeated;
+}
+
+// Bit i: a later lane has the slot of lane i. By a whole warp.
+__device__ __forceinline__ uint32_t repeated_in_warp(int lane, int32_t slot) {
+  const uint32_t same = __match_any_sync(0xffffffffu, slot);
+  return __ballot_sync(0xffffffffu, slot >= 0 && (same >> lane) > 1);
+}
+
+// A page and a token in it.
+struct Place {
+  int32_t block;
+  int32_t token;
+};
+
+__device__ __forceinline__ Place place_of(int32_t slot, FastDivisor block_size, int32_t size) {
+  const auto block = static_cast<int32_t>(block_size.divide(slot));
+  return {.block = block, .token = slot - block * size};
 }
 
 }  // namespace vllm_kernels::cuda

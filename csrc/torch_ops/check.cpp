@@ -123,12 +123,12 @@ Argument& Argument::int64() {
   return *this;
 }
 
-Argument& Argument::cache_dtype(DType dtype, std::string_view kv_cache_dtype) {
+Argument& Argument::cache_dtype(DType dtype, std::string_view text, std::string_view name) {
   const std::optional<DType> got = known_dtype(scalar_type_);
   const bool bytes = size_of(dtype) == 1 && scalar_type_ == aoti_torch_dtype_uint8();
   if (!bytes && (!got || *got != dtype)) {
     fail("expected " + std::string(size_of(dtype) == 1 ? "uint8 or " : "") + name_of(dtype) +
-         " (from kv_cache_dtype = \"" + std::string(kv_cache_dtype) + "\"), got " +
+         " (from " + std::string(name) + " = \"" + std::string(text) + "\"), got " +
          dtype_text(scalar_type_));
   }
   return *this;

@@ -61,7 +61,8 @@ class Argument {
   Argument& int32();
   Argument& int64();
   // `dtype`, or uint8 that stands for an 8-bit type
-  Argument& cache_dtype(DType dtype, std::string_view kv_cache_dtype);
+  Argument& cache_dtype(DType dtype, std::string_view text,
+                        std::string_view name = "kv_cache_dtype");
 
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);

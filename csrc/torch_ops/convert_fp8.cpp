@@ -13,10 +13,10 @@ void convert_fp8(Tensor output, Tensor input, double scale, Text kv_dtype) {
   Argument i = expect.tensor("input", input).contiguous();
   expect.that(std::string_view(kv_dtype) != "auto",
               "kv_dtype: expected \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"auto\"");
-  const DType eight = cache_dtype(expect, kv_dtype, DType::kFp8E4M3);
+  const DType eight = cache_dtype(expect, kv_dtype, DType::kFp8E4M3, "kv_dtype");
   const bool narrows = o.element_size() == 1;
   (narrows ? i : o).floating();
-  (narrows ? o : i).cache_dtype(eight, kv_dtype);
+  (narrows ? o : i).cache_dtype(eight, kv_dtype, "kv_dtype");
   if (o.numel() != i.numel()) {
     o.fail("expected as many elements as input = " + std::to_string(i.numel()) + ", got shape " +
            o.shape_text());

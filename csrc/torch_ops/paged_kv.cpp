@@ -30,12 +30,13 @@ void set_sizes(PagedKv& kv, const CacheSizes& sizes, DType dtype, KvLayout layou
 
 }  // namespace
 
-DType cache_dtype(const Expect& expect, std::string_view kv_cache_dtype, DType model) {
-  if (kv_cache_dtype == "auto") return model;
-  if (kv_cache_dtype == "fp8" || kv_cache_dtype == "fp8_e4m3") return DType::kFp8E4M3;
-  if (kv_cache_dtype == "fp8_e5m2") return DType::kFp8E5M2;
-  expect.fail("kv_cache_dtype: expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"" +
-              std::string(kv_cache_dtype) + "\"");
+DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name) {
+  if (text == "auto") return model;
+  if (text == "fp8" || text == "fp8_e4m3") return DType::kFp8E4M3;
+  if (text == "fp8_e5m2") return DType::kFp8E5M2;
+  expect.fail(std::string(name) +
+              ": expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"" +
+              std::string(text) + "\"");
 }
 
 PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,

@@ -17,7 +17,8 @@ struct CacheSizes {
 
 // What a kv_cache_dtype string stores for a model of dtype `model`:
 // "auto" the model's own; "fp8", "fp8_e4m3" e4m3; "fp8_e5m2" e5m2.
-DType cache_dtype(const Expect& expect, std::string_view kv_cache_dtype, DType model);
+DType cache_dtype(const Expect& expect, std::string_view text, DType model,
+                  std::string_view name = "kv_cache_dtype");
 
 // key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and
 // value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are

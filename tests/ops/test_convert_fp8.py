@@ -94,9 +94,9 @@ def test_bad_input(device):
     cases = [
         ((eight, x, 1.0, "auto"),
          r'kv_dtype: expected "fp8", "fp8_e4m3" or "fp8_e5m2", got "auto"$'),
-        ((eight, x, 1.0, "e4m3"), r"kv_cache_dtype: expected .*, got \"e4m3\"$"),
+        ((eight, x, 1.0, "e4m3"), r"kv_dtype: expected .*, got \"e4m3\"$"),
         ((eight, eight.clone(), 1.0), r"input: expected float32, float16 or bfloat16, got uint8$"),
-        ((torch.empty_like(x), x), r"input: expected uint8 or float8_e4m3fn .*, got float32$"),
+        ((torch.empty_like(x), x), r"input: expected uint8 or float8_e4m3fn .from kv_dtype = \"fp8\".*, got float32$"),
         ((eight.view(torch.float8_e5m2), x, 1.0, "fp8"),
          r"output: expected uint8 or float8_e4m3fn .*, got float8_e5m2$"),
         ((eight[:3], x), r"output: expected as many elements as input = 32, got shape \[3, 8\]$"),
