@@ -1,4 +1,5 @@
-"""Norms, rotary embedding and activations, ours beside torch eager: time and GB/s.
+"""Norms, rotary embedding, activations and cache writes, ours beside torch eager: time and GB/s.
+On a GPU also beside vLLM and FlashInfer, where they are installed.
 
     python -m benchmarks.bench_small_ops [--device cpu|cuda] [--tokens 16 256 4096] [--dtype ...]
 
@@ -15,14 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vllm_kernels
+from benchmarks import rivals
 from benchmarks.harness import copies_for, machine, median_seconds
 
-HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
+HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, PAGE = 4096, 14336, 32, 8, 128, 16
 EPS = 1e-6
 
 Call = Callable[[int], object]
-# One op: name, bytes a call moves, sets of buffers, ours, torch eager.
-Row = tuple[str, int, int, Call, Call]
+# One op: name, bytes a call moves, sets of buffers, candidates (ours first).
+Row = tuple[str, int, int, dict[str, Call]]
+
+vllm, flashinfer = rivals.vllm_ops, rivals.flashinfer
 
 
 def rope_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,24 +42,23 @@ def norms(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
     x, other = torch.randn(2, copies, tokens, HIDDEN, device=device, dtype=dtype)
     weight = torch.randn(HIDDEN, device=device, dtype=dtype)
 
-    def ours_add(i: int) -> None:
-        vllm_kernels.fused_add_rms_norm(x[i], other[i], weight, EPS)
-
+    norm: dict[str, Call] = {
+        "ours": lambda i: vllm_kernels.rms_norm(other[i], x[i], weight, EPS),
+        "eager": lambda i: F.rms_norm(x[i], (HIDDEN,), weight, EPS),
+    }
+    add: dict[str, Call] = {
+        "ours": lambda i: vllm_kernels.fused_add_rms_norm(x[i], other[i], weight, EPS),
+        "eager": lambda i: F.rms_norm(other[i].add_(x[i]), (HIDDEN,), weight, EPS),
+    }
+    if vllm and device == "cuda":
+        norm["vllm"] = lambda i: vllm.rms_norm(other[i], x[i], weight, EPS)
+        add["vllm"] = lambda i: vllm.fused_add_rms_norm(x[i], other[i], weight, EPS)
+    if flashinfer and device == "cuda":
+        norm["flashinfer"] = lambda i: flashinfer.rmsnorm(x[i], weight, EPS, out=other[i])
+        add["flashinfer"] = lambda i: flashinfer.fused_add_rmsnorm(x[i], other[i], weight, EPS)
     return [
-        (
-            "rms_norm",
-            2 * size,
-            copies,
-            lambda i: vllm_kernels.rms_norm(other[i], x[i], weight, EPS),
-            lambda i: F.rms_norm(x[i], (HIDDEN,), weight, EPS),
-        ),
-        (
-            "fused_add_rms_norm",
-            4 * size,
-            copies,
-            ours_add,
-            lambda i: F.rms_norm(other[i].add_(x[i]), (HIDDEN,), weight, EPS),
-        ),
+        ("rms_norm", 2 * size, copies, norm),
+        ("fused_add_rms_norm", 4 * size, copies, add),
     ]
 
 
@@ -73,15 +76,62 @@ def rotary(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
         for x in (query[i], key[i]):
             rope_eager(x.view(tokens, -1, HEAD_SIZE), cos, sin)
 
-    def ours(is_neox: bool) -> Call:
-        return lambda i: vllm_kernels.rotary_embedding(
-            positions, query[i], key[i], HEAD_SIZE, cache, is_neox
-        )
+    def candidates(is_neox: bool) -> dict[str, Call]:
+        calls: dict[str, Call] = {
+            "ours": lambda i: vllm_kernels.rotary_embedding(
+                positions, query[i], key[i], HEAD_SIZE, cache, is_neox
+            ),
+            "eager": eager,
+        }
+        if vllm and device == "cuda":
+            calls["vllm"] = lambda i: vllm.rotary_embedding(
+                positions, query[i], key[i], HEAD_SIZE, cache, is_neox
+            )
+        if flashinfer and device == "cuda":
+            wide = cache.float()
+            calls["flashinfer"] = lambda i: flashinfer.apply_rope_with_cos_sin_cache_inplace(
+                positions, query[i], key[i], HEAD_SIZE, wide, is_neox
+            )
+        return calls
 
     return [
-        ("rotary_embedding neox", 2 * size, copies, ours(True), eager),
-        ("rotary_embedding gptj", 2 * size, copies, ours(False), eager),
+        ("rotary_embedding neox", 2 * size, copies, candidates(True)),
+        ("rotary_embedding gptj", 2 * size, copies, candidates(False)),
     ]
+
+
+def cache_writes(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
+    """One token a sequence (random slots), and a prompt (runs of whole pages in random order)."""
+    size = tokens * KV_HEADS * HEAD_SIZE * dtype.itemsize
+    copies = copies_for(device, 4 * size)
+    shape = (copies, tokens, KV_HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, *shape, device=device, dtype=dtype)
+    pages = 2 * tokens
+    nhd = torch.zeros(2, pages, PAGE, KV_HEADS, HEAD_SIZE, device=device, dtype=dtype)
+    x = 16 // dtype.itemsize
+    keys = nhd[0].view(pages, KV_HEADS, HEAD_SIZE // x, PAGE, x)
+    values = nhd[1].view(pages, KV_HEADS, HEAD_SIZE, PAGE)
+    one = torch.ones(1, device=device)
+    random = torch.randperm(pages * PAGE, device=device)[:tokens]
+    starts = torch.randperm(pages, device=device)[: -(-tokens // PAGE)] * PAGE
+    runs = (starts[:, None] + torch.arange(PAGE, device=device)).flatten()[:tokens].contiguous()
+
+    def candidates(name: str, caches: tuple[Tensor, Tensor], slots: Tensor) -> dict[str, Call]:
+        libraries = {"ours": vllm_kernels} | ({"vllm": vllm} if vllm and device == "cuda" else {})
+        writers = {library: getattr(ops, name) for library, ops in libraries.items()}
+        return {
+            library: lambda i, op=op: op(key[i], value[i], *caches, slots, "auto", one, one)
+            for library, op in writers.items()
+        }
+
+    flash = candidates("reshape_and_cache_flash", (nhd[0], nhd[1]), random)
+    return [
+        ("cache write NHD", 4 * size, copies, flash),
+        ("cache write vllm, tokens", 4 * size, copies,
+         candidates("reshape_and_cache", (keys, values), random)),
+        ("cache write vllm, pages", 4 * size, copies,
+         candidates("reshape_and_cache", (keys, values), runs)),
+    ]  # fmt: skip
 
 
 def activations(tokens: int, width: int, dtype: torch.dtype, device: str) -> list[Row]:
@@ -92,25 +142,27 @@ def activations(tokens: int, width: int, dtype: torch.dtype, device: str) -> lis
 
     def gated(name: str, function: Callable[[Tensor], Tensor]) -> Row:
         op = getattr(vllm_kernels, name)
-        return (
-            f"{name} {width}",
-            3 * size,
-            copies,
-            lambda i: op(out[i], x[i]),
-            lambda i: function(x[i, :, :width]) * x[i, :, width:],
-        )
+        calls: dict[str, Call] = {
+            "ours": lambda i: op(out[i], x[i]),
+            "eager": lambda i: function(x[i, :, :width]) * x[i, :, width:],
+        }
+        if vllm and device == "cuda":
+            theirs = getattr(torch.ops._C, name)
+            calls["vllm"] = lambda i: theirs(out[i], x[i])
+        if flashinfer and device == "cuda":
+            fused = getattr(flashinfer, name)
+            calls["flashinfer"] = lambda i: fused(x[i], out[i])
+        return f"{name} {width}", 3 * size, copies, calls
 
+    plain: dict[str, Call] = {
+        "ours": lambda i: vllm_kernels.gelu_new(out[i], x[i, :, :width]),
+        "eager": lambda i: F.gelu(x[i, :, :width], approximate="tanh"),
+    }
     return [
         gated("silu_and_mul", F.silu),
         gated("gelu_and_mul", F.gelu),
         gated("gelu_tanh_and_mul", lambda t: F.gelu(t, approximate="tanh")),
-        (
-            f"gelu_new {width}",
-            2 * size,
-            copies,
-            lambda i: vllm_kernels.gelu_new(out[i], x[i, :, :width]),
-            lambda i: F.gelu(x[i, :, :width], approximate="tanh"),
-        ),
+        (f"gelu_new {width}", 2 * size, copies, plain),
     ]
 
 
@@ -126,25 +178,32 @@ def main() -> None:
     dtypes = arguments.dtype or (["float32", "bfloat16"] if on_cpu else ["bfloat16"])
 
     print(machine(device))
-    print(
-        f"{'tokens':>6} {'dtype':<9} {'op':<26} {'ours us':>10} {'GB/s':>7} {'eager us':>10} ratio"
-    )
+    for library, reason in rivals.MISSING.items() if device == "cuda" else ():
+        print(f"{library} is left out: {reason}")
+    print("others: us, and how many times ours")
     for tokens in arguments.tokens or ([4096] if on_cpu else [16, 256, 4096]):
         for dtype in (getattr(torch, name) for name in dtypes):
-            for make in (
-                norms,
-                rotary,
-                lambda *a: activations(a[0], 4096 if on_cpu else WIDTH, *a[1:]),
-            ):
-                for name, size, copies, ours, eager in make(tokens, dtype, device):
-                    ours_s = median_seconds(ours, device, copies, arguments.seconds)
-                    eager_s = median_seconds(eager, device, copies, arguments.seconds)
-                    print(
-                        f"{tokens:>6} {str(dtype)[6:]:<9} {name:<26} {ours_s * 1e6:>10.2f} "
-                        f"{size / ours_s * 1e-9:>7.1f} {eager_s * 1e6:>10.2f} "
-                        f"{eager_s / ours_s:>5.1f}",
-                        flush=True,
-                    )
+            rows = [
+                *norms(tokens, dtype, device),
+                *rotary(tokens, dtype, device),
+                *activations(tokens, 4096 if on_cpu else WIDTH, dtype, device),
+                *cache_writes(tokens, dtype, device),
+            ]
+            for name, size, copies, calls in rows:
+                seconds = {
+                    candidate: median_seconds(call, device, copies, arguments.seconds)
+                    for candidate, call in calls.items()
+                }
+                ours = seconds.pop("ours")
+                others = "  ".join(
+                    f"{candidate} {s * 1e6:.2f} ({s / ours:.2f}x)"
+                    for candidate, s in seconds.items()
+                )
+                print(
+                    f"{tokens:>6} {str(dtype)[6:]:<9} {name:<26} ours {ours * 1e6:>9.2f} us "
+                    f"{size / ours * 1e-9:>6.0f} GB/s  {others}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
