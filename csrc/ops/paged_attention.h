@@ -1,7 +1,15 @@
-// paged_attention_v1 and _v2: one query token a sequence attends to its pages.
-//   out[s, h] = sum_t softmax_t(scale * q[s, h] . k[t] + slope[h] * (t - seq_len + 1)) v[t]
+// paged_attention, and paged_attention_v1 and _v2, its special cases: query tokens attend to the
+// pages of their sequence.
+//   position(i) = seq_len - (query tokens of the sequence) + i      of query token i: causal
+//   s(t)   = softcap(scale * q . k[t]) + slope[h] * (t - position)  for the tokens t it sees:
+//            position - sliding_window < t <= position
+//   out    = sum_t exp(s(t)) v[t] / (sum_t exp(s(t)) + exp(sink[h]))
+//   lse    = log(sum_t exp(s(t)) + exp(sink[h]))
+// with softcap(x) = c * tanh(x / c). A query token that sees nothing gives 0, and -inf (its sink
+// where there is one).
+//
 // v1 is partition_size 0: one pass over the sequence. v2 cuts it in partitions of 512 tokens and
-// merges their partial results by log-sum-exp. A context of 0 gives 0.
+// merges their partial results by log-sum-exp. Both have one query token a sequence.
 #pragma once
 #include "ops/paged_kv.h"
 
@@ -32,10 +40,10 @@ struct BlockSparse {
 };
 
 struct PagedAttentionParams {
-  void* out;                    // [num_seqs, num_heads, head_size], contiguous
-  const void* query;            // [num_seqs, num_heads, head_size]
-  int64_t query_stride;         // elements between sequences of query
-  PagedKv kv;                   // layout vllm
+  void* out;                    // [num_tokens, num_heads, head_size], contiguous heads
+  const void* query;            // [num_tokens, num_heads, head_size], contiguous heads
+  int64_t query_stride;         // elements between tokens of query
+  PagedKv kv;                   // v1 and v2: layout vllm
   const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]
   int64_t block_table_stride;   // elements between rows
   int32_t max_blocks_per_seq;
@@ -53,7 +61,32 @@ struct PagedAttentionParams {
   float* exp_sums;         // [num_seqs, num_heads, max_partitions] sum of exp(logit - max)
   float* max_logits;       // [num_seqs, num_heads, max_partitions] largest logit
   void* tmp_out;           // [num_seqs, num_heads, max_partitions, head_size] normalised
+
+  // Of paged_attention only.
+  const int32_t* query_start_loc = nullptr;  // [num_seqs + 1] first tokens; null: one a sequence
+  int32_t num_tokens = 0;                    // of query
+  int32_t max_query_len = 1;                 // the caller's bound on a sequence's query tokens
+  int64_t out_stride = 0;                    // elements between tokens of out
+  float* lse = nullptr;                      // [num_tokens, num_heads] natural log, or null
+  const float* sinks = nullptr;              // [num_heads] logits, or null
+  int32_t sliding_window = 0;                // tokens a query token sees, itself included; 0: all
+  float softcap = 0.0f;                      // 0: none
 };
+
+// A sequence's query tokens: never outside of query, never more than the caller's bound.
+struct QueryRange {
+  int32_t first = 0;
+  int32_t count = 0;
+};
+VLLM_KERNELS_HOST_DEVICE inline QueryRange query_range(const PagedAttentionParams& p, int32_t seq) {
+  if (p.query_start_loc == nullptr) return {.first = seq, .count = 1};
+  int32_t first = p.query_start_loc[seq], end = p.query_start_loc[seq + 1];
+  first = first < 0 ? 0 : first;
+  end = end > p.num_tokens ? p.num_tokens : end;
+  int32_t count = end > first ? end - first : 0;
+  if (count > p.max_query_len) count = p.max_query_len;
+  return {.first = first, .count = count};
+}
 
 // Tokens of a row that count: never past its table or the caller's bound, never below 0.
 VLLM_KERNELS_HOST_DEVICE inline int32_t usable_seq_len(const PagedAttentionParams& p, int32_t seq) {

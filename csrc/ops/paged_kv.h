@@ -42,10 +42,11 @@ struct PagedKv {
   int64_t value_token_stride = 0;
   int64_t value_dim_stride = 0;
 
-  // A stored 8-bit element stands for element * scale. One float on the cache's device, or null
-  // for 1.
+  // A stored 8-bit element stands for element * scale[head * scale_stride]: one float (stride 0) or
+  // one a KV head (stride 1) on the cache's device, or null for 1.
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;
+  int32_t scale_stride = 0;
 
   VLLM_KERNELS_HOST_DEVICE int64_t key_offset(int64_t block, int64_t head, int64_t token,
                                               int64_t d) const {
