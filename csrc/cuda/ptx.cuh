@@ -26,6 +26,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint32_t ro
                : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(row_address)
+               : "memory");
+}
+
 // The 8x8 matrix of 16-bit elements spread over the warp, transposed.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
@@ -74,20 +82,15 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
 
 // --- copies into shared memory -------------------------------------------------------------------
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// Arrives once and announces `bytes` that bulk copies will bring.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+// This lane's asynchronous copies so far, once they are done, count as one arrival.
+__device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -97,6 +100,28 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+#else
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT%=:\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra WAIT%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Arrives once and announces `bytes` that bulk copies will bring.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 // Pages are read once: they should not push anything else out of the L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
@@ -122,6 +147,12 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 __device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy4_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_all_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -1,9 +1,10 @@
-// Four 8-bit floats as two registers of fp16 pairs, exactly.
+// Four 8-bit elements as two registers of fp16 pairs, exactly.
 #pragma once
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace vllm_kernels::cuda {
 
@@ -28,6 +29,22 @@ __device__ __forceinline__ void widen4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& 
                                                       uint32_t& high) {
   low = __byte_perm(bytes, 0, 0x1404);
   high = __byte_perm(bytes, 0, 0x3424);
+}
+
+// 1024 + u has u in its low byte, and 1152 - 128 is 1024: u is the element with its sign flipped.
+template <>
+__device__ __forceinline__ void widen4<int8_t>(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  bytes ^= 0x80808080u;
+  const auto centred = [](uint32_t pair) {
+    const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
+    __half2 value;
+    memcpy(&value, &pair, sizeof(value));
+    value = __hsub2(value, bias);
+    memcpy(&pair, &value, sizeof(value));
+    return pair;
+  };
+  low = centred(__byte_perm(bytes, 0x64646464u, 0x4140));
+  high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
 }
 
 }  // namespace vllm_kernels::cuda

@@ -1,0 +1,407 @@
+// Attention of some query rows over 16 tokens at a time, by one warp on tensor cores.
+//
+// Both products are swapped, so that tokens and head dimensions fill the 16 rows of an m16n8k16 and
+// the query rows its 8 columns:
+//   S^T [16 tokens, 8 rows] = K [16, D] Q^T [D, 8]
+//   O^T [D, 8 rows]        += V^T [D, 16] P^T [16, 8]
+// Maxima and sums are per column, so rescaling O needs no shuffle.
+//
+// K and V lie in shared memory in one of two forms:
+//   kChunks  a page of layout vllm as it is: K [D/x][tokens][x] is a row of 8x8 core matrices as
+//            ldmatrix wants them, V [D][tokens] is V^T already
+//   kRows    K and V [16 tokens][D], rows padded to an odd number of 16-byte chunks, so that
+//            neighbouring rows lie in different banks; V is transposed by ldmatrix
+//
+// 8-bit caches are widened to fp16, exactly; each query row is scaled by a power of two so that
+// bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
+// operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
+// slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In form kChunks that holds for
+// V's tokens, too: K's token rows are permuted the same way, so that P comes out in V's order. In
+// form kRows ldmatrix moves pairs of dimensions, so an output tile's rows are 8 even dimensions,
+// then the 8 odd ones.
+#pragma once
+#include <type_traits>
+
+#include "cuda/pack.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/types.cuh"
+#include "cuda/widen.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
+constexpr float kNoMaximum = -1e30f;
+
+enum class PageForm { kChunks, kRows };
+
+// Bytes of one padded row of form kRows.
+__host__ __device__ constexpr int row_pitch(int head_size, int element_bytes) {
+  return ((head_size * element_bytes / 16) | 1) * 16;
+}
+
+template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
+struct AttentionTile {
+  static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
+  static constexpr bool kRows = kForm == PageForm::kRows;
+  using Element = std::conditional_t<kWide, Cache, __half>;
+  static constexpr int kSteps = kMaxHeadSize / 16;
+
+  // The B operand, dimensions x rows, stays in registers where they suffice; otherwise the warps
+  // share one copy, [kTiles * kSteps][32 lanes] pairs.
+  static constexpr bool kSharedQuery = kTiles * kSteps > 16;
+  static constexpr int kSharedQuerySize = kSharedQuery ? kTiles * kSteps * 32 : 1;
+  uint2 query[kSharedQuery ? 1 : kTiles][kSharedQuery ? 1 : kSteps];
+  uint2* shared_query;
+  float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows a step
+  float maximum[kTiles][2];      // log2 units, of this lane's two rows
+  float sum[kTiles][2];          // this lane's tokens only, until reduce_sums()
+  float scale[kTiles][2];        // from product to log2 units
+  int head_size;
+  int tiles;  // in use
+
+  // Rows of a page that this lane addresses for ldmatrix.
+  uint32_t key_row, value_row;    // byte offsets inside a stage
+  uint32_t key_step, value_step;  // bytes from one step to the next
+  uint32_t key_tile, value_tile;  // bytes from one 16-token tile of a stage to the next
+  uint32_t zeros;                 // shared address of 16 zero bytes
+  int upper_dimensions;           // dimensions of a step before those of this lane's row of K
+
+  __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
+    if constexpr (kSharedQuery) {
+      shared_query[(tile * kSteps + k) * 32 + lane] = pair;  // every warp writes the same
+    } else {
+      query[tile][k] = pair;
+    }
+  }
+  __device__ __forceinline__ uint2 get_query(int tile, int k, int lane) const {
+    if constexpr (kSharedQuery) {
+      return shared_query[(tile * kSteps + k) * 32 + lane];
+    } else {
+      return query[tile][k];
+    }
+  }
+
+  // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
+  static __device__ __forceinline__ int token_of(int lane, int j) {
+    const int row = lane / 4, high = j >> 1;
+    return kWide || kRows ? row + 8 * high : (row >> 1) * 4 + (row & 1) + 2 * high;
+  }
+  static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
+    return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
+  }
+  // The row (0 .. 8 * kTiles - 1) of this lane's column j (of 0, 1).
+  static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
+    return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  // `start(row)` points to a query row of type Query, null where there is none. `to_log2`: from
+  // query times stored key to log2 units.
+  template <typename Query, typename Start>
+  __device__ __forceinline__ void load_query(const Start& start, float to_log2, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile >= tiles) break;
+      const Query* row = start(tile * 8 + lane / 4);
+      if constexpr (kWide) {
+        const auto* pairs = reinterpret_cast<const uint32_t*>(row) + lane % 4;
+        const int limit = row == nullptr ? 0 : head_size - (lane % 4) * 2;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          uint2 pair = {0, 0};
+          if (k * 16 < limit) pair.x = pairs[k * 8];
+          if (k * 16 + 8 < limit) pair.y = pairs[k * 8 + 4];
+          set_query(tile, k, lane, pair);
+        }
+        scale[tile][0] = scale[tile][1] = to_log2;
+      } else {
+        // Four elements a step, of a head size of multiples of 16.
+        const auto* fours = reinterpret_cast<const uint2*>(row) + lane % 4;
+        const int limit = row == nullptr ? 0 : head_size - (lane % 4) * 4;
+        uint2 loaded[kSteps];
+        float largest = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          loaded[k] = {0, 0};
+          if (k * 16 < limit) loaded[k] = fours[k * 4];
+        }
+        const auto at = [&](int k, int j) {
+          const uint32_t pair = j < 2 ? loaded[k].x : loaded[k].y;
+          return to_float(bits_as<Query>(static_cast<uint16_t>(j & 1 ? pair >> 16 : pair)));
+        };
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) largest = fmaxf(largest, fabsf(at(k, j)));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        // Brings the largest element to [2^14, 2^15), in reach of fp16 whatever the dtype's range.
+        const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
+        const int clamped = min(max(exponent, -100), 100);
+        const float factor = exp2f(static_cast<float>(clamped));
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          set_query(tile, k, lane,
+                    {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
+                     pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)});
+        }
+        const float inverse = exp2f(static_cast<float>(-clamped)) * to_log2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      maximum[tile][0] = maximum[tile][1] = kNoMaximum;
+      sum[tile][0] = sum[tile][1] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[tile][k][j] = 0.0f;
+      }
+    }
+  }
+
+  // kChunks: a stage's pages of `block_size` tokens (8, 16 or 32), `page_bytes` of K each.
+  __device__ __forceinline__ void set_addresses(int block_size, int page_bytes, int lane,
+                                                uint32_t zero_bytes) {
+    zeros = zero_bytes;
+    upper_dimensions = lane < 16 ? 0 : kWide ? 8 : 16;
+    const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
+    if constexpr (kRows) {
+      const int pitch = row_pitch(head_size, sizeof(Cache));
+      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
+      key_row = (row + second * 8) * pitch + upper * 16;
+      key_step = value_step = kWide ? 32 : 16;
+      // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
+      // (8-15, 8-15); 8-bit as K's.
+      value_row = kWide ? (row + upper * 8) * pitch + second * 16 : key_row;
+      key_tile = value_tile = 16 * pitch;
+    } else if constexpr (kWide) {
+      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
+      const int chunk_bytes = block_size * 16;
+      key_row = upper * chunk_bytes + row * 16 + second * (block_size == 8 ? page_bytes : 8 * 16);
+      key_step = 2 * chunk_bytes;
+      key_tile = 16 * 16;
+      // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
+      value_row = (second * 8 + row) * block_size * 2 + upper * (block_size == 8 ? page_bytes : 16);
+      value_step = 16 * block_size * 2;
+      value_tile = 16 * 2;
+    } else {
+      // K matrices: (slots 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
+      const int token = (row >> 1) * 4 + (row & 1) + second * 2;
+      key_row = upper * block_size * 16 + token * 16;
+      key_step = block_size * 16;
+      key_tile = 16 * 16;
+      // V matrices: 32 rows of 16 tokens, two steps at once.
+      value_row = lane * block_size;
+      value_step = 16 * block_size;
+      value_tile = 16;
+    }
+  }
+
+  __device__ __forceinline__ void scores(float (&c)[kTiles][4], uint32_t key, int lane) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) c[tile][j] = 0.0f;
+    }
+    const auto multiply = [&](int k, const uint32_t(&a)[4]) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (kTiles > 1 && tile >= tiles) break;
+        const uint2 b = get_query(tile, k, lane);
+        mma_m16n8k16<Element>(c[tile], a, b.x, b.y);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
+      uint32_t loaded[4];
+      // Past the head size: zeros, not what lies there. (A branch would cost more than the step.)
+      const bool absent = k * 16 >= head_size - upper_dimensions;
+      load_matrices(loaded, absent ? zeros : key + key_row + k * key_step);
+      if constexpr (kWide) {
+        multiply(k, loaded);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t a[4];
+          widen4<Cache>(loaded[2 * half], a[0], a[2]);
+          widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          multiply(k + half, a);
+        }
+      }
+    }
+  }
+
+  // `tokens`: bit t, token t counts; the others are read as zero, whatever lies there.
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2], uint32_t value,
+                                             uint32_t tokens, int lane) {
+    if (tokens == 0xffffu) {
+      multiply_values(weights, value, [](uint32_t loaded, int) { return loaded; });
+      return;
+    }
+    // Whole bytes of the two (16-bit elements, or form kRows) or four neighbouring tokens of each
+    // loaded matrix.
+    constexpr int kTogether = kWide || kRows ? 2 : 4, kBits = 32 / kTogether;
+    const auto keep = [&](int first) {
+      uint32_t mask = 0;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (tokens >> (first + i) & 1) mask |= ((1ull << kBits) - 1) << (kBits * i);
+      }
+      return mask;
+    };
+    const int first = lane % 4 * kTogether;
+    const uint32_t masks[2] = {keep(first), kTogether == 2 ? keep(first + 8) : keep(first)};
+    multiply_values(weights, value, [&](uint32_t loaded, int matrix) {
+      return loaded & masks[kWide ? matrix >> 1 : matrix & 1];
+    });
+  }
+
+  // O^T += V^T P^T; masked(loaded, j) is what counts of matrix j.
+  template <typename Masked>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kTiles][2],
+                                                  uint32_t value, const Masked& masked) {
+    const auto multiply = [&](int k, const uint32_t(&a)[4]) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        if (kTiles > 1 && tile >= tiles) break;
+        mma_m16n8k16<Element>(out[tile][k], a, weights[tile][0], weights[tile][1]);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
+      uint32_t loaded[4];
+      // Past the head size: anything, for it gives outputs that nobody asks for.
+      const uint32_t from = value + value_row + k * value_step;
+      if constexpr (kRows) {
+        load_transposed(loaded, from);
+      } else {
+        load_matrices(loaded, from);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) loaded[j] = masked(loaded[j], j);
+      if constexpr (kWide) {
+        multiply(k, loaded);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t a[4];
+          if constexpr (kRows) {
+            // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
+            const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
+            const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
+            widen4<Cache>(low, a[0], a[1]);
+            widen4<Cache>(high, a[2], a[3]);
+          } else {
+            widen4<Cache>(loaded[2 * half], a[0], a[2]);
+            widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          }
+          multiply(k + half, a);
+        }
+      }
+    }
+  }
+
+  // 16 tokens, of which those of `tokens` count. adjust(score, tile, j, token) gives the score that
+  // counts, in log2 units; it is asked only where `plain` is false or tokens are missing.
+  template <typename Adjust>
+  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
+                                       const Adjust& adjust, int lane) {
+    float c[kTiles][4];
+    scores(c, key, lane);
+    const bool all = plain && tokens == 0xffffu;
+    uint32_t weights[kTiles][2];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (kTiles > 1 && tile >= tiles) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        c[tile][j] *= scale[tile][j & 1];
+        if (!all) {
+          const int token = token_of(lane, j);
+          c[tile][j] =
+              tokens >> token & 1 ? adjust(c[tile][j], tile, j & 1, token) : -INFINITY;
+        }
+      }
+      float largest[2] = {fmaxf(c[tile][0], c[tile][2]), fmaxf(c[tile][1], c[tile][3])};
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        largest[0] = fmaxf(largest[0], __shfl_xor_sync(0xffffffffu, largest[0], distance));
+        largest[1] = fmaxf(largest[1], __shfl_xor_sync(0xffffffffu, largest[1], distance));
+      }
+      // Most tiles move no maximum: skip the rescaling of O by a vote.
+      if (__any_sync(0xffffffffu, largest[0] > maximum[tile][0] || largest[1] > maximum[tile][1])) {
+        float factor[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float updated = fmaxf(maximum[tile][j], largest[j]);
+          factor[j] = exp2_approx(maximum[tile][j] - updated);
+          maximum[tile][j] = updated;
+          sum[tile][j] *= factor[j];
+        }
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) out[tile][k][j] *= factor[j & 1];
+        }
+      }
+      float weight[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[tile][j] - maximum[tile][j & 1]);
+      sum[tile][0] += weight[0] + weight[2];
+      sum[tile][1] += weight[1] + weight[3];
+      weights[tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
+      weights[tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
+    }
+    accumulate(weights, value, tokens, lane);
+  }
+
+  // Lanes l, l + 4, ... hold the same rows and different tokens.
+  __device__ __forceinline__ void reduce_sums() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          sum[tile][j] += __shfl_xor_sync(0xffffffffu, sum[tile][j], distance);
+        }
+      }
+    }
+  }
+
+  // One tile's rows (at most 8, `rows` in use) to `part_out` [rows][pitch], maxima and sums [rows].
+  __device__ __forceinline__ void store(int tile, int rows, float* part_out, int pitch,
+                                        float* part_max, float* part_sum, int lane) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (t != tile) continue;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = (lane % 4) * 2 + j;
+        if (row >= rows) continue;
+        if (lane < 4) {
+          part_max[row] = maximum[t][j];
+          part_sum[row] = sum[t][j];
+        }
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const int d = dimension_of(lane, k, 0), other = dimension_of(lane, k, 1);
+          if (d < head_size) part_out[row * pitch + d] = out[t][k][j];
+          if (other < head_size) part_out[row * pitch + other] = out[t][k][2 + j];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace vllm_kernels::cuda
