@@ -208,17 +208,23 @@ struct AttentionTile {
   }
 
   __device__ __forceinline__ void scores(float (&c)[kTiles][4], uint32_t key, int lane) const {
+    // Two chains of products, so that one need not wait for the other.
+    constexpr int kChains = kTiles == 1 ? 2 : 1;
+    float chain[kChains][kTiles][4];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int i = 0; i < kChains; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) c[tile][j] = 0.0f;
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) chain[i][tile][j] = 0.0f;
+      }
     }
     const auto multiply = [&](int k, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (kTiles > 1 && tile >= tiles) break;
         const uint2 b = get_query(tile, k, lane);
-        mma_m16n8k16<Element>(c[tile], a, b.x, b.y);
+        mma_m16n8k16<Element>(chain[k % kChains][tile], a, b.x, b.y);
       }
     };
 #pragma unroll
@@ -237,6 +243,13 @@ struct AttentionTile {
           widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
           multiply(k + half, a);
         }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        c[tile][j] = kChains == 2 ? chain[0][tile][j] + chain[kChains - 1][tile][j] : chain[0][tile][j];
       }
     }
   }

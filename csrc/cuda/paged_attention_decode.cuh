@@ -22,6 +22,8 @@ struct DecodeShape {
   RingLayout ring;
   int tile_tokens;    // tokens of a page as it lies in a stage of form kChunks: 8, 16 or 32
   FastDivisor fours;  // groups of 4 dimensions of a head
+  float cap;          // softcap in log2 units
+  float cap_inverse;  // 2 / softcap
 };
 
 // The query rows of a segment.
@@ -118,7 +120,7 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
 }
 
 template <typename Cache, int kMaxHeadSize, int kTiles>
-constexpr int kDecodeThreads = sizeof(Cache) == 1 && kTiles == 1 && kMaxHeadSize <= 128 ? 384 : 256;
+constexpr int kDecodeThreads = kTiles == 1 && kMaxHeadSize <= 128 ? 384 : 256;
 
 template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
 __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1)
@@ -139,7 +141,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   launch_dependents();
   wait_for_predecessor();
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int warps = blockDim.x / 32;
+  const int warp = in_register(threadIdx.x / 32), lane = in_register(threadIdx.x % 32);
   const int head_size = p.kv.head_size;
   const int stage_shift = shape.work.stage_shift, stage_tokens = shape.work.stage_tokens();
   if (threadIdx.x == 0) zeros = uint4{0, 0, 0, 0};
@@ -280,8 +283,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       if (distance > 0 || (window > 0 && distance <= -window)) return -INFINITY;
       if (p.softcap > 0.0f) {
         // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a logit.
-        const float cap = p.softcap * kLog2E;
-        score = cap - __fdividef(2.0f * cap, 1.0f + exp2_approx(score * (2.0f / p.softcap)));
+        score = shape.cap - __fdividef(2.0f * shape.cap, 1.0f + exp2_approx(score * shape.cap_inverse));
       }
       if (p.alibi_slopes != nullptr) {
         score += p.alibi_slopes[place.head] * kLog2E * static_cast<float>(distance);
@@ -401,6 +403,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   shape.work.group = p.num_heads / kv.num_kv_heads;
   shape.work.row_shift = std::bit_width(8u * kTiles) - 1;
   shape.fours = FastDivisor(kv.head_size / 4);
+  shape.cap = p.softcap * kLog2E;
+  shape.cap_inverse = p.softcap > 0.0f ? 2.0f / p.softcap : 0.0f;
   shape.work.group_divisor = FastDivisor(shape.work.group);
   shape.ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
   shape.ring.whole_pages = !kRows && kv.block_size <= 32;
@@ -423,7 +427,9 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     return (memory - merge_bytes(warps)) / (warps * shape.ring.stage_bytes);
   };
   int warps = kDecodeThreads<Cache, kMaxHeadSize, kTiles> / 32;
-  while (warps > 1 && stages_for(warps) < 3) warps = warps > 4 ? warps - 4 : warps / 2;
+  const int least_stages = getenv("VK_ST") ? atoi(getenv("VK_ST")) : 3;
+  if (getenv("VK_W")) warps = std::min(warps, atoi(getenv("VK_W")));
+  while (warps > 1 && stages_for(warps) < least_stages) warps = warps > 4 ? warps - 4 : warps / 2;
   shape.ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
   const size_t bytes =
       static_cast<size_t>(warps) * shape.ring.stages * shape.ring.stage_bytes + merge_bytes(warps);

@@ -11,6 +11,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Keeps a value that the compiler would rather compute again.
+__device__ __forceinline__ int in_register(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // 2^x, flushing denormal results to zero; -inf gives 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
