@@ -174,7 +174,10 @@ void compute(const PagedAttentionParams& params, const Tensor& query, const Argu
   const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads);
   std::optional<Argument> scratch;
-  if (workspace) scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
+  if (workspace) {
+    scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
+    expect.apart(*scratch, queries.out);
+  }
   read_query_start_loc(expect, queries, query_start_loc, max_query_len);
   const int32_t window = at_most_int32(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, queries, kv, window);
