@@ -574,7 +574,7 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
         ("vllm", {"value_cache": value.transpose(2, 3).contiguous().transpose(2, 3)},
          r"value_cache: expected the page of a head to be contiguous"),
         ("NHD", {"key_cache": rows[:, :12], "value_cache": rows[:, :12]},
-         r"key_cache: expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got 12 in shape"),
+         r"key_cache: expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got 12 in sha"),
         ("HND", {"key_cache": large, "value_cache": large},
          r"key_cache: expected a block_size of .* got 512 in shape"),
         ("NHD", {"key_cache": rows[..., ::2], "value_cache": rows[..., ::2], "query": q[..., :32]},
