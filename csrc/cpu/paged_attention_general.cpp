@@ -24,6 +24,11 @@ inline float decay(float a, float b) {
   return a == b ? 1.0f : exp(splat(a - b))[0];
 }
 
+// Into the second-level cache.
+inline void prefetch_span(const char* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
 inline Vec lane_numbers() {
   Vec lanes;
   for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(i);
@@ -97,7 +102,9 @@ class GeneralAttention {
         ends ? tile.end : tile.begin + (end - tile.first_unit) * kGeneralUnitTokens;
     begin_tile(tile);
     for (int64_t token = first; token < last; token += kPieceTokens) {
-      add_piece(tile, static_cast<int32_t>(token), smaller(kPieceTokens, last - token));
+      const int64_t next = token + kPieceTokens;
+      add_piece(tile, {.first = static_cast<int32_t>(token), .count = piece_size(last - token)},
+                {.first = static_cast<int32_t>(next), .count = piece_size(last - next)});
     }
     const int rows = tile.queries * tile.heads;
     if (starts && ends) {
@@ -135,8 +142,18 @@ class GeneralAttention {
     score_scale_ = p_.scale * k_scale;
   }
 
-  // Tokens [first, first + count) of the sequence.
-  void add_piece(const AttentionTile& tile, int32_t first, int count) {
+  struct Piece {
+    int32_t first;  // token of the sequence
+    int count;
+  };
+
+  static int piece_size(int64_t tokens) { return tokens < 0 ? 0 : smaller(kPieceTokens, tokens); }
+
+  // While one of K and V is multiplied, what comes next is fetched.
+  void add_piece(const AttentionTile& tile, Piece piece, Piece next) {
+    const int32_t first = piece.first;
+    const int count = piece.count;
+    prefetch<false>(tile, piece);
     widen_keys(tile, first, count);
     for (int query = 0; query < tile.queries; ++query) {
       see_piece(tile, query, first, count);
@@ -144,6 +161,7 @@ class GeneralAttention {
         if (seen_[query].begin < seen_[query].end) score_row(tile, query, head, first);
       }
     }
+    prefetch<true>(tile, next);
     widen_values(tile, first, count);
     for (int query = 0; query < tile.queries; ++query) {
       if (seen_[query].begin >= seen_[query].end) continue;
@@ -181,19 +199,37 @@ class GeneralAttention {
     }
   }
 
+  template <bool keys>
+  void prefetch(const AttentionTile& tile, Piece piece) {
+    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int) {
+      const int64_t at = keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
+                              : kv_.value_offset(block, tile.kv_head, slot, 0);
+      const char* from =
+          reinterpret_cast<const char*>(static_cast<const Cache*>(keys ? kv_.key : kv_.value) + at);
+      const int64_t row = head_size_ * static_cast<int64_t>(sizeof(Cache));
+      if (kv_.layout == KvLayout::kVllm) {
+        if (slots == kv_.block_size) prefetch_span(from, row * slots);
+        return;
+      }
+      const int64_t stride =
+          (keys ? kv_.key_token_stride : kv_.value_token_stride) * int64_t{sizeof(Cache)};
+      for (int i = 0; i < slots; ++i) prefetch_span(from + i * stride, row);
+    });
+  }
+
   void widen_keys(const AttentionTile& tile, int32_t first, int count) {
     const Cache* keys = static_cast<const Cache*>(kv_.key);
     for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
-      for (int i = 0; i < slots; ++i) {
-        const Cache* key = keys + kv_.key_offset(block, tile.kv_head, slot + i, 0);
-        float* to = page_ + (at + i) * stride_;
+      const Cache* key = keys + kv_.key_offset(block, tile.kv_head, slot, 0);
+      float* to = page_ + at * stride_;
+      for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += stride_) {
         if (kv_.layout != KvLayout::kVllm) {
           widen(key, head_size_, to);
           continue;
         }
         Cache row[kMaxHeadSize];  // from chunks of 16 bytes
-        for (int d = 0; d < head_size_; d += kv_.x, key += kv_.key_chunk_stride) {
-          std::memcpy(row + d, key, 16);
+        for (int d = 0, chunk = 0; d < head_size_; d += kv_.x, ++chunk) {
+          std::memcpy(row + d, key + chunk * kv_.key_chunk_stride, 16);
         }
         widen(row, head_size_, to);
       }
