@@ -2,10 +2,8 @@
 // kPieceTokens tokens. A piece's K, then its V, is widened to floats once for all rows of a tile.
 #include "cpu/paged_attention_general.h"
 
-#include <cmath>
-#include <limits>
-
 #include "cpu/attention_lanes.h"
+#include "cpu/attention_output.h"
 #include "cpu/dispatch.h"
 #include "cpu/int8.h"
 #include "cpu/kernels.h"
@@ -14,15 +12,9 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kPieceTokens = 32;
 constexpr int kMaxHeadSize = 256;
 constexpr int kValueVectors = kLanes == 16 ? 4 : 2;  // accumulators a row, in add_values()
-
-// exp(a - b) of two maxima, where b >= a and both may be -inf.
-inline float decay(float a, float b) {
-  return a == b ? 1.0f : exp(splat(a - b))[0];
-}
 
 // Into the second-level cache.
 inline void prefetch_span(const char* from, int64_t bytes) {
@@ -40,38 +32,6 @@ inline void widen(const T* from, int count, float* to) {  // to whole vectors
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   if (i < count) store(to + i, load_partial(from + i, count - i));
-}
-
-template <typename T>
-inline void narrow(const float* from, float scale, int count, T* to) {
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i) * scale);
-  if (i < count) store_partial(to + i, load_partial(from + i, count - i) * scale, count - i);
-}
-
-// Writes a finished row: `weighted` is the sum of w v, `sum` that of w = exp(score - maximum).
-void finish_row(const PagedAttentionParams& p, const AttentionTile& tile, int row, float sum,
-                float maximum, const float* weighted) {
-  const int64_t token = tile.first_token + row / tile.heads;
-  const int head = tile.first_head + row % tile.heads;
-  float kept = 1.0f;
-  if (p.sinks != nullptr) {
-    const float sink = p.sinks[head];
-    const float updated = sink > maximum ? sink : maximum;
-    kept = decay(maximum, updated);
-    sum = sum * kept + (sink == -kInfinity ? 0.0f : decay(sink, updated));
-    maximum = updated;
-  }
-  if (p.lse != nullptr) {
-    p.lse[token * p.num_heads + head] = sum == 0.0f ? -kInfinity : maximum + std::log(sum);
-  }
-  const PagedKv& kv = p.kv;
-  float scale = sum == 0.0f ? 0.0f : kept / sum;
-  if (kv.v_scale != nullptr) scale *= kv.v_scale[tile.kv_head * kv.scale_stride];
-  const int64_t at = token * p.out_stride + static_cast<int64_t>(head) * kv.head_size;
-  dispatch_float(p.dtype, [&](auto tag) {
-    narrow(weighted, scale, kv.head_size, static_cast<decltype(tag)*>(p.out) + at);
-  });
 }
 
 // One task's state, about 200 KiB of stack at most.
@@ -109,7 +69,8 @@ class GeneralAttention {
     const int rows = tile.queries * tile.heads;
     if (starts && ends) {
       for (int row = 0; row < rows; ++row) {
-        finish_row(p_, tile, row, sum_[row], maximum_[row], out_ + row * stride_);
+        finish(p_, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
+               {.maximum = maximum_[row], .sum = sum_[row], .values = out_ + row * stride_});
       }
     } else {
       float* slot = work_.partials + (2 * task_ + (starts ? 1 : 0)) * work_.partial_size();
@@ -137,9 +98,7 @@ class GeneralAttention {
       maximum_[row] = -kInfinity;
     }
     for (int i = 0; i < rows * stride_; ++i) out_[i] = 0.0f;
-    const float k_scale =
-        kv_.k_scale == nullptr ? 1.0f : kv_.k_scale[tile.kv_head * kv_.scale_stride];
-    score_scale_ = p_.scale * k_scale;
+    score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
   }
 
   struct Piece {
@@ -449,7 +408,8 @@ void merge_tile(const GeneralAttentionWork& work, int64_t task, const AttentionT
       sum += share * from[0];
       for (int d = 0; d < head_size; ++d) weighted[d] += share * from[2 + d];
     }
-    finish_row(p, tile, row, sum, maximum, weighted);
+    finish(p, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
+           {.maximum = maximum, .sum = sum, .values = weighted});
   }
 }
 

@@ -102,9 +102,7 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
 [[maybe_unused]] bool is_plain_decode(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   return kv.layout == KvLayout::kVllm && kv.block_size >= 8 && kv.block_size <= 32 &&
-         kv.dtype != DType::kInt8 && kv.scale_stride == 0 && p.query_start_loc == nullptr &&
-         p.out_stride == static_cast<int64_t>(p.num_heads) * kv.head_size && p.lse == nullptr &&
-         p.sinks == nullptr && p.sliding_window == 0 && p.softcap == 0.0f;
+         p.max_query_len == 1 && p.sliding_window == 0;
 }
 
 // Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.

@@ -111,7 +111,9 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
           .max_partitions = 1,
           .exp_sums = nullptr,
           .max_logits = nullptr,
-          .tmp_out = nullptr};
+          .tmp_out = nullptr,
+          .num_tokens = static_cast<int32_t>(num_seqs),
+          .out_stride = num_heads * sizes.head_size};
 }
 
 BlockSparse block_sparse(int64_t tp_rank, int64_t local_blocks, int64_t vert_stride,
