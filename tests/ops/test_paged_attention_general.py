@@ -205,6 +205,7 @@ def per_head(heads: int, low: float, high: float) -> Tensor:
 def test_dtypes(device, dtype, layout, eight):
     check(make_case(device, dtype, [1, 15, 16, 17, 53, 300], stored=eight, layout=layout))
     check(make_case(device, dtype, [20, 130], [3, 7], stored=eight, layout=layout))
+    check(make_case(device, dtype, [20, 9, 700], [1, 0, 1], stored=eight, layout=layout))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
@@ -532,14 +533,16 @@ def test_empty_batch(device, dtype, layout, queries):
     assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
 
 
-def test_sequences_without_query_tokens(device, layout):
+@pytest.mark.parametrize("queries", [[1, 0, 1, 0], [2, 0, 5, 0]], ids=["decode", "several"])
+def test_sequences_without_query_tokens(device, layout, queries):
     """Padded rows of a CUDA graph; what lies in query past the last sequence stays as it is."""
-    case = make_case(device, torch.float32, [30, 40, 0], [2, 0, 0], layout=layout)
+    case = make_case(device, torch.float32, [30, 40, 300, 0], queries, layout=layout)
     case.block_tables[1] = -1
+    check(case)
     more = replace(case, query=torch.cat([case.query, torch.randn_like(case.query)]))
     got = more.run()
-    assert torch.equal(got[:2], case.run())
-    assert got[2:].isnan().all()
+    assert torch.equal(got[: sum(queries)], case.run())
+    assert got[sum(queries) :].isnan().all()
 
 
 # --- bad input
