@@ -161,7 +161,7 @@ class Attention {
       rows.tail = tail_;
     }
     const int tokens = (units + (rest > 0)) * Values::kTokens;
-    const int64_t page_bytes = head_size_ * rows.stride;
+    const Tile& ahead = next.pages > 0 ? next : tile;
     if (p_.alibi_slopes != nullptr) set_distances(tile);
     for_head_blocks(tile.segment.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
@@ -178,11 +178,9 @@ class Attention {
       }
       Vec* out = out_ + first * head_vectors_;
       if (first == 0) {
-        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, &next,
-                                            page_bytes, out);
+        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, ahead, out);
       } else {
-        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, &next,
-                                             page_bytes, out);
+        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, ahead, out);
       }
     });
   }
