@@ -352,7 +352,13 @@ def paged_attention_v1(
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
-    if torch.is_grad_enabled():
+    # Asked here first: a call of _inference_only() costs 0.5 us.
+    if (
+        out.requires_grad
+        or query.requires_grad
+        or key_cache.requires_grad
+        or value_cache.requires_grad
+    ):
         _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v1(
