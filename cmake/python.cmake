@@ -8,7 +8,8 @@ find_package(pybind11 3 CONFIG REQUIRED)
 file(GLOB PYTHON_SOURCES CONFIGURE_DEPENDS ${ROOT}/python/*.cpp)
 pybind11_add_module(_C MODULE NO_EXTRAS ${PYTHON_SOURCES})
 target_include_directories(_C PRIVATE ${ROOT})
-target_compile_options(_C PRIVATE -Wall -Wextra)
+# Bindings only (the manager is compiled in its own room): -O1 halves their compile time.
+target_compile_options(_C PRIVATE -O1 -Wall -Wextra)
 target_compile_definitions(_C PRIVATE VLLM_KERNELS_VERSION="${VLLM_KERNELS_VERSION}"
                                       VLLM_KERNELS_TORCH_VERSION="${TORCH_VERSION}"
                                       VLLM_KERNELS_CUDA_PLAN="${CUDA_PLAN}")

@@ -55,7 +55,8 @@ def cache() -> None:
                 ]
                 vllm = [torch.zeros(shape, device=CUDA, dtype=stored) for shape in shapes]
                 flash = torch.zeros(2, 8, block_size, heads, head_size, device=CUDA, dtype=stored)
-                for slots in (runs, single):
+                repeated = torch.randint(-1, 30, (40,), device=CUDA)
+                for slots in (runs, single, repeated):
                     arguments = (slots, cache_dtype, one, one)
                     vllm_kernels.reshape_and_cache(key, value, *vllm, *arguments)
                     vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
@@ -64,6 +65,7 @@ def cache() -> None:
                 vllm_kernels.swap_blocks(
                     vllm[0], torch.zeros_like(vllm[0], device="cpu"), pairs.cpu()
                 )
+            many_tokens(dtype, cache_dtype)
         for scale in (1.0, 0.5):
             wide = torch.randn(3, 77, device=CUDA, dtype=dtype)
             narrow = torch.empty(3, 77, device=CUDA, dtype=torch.uint8)
@@ -73,6 +75,25 @@ def cache() -> None:
         lse = torch.randn(3, 4, 5, device=CUDA)
         merged = torch.empty_like(parts[0])
         vllm_kernels.merge_attn_states(merged, parts[0], lse[0], parts[1], lse[1], lse[2])
+
+
+def many_tokens(dtype: torch.dtype, cache_dtype: str) -> None:
+    """The cache writers' kernels for more tokens than a decode step has; narrow and wide rows."""
+    one = torch.ones(1, device=CUDA)
+    size = dtype.itemsize if cache_dtype == "auto" else 1
+    stored = dtype if cache_dtype == "auto" else torch.uint8
+    x = 16 // size
+    for heads, head_size, block_size in ((8, 128, 16), (1, 32, 8), (16, 256, 32)):
+        tokens, blocks = 1100, 1200 // block_size
+        key, value = torch.randn(2, tokens, heads, head_size, device=CUDA, dtype=dtype)
+        keys = torch.zeros(blocks, heads, head_size // x, block_size, x, device=CUDA, dtype=stored)
+        values = torch.zeros(blocks, heads, head_size, block_size, device=CUDA, dtype=stored)
+        flash = torch.zeros(2, blocks, block_size, heads, head_size, device=CUDA, dtype=stored)
+        order = torch.randperm(blocks * block_size, device=CUDA)[:tokens]
+        for slots in (torch.arange(tokens, device=CUDA), order, order // 2):
+            arguments = (slots, cache_dtype, one, one)
+            vllm_kernels.reshape_and_cache(key, value, keys, values, *arguments)
+            vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
 
 
 def attention() -> None:

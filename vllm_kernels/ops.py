@@ -299,6 +299,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
 _paged_attention_v1 = _ops.paged_attention_v1.default
 _paged_attention_v2 = _ops.paged_attention_v2.default
+_paged_attention = _ops.paged_attention.default
 
 
 def paged_attention_v1(
@@ -352,7 +353,13 @@ def paged_attention_v1(
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
-    if torch.is_grad_enabled():
+    # Asked here first: a call of _inference_only() costs 0.5 us.
+    if (
+        out.requires_grad
+        or query.requires_grad
+        or key_cache.requires_grad
+        or value_cache.requires_grad
+    ):
         _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v1(
@@ -419,6 +426,95 @@ def paged_attention_v2(
     )  # fmt: skip
 
 
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of any query tokens to the pages of their sequences.
+
+    A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
+    ``p = seq_len - n + i`` and sees the tokens t with ``p - sliding_window < t <= p``. That serves
+    decoding (n = 1), speculative verification, chunked prefill and prefill. With
+
+        s(t) = cap(scale * q . k[t]) + slope * (t - p),   cap(x) = softcap * tanh(x / softcap)
+
+    the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
+    ``lse = log(sum exp(s(t)) + exp(sink))``, the sink only where there is one. A query token that
+    sees nothing (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon et al. 2023,
+    arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
+
+    Args:
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
+            tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
+        key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
+            "vllm"  K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth,
+                    V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
+            "NHD"   [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
+            "HND"   [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+            All other strides are free: slices of a packed tensor need no copy. block_size is a
+            power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
+        block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
+            sequence's end, before its window) are ignored.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included.
+        scale: of the product; head_size ** -0.5 by default.
+        query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
+            None: one a sequence. Tokens that no sequence owns are left as they are.
+        max_query_len: a bound on a sequence's query tokens, num_tokens by default.
+        alibi_slopes: [num_heads] float32.
+        sliding_window: tokens a query token sees, itself included; 0: all.
+        softcap: bound on the scaled product; 0: none.
+        sinks: [num_heads] float32.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
+            element or [num_kv_heads]; None stands for 1.
+        layout: "vllm", "NHD" or "HND".
+        out: like query, written; the stride between tokens is free. None: a new tensor.
+        return_lse: whether to return the log-sum-exp as well.
+        workspace: uint8 scratch for CUDA; not used on a CPU.
+
+    Returns:
+        out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
+        (:func:`merge_attn_states` takes its transpose.)
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a length, block id or query_start_loc out of range, before anything is written; on CUDA
+            such a row is contained (clamped, skipped).
+    """
+    if torch.is_grad_enabled():
+        _inference_only("paged_attention", out, query, key_cache, value_cache, sinks)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if max_query_len is None:
+        max_query_len = 1 if query_start_loc is None else query.shape[0]
+    if out is None:
+        out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    _paged_attention(
+        out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
+        alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
+        workspace,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
 def merge_attn_states(
     output: Tensor,
     prefix_output: Tensor,
@@ -469,6 +565,7 @@ OPS = [
     "convert_fp8",
     # attention
     "merge_attn_states",
+    "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
 ]

@@ -314,6 +314,78 @@ def naive_paged_attention(
     return out if partition_size is None else (out, exp_sums, max_logits, tmp_out)
 
 
+def _rows(cache: Tensor, layout: str) -> Tensor:
+    """[num_blocks, ...] -> [num_blocks, block_size, num_kv_heads, head_size]."""
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(1, 2)
+    if cache.dim() == 5:  # [blocks, heads, D/x, slots, x]
+        return cache.permute(0, 3, 1, 2, 4).flatten(3)
+    return cache.permute(0, 3, 1, 2)
+
+
+def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
+    """What the pages of one sequence stand for, [num_kv_heads, tokens, head_size] in float64."""
+    tokens = _rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1)
+    return tokens if scale is None else tokens * scale.double().reshape(-1, 1, 1)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    query_start_loc: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+) -> tuple[Tensor, Tensor]:
+    """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
+
+    Shapes and meaning as the op's; out [num_tokens, num_heads, head_size], lse [num_tokens,
+    num_heads]. Tokens that no sequence owns give 0 and -inf.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    block_size = _rows(value_cache[:0], layout).shape[1]
+    scale = head_size**-0.5 if scale is None else scale
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
+    starts = range(num_tokens + 1) if query_start_loc is None else query_start_loc.tolist()
+    for seq, length in enumerate(seq_lens.tolist()):
+        pages = block_tables[seq, : -(-length // block_size)].long()
+        for token in range(starts[seq], starts[seq + 1]):
+            position = length - starts[seq + 1] + token
+            first = max(0, position - sliding_window + 1) if sliding_window > 0 else 0
+            seen = slice(first, max(first, position + 1))
+            read = slice(first // block_size, -(-seen.stop // block_size))  # no other page
+            inside = slice(first - read.start * block_size, seen.stop - read.start * block_size)
+            key = _head_tokens(key_cache, layout, pages[read], k_scale)[:, inside]
+            value = _head_tokens(value_cache, layout, pages[read], v_scale)[:, inside]
+            kv_heads, tokens = key.shape[:2]
+            grouped = query[token].double().view(kv_heads, num_heads // kv_heads, head_size)
+            logits = (scale * grouped @ key.transpose(1, 2)).flatten(0, 1)  # [num_heads, seen]
+            if softcap > 0:
+                logits = softcap * torch.tanh(logits / softcap)
+            if alibi_slopes is not None:
+                distance = torch.arange(seen.start, seen.stop, device=query.device) - position
+                logits = logits + alibi_slopes.double()[:, None] * distance
+            if sinks is not None:  # a logit without a value
+                logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
+            lse[token] = torch.logsumexp(logits, dim=1)
+            weights = (logits - lse[token].clamp_min(-1e300)[:, None]).exp()
+            weights = weights[:, :tokens].view(kv_heads, num_heads // kv_heads, tokens)
+            out[token] = (weights @ value).flatten(0, 1)
+    return out, lse
+
+
 def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:

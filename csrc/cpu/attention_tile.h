@@ -7,6 +7,7 @@ namespace vllm_kernels::cpu {
 namespace {
 
 constexpr int kMaxHeadSize = 256;
+constexpr int kMaxFetchSteps = kMaxHeadSize * sizeof(float) / 16;  // chunks of a head
 #if defined(__AVX512F__)
 constexpr int kAccumulators = 16;  // vectors; half of the registers
 #else
@@ -17,6 +18,39 @@ constexpr int kAccumulators = 8;
 inline void prefetch_span(const char* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
+
+// What a loop over `steps` steps, run round after round, fetches of a tile's pages of K or V: each
+// step `bytes` bytes. Neighbouring steps fetch from different pages, so that address translations
+// and rows of DRAM are opened side by side.
+class FetchPlan {
+ public:
+  // count and steps are at least 1.
+  FetchPlan(const char* const* pages, int count, int steps, int bytes)
+      : steps_(steps), end_((count + steps - 1) / steps * steps), bytes_(bytes) {
+    if (count < steps) bytes_ *= steps / count;
+    for (int i = 0, page = 0, lap = 0; i < end_; ++i) {
+      from_[i] = pages[page] + lap * bytes;
+      if (++page == count) page = 0, ++lap;
+    }
+  }
+
+  const char* at(int step) const { return from_[begin_ + step] + offset_; }
+
+  void next_round() {
+    begin_ += steps_;
+    if (begin_ < end_) return;
+    begin_ = 0;
+    offset_ += bytes_;
+  }
+
+ private:
+  int steps_;
+  int begin_ = 0;  // of this round in from_
+  int end_;
+  int bytes_;
+  int64_t offset_ = 0;
+  const char* from_[kMaxFetchSteps + kMaxTilePages];
+};
 
 // --- scores --------------------------------------------------------------------------------------
 
@@ -58,15 +92,15 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
   static_assert(Keys::kWidth % kVectors == 0);
   const int chunks = head_size / Keys::kChunk;
   const int64_t chunk_stride = static_cast<int64_t>(block_size) * Keys::kChunk;
-  const int64_t token_bytes = head_size * static_cast<int64_t>(sizeof(T));
   const int shift = __builtin_ctz(block_size);
+  constexpr int kFetchBytes = kStep * 16;
+  FetchPlan plan(tile.value, tile.pages, chunks, kFetchBytes);
 
   for (int first = 0; first < tile.tokens; first += kLanes) {
     Vec sums[H][Keys::kWidth];
     for (int vector = 0; vector < Keys::kWidth; vector += kVectors) {
       const int token = first + vector * Keys::kTokens;
       const int page = token >> shift, slot = token & (block_size - 1);
-      const char* value = tile.value[page] + slot * token_bytes;
       const T* key = reinterpret_cast<const T*>(tile.key[page]) + slot * Keys::kChunk;
       const float* query = packed;
       Vec acc[H][kVectors] = {};
@@ -88,12 +122,12 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
           }
         }
         if constexpr (prefetch) {  // one at a time: a burst would wait for free line buffers
-          prefetch_span(value, kStep * 16);
-          value += kStep * 16;
+          prefetch_span(plan.at(chunk), kFetchBytes);
         }
         key += chunk_stride;
         query += kPacked;
       }
+      plan.next_round();
 #pragma GCC unroll 4
       for (int head = 0; head < H; ++head) {
 #pragma GCC unroll 8
@@ -136,25 +170,20 @@ inline void copy_tail(const char* const* rows, int64_t stride, int count, int he
 // out[d][head] = out * factor + sum over tokens of V[d][token] * weights[head][token], in blocks of
 // kLanes / H dimensions: one vector of out is [H][kLanes / H]. Asks for the next tile's K on the
 // way.
-//   weights: [units][kParts][H] vectors, ValueLanes::pack()ed; factor: lanes as in out
+//   ahead: the next tile, or this one at the end; weights: [units][kParts][H] vectors,
+//   ValueLanes::pack()ed; factor: lanes as in out
 template <typename T, int H, int kPieces, bool prefetch>
 inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Part* weights,
-                       Vec factor, int head_size, const Tile* next, int64_t page_bytes, Vec* out) {
+                       Vec factor, int head_size, const Tile& ahead, Vec* out) {
   using Values = ValueLanes<T>;
   using Part = typename Values::Part;
   constexpr int kDims = kLanes / H;
   const int blocks = (head_size + kDims - 1) / kDims;
-  const int64_t block_bytes = page_bytes * kDims / head_size;
+  constexpr int kFetchBytes = kDims * Values::kBytes / kPieces;  // of K, as many as of V
+  const int steps = from.units > 0 ? from.units * kPieces : 1;
+  FetchPlan plan(ahead.key, ahead.pages, steps, kFetchBytes);
 
   for (int block = 0; block < blocks; ++block) {
-    if constexpr (prefetch) {
-      const int64_t begin = (block * block_bytes + 63) & -64, end = (block + 1) * block_bytes;
-      for (int page = 0; page < next->pages; ++page) {
-        for (int64_t line = begin; line < end; line += 64) {
-          __builtin_prefetch(next->key[page] + line, 0, 2);
-        }
-      }
-    }
     int64_t offset[kDims], tail_offset[kDims];
 #pragma GCC unroll 16
     for (int i = 0; i < kDims; ++i) {
@@ -183,9 +212,16 @@ inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Part
       weight += Values::kParts * H;
     };
     for (int unit = 0; unit < from.units; ++unit) {
+      if constexpr (prefetch) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kPieces; ++i) {
+          prefetch_span(plan.at(unit * kPieces + i), kFetchBytes);
+        }
+      }
       const char* const* rows = from.rows + unit * kPieces;
       add([&](int i) { return load_joined<Values::kBytes, kPieces>(rows, offset[i]); });
     }
+    plan.next_round();
     if (from.tail != nullptr) {
       add([&](int i) { return load_joined<Values::kBytes, 1>(&from.tail, tail_offset[i]); });
     }

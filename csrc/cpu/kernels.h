@@ -5,6 +5,7 @@
 
 #include "cpu/level.h"
 #include "cpu/paged_attention.h"
+#include "cpu/paged_attention_general.h"
 #include "ops/activation.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
@@ -67,7 +68,8 @@ constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
 VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
 #endif
-VLLM_KERNELS_DECLARE(PagedAttentionParams)
+VLLM_KERNELS_DECLARE(GeneralAttentionWork)
+VLLM_KERNELS_DECLARE(GeneralAttentionMerge)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 
 #undef VLLM_KERNELS_DECLARE

@@ -2,36 +2,19 @@
 // query heads of its KV head, then its V; while one of them is multiplied the other is prefetched.
 #include "cpu/paged_attention.h"
 
-#include <cmath>
-#include <limits>
-
+#include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
 #include "cpu/dispatch.h"
+#include "cpu/int8.h"
 #include "cpu/kernels.h"
 #include "cpu/vec_math.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 // K of a tile, at most: with its V and the next K it stays in the second-level cache.
 constexpr size_t kTileBytes = 32 << 10;
 constexpr int kMinTileTokens = 32;  // the largest page
-
-// exp(a - b) of two maxima, where b >= a and both may be -inf.
-inline float decay(float a, float b) {
-  return a == b ? 1.0f : exp(splat(a - b))[0];
-}
-
-void store_row(DType dtype, void* to, int64_t element, const float* from, float scale, int count) {
-  dispatch_float(dtype, [&](auto tag) {
-    auto* row = static_cast<decltype(tag)*>(to) + element;
-    int d = 0;
-    for (; d + kLanes <= count; d += kLanes) store(row + d, load(from + d) * scale);
-    if (d < count) store_partial(row + d, load_partial(from + d, count - d) * scale, count - d);
-  });
-}
 
 // Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
 template <typename Body>
@@ -64,12 +47,7 @@ class Attention {
         head_size_(p_.kv.head_size),
         head_vectors_((head_size_ + kLanes - 1) / kLanes),
         block_size_(p_.kv.block_size),
-        sparse_(p_.sparse.on()) {
-    const bool scaled = sizeof(Cache) == 1;
-    logit_scale_ = KeyLanes<Cache>::kScale * p_.scale *
-                   (scaled && p_.kv.k_scale != nullptr ? *p_.kv.k_scale : 1.0f);
-    value_scale_ = scaled && p_.kv.v_scale != nullptr ? *p_.kv.v_scale : 1.0f;
-  }
+        sparse_(p_.sparse.on()) {}
 
   void run() {
     Tile tiles[2];
@@ -103,12 +81,15 @@ class Attention {
   }
 
   void begin_row(const Segment& segment) {
+    logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, segment.kv_head);
+    row_partitions_ = 0;
+    const int64_t token = query_token(p_, segment.seq);
+    if (token < 0) return;
     alignas(64) float rows[4 * kMaxHeadSize];
     for_head_blocks(segment.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       dispatch_float(p_.dtype, [&](auto tag) {
-        const auto* query = static_cast<const decltype(tag)*>(p_.query) +
-                            segment.seq * p_.query_stride +
+        const auto* query = static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
                             static_cast<int64_t>(segment.first_head + first) * head_size_;
         const int count = H * head_size_;
         int i = 0;
@@ -117,7 +98,6 @@ class Attention {
       });
       pack_query<Cache, H>(rows, head_size_, query_ + first * head_size_);
     });
-    row_partitions_ = 0;
   }
 
   void begin_partition(const Segment& segment) {
@@ -161,7 +141,7 @@ class Attention {
       rows.tail = tail_;
     }
     const int tokens = (units + (rest > 0)) * Values::kTokens;
-    const int64_t page_bytes = head_size_ * rows.stride;
+    const Tile& ahead = next.pages > 0 ? next : tile;
     if (p_.alibi_slopes != nullptr) set_distances(tile);
     for_head_blocks(tile.segment.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
@@ -178,11 +158,9 @@ class Attention {
       }
       Vec* out = out_ + first * head_vectors_;
       if (first == 0) {
-        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, &next,
-                                            page_bytes, out);
+        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, ahead, out);
       } else {
-        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, &next,
-                                             page_bytes, out);
+        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, ahead, out);
       }
     });
   }
@@ -203,6 +181,11 @@ class Attention {
     float* scores = scores_ + head * kTileTokens;
     const int row_head = first + head;
     const int global_head = tile.segment.first_head + row_head;
+    if (p_.softcap > 0.0f) {
+      for (int t = 0; t < tile.tokens; t += kLanes) {
+        store(scores + t, tanh(load(scores + t) / p_.softcap) * p_.softcap);
+      }
+    }
     if (p_.alibi_slopes != nullptr) {
       const Vec slope = splat(p_.alibi_slopes[global_head]);
       for (int t = 0; t < tile.tokens; t += kLanes) {
@@ -276,14 +259,13 @@ class Attention {
         p_.exp_sums[slot] = sum_[head];
         p_.max_logits[slot] = maximum_[head];
         store_row(p_.dtype, p_.tmp_out, slot * head_size_, partial.out + head * head_size_,
-                  normaliser(sum_[head]), head_size_);
+                  sum_[head] == 0.0f ? 0.0f : value_scale(p_.kv, segment.kv_head) / sum_[head],
+                  head_size_);
       }
     }
     if (row_partitions_ > 0) merge(segment.heads, partition_, row_);
     ++row_partitions_;
   }
-
-  float normaliser(float sum) const { return sum == 0.0f ? 0.0f : value_scale_ / sum; }
 
   void merge(int heads, const Partial& from, Partial& into) {
     for (int head = 0; head < heads; ++head) {
@@ -301,11 +283,12 @@ class Attention {
 
   void end_segment(const Segment& segment) {
     if (segment.starts_row && segment.ends_row) {
-      for (int head = 0; head < segment.heads; ++head) {
-        const int64_t row =
-            static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
-        store_row(p_.dtype, p_.out, row * head_size_, row_.out + head * head_size_,
-                  normaliser(row_.sum[head]), head_size_);
+      const int64_t token = query_token(p_, segment.seq);
+      for (int head = 0; token >= 0 && head < segment.heads; ++head) {
+        finish(p_, token, segment.first_head + head,
+               {.maximum = row_.maximum[head],
+                .sum = row_.sum[head],
+                .values = row_.out + head * head_size_});
       }
       return;
     }
@@ -325,8 +308,7 @@ class Attention {
   const int head_vectors_;  // a head of out_
   const int block_size_;
   const bool sparse_;
-  float logit_scale_;
-  float value_scale_;
+  float logit_scale_ = 1.0f;
   int row_partitions_ = 0;
 
   alignas(64) float query_[kMaxHeads * kMaxHeadSize];  // pack_query()'s, block after block
@@ -359,6 +341,9 @@ void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
       case DType::kFp8E5M2:
         run_task<Fp8E5M2>(work, task);
         break;
+      case DType::kInt8:
+        run_task<Int8>(work, task);
+        break;
       default:
         dispatch_float(work.params.kv.dtype,
                        [&](auto tag) { run_task<decltype(tag)>(work, task); });
@@ -390,8 +375,6 @@ void merge_row(const PagedAttentionWork& work, int64_t task) {
   }
   const PagedAttentionParams& p = work.params;
   const int head_size = p.kv.head_size;
-  const bool scaled = size_of(p.kv.dtype) == 1 && p.kv.v_scale != nullptr;
-  const float value_scale = scaled ? *p.kv.v_scale : 1.0f;
   const auto slot = [&](int64_t part, int head) {
     const int64_t at = part == 0 ? 2 * task + 1 : 2 * (task + part);
     return work.partials + at * work.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
@@ -409,9 +392,8 @@ void merge_row(const PagedAttentionWork& work, int64_t task) {
       sum += share * from[0];
       for (int d = 0; d < head_size; ++d) out[d] += share * from[2 + d];
     }
-    const int64_t row = static_cast<int64_t>(last.seq) * p.num_heads + last.first_head + head;
-    store_row(p.dtype, p.out, row * head_size, out, sum == 0.0f ? 0.0f : value_scale / sum,
-              head_size);
+    finish(p, query_token(p, last.seq), last.first_head + head,
+           {.maximum = maximum, .sum = sum, .values = out});
   }
 }
 

@@ -36,6 +36,17 @@ constexpr int32_t kMaxHeads = 64;                  // query heads of a row
 constexpr int32_t kUnitTokens = 128;               // without partitions
 constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 
+// The query token of a sequence, which has at most one; -1 where it has none.
+inline int32_t query_token(const PagedAttentionParams& p, int32_t seq) {
+  const QueryRange range = query_range(p, seq);
+  return range.count > 0 ? range.first : -1;
+}
+
+// The tokens it sees.
+inline int32_t row_length(const PagedAttentionParams& p, int32_t seq) {
+  return query_token(p, seq) < 0 ? 0 : usable_seq_len(p, seq);
+}
+
 // Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
 inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int64_t threads) {
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
@@ -48,7 +59,7 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
                           .partials = nullptr};
   int64_t tokens = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
-    const int64_t length = usable_seq_len(p, seq);
+    const int64_t length = row_length(p, seq);
     tokens += length;
     work.units += length == 0 ? 1 : (length + work.unit_tokens - 1) / work.unit_tokens;
   }

@@ -142,16 +142,17 @@ inline void store(float* to, Vec value) {
   store_raw(to, value);
 }
 
-// A bfloat16 in the upper 16 bits; the lower ones are rubbish.
+// A bfloat16 in the upper 16 bits; the lower ones are rubbish. A NaN stays one where its own lower
+// bits are 0, as they are in what comes from bfloat16 or out of an instruction.
 inline VecUint bfloat16_bits(Vec value) {
   const VecUint bits = as_bits(value);
-  const VecUint rounded = bits + (((bits >> 16) & 1u) + 0x7fffu);
-  const VecInt is_nan = value != value;
-  return as_bits(select(is_nan, as_float(VecUint{} + 0x7fc00000u), as_float(rounded)));
+  return bits + (((bits >> 16) & 1u) + 0x7fffu);
 }
 
 inline void store(BFloat16* to, Vec value) {
-  const VecUint upper = bfloat16_bits(value) >> 16;
+  const VecInt is_nan = value != value;
+  const Vec nan = as_float(VecUint{} + 0x7fc00000u);
+  const VecUint upper = as_bits(select(is_nan, nan, as_float(bfloat16_bits(value)))) >> 16;
 #if defined(__AVX512F__)
   store_raw(to, _mm512_cvtepi32_epi16((__m512i)upper));
 #elif defined(__AVX2__)

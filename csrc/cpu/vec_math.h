@@ -6,8 +6,8 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// e^x within 1 ulp. 0 below -87.3 (also -inf; from -104 on AVX-512, denormal in between), inf from
-// 88.73 up; NaN stays NaN.
+// e^x within 1.01 ulp. 0 below -87.3 (also -inf; from -104 on AVX-512, denormal in between), inf
+// from 88.73 up; NaN stays NaN.
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
   x = minimum(splat(89.0f), maximum(splat(-105.0f), x));  // NaN is the second argument: it passes
@@ -19,13 +19,13 @@ inline Vec exp(Vec x) {
   const Vec n = shifted - magic;
   Vec r = fma(n, splat(-0x1.63p-1f), x);  // ln2 in two parts; n times the first is exact
   r = fma(n, splat(0x1.bd0106p-13f), r);
-  // e^r = 1 + r + r^2 q(r)
-  Vec q = splat(0x1.6a4154p-10f);
-  q = fma(q, r, splat(0x1.1239c6p-7f));
-  q = fma(q, r, splat(0x1.5558bcp-5f));
-  q = fma(q, r, splat(0x1.555492p-3f));
-  q = fma(q, r, splat(0x1.fffffcp-2f));
-  const Vec power = fma(q, r * r, r) + splat(1.0f);
+  // e^r = 1 + r + r^2 q(r), q in pairs of terms: what bounds exp is its longest chain.
+  const Vec r2 = r * r;
+  const Vec low = fma(r, splat(0x1.555492p-3f), splat(0x1.fffffcp-2f));
+  Vec q = fma(r, splat(0x1.1239c6p-7f), splat(0x1.5558bcp-5f));
+  q = fma(r2, splat(0x1.6a4154p-10f), q);
+  q = fma(r2, q, low);
+  const Vec power = fma(q, r2, r) + splat(1.0f);
 #if defined(__AVX512F__)
   return (Vec)_mm512_scalef_ps((__m512)power, (__m512)n);
 #else
@@ -40,6 +40,20 @@ inline Vec exp(Vec x) {
 
 inline Vec absolute(Vec x) {
   return as_float(as_bits(x) & 0x7fffffffu);
+}
+
+// tanh x, odd and with a small relative error: x + x^3 p(x^2), from 0.6 up 1 - 2 / (e^2x + 1).
+inline Vec tanh(Vec x) {
+  const Vec u = absolute(x), square = x * x;
+  Vec p = splat(-0x1.828776p-8f);
+  p = fma(p, square, splat(0x1.54c3c2p-6f));
+  p = fma(p, square, splat(-0x1.b89abap-5f));
+  p = fma(p, square, splat(0x1.1109bep-3f));
+  p = fma(p, square, splat(-0x1.55553ep-2f));
+  const Vec small = fma(p * square, x, x);
+  const Vec large = splat(1.0f) - splat(2.0f) / (exp(u + u) + splat(1.0f));
+  const VecUint sign = as_bits(x) & 0x80000000u;
+  return select(u < splat(0.6f), small, as_float(as_bits(large) | sign));
 }
 
 // The normal distribution's cumulative function, (1 + erf(x / sqrt(2))) / 2, with a small relative

@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(256)
   const auto* up = reinterpret_cast<const Elements*>(static_cast<const T*>(p.up) + from);
   auto* out = reinterpret_cast<Elements*>(static_cast<T*>(p.out) + out_rows.of(row));
 
-  const Elements gates = load_once(gate + i);
+  const Elements gates = gate[i];
   Elements ups;
-  if constexpr (kGated) ups = load_once(up + i);
+  if constexpr (kGated) ups = up[i];
   float values[kWidth];
   widen(gates, values);
 #pragma unroll
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] *= factors[j];
   }
-  store_once(out + i, narrow<T>(values));
+  out[i] = narrow<T>(values);
 }
 
 template <typename T, Activation kActivation, bool kGated, int kWidth>

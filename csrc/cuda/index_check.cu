@@ -31,9 +31,12 @@ __device__ int64_t value_at(const IndexCheckParams& p, int64_t i) {
 }
 
 __device__ bool in_use(const IndexCheckParams& p, int64_t i) {
-  if (p.row_lengths == nullptr) return true;
-  const int64_t length = p.row_lengths[i / p.columns];
-  return i % p.columns < (length + p.tokens_per_column - 1) / p.tokens_per_column;
+  const ColumnRange used = p.used_columns(i / p.columns);
+  return i % p.columns >= used.begin && i % p.columns < used.end;
+}
+
+__device__ IndexBounds bounds_at(const IndexCheckParams& p, int64_t i) {
+  return i > 0 ? p.bounds.after(value_at(p, i - 1)) : p.bounds;
 }
 
 __device__ bool out_of_bounds(const IndexBounds& bounds, int64_t value) {
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
   for (int64_t i = threadIdx.x; i < p.rows * p.columns; i += kThreads) {
     if (!in_use(p, i)) continue;
     const int64_t value = value_at(p, i);
-    if (out_of_bounds(p.bounds, value) || comes_before(p, i, value)) {
+    if (out_of_bounds(bounds_at(p, i), value) || comes_before(p, i, value)) {
       atomicMin(&first_bad, static_cast<unsigned long long>(i));
       break;
     }
@@ -73,9 +76,9 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
   const int64_t value = value_at(p, i);
   report->bad = {.op = p.op,
                  .argument = p.argument,
-                 .bounds = p.bounds,
+                 .bounds = bounds_at(p, i),
                  .one_dimensional = p.one_dimensional,
-                 .repeated = !out_of_bounds(p.bounds, value),
+                 .repeated = !out_of_bounds(bounds_at(p, i), value),
                  .row = i / p.columns,
                  .column = i % p.columns,
                  .value = value};

@@ -29,7 +29,8 @@ void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
-void launch(const PagedAttentionParams& params, Stream stream);
+void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
+void launch_paged_attention_decode(const PagedAttentionParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

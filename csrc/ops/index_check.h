@@ -5,6 +5,8 @@
 #pragma once
 #include <cstdint>
 
+#include "ops/rows.h"
+
 namespace vllm_kernels {
 
 // Good: low <= value < high, and -1 where `skip` says that it means "leave this one out".
@@ -14,6 +16,22 @@ struct IndexBounds {
   int64_t high = 0;
   bool skip = false;
   bool unique = false;  // one-dimensional: no value >= 0 may come up twice; looked at on CUDA only
+  int64_t most_rise =
+      -1;  // one-dimensional, where >= 0: of a value over the one before, at least 0
+
+  VLLM_KERNELS_HOST_DEVICE IndexBounds after(int64_t previous) const {
+    IndexBounds bounds = *this;
+    if (most_rise < 0) return bounds;
+    if (previous > low) bounds.low = previous;
+    if (previous + most_rise + 1 < high) bounds.high = previous + most_rise + 1;
+    return bounds;
+  }
+};
+
+// The columns of a row that an op reads.
+struct ColumnRange {
+  int64_t begin = 0;
+  int64_t end = 0;
 };
 
 // Pointers to names are host pointers to string literals; a kernel only carries them around.
@@ -26,9 +44,26 @@ struct IndexCheckParams {
   bool one_dimensional;
   int64_t rows;
   int64_t columns;
-  int64_t row_stride;          // elements
-  const int32_t* row_lengths;  // [rows] tokens, or null: only the first
-  int32_t tokens_per_column;   //   ceil(length / tokens_per_column) columns of a row are looked at
+  int64_t row_stride;  // elements
+
+  // Only the columns of tokens that a query token of the row sees are looked at.
+  const int32_t* row_lengths = nullptr;  // [rows] tokens, or null: all columns
+  int32_t tokens_per_column = 1;
+  const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
+  int32_t sliding_window = 0;                // tokens a query token sees; 0: all
+
+  VLLM_KERNELS_HOST_DEVICE ColumnRange used_columns(int64_t row) const {
+    if (row_lengths == nullptr) return {.begin = 0, .end = columns};
+    const int64_t length = row_lengths[row];
+    int64_t queries = 1;
+    if (query_start_loc != nullptr) queries = query_start_loc[row + 1] - query_start_loc[row];
+    if (queries <= 0) return {};
+    ColumnRange used{.begin = 0, .end = (length + tokens_per_column - 1) / tokens_per_column};
+    if (used.end > columns) used.end = columns;
+    const int64_t unseen = sliding_window > 0 ? length - queries + 1 - sliding_window : 0;
+    if (unseen > 0) used.begin = unseen / tokens_per_column;
+    return used;
+  }
 };
 
 struct BadIndex {

@@ -78,7 +78,8 @@ struct QueryRange {
   int32_t first = 0;
   int32_t count = 0;
 };
-VLLM_KERNELS_HOST_DEVICE inline QueryRange query_range(const PagedAttentionParams& p, int32_t seq) {
+VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,
+                                                              int32_t seq) {
   if (p.query_start_loc == nullptr) return {.first = seq, .count = 1};
   int32_t first = p.query_start_loc[seq], end = p.query_start_loc[seq + 1];
   first = first < 0 ? 0 : first;
@@ -89,7 +90,8 @@ VLLM_KERNELS_HOST_DEVICE inline QueryRange query_range(const PagedAttentionParam
 }
 
 // Tokens of a row that count: never past its table or the caller's bound, never below 0.
-VLLM_KERNELS_HOST_DEVICE inline int32_t usable_seq_len(const PagedAttentionParams& p, int32_t seq) {
+VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
+                                                              int32_t seq) {
   int64_t length = p.seq_lens[seq];
   const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
   if (length > table) length = table;

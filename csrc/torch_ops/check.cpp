@@ -134,6 +134,25 @@ Argument& Argument::cache_dtype(DType dtype, std::string_view text, std::string_
   return *this;
 }
 
+Argument& Argument::cache_of(const Argument& model) {
+  const std::optional<DType> got = known_dtype(scalar_type_);
+  if (!got || (scalar_type_ != model.scalar_type_ && size_of(*got) != 1)) {
+    fail("expected " + dtype_text(model.scalar_type_) + " (from " + model.name_ +
+         "), float8_e4m3fn, float8_e5m2 or int8, got " + dtype_text(scalar_type_) +
+         (scalar_type_ == aoti_torch_dtype_uint8()
+              ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
+              : ""));
+  }
+  return *this;
+}
+
+Argument& Argument::uint8() {
+  if (scalar_type_ != aoti_torch_dtype_uint8()) {
+    fail("expected uint8, got " + dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
 Argument& Argument::rank(int64_t low, int64_t high) {
   if (dim() < low || dim() > high) {
     fail("expected " + std::to_string(low) + (high == low ? "" : " to " + std::to_string(high)) +

@@ -63,6 +63,8 @@ class Argument {
   // `dtype`, or uint8 that stands for an 8-bit type
   Argument& cache_dtype(DType dtype, std::string_view text,
                         std::string_view name = "kv_cache_dtype");
+  Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
+  Argument& uint8();
 
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);

@@ -31,9 +31,7 @@ IndexCheckParams pack(const Expect& expect, const Argument& values, const IndexB
           .one_dimensional = flat,
           .rows = values.size(0),
           .columns = flat ? 1 : values.size(1),
-          .row_stride = flat ? 1 : values.stride(0),
-          .row_lengths = nullptr,
-          .tokens_per_column = 1};
+          .row_stride = flat ? 1 : values.stride(0)};
 }
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
@@ -48,16 +46,12 @@ void scan(const IndexCheckParams& params, const Argument& values) {
 
 template <typename Int>
 void scan_as(const IndexCheckParams& p) {
-  const IndexBounds& bounds = p.bounds;
+  IndexBounds bounds = p.bounds;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
-    int64_t columns = p.columns;
-    if (p.row_lengths != nullptr) {
-      const int64_t used =
-          (int64_t{p.row_lengths[row]} + p.tokens_per_column - 1) / p.tokens_per_column;
-      if (used < columns) columns = used;
-    }
-    for (int64_t column = 0; column < columns; ++column) {
+    if (row > 0) bounds = p.bounds.after(values[-p.row_stride]);
+    const ColumnRange used = p.used_columns(row);
+    for (int64_t column = used.begin; column < used.end; ++column) {
       const int64_t value = values[column];
       if (value >= bounds.low && value < bounds.high) continue;
       if (bounds.skip && value == -1) continue;
@@ -83,6 +77,8 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
   IndexCheckParams params = pack(expect, values, bounds);
   params.row_lengths = used.row_lengths.as<const int32_t>();
   params.tokens_per_column = used.tokens_per_column;
+  params.query_start_loc = used.query_start_loc;
+  params.sliding_window = used.sliding_window;
   scan(params, values);
 }
 

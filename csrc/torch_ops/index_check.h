@@ -5,11 +5,13 @@
 
 namespace vllm_kernels {
 
-// Only the columns that a row's length reaches are looked at: block tables hold garbage behind
-// them.
+// Only the columns that a query token of the row sees are looked at: block tables hold garbage
+// behind a row's length, and before a sliding window.
 struct UsedColumns {
-  const Argument& row_lengths;  // [rows] int32, in tokens
-  int32_t tokens_per_column;    // block_size
+  const Argument& row_lengths;               // [rows] int32, in tokens
+  int32_t tokens_per_column;                 // block_size
+  const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
+  int32_t sliding_window = 0;                // 0: none
 };
 
 // `values`: [n] or [rows, columns], int32 or int64, stride 1 in the last dimension.

@@ -48,6 +48,11 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
       "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
   library.def(
+      "paged_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key_cache, "
+      "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
+      "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
+      "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace) -> ()");
+  library.def(
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
 

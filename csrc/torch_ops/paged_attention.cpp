@@ -1,4 +1,4 @@
-#include "ops/paged_attention.h"
+#include "torch_ops/paged_attention.h"
 
 #include <memory>
 
@@ -8,17 +8,14 @@
 #include "torch_ops/paged_kv.h"
 
 namespace vllm_kernels {
-namespace {
-
-constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-void compute(const PagedAttentionParams& params, const Tensor& query) {
+void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   launch(params, query);
 }
 #else
 // In two launches where a sequence is shared by several threads: parts, then their merge.
-void compute(const PagedAttentionParams& params, const Tensor& query) {
+void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   cpu::PagedAttentionWork work = cpu::cut_paged_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);
   const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
@@ -27,6 +24,10 @@ void compute(const PagedAttentionParams& params, const Tensor& query) {
   launch(cpu::PagedAttentionMerge{work}, query);
 }
 #endif
+
+namespace {
+
+constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 
 // What v1 and v2 share: every argument but the scratch. (A failing check builds its message itself:
 // Expect::that() would have it built by every call.)
@@ -110,7 +111,9 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
           .max_partitions = 1,
           .exp_sums = nullptr,
           .max_logits = nullptr,
-          .tmp_out = nullptr};
+          .tmp_out = nullptr,
+          .num_tokens = static_cast<int32_t>(num_seqs),
+          .out_stride = num_heads * sizes.head_size};
 }
 
 BlockSparse block_sparse(int64_t tp_rank, int64_t local_blocks, int64_t vert_stride,
@@ -134,7 +137,7 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
            block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
                         blocksparse_block_size, blocksparse_head_sliding_step));
-  if (params.num_seqs > 0) compute(params, query);
+  if (params.num_seqs > 0) launch_decode(params, query);
 }
 
 void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
@@ -180,7 +183,7 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
   params.exp_sums = sums.as<float>();
   params.max_logits = maxima.as<float>();
   params.tmp_out = partial.mutable_data();
-  if (params.num_seqs > 0) compute(params, query);
+  if (params.num_seqs > 0) launch_decode(params, query);
 }
 
 }  // namespace

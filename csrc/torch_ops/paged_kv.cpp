@@ -28,34 +28,19 @@ void set_sizes(PagedKv& kv, const CacheSizes& sizes, DType dtype, KvLayout layou
   kv.x = 16 / size_of(dtype);
 }
 
-}  // namespace
-
-DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name) {
-  if (text == "auto") return model;
-  if (text == "fp8" || text == "fp8_e4m3") return DType::kFp8E4M3;
-  if (text == "fp8_e5m2") return DType::kFp8E5M2;
-  expect.fail(std::string(name) +
-              ": expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"" +
-              std::string(text) + "\"");
-}
-
-PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
-                    std::string_view kv_cache_dtype, CacheSizes& sizes) {
+// Shapes and strides of caches whose dtype was checked.
+PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
   const int64_t x = 16 / size_of(dtype);
-  const Argument v =
-      expect.tensor("value_cache", value_cache)
-          .cache_dtype(dtype, kv_cache_dtype)
-          .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
+  const Argument& v =
+      value.shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
   if (sizes.head_size % x != 0) {
     v.fail("expected head_size to be a multiple of " + std::to_string(x) + " for a " +
            name_of(dtype) + " cache, got " + std::to_string(sizes.head_size));
   }
   Size chunks("head_size / x", sizes.head_size / x, "value_cache");
   Size chunk("x = 16 bytes / element size", x, nullptr);
-  const Argument k =
-      expect.tensor("key_cache", key_cache)
-          .cache_dtype(dtype, kv_cache_dtype)
-          .shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
+  const Argument& k =
+      key.shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
   require_page_contiguous(k, 2);
   require_page_contiguous(v, 2);
 
@@ -74,30 +59,103 @@ PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value
   return kv;
 }
 
-PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
-                     DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes) {
-  const auto read = [&](const char* name, const Tensor& cache) {
-    return expect.tensor(name, cache)
-        .cache_dtype(dtype, kv_cache_dtype)
-        .shape({&sizes.num_blocks, &sizes.block_size, &sizes.num_kv_heads, &sizes.head_size})
-        .inner_contiguous();
-  };
-  const Argument k = read("key_cache", key_cache);
-  const Argument v = read("value_cache", value_cache);
+// NHD or HND: they differ in the order of two dimensions.
+PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
+  const bool token_first = layout == KvLayout::kNHD;
+  const int64_t token = token_first ? 1 : 2, head = token_first ? 2 : 1;
+  Size& second = token_first ? sizes.block_size : sizes.num_kv_heads;
+  Size& third = token_first ? sizes.num_kv_heads : sizes.block_size;
+  const Argument& k =
+      key.shape({&sizes.num_blocks, &second, &third, &sizes.head_size}).inner_contiguous();
+  const Argument& v =
+      value.shape({&sizes.num_blocks, &second, &third, &sizes.head_size}).inner_contiguous();
 
   PagedKv kv;
-  set_sizes(kv, sizes, dtype, KvLayout::kNHD);
+  set_sizes(kv, sizes, dtype, layout);
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);
-  kv.key_token_stride = k.stride(1);
-  kv.key_head_stride = k.stride(2);
+  kv.key_token_stride = k.stride(token);
+  kv.key_head_stride = k.stride(head);
   kv.key_chunk_stride = kv.x;
   kv.value_block_stride = v.stride(0);
-  kv.value_token_stride = v.stride(1);
-  kv.value_head_stride = v.stride(2);
+  kv.value_token_stride = v.stride(token);
+  kv.value_head_stride = v.stride(head);
   kv.value_dim_stride = 1;
   return kv;
+}
+
+}  // namespace
+
+DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name) {
+  if (text == "auto") return model;
+  if (text == "fp8" || text == "fp8_e4m3") return DType::kFp8E4M3;
+  if (text == "fp8_e5m2") return DType::kFp8E5M2;
+  expect.fail(std::string(name) +
+              ": expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"" +
+              std::string(text) + "\"");
+}
+
+PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
+                    std::string_view kv_cache_dtype, CacheSizes& sizes) {
+  Argument v = expect.tensor("value_cache", value_cache).cache_dtype(dtype, kv_cache_dtype);
+  Argument k = expect.tensor("key_cache", key_cache).cache_dtype(dtype, kv_cache_dtype);
+  return vllm_pages(k, v, dtype, sizes);
+}
+
+PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
+                     DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes) {
+  Argument k = expect.tensor("key_cache", key_cache).cache_dtype(dtype, kv_cache_dtype);
+  Argument v = expect.tensor("value_cache", value_cache).cache_dtype(dtype, kv_cache_dtype);
+  return row_pages(k, v, dtype, KvLayout::kNHD, sizes);
+}
+
+KvLayout cache_layout(const Expect& expect, std::string_view text) {
+  if (text == "vllm") return KvLayout::kVllm;
+  if (text == "NHD") return KvLayout::kNHD;
+  if (text == "HND") return KvLayout::kHND;
+  expect.fail("layout: expected \"vllm\", \"NHD\" or \"HND\", got \"" + std::string(text) + "\"");
+}
+
+PagedKv paged_cache(Expect& expect, const Argument& query, const Tensor& key_cache,
+                    const Tensor& value_cache, KvLayout layout, CacheSizes& sizes) {
+  Argument k = expect.tensor("key_cache", key_cache).cache_of(query);
+  Argument v = expect.tensor("value_cache", value_cache).same_dtype(k);
+  const DType dtype = k.dtype();
+  const PagedKv kv = layout == KvLayout::kVllm ? vllm_pages(k, v, dtype, sizes)
+                                               : row_pages(k, v, dtype, layout, sizes);
+  const int64_t block_size = sizes.block_size;
+  if (block_size < 1 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
+    k.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +
+           std::to_string(block_size) + " in shape " + k.shape_text());
+  }
+  return kv;
+}
+
+void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
+                const std::optional<Tensor>& v_scale) {
+  int64_t elements = 0;  // of the scale read first
+  const auto read = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
+    if (!scale) return nullptr;
+    const Argument s = expect.tensor(name, *scale).float32().contiguous();
+    if (size_of(kv.dtype) != 1) {
+      s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
+             name_of(kv.dtype));
+    }
+    if (s.numel() != 1 && !(s.dim() == 1 && s.size(0) == kv.num_kv_heads)) {
+      s.fail("expected one element, or num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+             ", got shape " + s.shape_text());
+    }
+    if (elements != 0 && s.numel() != elements) {
+      s.fail("expected " + std::to_string(elements) + " elements (from k_scale), got shape " +
+             s.shape_text());
+    }
+    elements = s.numel();
+    return s.as<const float>();
+  };
+  kv.k_scale = read("k_scale", k_scale);
+  kv.v_scale = read("v_scale", v_scale);
+  kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
 void set_scales(Expect& expect, PagedKv& kv, const Tensor& k_scale, const Tensor& v_scale) {

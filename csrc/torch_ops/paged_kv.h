@@ -1,5 +1,6 @@
 // From cache tensors to a PagedKv, with every check that needs only shapes, strides and dtypes.
 #pragma once
+#include <optional>
 #include <string_view>
 
 #include "ops/paged_kv.h"
@@ -30,6 +31,19 @@ PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value
 // are free.
 PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
                      DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes);
+
+// "vllm", "NHD" or "HND".
+KvLayout cache_layout(const Expect& expect, std::string_view text);
+
+// The caches of a model whose dtype is that of `query`, their own dtype read from the tensors. A
+// page has 1, 2, 4, .. or 256 tokens. Free strides: as above, with HND those of its three outer
+// dimensions [num_blocks, num_kv_heads, block_size].
+PagedKv paged_cache(Expect& expect, const Argument& query, const Tensor& key_cache,
+                    const Tensor& value_cache, KvLayout layout, CacheSizes& sizes);
+
+// k_scale, v_scale of an 8-bit cache: float32 of one element, or one a KV head; null stands for 1.
+void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
+                const std::optional<Tensor>& v_scale);
 
 // k_scale, v_scale: float32 of one element on the cache's device; read for 8-bit caches only.
 void set_scales(Expect& expect, PagedKv& kv, const Tensor& k_scale, const Tensor& v_scale);

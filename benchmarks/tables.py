@@ -1,0 +1,81 @@
+"""Markdown tables of RESULTS.md from what ../shared/peers/bench.py and small.py write (--out).
+
+python -m benchmarks.tables decode.json|small.json [...]
+"""
+
+import json
+import sys
+
+CEILING = 4.34e12  # bytes/s of a plain read (../shared/PEERS.md)
+
+
+def row(cells):
+    return "| " + " | ".join(str(c) for c in cells) + " |"
+
+
+def decode_table(rows):
+    """A row a workload: the time its bytes need, us and GB/s of each of ours, us of each peer."""
+    peers = list(dict.fromkeys(r["peer"] for r in rows))
+    ours = [p for p in peers if p.startswith("ours")]
+    others = [p for p in peers if not p.startswith("ours")]
+    head = [
+        "workload",
+        "KV MB",
+        "us at 4.34 TB/s",
+        *ours,
+        "GB/s",
+        "% of ceiling",
+        *others,
+        "best peer / ours",
+    ]
+    lines = [row(head), row("---" for _ in head)]
+    for workload in dict.fromkeys(r["wl"] for r in rows):
+        us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and "us" in r}
+        kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
+        best = min((us[p] for p in ours if p in us), default=None)
+        peer = min((us[p] for p in others if p in us), default=None)
+        rate = kv / best * 1e6 if best else 0
+        lines.append(
+            row(
+                [
+                    workload,
+                    f"{kv / 1e6:.0f}",
+                    f"{kv / CEILING * 1e6:.1f}",
+                    *(f"{us[p]:.1f}" if p in us else "-" for p in ours),
+                    f"{rate / 1e9:.0f}",
+                    f"{100 * rate / CEILING:.0f}",
+                    *(f"{us[p]:.1f}" if p in us else "-" for p in others),
+                    f"{peer / best:.2f}" if best and peer else "-",
+                ]
+            )
+        )
+    return lines
+
+
+def small_table(rows):
+    """A row an op and number of tokens: ours, its GB/s, and the fastest of each library."""
+    lines = [
+        row(["T", "op", "bytes MB", "ours us", "GB/s", "vLLM us", "FlashInfer us"]),
+        row(["---"] * 7),
+    ]
+
+    def of(tokens, op, *peers):
+        found = [r["us"] for r in rows if r["T"] == tokens and r["op"] == op and r["peer"] in peers]
+        return f"{found[0]:.2f}" if found else "-"
+
+    for r in rows:
+        if not r["peer"].startswith("ours"):
+            continue
+        vllm = {"ours_nhd": "vllm_flash_nhd", "ours_x_random": "vllm_legacy"}.get(r["peer"], "vllm")
+        flashinfer = "flashinfer" if r["peer"] in ("ours", "ours_nhd") else "none"
+        name = r["op"] + r["peer"].removeprefix("ours").replace("_", " ")
+        cells = [r["T"], name, f"{r['bytes'] / 1e6:.2f}", f"{r['us']:.2f}", f"{r['gbps']:.0f}"]
+        lines.append(row([*cells, of(r["T"], r["op"], vllm), of(r["T"], r["op"], flashinfer)]))
+    return lines
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        with open(path) as file:
+            records = json.load(file)
+        print("\n".join(decode_table(records) if "wl" in records[0] else small_table(records)))

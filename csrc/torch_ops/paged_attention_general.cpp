@@ -1,0 +1,225 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "torch_ops/device.h"
+#include "torch_ops/index_check.h"
+#include "torch_ops/paged_attention.h"
+#include "torch_ops/paged_kv.h"
+
+namespace vllm_kernels {
+namespace {
+
+// The query's tokens and the sequences they belong to.
+struct Queries {
+  Argument query;
+  Argument out;
+  float* lse = nullptr;                      // [num_tokens, num_heads]
+  const int32_t* query_start_loc = nullptr;  // [num_seqs + 1]
+  Size num_tokens{"num_tokens"};
+  Size num_heads{"num_heads"};
+  Size num_seqs{"num_seqs"};
+};
+
+void require_contiguous_heads(const Argument& a) {
+  if (a.stride(2) != 1 || (a.size(1) > 1 && a.stride(1) != a.size(2))) {
+    a.fail("expected contiguous heads (only the stride of num_tokens is free), got shape " +
+           a.shape_text() + " with stride " + std::to_string(a.stride(1)) + " between heads");
+  }
+}
+
+Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
+                     const Tensor& query, Size& head_size) {
+  Queries queries;
+  Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
+  queries.query =
+      expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
+  require_contiguous_heads(queries.query);
+  queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
+  require_contiguous_heads(queries.out);
+  queries.out.written();
+  expect.apart(queries.out, queries.query);
+  if (lse) {
+    const Argument l = expect.tensor("lse", *lse)
+                           .float32()
+                           .shape({&num_tokens, &num_heads})
+                           .contiguous()
+                           .written();
+    expect.apart(l, queries.out);
+    expect.apart(l, queries.query);
+    queries.lse = l.as<float>();
+  }
+  return queries;
+}
+
+void read_query_start_loc(Expect& expect, Queries& queries,
+                          const std::optional<Tensor>& query_start_loc, int64_t max_query_len) {
+  if (!query_start_loc) {
+    queries.num_seqs = Size("num_seqs = num_tokens", queries.num_tokens, "query");
+    return;
+  }
+  const Argument starts =
+      expect.tensor("query_start_loc", *query_start_loc).int32().rank(1, 1).contiguous();
+  if (starts.size(0) < 1) starts.fail("expected num_seqs + 1 elements, got shape [0]");
+  queries.num_seqs = Size("num_seqs", starts.size(0) - 1, "query_start_loc");
+  check_index(expect, starts,
+              {.noun = "a token of query, at most max_query_len past the one before,",
+               .high = queries.num_tokens + 1,
+               .most_rise = max_query_len});
+  queries.query_start_loc = starts.as<const int32_t>();
+}
+
+void check_sizes(const Queries& queries, const PagedKv& kv) {
+  const int64_t heads = queries.num_heads;
+  if (kv.num_kv_heads <= 0 || heads <= 0 || heads % kv.num_kv_heads != 0) {
+    queries.query.fail(
+        "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+        " (from key_cache), got shape " + queries.query.shape_text());
+  }
+  const int32_t step = size_of(kv.dtype) == 1 ? 16 : 8;
+  if (kv.head_size < 32 || kv.head_size > 256 || kv.head_size % step != 0) {
+    queries.query.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) +
+                       " for a " + name_of(kv.dtype) + " cache, got " +
+                       std::to_string(kv.head_size));
+  }
+}
+
+const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
+                           Size& num_heads) {
+  if (!values) return nullptr;
+  return expect.tensor(name, *values).float32().shape({&num_heads}).contiguous().as<const float>();
+}
+
+void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
+                   int64_t max_query_len) {
+  if (sliding_window < 0) {
+    expect.fail("sliding_window: expected a number of tokens >= 0 (0: none), got " +
+                std::to_string(sliding_window));
+  }
+  if (!(softcap >= 0.0) || std::isinf(softcap)) {
+    expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
+  }
+  if (max_query_len < 0) {
+    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
+  }
+}
+
+int32_t at_most_int32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+// Table and lengths are looked at last: with shapes, strides and query_start_loc known to be right.
+struct Pages {
+  Argument tables;
+  Argument lens;
+  int32_t max_blocks;
+};
+
+Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens,
+                 Queries& queries, const PagedKv& kv, int32_t sliding_window) {
+  Size max_blocks("max_blocks_per_seq");
+  const Argument tables = expect.tensor("block_tables", block_tables)
+                              .int32()
+                              .shape({&queries.num_seqs, &max_blocks})
+                              .inner_contiguous();
+  const Argument lens =
+      expect.tensor("seq_lens", seq_lens).int32().shape({&queries.num_seqs}).contiguous();
+  check_index(expect, lens,
+              {.noun = "a length that fits block_tables", .high = max_blocks * kv.block_size + 1});
+  check_index(expect, tables, {.noun = "a block", .high = kv.num_blocks},
+              {.row_lengths = lens,
+               .tokens_per_column = kv.block_size,
+               .query_start_loc = queries.query_start_loc,
+               .sliding_window = sliding_window});
+  return {.tables = tables, .lens = lens, .max_blocks = static_cast<int32_t>(max_blocks)};
+}
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+void compute(const PagedAttentionParams& params, const Tensor& query, const Argument*) {
+  const int32_t device = query.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  raise_bad_index();
+  cuda::launch_paged_attention_decode(params, current_stream(device));
+}
+#else
+void compute(const PagedAttentionParams& params, const Tensor& query, const Argument*) {
+  if (cpu::is_plain_decode(params)) return launch_decode(params, query);
+  cpu::GeneralAttentionWork work =
+      cpu::cut_general_attention(params, torch::stable::get_num_threads());
+  if (work.tasks == 1) return launch(work, query);
+  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
+  work.partials = partials.get();
+  launch(work, query);
+  launch(cpu::GeneralAttentionMerge{work}, query);
+}
+#endif
+
+[[maybe_unused]] void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query,
+                                      Tensor key_cache, Tensor value_cache, Tensor block_tables,
+                                      Tensor seq_lens, std::optional<Tensor> query_start_loc,
+                                      double scale, std::optional<Tensor> alibi_slopes,
+                                      int64_t sliding_window, double softcap,
+                                      std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
+                                      std::optional<Tensor> v_scale, Text layout,
+                                      int64_t max_query_len, std::optional<Tensor> workspace) {
+  Expect expect("paged_attention");
+  CacheSizes sizes;
+  Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
+  PagedKv kv = paged_cache(expect, queries.query, key_cache, value_cache,
+                           cache_layout(expect, layout), sizes);
+  check_sizes(queries, kv);
+  set_scales(expect, kv, k_scale, v_scale);
+  check_numbers(expect, sliding_window, softcap, max_query_len);
+  const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads);
+  const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads);
+  std::optional<Argument> scratch;
+  if (workspace) {
+    scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
+    expect.apart(*scratch, queries.out);
+  }
+  read_query_start_loc(expect, queries, query_start_loc, max_query_len);
+  const int32_t window = at_most_int32(sliding_window);
+  const Pages pages = read_pages(expect, block_tables, seq_lens, queries, kv, window);
+  if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
+
+  const PagedAttentionParams params{
+      .out = queries.out.mutable_data(),
+      .query = queries.query.data(),
+      .query_stride = queries.query.stride(0),
+      .kv = kv,
+      .block_tables = pages.tables.as<const int32_t>(),
+      .block_table_stride = pages.tables.stride(0),
+      .max_blocks_per_seq = pages.max_blocks,
+      .seq_lens = pages.lens.as<const int32_t>(),
+      .alibi_slopes = slopes,
+      .num_seqs = static_cast<int32_t>(queries.num_seqs),
+      .num_heads = static_cast<int32_t>(queries.num_heads),
+      .max_seq_len = static_cast<int64_t>(pages.max_blocks) * kv.block_size,
+      .scale = static_cast<float>(scale),
+      .dtype = queries.query.dtype(),
+      .sparse = {},
+      .partition_size = 0,
+      .max_partitions = 1,
+      .exp_sums = nullptr,
+      .max_logits = nullptr,
+      .tmp_out = nullptr,
+      .query_start_loc = queries.query_start_loc,
+      .num_tokens = static_cast<int32_t>(queries.num_tokens),
+      .max_query_len = query_start_loc ? at_most_int32(max_query_len) : 1,
+      .out_stride = queries.out.stride(0),
+      .lse = queries.lse,
+      .sinks = sink_logits,
+      .sliding_window = window,
+      .softcap = static_cast<float>(softcap)};
+  compute(params, query, scratch ? &*scratch : nullptr);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+#if !defined(VLLM_KERNELS_DEVICE_CUDA)
+VLLM_KERNELS_IMPL(library) {
+  library.impl("paged_attention", TORCH_BOX(&vllm_kernels::paged_attention));
+}
+#endif
