@@ -66,6 +66,7 @@ struct AttentionTile {
   uint32_t key_step, value_step;  // bytes from one step to the next
   uint32_t key_tile, value_tile;  // bytes from one 16-token tile of a stage to the next
   uint32_t zeros;                 // shared address of 16 zero bytes
+  int page_tokens, page_bytes;    // form kChunks: of a page in a stage
   int upper_dimensions;           // dimensions of a step before those of this lane's row of K
 
   __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
@@ -173,6 +174,8 @@ struct AttentionTile {
   __device__ __forceinline__ void set_addresses(int block_size, int page_bytes, int lane,
                                                 uint32_t zero_bytes) {
     zeros = zero_bytes;
+    page_tokens = block_size;
+    this->page_bytes = page_bytes;
     upper_dimensions = lane < 16 ? 0 : kWide ? 8 : 16;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
@@ -254,35 +257,44 @@ struct AttentionTile {
     }
   }
 
-  // `tokens`: bit t, token t counts; the others are read as zero, whatever lies there.
-  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2], uint32_t value,
-                                             uint32_t tokens, int lane) {
-    if (tokens == 0xffffu) {
-      multiply_values(weights, value, [](uint32_t loaded, int) { return loaded; });
-      return;
-    }
-    // Whole bytes of the two (16-bit elements, or form kRows) or four neighbouring tokens of each
-    // loaded matrix.
-    constexpr int kTogether = kWide || kRows ? 2 : 4, kBits = 32 / kTogether;
-    const auto keep = [&](int first) {
-      uint32_t mask = 0;
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (tokens >> (first + i) & 1) mask |= ((1ull << kBits) - 1) << (kBits * i);
+  // Writes zeros over V of the tokens that `tokens` (bit t: token t counts) lacks: whatever lies
+  // there must not reach a product, for 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens, int lane) const {
+    constexpr int kBytes = sizeof(Cache);
+    if constexpr (kRows) {
+      const int pitch = row_pitch(head_size, kBytes);
+#pragma unroll 1
+      for (int row = 0; row < 16; ++row) {
+        if (tokens >> row & 1) continue;
+        for (int byte = lane * 4; byte < head_size * kBytes; byte += 32 * 4) {
+          store_shared(value + row * pitch + byte, 0);
+        }
       }
-      return mask;
-    };
-    const int first = lane % 4 * kTogether;
-    const uint32_t masks[2] = {keep(first), kTogether == 2 ? keep(first + 8) : keep(first)};
-    multiply_values(weights, value, [&](uint32_t loaded, int matrix) {
-      return loaded & masks[kWide ? matrix >> 1 : matrix & 1];
-    });
+    } else {
+      constexpr int kTogether = 4 / kBytes, kWords = 16 / kTogether;  // tokens a word, words a row
+      const int first = lane % kWords * kTogether;
+      uint32_t keep = 0;
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        if (tokens >> (first + t) & 1) keep |= ((1ull << (8 * kBytes)) - 1) << (8 * kBytes * t);
+      }
+      const uint32_t word = value + (first >= page_tokens ? page_bytes : 0) +
+                            (first & (page_tokens - 1)) * kBytes;
+      if (keep != 0xffffffffu) {
+#pragma unroll 4
+        for (int d = lane / kWords; d < head_size; d += 32 / kWords) {
+          const uint32_t at = word + d * page_tokens * kBytes;
+          store_shared(at, keep == 0 ? 0 : load_shared(at) & keep);
+        }
+      }
+    }
+    fence_async_proxy();  // a bulk copy will write there
+    __syncwarp();
   }
 
-  // O^T += V^T P^T; masked(loaded, j) is what counts of matrix j.
-  template <typename Masked>
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kTiles][2],
-                                                  uint32_t value, const Masked& masked) {
+  // O^T += V^T P^T.
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2],
+                                             uint32_t value) {
     const auto multiply = [&](int k, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -300,8 +312,6 @@ struct AttentionTile {
       } else {
         load_matrices(loaded, from);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) loaded[j] = masked(loaded[j], j);
       if constexpr (kWide) {
         multiply(k, loaded);
       } else {
@@ -375,7 +385,8 @@ struct AttentionTile {
       weights[tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
       weights[tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
     }
-    accumulate(weights, value, tokens, lane);
+    if (tokens != 0xffffu) clear_values(value, tokens, lane);
+    accumulate(weights, value);
   }
 
   // Lanes l, l + 4, ... hold the same rows and different tokens.
@@ -392,25 +403,23 @@ struct AttentionTile {
     }
   }
 
-  // One tile's rows (at most 8, `rows` in use) to `part_out` [rows][pitch], maxima and sums [rows].
-  __device__ __forceinline__ void store(int tile, int rows, float* part_out, int pitch,
-                                        float* part_max, float* part_sum, int lane) const {
+  // `rows` rows to `part_out` [rows][pitch], maxima and sums [rows].
+  __device__ __forceinline__ void store(int rows, float* part_out, int pitch, float2* part_stats,
+                                        int lane) const {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      if (t != tile) continue;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile >= tiles) break;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int row = (lane % 4) * 2 + j;
+        const int row = row_of(lane, tile, j);
         if (row >= rows) continue;
-        if (lane < 4) {
-          part_max[row] = maximum[t][j];
-          part_sum[row] = sum[t][j];
-        }
+        if (lane < 4) part_stats[row] = {maximum[tile][j], sum[tile][j]};
+        float* to = part_out + row * pitch;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          const int d = dimension_of(lane, k, 0), other = dimension_of(lane, k, 1);
-          if (d < head_size) part_out[row * pitch + d] = out[t][k][j];
-          if (other < head_size) part_out[row * pitch + other] = out[t][k][2 + j];
+          if (kMaxHeadSize > 64 && k * 16 >= head_size) break;
+          to[dimension_of(lane, k, 0)] = out[tile][k][j];
+          to[dimension_of(lane, k, 1)] = out[tile][k][2 + j];
         }
       }
     }

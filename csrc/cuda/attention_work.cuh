@@ -1,12 +1,19 @@
-// How paged_attention's work is cut: evenly, on the device, from lengths that only the device knows.
+// How paged_attention's work is cut, on the device, from lengths that only the device knows.
 //
 // A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
-// that share the head). Its tokens lie in stages of `stage_tokens`; all stages of all segments are
-// numbered in order, and block c of a fixed grid takes the c-th of `blocks` equal parts. A part may
-// begin and end inside of a segment: such pieces are merged by the last of their blocks to finish.
-// Where a part begins follows from seq_lens alone, so the results of a batch are the same every time.
+// that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or several
+// where it is split: pieces of almost equal length whose results are merged by the last to finish.
+// Each block of a fixed grid takes item number blockIdx.x first, then whatever comes next.
+//
+// With at least as many blocks as segments the items are about as many as the blocks. With more
+// segments nothing is gained by equal parts, for memory is the limit and every block's share of it
+// grows when others are done: only segments so long that one could come last by itself are split.
+// How a segment is split follows from seq_lens alone, so a batch gives the same result every time.
+//
+// Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
 #include "cuda/fast_divisor.cuh"
+#include "cuda/paged_attention_workspace.h"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -15,17 +22,18 @@ struct WorkShape {
   int group;        // query heads of a KV head
   int row_shift;    // log2 of the query rows of a chunk, at most
   int stage_shift;  // log2 of the tokens of a stage
-  int rounds;       // of find_part(): sequences / threads, rounded up
+  int least_piece;  // stages: shorter pieces are not worth a block
+  int fixed_piece;  // stages, 0: as the batch demands. With it the batch does not matter.
   FastDivisor group_divisor;
-  FastDivisor blocks;  // of the grid
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// One sequence as the partition sees it.
+// With more segments than blocks: tokens below which a segment is not split.
+constexpr int kWholeTokens = 2048;
+
 struct SequenceWork {
-  int seq;
   int seq_len;      // tokens
   int first_query;  // row of query
   int query_len;
@@ -37,7 +45,6 @@ struct SequenceWork {
 __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
                                                       const WorkShape& shape, int seq) {
   SequenceWork work;
-  work.seq = seq;
   work.seq_len = usable_seq_len(p, seq);
   const QueryRange queries = query_range(p, seq);
   work.first_query = queries.first;
@@ -52,132 +59,129 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
   return work;
 }
 
-// The parts of all blocks: the first `longer` have one stage more.
-struct PartSizes {
-  uint32_t least;
-  uint32_t longer;
-  __device__ __forceinline__ PartSizes(uint32_t total, const WorkShape& shape, uint32_t blocks) {
-    least = shape.blocks.divide(total);
-    longer = total - least * blocks;
-  }
-  __device__ __forceinline__ uint32_t begin(uint32_t block) const {
-    return block * least + min(block, longer);
-  }
-  __device__ __forceinline__ uint32_t size(uint32_t block) const {
-    return least + (block < longer ? 1 : 0);
-  }
-  // The block whose part holds stage number `stage`.
-  __device__ __forceinline__ uint32_t block_of(uint32_t stage) const {
-    const uint32_t border = longer * (least + 1);
-    return stage < border ? stage / (least + 1) : longer + (stage - border) / max(least, 1u);
-  }
-};
-
-// Shared memory of find_part().
-struct PartScratch {
-  uint32_t sums[32];
+struct WorkItem {
   int seq;
-  uint32_t before;  // stages before the sequence
+  int kv_head;
+  int chunk;
+  int piece;     // of the segment
+  int pieces;    // 1: not split
+  int slot;      // of the segment's piece 0 in the workspace
+  int stage;     // the item's first, from the sequence's first_stage on
+  int stages;    // of the item
+  SequenceWork sequence;
 };
 
-// By all threads of the block. Batches of more sequences than threads take several rounds.
-__device__ __forceinline__ uint32_t find_part(const PagedAttentionParams& p, const WorkShape& shape,
-                                              PartScratch& scratch, PartSizes* sizes,
-                                              int* found_seq, uint32_t* found_before) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const auto stages_of = [&](int seq) -> uint32_t {
-    if (seq >= p.num_seqs) return 0;
-    const SequenceWork work = sequence_work(p, shape, seq);
-    return static_cast<uint32_t>(work.stages) * work.chunks * p.kv.num_kv_heads;
-  };
-  // Inclusive sum over the block's threads; *all gets that of the whole round.
-  const auto scan = [&](uint32_t mine, uint32_t* all) {
-    uint32_t sum = mine;
+class WorkPlan {
+ public:
+  // All lanes of a warp.
+  __device__ __forceinline__ WorkPlan(const PagedAttentionParams& p, const WorkShape& shape,
+                                      int lane)
+      : rounds_((p.num_seqs + 31) / 32) {
+    uint32_t stages = 0, segments = 0;
+#pragma unroll 1
+    for (int round = 0; round < rounds_; ++round) {
+      const SequenceWork work = sequence_of(p, shape, round, lane);
+      stages += static_cast<uint32_t>(work.stages) * work.chunks;
+      segments += work.chunks;
+    }
+    const float heads = p.kv.num_kv_heads;
+    const float all_stages = heads * static_cast<float>(warp_sum(stages));
+    const float all_segments = heads * static_cast<float>(warp_sum(segments));
+    const float blocks = gridDim.x;
+    // The sum of all pieces of split segments is at most kPiecesPerBlock * blocks.
+    float piece = __fdividef(all_stages, blocks);
+    float least = static_cast<float>(shape.least_piece);
+    if (all_segments > blocks) {
+      piece *= 1.0f / kPiecesPerBlock;
+      least = static_cast<float>(kWholeTokens >> shape.stage_shift);
+    }
+    if (shape.fixed_piece > 0) piece = least = static_cast<float>(shape.fixed_piece);
+    pieces_a_stage_ = __frcp_rn(fmaxf(piece, least));
+    uint32_t items = 0;
+#pragma unroll 1
+    for (int round = 0; round < rounds_; ++round) {
+      const SequenceWork work = sequence_of(p, shape, round, lane);
+      items += static_cast<uint32_t>(work.chunks * pieces_of(work)) * p.kv.num_kv_heads;
+    }
+    items_ = warp_sum(items);
+  }
+
+  __device__ __forceinline__ uint32_t items() const { return items_; }
+
+  // Items are asked for in rising order. All lanes of a warp.
+  __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
+                                           uint32_t index, int lane) {
+    WorkItem item;
+#pragma unroll 1
+    for (;; ++round_) {
+      const SequenceWork work = sequence_of(p, shape, round_, lane);
+      const int pieces = pieces_of(work);
+      const uint32_t mine = static_cast<uint32_t>(work.chunks * pieces) * p.kv.num_kv_heads;
+      const uint32_t slots = pieces > 1 ? mine : 0;
+      const uint32_t until = inclusive_sum(mine, lane);
+      const uint32_t slots_until = inclusive_sum(slots, lane);
+      const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
+      if (index - before_ >= in_round) {
+        before_ += in_round;
+        slots_before_ += __shfl_sync(0xffffffffu, slots_until, 31);
+        continue;
+      }
+      const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < until)) - 1;
+      const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
+      item.seq = round_ * 32 + owner;
+      item.pieces = of_owner(pieces);
+      item.sequence = {.seq_len = of_owner(work.seq_len),
+                       .first_query = of_owner(work.first_query),
+                       .query_len = of_owner(work.query_len),
+                       .first_stage = of_owner(work.first_stage),
+                       .stages = of_owner(work.stages),
+                       .chunks = of_owner(work.chunks)};
+      const uint32_t local = index - before_ - of_owner(until - mine);
+      const uint32_t segment = local / static_cast<uint32_t>(item.pieces);
+      item.piece = static_cast<int>(local - segment * item.pieces);
+      item.slot = static_cast<int>(slots_before_ + of_owner(slots_until - slots) +
+                                   segment * item.pieces);
+      item.kv_head = static_cast<int>(segment / static_cast<uint32_t>(item.sequence.chunks));
+      item.chunk = static_cast<int>(segment) - item.kv_head * item.sequence.chunks;
+      // The first `longer` pieces have one stage more.
+      const uint32_t stages = item.sequence.stages;
+      const uint32_t least = stages / static_cast<uint32_t>(item.pieces);
+      const uint32_t longer = stages - least * item.pieces;
+      const uint32_t piece = item.piece;
+      item.stage = static_cast<int>(piece * least + min(piece, longer));
+      item.stages = static_cast<int>(least + (piece < longer ? 1 : 0));
+      return item;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ SequenceWork sequence_of(const PagedAttentionParams& p,
+                                                             const WorkShape& shape, int round,
+                                                             int lane) {
+    const int seq = round * 32 + lane;
+    if (seq < p.num_seqs) return sequence_work(p, shape, seq);
+    return {.seq_len = 0, .first_query = 0, .query_len = 0, .first_stage = 0, .stages = 1, .chunks = 0};
+  }
+  __device__ __forceinline__ int pieces_of(const SequenceWork& work) const {
+    return max(1, static_cast<int>(static_cast<float>(work.stages) * pieces_a_stage_));
+  }
+  static __device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+    return __reduce_add_sync(0xffffffffu, value);
+  }
+  static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
       if (lane >= distance) sum += other;
     }
-    if (lane == 31) scratch.sums[warp] = sum;
-    __syncthreads();
-    // Each warp sums the warps' sums for itself.
-    uint32_t of_warp = lane < warps ? scratch.sums[lane] : 0;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, of_warp, distance);
-      if (lane >= distance) of_warp += other;
-    }
-    *all = __shfl_sync(0xffffffffu, of_warp, 31);
-    const uint32_t before = __shfl_sync(0xffffffffu, of_warp, (warp + 31) % 32);
-    return warp == 0 ? sum : sum + before;
-  };
-  uint32_t total = 0, mine = 0, sum = 0;
-#pragma unroll 1
-  for (int round = 0; round < shape.rounds; ++round) {
-    if (round > 0) __syncthreads();
-    uint32_t all;
-    mine = stages_of(round * blockDim.x + threadIdx.x);
-    sum = scan(mine, &all);
-    total += all;
+    return sum;
   }
-  *sizes = PartSizes(total, shape, gridDim.x);
-  const uint32_t begin = sizes->begin(blockIdx.x);
-  uint32_t before = 0;
-#pragma unroll 1
-  for (int round = 0; round < shape.rounds; ++round) {
-    uint32_t all = total;
-    if (shape.rounds > 1) {
-      __syncthreads();
-      mine = stages_of(round * blockDim.x + threadIdx.x);
-      sum = scan(mine, &all);
-    }
-    const uint32_t from = before + sum - mine;
-    if (mine > 0 && begin >= from && begin < before + sum) {
-      scratch.seq = round * blockDim.x + threadIdx.x;
-      scratch.before = from;
-    }
-    before += all;
-  }
-  __syncthreads();
-  *found_seq = scratch.seq;
-  *found_before = scratch.before;
-  return total;
-}
 
-// Walks through a part.
-struct WorkCursor {
-  SequenceWork sequence;
-  int kv_head;
-  int chunk;
-  int stage;  // of the segment, from 0
-
-  // To stage number `index` of the sequence.
-  __device__ __forceinline__ void set(const SequenceWork& work, uint32_t index) {
-    sequence = work;
-    const uint32_t segment = index / static_cast<uint32_t>(work.stages);
-    stage = static_cast<int>(index - segment * work.stages);
-    kv_head = static_cast<int>(work.chunks == 1 ? segment : segment / work.chunks);
-    chunk = static_cast<int>(segment) - kv_head * work.chunks;
-  }
-  // `stage` may lie behind the segment.
-  __device__ __forceinline__ void advance(const PagedAttentionParams& p, const WorkShape& shape,
-                                          int stages) {
-    stage += stages;
-    while (stage >= sequence.stages) {
-      stage -= sequence.stages;
-      if (++chunk < sequence.chunks) continue;
-      chunk = 0;
-      if (++kv_head < p.kv.num_kv_heads) continue;
-      kv_head = 0;
-      do {  // a sequence without query tokens has no segments
-        if (sequence.seq + 1 >= p.num_seqs) {  // behind the last part
-          stage = 0;
-          return;
-        }
-        sequence = sequence_work(p, shape, sequence.seq + 1);
-      } while (sequence.chunks == 0);
-    }
-  }
+  int rounds_;
+  float pieces_a_stage_;  // rounded down: how often a segment is split
+  uint32_t items_;
+  int round_ = 0;   // of the last item
+  uint32_t before_ = 0, slots_before_ = 0;  // items and slots of the rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

@@ -1,28 +1,29 @@
-// What paged_attention's blocks tell each other: pieces of segments that several blocks share.
+// What paged_attention's blocks tell each other: which item is next, and the pieces of segments
+// that several of them share.
 #pragma once
 #include <cstdint>
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxDecodeBlocks = 264;  // of a launch; one a multiprocessor
-constexpr int kMaxDecodeRows = 32;     // query rows of a segment
-constexpr int kMaxDecodeHeadSize = 256;
+constexpr int kMaxDecodeBlocks = 192;    // of a launch; one a multiprocessor
+constexpr int kPiecesPerBlock = 8;       // pieces of split segments, at most, on average
+constexpr int kMaxDecodeSlots = kMaxDecodeBlocks * kPiecesPerBlock + 64;
+constexpr int kMaxDecodeRowBytes = 16384;  // of all query rows of a segment: rows * head_size * 4
+constexpr int kMaxDecodeRows = 32;       // query rows of a segment
 
 #if defined(__CUDACC__)
 struct DecodeWorkspace {
-  uint32_t* counters;  // [max_blocks] finished pieces of the segment that begins in a block; 0
-                       // before and after every launch
-  float2* stats;       // [max_blocks][2][rows] maximum and sum
-  float* out;          // [max_blocks][2][rows][head_size]
-  unsigned max_blocks;
+  uint32_t* next;      // items handed out; 0 before and after every launch
+  uint32_t* finished;  // [slots] pieces done of the segment whose piece 0 has that slot; likewise 0
+  float2* stats;       // [slots][rows] maximum and sum
+  float* out;          // [slots][rows][head_size]
 };
 #endif
 
-constexpr int64_t kDecodeCounterBytes = 2048;
-constexpr int64_t kDecodeStatsBytes = int64_t{kMaxDecodeBlocks} * 2 * kMaxDecodeRows * 8;
+constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 1) + 255) / 256 * 256;
+constexpr int64_t kDecodeStatsBytes = int64_t{kMaxDecodeSlots} * kMaxDecodeRows * 8;
 // Zeroed once by its owner; launches that may run at the same time need one each.
 constexpr int64_t kDecodeWorkspaceBytes =
-    kDecodeCounterBytes + kDecodeStatsBytes +
-    int64_t{kMaxDecodeBlocks} * 2 * kMaxDecodeRows * kMaxDecodeHeadSize * 4;
+    kDecodeCounterBytes + kDecodeStatsBytes + int64_t{kMaxDecodeSlots} * kMaxDecodeRowBytes;
 
 }  // namespace vllm_kernels::cuda
