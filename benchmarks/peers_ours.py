@@ -43,6 +43,29 @@ def _decode(version: int):
     return prepare
 
 
+def _paged_attention(layout: str):
+    """paged_attention on the peers' workload `w`."""
+
+    def prepare(w):
+        keys, values = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
+        if w.kv != "auto":
+            keys, values = (
+                [k.view(torch.float8_e4m3fn) for k in keys],
+                [v.view(torch.float8_e4m3fn) for v in values],
+            )
+        out = torch.empty_like(w.q)
+
+        def call(i):
+            vk.paged_attention(
+                w.q, keys[i], values[i], w.bt, w.lens, scale=w.scale, layout=layout, out=out
+            )
+            return out
+
+        return call
+
+    return prepare
+
+
 def rms_norm(n):
     def call(i):
         vk.rms_norm(n.O[i], n.X[i], n.w, n.eps)
@@ -118,4 +141,10 @@ SMALL = {
         "ours_x_runs": _kv_write(False, runs=True),
     },
 }
-DECODE = {"ours_v1": ("vl", _decode(1)), "ours_v2": ("vl", _decode(2))}
+DECODE = {
+    "ours_v1": ("vl", _decode(1)),
+    "ours_v2": ("vl", _decode(2)),
+    "ours_pa": ("vl", _paged_attention("vllm")),
+    "ours_pa_hnd": ("hnd", _paged_attention("HND")),
+    "ours_pa_nhd": ("nhd", _paged_attention("NHD")),
+}

@@ -15,6 +15,7 @@ _Integers: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 version: str
 built_with_torch: str
 cuda_build: str
+paged_attention_workspace_bytes: int
 
 def cpu_level() -> str: ...
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kernels import _library
+from vllm_kernels import _C, _library
 
 _ops = torch.ops.vllm_kernels
 
@@ -487,7 +487,9 @@ def paged_attention(
         layout: "vllm", "NHD" or "HND".
         out: like query, written; the stride between tokens is free. None: a new tensor.
         return_lse: whether to return the log-sum-exp as well.
-        workspace: uint8 scratch for CUDA; not used on a CPU.
+        workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
+            one that belongs to the current stream. Calls that run at the same time need one each,
+            as the default gives them, but for graphs captured on one stream and replayed on two.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
@@ -513,6 +515,14 @@ def paged_attention(
         workspace,
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
+    """Scratch for one :func:`paged_attention` at a time on a CUDA device: uint8, 32 MiB, zeros.
+
+    Every call leaves it zero where that matters, so it is made once.
+    """
+    return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
 
 
 def merge_attn_states(
@@ -572,7 +582,7 @@ OPS = [
 """Every op of the library."""
 
 
-__all__ = ["check", *OPS]
+__all__ = ["check", "paged_attention_workspace", *OPS]
 
 
 def check() -> None:

@@ -29,11 +29,6 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-// The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
-constexpr float kNoMaximum = -1e30f;
-
 enum class PageForm { kChunks, kRows };
 
 // Bytes of one padded row of form kRows.
@@ -222,7 +217,7 @@ struct AttentionTile {
         for (int j = 0; j < 4; ++j) chain[i][tile][j] = 0.0f;
       }
     }
-    const auto multiply = [&](int k, const uint32_t(&a)[4]) {
+    const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (kTiles > 1 && tile >= tiles) break;
@@ -252,7 +247,8 @@ struct AttentionTile {
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        c[tile][j] = kChains == 2 ? chain[0][tile][j] + chain[kChains - 1][tile][j] : chain[0][tile][j];
+        c[tile][j] =
+            kChains == 2 ? chain[0][tile][j] + chain[kChains - 1][tile][j] : chain[0][tile][j];
       }
     }
   }
@@ -278,8 +274,8 @@ struct AttentionTile {
       for (int t = 0; t < kTogether; ++t) {
         if (tokens >> (first + t) & 1) keep |= ((1ull << (8 * kBytes)) - 1) << (8 * kBytes * t);
       }
-      const uint32_t word = value + (first >= page_tokens ? page_bytes : 0) +
-                            (first & (page_tokens - 1)) * kBytes;
+      const uint32_t word =
+          value + (first >= page_tokens ? page_bytes : 0) + (first & (page_tokens - 1)) * kBytes;
       if (keep != 0xffffffffu) {
 #pragma unroll 4
         for (int d = lane / kWords; d < head_size; d += 32 / kWords) {
@@ -293,9 +289,8 @@ struct AttentionTile {
   }
 
   // O^T += V^T P^T.
-  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2],
-                                             uint32_t value) {
-    const auto multiply = [&](int k, const uint32_t(&a)[4]) {
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2], uint32_t value) {
+    const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (kTiles > 1 && tile >= tiles) break;
@@ -351,8 +346,7 @@ struct AttentionTile {
         c[tile][j] *= scale[tile][j & 1];
         if (!all) {
           const int token = token_of(lane, j);
-          c[tile][j] =
-              tokens >> token & 1 ? adjust(c[tile][j], tile, j & 1, token) : -INFINITY;
+          c[tile][j] = tokens >> token & 1 ? adjust(c[tile][j], tile, j & 1, token) : -INFINITY;
         }
       }
       float largest[2] = {fmaxf(c[tile][0], c[tile][2]), fmaxf(c[tile][1], c[tile][3])};

@@ -30,7 +30,9 @@ void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
 void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
-void launch_paged_attention_decode(const PagedAttentionParams& params, Stream stream);
+// paged_attention. `workspace`: kPagedAttentionWorkspaceBytes that no other launch uses at the same
+// time; null for the stream's own.
+void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

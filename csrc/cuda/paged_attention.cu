@@ -80,18 +80,6 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
          p.query_stride % 2 == 0;
 }
 
-template <typename Query>
-void launch_simt(const PagedAttentionParams& p, Stream stream) {
-  switch (p.kv.dtype) {
-    case DType::kFp8E4M3:
-      return launch_paged_attention_simt<Query, __nv_fp8_e4m3>(p, stream);
-    case DType::kFp8E5M2:
-      return launch_paged_attention_simt<Query, __nv_fp8_e5m2>(p, stream);
-    default:
-      return launch_paged_attention_simt<Query, Query>(p, stream);
-  }
-}
-
 }  // namespace
 
 void paged_attention_mma(const PagedAttentionParams& p, Stream stream) {
@@ -112,7 +100,7 @@ void launch(const PagedAttentionParams& p, Stream stream) {
   if (fits_tensor_cores(p)) {
     paged_attention_mma(p, stream);
   } else {
-    dispatch_float(p.dtype, [&](auto tag) { launch_simt<decltype(tag)>(p, stream); });
+    launch_paged_attention_simt<false>(p, stream);
   }
   if (p.partition_size == 0 || p.max_partitions == 1) return;
   const size_t shared = (p.max_partitions + kReduceThreads * 8) * sizeof(float);

@@ -1,9 +1,10 @@
-// Paged attention without tensor cores: float32, and whatever the tensor-core kernel cannot address
-// (8-bit caches with pages of 8 tokens, pages that are not 16-byte aligned). Any stride is right.
+// Paged attention without tensor cores: float32, and whatever the tensor-core kernels cannot
+// address (8-bit caches with pages of 8 tokens, pages that are not 16-byte aligned). Any stride is
+// right.
 //
-// A block serves one KV head (up to 8 of its query heads) of one sequence or partition; its warps
-// take tiles of 32 tokens in turn. For the scores a lane is a token, for the output a lane is a
-// dimension, so K and V are read once for all the heads.
+// A block serves one KV head (up to 8 of its query heads) of one query token or partition; its
+// warps take tiles of 32 tokens in turn. For the scores a lane is a token, for the output a lane is
+// a dimension, so K and V are read once for all the heads.
 #pragma once
 #include "cuda/launch.cuh"
 #include "cuda/paged_attention_merge.cuh"
@@ -22,8 +23,13 @@ __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) {
   return static_cast<float>(x);
 }
 
-// Grid: (max_partitions * num_seqs, num_kv_heads * head chunks). Block: kSimtWarps * 32.
-template <typename Query, typename Cache>
+__device__ __forceinline__ float to_float(int8_t x) {
+  return static_cast<float>(x);
+}
+
+// Grid: (max_partitions * num_seqs, or num_tokens where kGeneral; num_kv_heads * head chunks).
+// Block: kSimtWarps * 32.
+template <typename Query, typename Cache, bool kGeneral>
 __global__ void __launch_bounds__(kSimtWarps * 32)
     paged_attention_simt_kernel(PagedAttentionParams p) {
   // During the loop: the query rows [heads][head_size] and per warp the weights [heads][32].
@@ -33,15 +39,17 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
   wait_for_predecessor();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const TokenRange tokens = token_range(p, blockIdx.x);
-  if (tokens.begin >= tokens.end && tokens.partition > 0) return;
+  const TokenRange tokens = kGeneral ? tokens_of_query(p, blockIdx.x) : token_range(p, blockIdx.x);
+  if (tokens.query < 0 || (tokens.begin >= tokens.end && tokens.partition > 0)) return;
   const HeadRange heads = head_range(p, blockIdx.y, kSimtHeads);
   const int head_size = p.kv.head_size;
-  const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr ? *p.kv.k_scale : 1.0f;
+  const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
+                            ? p.kv.k_scale[heads.kv_head * p.kv.scale_stride]
+                            : 1.0f;
 
   float* query = simt_shared;
   float* weights = simt_shared + kSimtHeads * head_size + warp * kSimtHeads * 32;
-  const Query* rows = static_cast<const Query*>(p.query) + tokens.seq * p.query_stride +
+  const Query* rows = static_cast<const Query*>(p.query) + tokens.query * p.query_stride +
                       static_cast<int64_t>(heads.first) * head_size;
   for (int i = threadIdx.x; i < heads.count * head_size; i += blockDim.x) {
     query[i] = to_float(rows[i]) * p.scale * k_scale * kLog2E;
@@ -85,9 +93,13 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
       if (head >= heads.count) break;
       const int global = heads.first + head;
       bool seen = block >= 0;
+      if (kGeneral && p.softcap > 0.0f) {
+        const float cap = p.softcap * kLog2E;
+        score[head] = cap * tanhf(score[head] / cap);
+      }
       if (p.alibi_slopes != nullptr) {
         score[head] +=
-            p.alibi_slopes[global] * kLog2E * static_cast<float>(token - tokens.seq_len + 1);
+            p.alibi_slopes[global] * kLog2E * static_cast<float>(token - tokens.position);
       }
       if (p.sparse.on()) {
         const int offset =
@@ -157,16 +169,38 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
   merge_and_write<Query>(p, heads, tokens, kSimtWarps, partial_out, partial_max, partial_sum);
 }
 
-template <typename Query, typename Cache>
+template <bool kGeneral, typename Query, typename Cache>
 void launch_paged_attention_simt(const PagedAttentionParams& p, void* stream) {
-  const auto kernel = paged_attention_simt_kernel<Query, Cache>;
+  const auto kernel = paged_attention_simt_kernel<Query, Cache, kGeneral>;
   const int group = p.num_heads / p.kv.num_kv_heads;
   const int chunks = (group + kSimtHeads - 1) / kSimtHeads;
-  const dim3 grid(static_cast<unsigned>(p.max_partitions) * p.num_seqs, p.kv.num_kv_heads * chunks);
+  const unsigned tokens = kGeneral ? static_cast<unsigned>(p.num_tokens)
+                                   : static_cast<unsigned>(p.max_partitions) * p.num_seqs;
   const size_t loop = kSimtHeads * (p.kv.head_size + kSimtWarps * 32) * sizeof(float);
   const size_t merge = kSimtWarps * kSimtHeads * (p.kv.head_size + 2) * sizeof(float);
-  launch_kernel("paged_attention", kernel, grid, dim3(kSimtWarps * 32), loop > merge ? loop : merge,
-                stream, p);
+  launch_kernel("paged_attention", kernel, dim3(tokens, p.kv.num_kv_heads * chunks),
+                dim3(kSimtWarps * 32), loop > merge ? loop : merge, stream, p);
+}
+
+// For any pair of types.
+template <bool kGeneral>
+void launch_paged_attention_simt(const PagedAttentionParams& p, void* stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using Query = decltype(tag);
+    switch (p.kv.dtype) {
+      case DType::kFp8E4M3:
+        return launch_paged_attention_simt<kGeneral, Query, __nv_fp8_e4m3>(p, stream);
+      case DType::kFp8E5M2:
+        return launch_paged_attention_simt<kGeneral, Query, __nv_fp8_e5m2>(p, stream);
+      case DType::kInt8:
+        if constexpr (kGeneral) {
+          return launch_paged_attention_simt<kGeneral, Query, int8_t>(p, stream);
+        }
+        return;
+      default:
+        return launch_paged_attention_simt<kGeneral, Query, Query>(p, stream);
+    }
+  });
 }
 
 }  // namespace vllm_kernels::cuda

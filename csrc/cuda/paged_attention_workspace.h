@@ -1,15 +1,15 @@
 // What paged_attention's blocks tell each other: which item is next, and the pieces of segments
 // that several of them share.
 #pragma once
-#include <cstdint>
+#include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxDecodeBlocks = 192;    // of a launch; one a multiprocessor
-constexpr int kPiecesPerBlock = 8;       // pieces of split segments, at most, on average
+constexpr int kMaxDecodeBlocks = 192;  // of a launch; one a multiprocessor
+constexpr int kPiecesPerBlock = 8;     // pieces of split segments, at most, on average
 constexpr int kMaxDecodeSlots = kMaxDecodeBlocks * kPiecesPerBlock + 64;
 constexpr int kMaxDecodeRowBytes = 16384;  // of all query rows of a segment: rows * head_size * 4
-constexpr int kMaxDecodeRows = 32;       // query rows of a segment
+constexpr int kMaxDecodeRows = 32;         // query rows of a segment
 
 #if defined(__CUDACC__)
 struct DecodeWorkspace {
@@ -22,8 +22,12 @@ struct DecodeWorkspace {
 
 constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 1) + 255) / 256 * 256;
 constexpr int64_t kDecodeStatsBytes = int64_t{kMaxDecodeSlots} * kMaxDecodeRows * 8;
-// Zeroed once by its owner; launches that may run at the same time need one each.
-constexpr int64_t kDecodeWorkspaceBytes =
-    kDecodeCounterBytes + kDecodeStatsBytes + int64_t{kMaxDecodeSlots} * kMaxDecodeRowBytes;
+static_assert(kDecodeCounterBytes + kDecodeStatsBytes +
+                  int64_t{kMaxDecodeSlots} * kMaxDecodeRowBytes <=
+              kPagedAttentionWorkspaceBytes);
+
+// kPagedAttentionWorkspaceBytes, zeroed, which belong to a stream of the current device: made at
+// its first call (also while the stream is captured into a graph), kept as long as the process.
+void* stream_workspace(void* stream);
 
 }  // namespace vllm_kernels::cuda

@@ -17,6 +17,11 @@ __device__ __forceinline__ int in_register(int value) {
   return value;
 }
 
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
+constexpr float kNoMaximum = -1e30f;
+
 // 2^x, flushing denormal results to zero; -inf gives 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -39,6 +39,9 @@ struct BlockSparse {
   }
 };
 
+// Scratch of one launch on CUDA, zero at first and between launches.
+constexpr int64_t kPagedAttentionWorkspaceBytes = int64_t{32} << 20;
+
 struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size], contiguous heads
   const void* query;            // [num_tokens, num_heads, head_size], contiguous heads

@@ -4,6 +4,7 @@
 
 #include "cpu/level.h"
 
+#include "ops/paged_attention.h"
 #include "python/kv_cache.h"
 
 namespace py = pybind11;
@@ -13,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("version") = VLLM_KERNELS_VERSION;
   module.attr("built_with_torch") = VLLM_KERNELS_TORCH_VERSION;
   module.attr("cuda_build") = VLLM_KERNELS_CUDA_PLAN;
+  module.attr("paged_attention_workspace_bytes") = vllm_kernels::kPagedAttentionWorkspaceBytes;
   module.def(
       "cpu_level", [] { return vllm_kernels::cpu::level_name(vllm_kernels::cpu::level()); },
       "The instruction-set level the CPU kernels run at.");

@@ -136,11 +136,21 @@ Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_l
 }
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-void compute(const PagedAttentionParams& params, const Tensor& query, const Argument*) {
+void compute(const PagedAttentionParams& params, const Tensor& query, const Argument* workspace) {
+  if (workspace != nullptr) {
+    constexpr int64_t bytes = kPagedAttentionWorkspaceBytes;
+    if (workspace->numel() < bytes || reinterpret_cast<uintptr_t>(workspace->data()) % 256 != 0) {
+      workspace->fail("expected at least " + std::to_string(bytes) +
+                      " bytes, aligned to 256 (vllm_kernels.paged_attention_workspace gives them), "
+                      "got shape " +
+                      workspace->shape_text());
+    }
+  }
+  if (cuda::check_mode()) raise_bad_index();
   const int32_t device = query.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  raise_bad_index();
-  cuda::launch_paged_attention_decode(params, current_stream(device));
+  cuda::launch_paged_attention(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
+                               current_stream(device));
 }
 #else
 void compute(const PagedAttentionParams& params, const Tensor& query, const Argument*) {
@@ -155,14 +165,13 @@ void compute(const PagedAttentionParams& params, const Tensor& query, const Argu
 }
 #endif
 
-[[maybe_unused]] void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query,
-                                      Tensor key_cache, Tensor value_cache, Tensor block_tables,
-                                      Tensor seq_lens, std::optional<Tensor> query_start_loc,
-                                      double scale, std::optional<Tensor> alibi_slopes,
-                                      int64_t sliding_window, double softcap,
-                                      std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
-                                      std::optional<Tensor> v_scale, Text layout,
-                                      int64_t max_query_len, std::optional<Tensor> workspace) {
+void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache,
+                     Tensor value_cache, Tensor block_tables, Tensor seq_lens,
+                     std::optional<Tensor> query_start_loc, double scale,
+                     std::optional<Tensor> alibi_slopes, int64_t sliding_window, double softcap,
+                     std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
+                     std::optional<Tensor> v_scale, Text layout, int64_t max_query_len,
+                     std::optional<Tensor> workspace) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
@@ -218,8 +227,6 @@ void compute(const PagedAttentionParams& params, const Tensor& query, const Argu
 }  // namespace
 }  // namespace vllm_kernels
 
-#if !defined(VLLM_KERNELS_DEVICE_CUDA)
 VLLM_KERNELS_IMPL(library) {
   library.impl("paged_attention", TORCH_BOX(&vllm_kernels::paged_attention));
 }
-#endif

@@ -1,0 +1,22 @@
+// The tensor-core kernels of paged_attention, one small file per cache type so that they compile
+// side by side. The query is 16-bit, and of the cache's dtype where that is.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "cuda/paged_attention_workspace.h"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_decode_f16(const PagedAttentionParams& params,
+                                const DecodeWorkspace& workspace, void* stream);
+void paged_attention_decode_bf16(const PagedAttentionParams& params,
+                                 const DecodeWorkspace& workspace, void* stream);
+void paged_attention_decode_e4m3(const PagedAttentionParams& params,
+                                 const DecodeWorkspace& workspace, void* stream);
+void paged_attention_decode_e5m2(const PagedAttentionParams& params,
+                                 const DecodeWorkspace& workspace, void* stream);
+void paged_attention_decode_int8(const PagedAttentionParams& params,
+                                 const DecodeWorkspace& workspace, void* stream);
+
+}  // namespace vllm_kernels::cuda

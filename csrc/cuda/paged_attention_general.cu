@@ -1,0 +1,52 @@
+// paged_attention: the choice of kernel.
+#include "cuda/launchers.h"
+#include "cuda/paged_attention_decode.h"
+#include "cuda/paged_attention_simt.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// Whether the tensor-core kernel can address these tensors. It copies pages of layout vllm, or rows
+// of the others, in units of 16 bytes.
+bool fits_tensor_cores(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const int element = size_of(kv.dtype);
+  const auto aligned = [&](int64_t stride) { return stride * element % 16 == 0; };
+  const bool by_row = kv.layout != KvLayout::kVllm;
+  const int query_alignment = element == 1 ? 4 : 2;  // elements
+  return p.dtype != DType::kFloat32 && (by_row || kv.block_size >= (element == 1 ? 16 : 8)) &&
+         aligned16(kv.key) && aligned16(kv.value) && aligned(kv.key_block_stride) &&
+         aligned(kv.key_head_stride) && aligned(kv.value_block_stride) &&
+         aligned(kv.value_head_stride) &&
+         (!by_row || (aligned(kv.key_token_stride) && aligned(kv.value_token_stride))) &&
+         reinterpret_cast<uintptr_t>(p.query) % (query_alignment * 2) == 0 &&
+         p.query_stride % query_alignment == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0 &&
+         p.out_stride % 4 == 0;
+}
+
+}  // namespace
+
+void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
+  if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
+  char* bytes = static_cast<char*>(memory == nullptr ? stream_workspace(stream) : memory);
+  uint32_t* counters = reinterpret_cast<uint32_t*>(bytes);
+  const DecodeWorkspace workspace{
+      .next = counters,
+      .finished = counters + 1,
+      .stats = reinterpret_cast<float2*>(bytes + kDecodeCounterBytes),
+      .out = reinterpret_cast<float*>(bytes + kDecodeCounterBytes + kDecodeStatsBytes)};
+  switch (p.kv.dtype) {
+    case DType::kFloat16:
+      return paged_attention_decode_f16(p, workspace, stream);
+    case DType::kBFloat16:
+      return paged_attention_decode_bf16(p, workspace, stream);
+    case DType::kFp8E4M3:
+      return paged_attention_decode_e4m3(p, workspace, stream);
+    case DType::kFp8E5M2:
+      return paged_attention_decode_e5m2(p, workspace, stream);
+    default:
+      return paged_attention_decode_int8(p, workspace, stream);
+  }
+}
+
+}  // namespace vllm_kernels::cuda
