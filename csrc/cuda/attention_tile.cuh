@@ -6,18 +6,19 @@
 //   O^T [D, 8 rows]        += V^T [D, 16] P^T [16, 8]
 // Maxima and sums are per column, so rescaling O needs no shuffle.
 //
-// K and V lie in shared memory in one of two forms:
-//   kChunks  a page of layout vllm as it is: K [D/x][tokens][x] is a row of 8x8 core matrices as
-//            ldmatrix wants them, V [D][tokens] is V^T already
-//   kRows    K and V [16 tokens][D], rows padded to an odd number of 16-byte chunks, so that
-//            neighbouring rows lie in different banks; V is transposed by ldmatrix
+// K and V lie in shared memory in one of two ways:
+//   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
+//             them, V [D][tokens] is V^T already (forms kPages and kParts)
+//   as rows   [columns of 128 bytes][16 tokens][128 bytes], the 16-byte chunks of a row permuted by
+//             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
+//             lie in different banks (form kRows); V is transposed by ldmatrix
 //
 // 8-bit caches are widened to fp16, exactly; each query row is scaled by a power of two so that
 // bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
 // operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
-// slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In form kChunks that holds for
+// slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In pages that holds for
 // V's tokens, too: K's token rows are permuted the same way, so that P comes out in V's order. In
-// form kRows ldmatrix moves pairs of dimensions, so an output tile's rows are 8 even dimensions,
+// rows ldmatrix moves pairs of dimensions, so an output tile's rows are 8 even dimensions,
 // then the 8 odd ones.
 #pragma once
 #include <type_traits>
@@ -29,11 +30,16 @@
 
 namespace vllm_kernels::cuda {
 
-enum class PageForm { kChunks, kRows };
+// Where a stage's tokens come from: whole pages of layout vllm (up to 32 tokens), 16 tokens of a
+// longer page of it, or the rows of layouts NHD and HND.
+enum class PageForm { kPages, kParts, kRows };
 
-// Bytes of one padded row of form kRows.
-__host__ __device__ constexpr int row_pitch(int head_size, int element_bytes) {
-  return ((head_size * element_bytes / 16) | 1) * 16;
+constexpr int kColumnBytes = 128;                // of a row
+constexpr int kColumnStride = 16 * kColumnBytes;  // from one column to the next
+
+// Columns of a row.
+__host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
+  return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
 }
 
 template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
@@ -57,12 +63,12 @@ struct AttentionTile {
   int tiles;  // in use
 
   // Rows of a page that this lane addresses for ldmatrix.
-  uint32_t key_row, value_row;    // byte offsets inside a stage
-  uint32_t key_step, value_step;  // bytes from one step to the next
-  uint32_t key_tile, value_tile;  // bytes from one 16-token tile of a stage to the next
-  uint32_t zeros;                 // shared address of 16 zero bytes
-  int page_tokens, page_bytes;    // form kChunks: of a page in a stage
-  int upper_dimensions;           // dimensions of a step before those of this lane's row of K
+  uint32_t key_row, value_row;      // byte offsets inside a stage
+  uint32_t key_step, value_step;    // pages: bytes from one step to the next
+  uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
+  uint32_t zeros;                   // shared address of 16 zero bytes
+  int page_tokens, page_bytes;      // of a page in a stage
+  int upper_dimensions;             // dimensions of a step before those of this lane's row of K
 
   __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
     if constexpr (kSharedQuery) {
@@ -165,44 +171,57 @@ struct AttentionTile {
     }
   }
 
-  // kChunks: a stage's pages of `block_size` tokens (8, 16 or 32), `page_bytes` of K each.
-  __device__ __forceinline__ void set_addresses(int block_size, int page_bytes, int lane,
+  // Pages of `page_tokens` tokens (8, 16 or 32), `page_bytes` of K each, in a stage.
+  __device__ __forceinline__ void set_addresses(int page_tokens, int page_bytes, int lane,
                                                 uint32_t zero_bytes) {
     zeros = zero_bytes;
-    page_tokens = block_size;
+    this->page_tokens = page_tokens;
     this->page_bytes = page_bytes;
     upper_dimensions = lane < 16 ? 0 : kWide ? 8 : 16;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
-      const int pitch = row_pitch(head_size, sizeof(Cache));
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
-      key_row = (row + second * 8) * pitch + upper * 16;
-      key_step = value_step = kWide ? 32 : 16;
+      key_row = (row + second * 8) * kColumnBytes;
+      key_chunk = (upper ^ row) * 16;
       // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
       // (8-15, 8-15); 8-bit as K's.
-      value_row = kWide ? (row + upper * 8) * pitch + second * 16 : key_row;
-      key_tile = value_tile = 16 * pitch;
+      value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;
+      value_chunk = kWide ? (second ^ row) * 16 : key_chunk;
     } else if constexpr (kWide) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
-      const int chunk_bytes = block_size * 16;
-      key_row = upper * chunk_bytes + row * 16 + second * (block_size == 8 ? page_bytes : 8 * 16);
+      const int chunk_bytes = page_tokens * 16;
+      const int second_key = page_tokens == 8 ? page_bytes : 8 * 16;
+      key_row = upper * chunk_bytes + row * 16 + second * second_key;
       key_step = 2 * chunk_bytes;
-      key_tile = 16 * 16;
       // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-      value_row = (second * 8 + row) * block_size * 2 + upper * (block_size == 8 ? page_bytes : 16);
-      value_step = 16 * block_size * 2;
-      value_tile = 16 * 2;
+      const int second_value = page_tokens == 8 ? page_bytes : 16;
+      value_row = (second * 8 + row) * page_tokens * 2 + upper * second_value;
+      value_step = 16 * page_tokens * 2;
     } else {
       // K matrices: (slots 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
       const int token = (row >> 1) * 4 + (row & 1) + second * 2;
-      key_row = upper * block_size * 16 + token * 16;
-      key_step = block_size * 16;
-      key_tile = 16 * 16;
+      key_row = upper * page_tokens * 16 + token * 16;
+      key_step = page_tokens * 16;
       // V matrices: 32 rows of 16 tokens, two steps at once.
-      value_row = lane * block_size;
-      value_step = 16 * block_size;
-      value_tile = 16;
+      value_row = lane * page_tokens;
+      value_step = 16 * page_tokens;
     }
+  }
+  // From one 16-token tile of a page to the next.
+  static constexpr uint32_t kKeyTile = 16 * 16, kValueTile = 16 * sizeof(Cache);
+
+  // This lane's address for step k, from the stage's K or V on.
+  __device__ __forceinline__ uint32_t key_at(int k) const {
+    if constexpr (!kRows) return key_row + k * key_step;
+    return key_row + column_of(k, key_chunk);
+  }
+  __device__ __forceinline__ uint32_t value_at(int k) const {
+    if constexpr (!kRows) return value_row + k * value_step;
+    return value_row + column_of(k, value_chunk);
+  }
+  static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {
+    const int chunk = kWide ? 2 * k : k;
+    return chunk / 8 * kColumnStride + (lane_chunk ^ (chunk % 8 * 16));
   }
 
   __device__ __forceinline__ void scores(float (&c)[kTiles][4], uint32_t key, int lane) const {
@@ -230,7 +249,7 @@ struct AttentionTile {
       uint32_t loaded[4];
       // Past the head size: zeros, not what lies there. (A branch would cost more than the step.)
       const bool absent = k * 16 >= head_size - upper_dimensions;
-      load_matrices(loaded, absent ? zeros : key + key_row + k * key_step);
+      load_matrices(loaded, absent ? zeros : key + key_at(k));
       if constexpr (kWide) {
         multiply(k, loaded);
       } else {
@@ -258,12 +277,12 @@ struct AttentionTile {
   __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens, int lane) const {
     constexpr int kBytes = sizeof(Cache);
     if constexpr (kRows) {
-      const int pitch = row_pitch(head_size, kBytes);
+      const int columns = row_columns(head_size, kBytes);
 #pragma unroll 1
       for (int row = 0; row < 16; ++row) {
         if (tokens >> row & 1) continue;
-        for (int byte = lane * 4; byte < head_size * kBytes; byte += 32 * 4) {
-          store_shared(value + row * pitch + byte, 0);
+        for (int column = 0; column < columns; ++column) {
+          store_shared(value + column * kColumnStride + row * kColumnBytes + lane * 4, 0);
         }
       }
     } else {
@@ -301,7 +320,7 @@ struct AttentionTile {
     for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
       uint32_t loaded[4];
       // Past the head size: anything, for it gives outputs that nobody asks for.
-      const uint32_t from = value + value_row + k * value_step;
+      const uint32_t from = value + value_at(k);
       if constexpr (kRows) {
         load_transposed(loaded, from);
       } else {
@@ -397,21 +416,20 @@ struct AttentionTile {
     }
   }
 
-  // `rows` rows to `part_out` [rows][pitch], maxima and sums [rows].
-  __device__ __forceinline__ void store(int rows, float* part_out, int pitch, float2* part_stats,
-                                        int lane) const {
+  // Rows [first, first + rows) to `part_out` [rows][pitch], maxima and sums to part_stats [rows].
+  __device__ __forceinline__ void store(int first, int rows, float* part_out, int pitch,
+                                        float2* part_stats, int lane) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile >= tiles) break;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int row = row_of(lane, tile, j);
-        if (row >= rows) continue;
+        const int row = row_of(lane, tile, j) - first;
+        if (static_cast<unsigned>(row) >= static_cast<unsigned>(rows)) continue;
         if (lane < 4) part_stats[row] = {maximum[tile][j], sum[tile][j]};
         float* to = part_out + row * pitch;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          if (kMaxHeadSize > 64 && k * 16 >= head_size) break;
+          if (k * 16 >= head_size) break;
           to[dimension_of(lane, k, 0)] = out[tile][k][j];
           to[dimension_of(lane, k, 1)] = out[tile][k][2 + j];
         }

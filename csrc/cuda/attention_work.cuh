@@ -77,31 +77,18 @@ class WorkPlan {
   __device__ __forceinline__ WorkPlan(const PagedAttentionParams& p, const WorkShape& shape,
                                       int lane)
       : rounds_((p.num_seqs + 31) / 32) {
-    uint32_t stages = 0, segments = 0;
+    uint32_t stages = 0, segments = 0, items = 0;
 #pragma unroll 1
-    for (int round = 0; round < rounds_; ++round) {
-      const SequenceWork work = sequence_of(p, shape, round, lane);
-      stages += static_cast<uint32_t>(work.stages) * work.chunks;
-      segments += work.chunks;
-    }
-    const float heads = p.kv.num_kv_heads;
-    const float all_stages = heads * static_cast<float>(warp_sum(stages));
-    const float all_segments = heads * static_cast<float>(warp_sum(segments));
-    const float blocks = gridDim.x;
-    // The sum of all pieces of split segments is at most kPiecesPerBlock * blocks.
-    float piece = __fdividef(all_stages, blocks);
-    float least = static_cast<float>(shape.least_piece);
-    if (all_segments > blocks) {
-      piece *= 1.0f / kPiecesPerBlock;
-      least = static_cast<float>(kWholeTokens >> shape.stage_shift);
-    }
-    if (shape.fixed_piece > 0) piece = least = static_cast<float>(shape.fixed_piece);
-    pieces_a_stage_ = __frcp_rn(fmaxf(piece, least));
-    uint32_t items = 0;
-#pragma unroll 1
-    for (int round = 0; round < rounds_; ++round) {
-      const SequenceWork work = sequence_of(p, shape, round, lane);
-      items += static_cast<uint32_t>(work.chunks * pieces_of(work)) * p.kv.num_kv_heads;
+    for (int i = 0; i < 2 * rounds_; ++i) {  // all rounds twice: the sums, then the items
+      const bool again = i >= rounds_;
+      load(p, shape, again ? i - rounds_ : i, lane, i == 0);
+      if (again) {
+        items += items_of_lane() * p.kv.num_kv_heads;
+        continue;
+      }
+      stages += static_cast<uint32_t>(work_.stages) * work_.chunks;
+      segments += work_.chunks;
+      if (i + 1 == rounds_) choose_pieces(p, shape, warp_sum(stages), warp_sum(segments));
     }
     items_ = warp_sum(items);
   }
@@ -114,9 +101,9 @@ class WorkPlan {
     WorkItem item;
 #pragma unroll 1
     for (;; ++round_) {
-      const SequenceWork work = sequence_of(p, shape, round_, lane);
-      const int pieces = pieces_of(work);
-      const uint32_t mine = static_cast<uint32_t>(work.chunks * pieces) * p.kv.num_kv_heads;
+      load(p, shape, round_, lane, false);
+      const int pieces = pieces_of_lane();
+      const uint32_t mine = items_of_lane() * p.kv.num_kv_heads;
       const uint32_t slots = pieces > 1 ? mine : 0;
       const uint32_t until = inclusive_sum(mine, lane);
       const uint32_t slots_until = inclusive_sum(slots, lane);
@@ -130,40 +117,67 @@ class WorkPlan {
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
       item.seq = round_ * 32 + owner;
       item.pieces = of_owner(pieces);
-      item.sequence = {.seq_len = of_owner(work.seq_len),
-                       .first_query = of_owner(work.first_query),
-                       .query_len = of_owner(work.query_len),
-                       .first_stage = of_owner(work.first_stage),
-                       .stages = of_owner(work.stages),
-                       .chunks = of_owner(work.chunks)};
+      item.sequence = {.seq_len = of_owner(work_.seq_len),
+                       .first_query = of_owner(work_.first_query),
+                       .query_len = of_owner(work_.query_len),
+                       .first_stage = of_owner(work_.first_stage),
+                       .stages = of_owner(work_.stages),
+                       .chunks = of_owner(work_.chunks)};
       const uint32_t local = index - before_ - of_owner(until - mine);
-      const uint32_t segment = local / static_cast<uint32_t>(item.pieces);
-      item.piece = static_cast<int>(local - segment * item.pieces);
+      uint32_t segment = local;
+      item.piece = 0;
+      item.stage = 0;
+      item.stages = item.sequence.stages;
+      if (item.pieces > 1) {
+        segment = local / static_cast<uint32_t>(item.pieces);
+        item.piece = static_cast<int>(local - segment * item.pieces);
+        // The first `longer` pieces have one stage more.
+        const int least = item.sequence.stages / item.pieces;
+        const int longer = item.sequence.stages - least * item.pieces;
+        item.stage = item.piece * least + min(item.piece, longer);
+        item.stages = least + (item.piece < longer ? 1 : 0);
+      }
       item.slot = static_cast<int>(slots_before_ + of_owner(slots_until - slots) +
                                    segment * item.pieces);
-      item.kv_head = static_cast<int>(segment / static_cast<uint32_t>(item.sequence.chunks));
-      item.chunk = static_cast<int>(segment) - item.kv_head * item.sequence.chunks;
-      // The first `longer` pieces have one stage more.
-      const uint32_t stages = item.sequence.stages;
-      const uint32_t least = stages / static_cast<uint32_t>(item.pieces);
-      const uint32_t longer = stages - least * item.pieces;
-      const uint32_t piece = item.piece;
-      item.stage = static_cast<int>(piece * least + min(piece, longer));
-      item.stages = static_cast<int>(least + (piece < longer ? 1 : 0));
+      item.kv_head = static_cast<int>(segment);
+      item.chunk = 0;
+      if (item.sequence.chunks > 1) {
+        item.kv_head = static_cast<int>(segment / static_cast<uint32_t>(item.sequence.chunks));
+        item.chunk = static_cast<int>(segment) - item.kv_head * item.sequence.chunks;
+      }
       return item;
     }
   }
 
  private:
-  static __device__ __forceinline__ SequenceWork sequence_of(const PagedAttentionParams& p,
-                                                             const WorkShape& shape, int round,
-                                                             int lane) {
+  // Lane's sequence of a round; where there is one round only, it is loaded once.
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int round, int lane, bool first) {
+    if (rounds_ == 1 && !first) return;
     const int seq = round * 32 + lane;
-    if (seq < p.num_seqs) return sequence_work(p, shape, seq);
-    return {.seq_len = 0, .first_query = 0, .query_len = 0, .first_stage = 0, .stages = 1, .chunks = 0};
+    work_ = {};
+    if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq);
   }
-  __device__ __forceinline__ int pieces_of(const SequenceWork& work) const {
-    return max(1, static_cast<int>(static_cast<float>(work.stages) * pieces_a_stage_));
+  __device__ __forceinline__ int pieces_of_lane() const {
+    return max(1, static_cast<int>(static_cast<float>(work_.stages) * pieces_a_stage_));
+  }
+  // Of one KV head.
+  __device__ __forceinline__ uint32_t items_of_lane() const {
+    return static_cast<uint32_t>(work_.chunks * pieces_of_lane());
+  }
+  __device__ __forceinline__ void choose_pieces(const PagedAttentionParams& p,
+                                                const WorkShape& shape, uint32_t stages,
+                                                uint32_t segments) {
+    const float heads = p.kv.num_kv_heads, blocks = gridDim.x;
+    float piece = __fdividef(heads * static_cast<float>(stages), blocks);
+    float least = static_cast<float>(shape.least_piece);
+    if (heads * static_cast<float>(segments) > blocks) {
+      piece *= 1.0f / kPiecesPerBlock;
+      least = static_cast<float>(kWholeTokens >> shape.stage_shift);
+    }
+    // The sum of all pieces of split segments is at most kPiecesPerBlock * blocks.
+    pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), least));
+    if (shape.fixed_piece > 0) pieces_a_stage_ = 1.0f / static_cast<float>(shape.fixed_piece);
   }
   static __device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
     return __reduce_add_sync(0xffffffffu, value);
@@ -178,6 +192,7 @@ class WorkPlan {
   }
 
   int rounds_;
+  SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split
   uint32_t items_;
   int round_ = 0;   // of the last item

@@ -2,9 +2,11 @@
 // between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of 16
 // or 32 tokens of one KV head; an mbarrier a stage says when it is there.
 //
-// sm_90 on: bulk copies of whole pages of one head (layout vllm, up to 32 tokens) or of one row of K
-// or V a lane (layouts NHD and HND). Otherwise all lanes copy 16 bytes at a time.
+// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 16
+// rows of 128 bytes (form kRows). Otherwise all lanes copy 16 bytes at a time.
 #pragma once
+#include <cuda.h>
+
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_work.cuh"
 
@@ -15,19 +17,25 @@ constexpr int kMaxRingStages = 8;
 struct RingLayout {
   int stages;        // of a ring, 2 .. kMaxRingStages
   int value_offset;  // bytes from a stage's K to its V
-  int stage_bytes;   // a multiple of 128
+  int stage_bytes;   // a multiple of 128, of 1024 in form kRows
   int page_shift;    // log2 of the tokens of a page
   int split_shift;   // log2 of the pages of a stage
-  int page_bytes;    // form kChunks: of K, of one page of one head, as a stage holds it
-  bool whole_pages;  // form kChunks: pages are copied whole
+  int page_bytes;    // form kPages: of K, of one page of one head
+  int columns;       // form kRows: of 128 bytes, of a row
+};
+
+// Form kRows from sm_90 on: tensor maps of K and V as (dimension, token of the page, KV head, block).
+struct RowMaps {
+  CUtensorMap key, value;
 };
 
 template <typename Cache, PageForm kForm>
 class KvRing {
  public:
-  __device__ __forceinline__ KvRing(const RingLayout& layout, uint32_t storage, uint64_t* barriers,
-                                    uint32_t* present, int lane)
+  __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
+                                    uint64_t* barriers, uint32_t* present, int lane)
       : layout_(layout),
+        maps_(maps),
         storage_(storage),
         barriers_(shared_address(barriers)),
         present_(present),
@@ -35,10 +43,14 @@ class KvRing {
     if (lane == 0) {
 #pragma unroll 1
       for (int stage = 0; stage < layout.stages; ++stage) {
-        barrier_init(barriers_ + stage * 8, bulk() ? 1 : 32);
+        barrier_init(barriers_ + stage * 8, kBulk ? 1 : 32);
       }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       fence_barrier_init();
+      if constexpr (kForm == PageForm::kRows) {
+        prefetch_map(&maps.key);
+        prefetch_map(&maps.value);
+      }
 #endif
     }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -50,11 +62,11 @@ class KvRing {
   // Stages first, first + step, ... (`count` of them) of a sequence come next.
   __device__ __forceinline__ void start(const PagedAttentionParams& p, int stage_shift,
                                         const WorkItem& item, int first, int step, int count) {
-    const int bytes = sizeof(Cache);
     seq_len_ = item.sequence.seq_len;
     table_ = p.block_tables + item.seq * p.block_table_stride;
-    key_ = static_cast<const char*>(p.kv.key) + item.kv_head * p.kv.key_head_stride * bytes;
-    value_ = static_cast<const char*>(p.kv.value) + item.kv_head * p.kv.value_head_stride * bytes;
+    kv_head_ = item.kv_head;
+    key_ = static_cast<const char*>(p.kv.key) + kv_head_ * p.kv.key_head_stride * kBytes;
+    value_ = static_cast<const char*>(p.kv.value) + kv_head_ * p.kv.value_head_stride * kBytes;
     first_token_ = first << stage_shift;
     token_step_ = step << stage_shift;
     to_fill_ = count;
@@ -70,26 +82,28 @@ class KvRing {
     const uint32_t stage = storage_ + fill_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + fill_stage_ * 8;
     const int pages = 1 << layout_.split_shift;
-    if constexpr (kForm == PageForm::kRows) {
-      const int row = lane_ & 15;
-      const int32_t block =
-          __shfl_sync(0xffffffffu, blocks_, next_page_ + (row >> layout_.page_shift & pages - 1));
-      const bool good = is_block(kv, block) && first_token_ + row < seq_len_;
-      note_present(__ballot_sync(0xffffffffu, good), 0xffffffffu);
-      copy_rows(kv, stage, barrier, block, good);
-    } else {
-      const int page = lane_ & pages - 1;
-      const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
-      const bool good = is_block(kv, block) && first_token_ + (page << layout_.page_shift) < seq_len_;
-      const uint32_t present = __ballot_sync(0xffffffffu, good);
-      note_present(pages == 1 ? present : (present & 1) * 0xff + (present >> 1 & 1) * 0xff00,
-                   0xffffu);
-      if (layout_.whole_pages) {
-        copy_pages(kv, stage, barrier, block, present, pages);
-      } else {
-        if (good) copy_part_of_page(kv, stage, block);
-        barrier_arrive_copies(barrier);
+    // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next.
+    const int page = (kForm == PageForm::kRows ? lane_ >> 1 : lane_) & pages - 1;
+    const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
+    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks) &&
+                      first_token_ + (page << layout_.page_shift) < seq_len_;
+    const uint32_t lanes = __ballot_sync(0xffffffffu, good);
+    incomplete_ &= ~(1u << fill_stage_);
+    if (lanes != 0xffffffffu) {
+      const uint32_t second = kForm == PageForm::kRows ? lanes >> 2 : lanes >> 1;
+      incomplete_ |= 1u << fill_stage_;
+      if (lane_ == 0) {
+        present_[fill_stage_] =
+            pages == 1 ? (lanes & 1) * 0xffffu : (lanes & 1) * 0xffu + (second & 1) * 0xff00u;
       }
+    }
+    if constexpr (kForm == PageForm::kPages) {
+      copy_pages(kv, stage, barrier, page, pages, block, good);
+    } else if constexpr (kForm == PageForm::kRows) {
+      copy_rows(kv, stage, barrier, page, block, good);
+    } else {
+      if (good) copy_part_of_page(kv, stage, block);
+      barrier_arrive_copies(barrier);
     }
     next_page_ += pages;
     first_token_ += token_step_;
@@ -119,17 +133,11 @@ class KvRing {
  private:
   static constexpr int64_t kBytes = sizeof(Cache);
 
-  __device__ __forceinline__ bool bulk() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    return kForm == PageForm::kRows || layout_.whole_pages;
+  static constexpr bool kBulk = kForm != PageForm::kParts;
 #else
-    return false;
+  static constexpr bool kBulk = false;
 #endif
-  }
-
-  static __device__ __forceinline__ bool is_block(const PagedKv& kv, int32_t block) {
-    return static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
-  }
 
   // Lane l: the block of the l-th page from here on.
   __device__ __forceinline__ void load_blocks() {
@@ -140,32 +148,22 @@ class KvRing {
     blocks_ = token < seq_len_ ? table_[token >> layout_.page_shift] : -1;
   }
 
-  __device__ __forceinline__ void note_present(uint32_t present, uint32_t all) {
-    incomplete_ &= ~(1u << fill_stage_);
-    if ((present & all) != all) {
-      incomplete_ |= 1u << fill_stage_;
-      if (lane_ == 0) present_[fill_stage_] = present & 0xffffu;
-    }
-  }
-
   __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int32_t block, uint32_t present, int pages) {
+                                             int page, int pages, int32_t block, bool good) {
     const int bytes = layout_.page_bytes;
     const char* key = key_ + block * kv.key_block_stride * kBytes;
     const char* value = value_ + block * kv.value_block_stride * kBytes;
+    const uint32_t to = stage + page * bytes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    const uint32_t copied = present & (1u << pages) - 1;
-    if (lane_ == 0) barrier_expect(barrier, 2 * bytes * __popc(copied));
-    if (copied >> lane_ & 1) {
-      const uint32_t to = stage + lane_ * bytes;
+    const uint32_t copies = __ballot_sync(0xffffffffu, good && lane_ < pages);
+    if (lane_ == 0) barrier_expect(barrier, 2 * bytes * __popc(copies));
+    if (good && lane_ < pages) {
       bulk_copy(to, key, bytes, barrier, policy_);
       bulk_copy(to + layout_.value_offset, value, bytes, barrier, policy_);
     }
 #else
     // Lanes of a page copy it together.
-    const int page = lane_ & pages - 1;
-    const uint32_t to = stage + page * bytes;
-    if (present >> page & 1) {
+    if (good) {
       for (int byte = lane_ / pages * 16; byte < bytes; byte += 32 / pages * 16) {
         copy16_async(to + byte, key + byte);
         copy16_async(to + layout_.value_offset + byte, value + byte);
@@ -175,25 +173,40 @@ class KvRing {
 #endif
   }
 
-  // Lanes 0 .. 15 a row of K each, lanes 16 .. 31 one of V.
   __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                            int32_t block, bool good) {
-    const bool is_value = lane_ >= 16;
-    const int row = lane_ & 15, bytes = kv.head_size * static_cast<int>(kBytes);
-    const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
-    const int64_t block_stride = is_value ? kv.value_block_stride : kv.key_block_stride;
-    const int64_t token_stride = is_value ? kv.value_token_stride : kv.key_token_stride;
-    const char* from =
-        (is_value ? value_ : key_) + (block * block_stride + token * token_stride) * kBytes;
-    const uint32_t to = stage + (is_value ? layout_.value_offset : 0) +
-                        row * row_pitch(kv.head_size, static_cast<int>(kBytes));
+                                            int page, int32_t block, bool good) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    const uint32_t copied = __ballot_sync(0xffffffffu, good);
-    if (lane_ == 0) barrier_expect(barrier, bytes * __popc(copied));
-    if (good) bulk_copy(to, from, bytes, barrier, policy_);
+    // A lane copies one column of K or V of one page.
+    const int shift = min(layout_.page_shift, 4);
+    const bool is_value = lane_ & 1;
+    const int column = lane_ >> 1 >> layout_.split_shift;
+    const bool copies = good && column < layout_.columns;
+    const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
+    if (lane_ == 0) barrier_expect(barrier, count * (kColumnBytes << shift));
+    if (copies) {
+      bulk_copy_box(stage + (is_value ? layout_.value_offset : 0) + column * kColumnStride +
+                        page * (kColumnBytes << shift),
+                    is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / kBytes),
+                    first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier, policy_);
+    }
 #else
-    if (good) {
-      for (int byte = 0; byte < bytes; byte += 16) copy16_async(to + byte, from + byte);
+    // Lanes 2i and 2i + 1: row i of K and of V.
+    const bool is_value = lane_ & 1;
+    const int row = lane_ >> 1;
+    const int of_row = row >> layout_.page_shift & (1 << layout_.split_shift) - 1;
+    const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
+    const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
+    const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
+    const char* from = is_value
+                           ? value_ + (row_block * kv.value_block_stride +
+                                       token * kv.value_token_stride) * kBytes
+                           : key_ + (row_block * kv.key_block_stride +
+                                     token * kv.key_token_stride) * kBytes;
+    const uint32_t to = stage + (is_value ? layout_.value_offset : 0) + row * kColumnBytes;
+    if (row_good && first_token_ + row < seq_len_) {
+      for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
+        copy16_async(to + chunk / 8 * kColumnStride + ((chunk ^ row) % 8) * 16, from + chunk * 16);
+      }
     }
     barrier_arrive_copies(barrier);
 #endif
@@ -216,6 +229,7 @@ class KvRing {
   }
 
   const RingLayout& layout_;
+  const RowMaps& maps_;
   uint32_t storage_;
   uint32_t barriers_;
   uint32_t* present_;
@@ -224,6 +238,7 @@ class KvRing {
   const int32_t* table_;  // the sequence's blocks
   const char* key_;       // block 0 of the KV head
   const char* value_;
+  int kv_head_;
   int seq_len_;
   int first_token_;  // of the next stage
   int token_step_;   // to the one after it

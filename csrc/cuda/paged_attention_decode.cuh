@@ -1,9 +1,10 @@
 // paged_attention on tensor cores: one launch of one block a multiprocessor for any batch.
 //
 // A block takes items (attention_work.cuh) one after the other. Its warps take an item's stages in
-// turn, each through a ring of its own (kv_ring.cuh); at the end their results are merged in shared
-// memory and written: as output where the item is a whole segment, else to the workspace, where the
-// segment's last block to finish merges all pieces in order.
+// turn, each through a ring of its own (kv_ring.cuh). At the end each warp starts to fill its ring for
+// the next item; then the warps' results are merged in shared memory and written: as output where
+// the item is a whole segment, else to the workspace, where the segment's last block to finish merges
+// all pieces in order.
 #pragma once
 #ifndef VK_MARK
 #define VK_MARK(n)
@@ -21,7 +22,8 @@ constexpr int kMaxDecodeWarps = 12;
 struct DecodeShape {
   WorkShape work;
   RingLayout ring;
-  int tile_tokens;    // form kChunks: tokens of a page as it lies in a stage, 8, 16 or 32
+  int tile_tokens;    // forms kPages, kParts: tokens of a page as it lies in a stage, 8, 16 or 32
+  int merge_rows;     // query rows that are merged at a time
   FastDivisor fours;  // groups of 4 dimensions of a head
   float cap;          // softcap in log2 units
   float cap_inverse;  // 2 / softcap
@@ -151,54 +153,130 @@ template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
 __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1)
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
+                                  const __grid_constant__ RowMaps maps,
                                   const __grid_constant__ DecodeWorkspace workspace) {
   using Tile = AttentionTile<Cache, kMaxHeadSize, kTiles, kForm>;
-  // The warps' rings; after an item's loop their results, [warps][rows][pitch] floats.
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];  // the warps' rings, then their results
   __shared__ uint64_t barriers[kMaxDecodeWarps * kMaxRingStages];
   __shared__ uint32_t present[kMaxDecodeWarps * kMaxRingStages];
   __shared__ uint2 shared_query[Tile::kSharedQuerySize];
-  __shared__ float2 warp_stats[kMaxDecodeWarps * kTiles * 8];
+  __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
   __shared__ __align__(16) uint4 zeros;
-  __shared__ uint32_t next_item;
+  // Three items: some threads may still write out the last one when the next but one is put down.
+  __shared__ WorkItem items[3];
+  __shared__ ItemRows items_rows[3];
+  __shared__ uint32_t next_index;
   __shared__ bool is_last;
   VK_MARK(0);
   launch_dependents();
 
   const int warps = blockDim.x / 32;
   const int warp = in_register(threadIdx.x / 32), lane = in_register(threadIdx.x % 32);
-  const int head_size = p.kv.head_size;
+  const int head_size = p.kv.head_size, fours = head_size / 4;
   const int stage_shift = shape.work.stage_shift, stage_tokens = shape.work.stage_tokens();
   if (threadIdx.x == 0) zeros = uint4{0, 0, 0, 0};
-  KvRing<Cache, kForm> ring(
-      shape.ring, shared_address(shared) + warp * shape.ring.stages * shape.ring.stage_bytes,
-      barriers + warp * kMaxRingStages, present + warp * kMaxRingStages, lane);
+  const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
+  KvRing<Cache, kForm> ring(shape.ring, maps, shared_address(shared) + warp * ring_bytes,
+                            barriers + warp * kMaxRingStages, present + warp * kMaxRingStages, lane);
+  float* results = reinterpret_cast<float*>(shared + warps * ring_bytes);
+  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
   Tile tile;
   tile.shared_query = shared_query;
   tile.head_size = head_size;
   tile.set_addresses(shape.tile_tokens, shape.ring.page_bytes, lane, shared_address(&zeros));
-  __syncthreads();  // zeros are there
   wait_for_predecessor();
   VK_MARK(1);
 
   WorkPlan plan(p, shape.work, lane);
-  const uint32_t items = plan.items();
+  const uint32_t count = plan.items();
+  uint32_t index = blockIdx.x;              // of the item at hand
+  uint32_t following = index + gridDim.x;  // of the one after it
+  bool merges = false;                      // the item before it
 #pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < items;) {
-    const WorkItem item = plan.find(p, shape.work, index, lane);
-    const SequenceWork& work = item.sequence;
-    VK_MARK(2);
-    ring.start(p, stage_shift, item, work.first_stage + item.stage + warp, warps,
-               max(0, item.stages - warp + warps - 1) / warps);
+  for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
+    if (index < count) {
+      const WorkItem item = plan.find(p, shape.work, index, lane);
+      if (threadIdx.x == 0) {
+        items[now] = item;
+        items_rows[now] = item_rows(shape.work, item);
+      }
+      ring.start(p, stage_shift, item, item.sequence.first_stage + item.stage + warp, warps,
+                 max(0, item.stages - warp + warps - 1) / warps);
 #pragma unroll 1
-    for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
-    VK_MARK(3);
-    uint32_t following = items;
-    if (items > gridDim.x && threadIdx.x == 0) {
-      following = gridDim.x + atomicInc(workspace.next, items - 1);
+      for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
+      VK_MARK(2);
     }
 
-    const ItemRows rows = item_rows(shape.work, item);
+    if (merges) {
+      VK_MARK(6);
+      const WorkItem& item = items[last];
+      const ItemRows& rows = items_rows[last];
+      const bool whole = item.pieces == 1;
+      const int64_t slot = static_cast<int64_t>(item.slot) << shape.work.row_shift;
+      const int64_t piece = slot + (static_cast<int64_t>(item.piece) << shape.work.row_shift);
+      tile.reduce_sums();
+#pragma unroll 1
+      for (int first = 0; first < rows.count; first += shape.merge_rows) {
+        const int some = min(shape.merge_rows, rows.count - first);
+        __syncthreads();  // nobody reads results any more
+        tile.store(first, some, results + warp * some * pitch, pitch, warp_stats + warp * some, lane);
+        if (threadIdx.x == 0) next_index = following;
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < some * fours; i += blockDim.x) {
+          const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
+          RowState state;
+          state.merge(
+              warps, [&](int w) { return warp_stats[w * some + row]; },
+              [&](int w) {
+                return *reinterpret_cast<const float4*>(&results[(w * some + row) * pitch + d]);
+              });
+          if (whole) {
+            write_row(p, shape.work, item, rows, first + row, d, state);
+          } else {
+            const int64_t to = piece + first + row;
+            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+          }
+        }
+      }
+      following = next_index;
+      VK_MARK(7);
+      if (!whole) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
+                    static_cast<uint32_t>(item.pieces - 1);
+        }
+        __syncthreads();
+        VK_MARK(8);
+        if (is_last) {
+#pragma unroll 1
+          for (int i = threadIdx.x; i < rows.count * fours; i += blockDim.x) {
+            const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
+            const auto at = [&](int other) {
+              return slot + (static_cast<int64_t>(other) << shape.work.row_shift) + row;
+            };
+            RowState state;
+            state.merge(
+                item.pieces, [&](int other) { return __ldcg(&workspace.stats[at(other)]); },
+                [&](int other) {
+                  return __ldcg(
+                      reinterpret_cast<const float4*>(&workspace.out[at(other) * head_size + d]));
+                });
+            write_row(p, shape.work, item, rows, row, d, state);
+          }
+        }
+        VK_MARK(9);
+      }
+    } else {
+      __syncthreads();  // items[now] is there
+    }
+    if (index >= count) return;
+    merges = true;
+
+    const WorkItem& item = items[now];
+    const ItemRows rows = items_rows[now];
     tile.tiles = (rows.count + 7) / 8;
     const auto load_query = [&](auto tag) {
       using Query = decltype(tag);
@@ -206,7 +284,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
         if (row >= rows.count) return nullptr;
         const RowPlace place = place_of_row(shape.work, item, rows, row);
         return static_cast<const Query*>(p.query) +
-               (work.first_query + place.token) * p.query_stride +
+               (item.sequence.first_query + place.token) * p.query_stride +
                static_cast<int64_t>(place.head) * head_size;
       };
       const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
@@ -221,7 +299,16 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
     }
     if constexpr (Tile::kSharedQuery) __syncwarp();
     tile.clear();
-    VK_MARK(4);
+    VK_MARK(3);
+
+    // The item after the next, known by the time its index is put down for all.
+    index = following;
+    if (threadIdx.x == 0) {
+      following = count;
+      if (count > 2 * gridDim.x) {
+        following = 2 * gridDim.x + atomicInc(workspace.next, count - 1);
+      }
+    }
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
@@ -246,11 +333,12 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       return score;
     };
 
-    const int first_token = (work.first_stage + item.stage) << stage_shift;
+    const int stages = item.stages;
+    const int first_token = (item.sequence.first_stage + item.stage) << stage_shift;
 #pragma unroll 1
-    for (int i = warp; i < item.stages; i += warps) {
+    for (int i = warp; i < stages; i += warps) {
       ring.wait();
-      if (i == 0) VK_MARK(5);
+      if (i == 0) VK_MARK(4);
       const uint32_t there = ring.present();
       const int stage_first = first_token + (i << stage_shift);
 #pragma unroll 1
@@ -259,77 +347,57 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
         uint32_t tokens = there;
         const bool plain = first >= plain_begin && first + 16 <= plain_end;
         if (!plain || there != 0xffffu) {
-          if (stage_tokens > 16) tokens = there != 0 ? 0xffffu : 0u;
           if (first < begin) tokens &= begin - first < 16 ? 0xffffu << (begin - first) : 0u;
           if (end - first < 16) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
           tokens &= 0xffffu;
           if (tokens == 0) continue;
         }
-        tile.step(ring.key() + t * tile.key_tile, ring.value() + t * tile.value_tile, tokens,
+        tile.step(ring.key() + t * Tile::kKeyTile, ring.value() + t * Tile::kValueTile, tokens,
                   plain, adjust, lane);
       }
       ring.release();
       ring.fill(p.kv);
     }
-    VK_MARK(6);
-    tile.reduce_sums();
-
-    const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
-    float* results = reinterpret_cast<float*>(shared);
-    fence_async_proxy();
-    __syncthreads();  // all rings are empty
-    tile.store(rows.count, results + warp * rows.count * pitch, pitch,
-               warp_stats + warp * rows.count, lane);
-    if (threadIdx.x == 0) next_item = following;
-    __syncthreads();
-    index = next_item;
-    const int64_t slot_rows = static_cast<int64_t>(item.slot) << shape.work.row_shift;
-    const int fours = head_size / 4;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows.count * fours; i += blockDim.x) {
-      const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
-      RowState state;
-      state.merge(
-          warps, [&](int w) { return warp_stats[w * rows.count + row]; },
-          [&](int w) {
-            return *reinterpret_cast<const float4*>(&results[(w * rows.count + row) * pitch + d]);
-          });
-      if (item.pieces == 1) {
-        write_row(p, shape.work, item, rows, row, d, state);
-      } else {
-        const int64_t to = slot_rows + (static_cast<int64_t>(item.piece) << shape.work.row_shift) + row;
-        *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-        if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
-      }
-    }
-    VK_MARK(7);
-    fence_async_proxy();  // bulk copies may write where the results lie
-    __syncthreads();
-    if (item.pieces == 1) continue;
-    if (threadIdx.x == 0) {
-      is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
-                static_cast<uint32_t>(item.pieces - 1);
-    }
-    __syncthreads();
-    VK_MARK(8);
-    if (!is_last) continue;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows.count * fours; i += blockDim.x) {
-      const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
-      const auto at = [&](int piece) {
-        return slot_rows + (static_cast<int64_t>(piece) << shape.work.row_shift) + row;
-      };
-      RowState state;
-      state.merge(
-          item.pieces, [&](int piece) { return __ldcg(&workspace.stats[at(piece)]); },
-          [&](int piece) {
-            return __ldcg(
-                reinterpret_cast<const float4*>(&workspace.out[at(piece) * head_size + d]));
-          });
-      write_row(p, shape.work, item, rows, row, d, state);
-    }
-    VK_MARK(9);
+    VK_MARK(5);
   }
+}
+
+// As (dimension, token of the page, KV head, block), in boxes of 128 bytes x up to 16 tokens. What
+// lies behind the head is read as zero.
+inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
+                           int64_t block_stride) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const auto bytes = static_cast<cuuint64_t>(size_of(kv.dtype));
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(kv.head_size),
+                              static_cast<cuuint64_t>(kv.block_size),
+                              static_cast<cuuint64_t>(kv.num_kv_heads),
+                              static_cast<cuuint64_t>(kv.num_blocks)};
+  const cuuint64_t strides[] = {token_stride * bytes, head_stride * bytes, block_stride * bytes};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(kColumnBytes / bytes),
+                            static_cast<cuuint32_t>(std::min(kv.block_size, 16)), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
+             base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
 }
 
 template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
@@ -346,37 +414,51 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
   RingLayout& ring = shape.ring;
   ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  ring.whole_pages = !kByRow && kv.block_size <= 32;
-  const int stage_shift = ring.whole_pages && kv.block_size == 32 ? 5 : 4;
+  const int stage_shift = kForm == PageForm::kPages && kv.block_size == 32 ? 5 : 4;
   ring.split_shift = std::max(0, stage_shift - ring.page_shift);
-  shape.tile_tokens = ring.whole_pages ? kv.block_size : 16;
+  shape.tile_tokens = kForm == PageForm::kPages ? kv.block_size : 16;
   ring.page_bytes = kv.head_size * shape.tile_tokens * kBytes;
+  ring.columns = row_columns(kv.head_size, kBytes);
   ring.value_offset =
-      kByRow ? 16 * row_pitch(kv.head_size, kBytes) : (kv.head_size * kBytes) << stage_shift;
+      kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
   ring.stage_bytes = (2 * ring.value_offset + 127) / 128 * 128;
 
   const auto kernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
   using Tile = AttentionTile<Cache, kMaxHeadSize, kTiles, kForm>;
-  constexpr int kStatic = 6144 + (Tile::kSharedQuery ? Tile::kSharedQuerySize * 8 : 0);
+  constexpr int kStatic = 4096 + (Tile::kSharedQuery ? Tile::kSharedQuerySize * 8 : 0);
   const int memory = device.shared_memory_per_block - kStatic;
+  const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
+  const int group = p.num_heads / kv.num_kv_heads;
+  const int most_rows = static_cast<int>(
+      std::min<int64_t>({8, kRows, int64_t{p.max_query_len} * group}));
+  // As many warps as can have 3 stages each and at least a few rows to merge.
   int warps = kDecodeThreads<Cache, kMaxHeadSize, kTiles> / 32;
-  const auto stages_for = [&](int count) { return memory / (count * ring.stage_bytes); };
+  const auto stages_for = [&](int count) {
+    return (memory / count - std::min(most_rows, 4) * row_bytes) / ring.stage_bytes;
+  };
   while (warps > 2 && stages_for(warps) < 3) warps -= 2;
   ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
-  const int results = warps * kRows * ((kv.head_size + 15) / 16 * 16 + 4) * 4;
-  const int bytes = std::max(warps * ring.stages * ring.stage_bytes, results);
+  const int rings = warps * ring.stages * ring.stage_bytes;
+  shape.merge_rows = std::min(most_rows, (memory - rings) / (warps * row_bytes));
+  const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
-  shape.work = {.group = p.num_heads / kv.num_kv_heads,
+  shape.work = {.group = group,
                 .row_shift = std::bit_width(static_cast<unsigned>(kRows)) - 1,
                 .stage_shift = stage_shift,
                 .least_piece = warps,
                 .fixed_piece = 0,
-                .group_divisor = FastDivisor(p.num_heads / kv.num_kv_heads)};
+                .group_divisor = FastDivisor(group)};
+  RowMaps maps = {};
+  if (kByRow && device.compute_capability >= 90) {
+    maps.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride);
+    maps.value =
+        row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride);
+  }
   const int blocks = std::min(device.multiprocessors, kMaxDecodeBlocks);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "paged_attention: shared memory");
   launch_kernel("paged_attention", kernel, dim3(blocks), dim3(warps * 32), bytes, stream, p, shape,
-                workspace);
+                maps, workspace);
 }
 
 // For one cache type: layouts, padded head sizes, and 1 or several tiles of 8 query rows.
@@ -396,10 +478,12 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     return rows <= 8 ? launch_decode<Cache, 256, 1, kForm>(p, workspace, stream)
                      : launch_decode<Cache, 256, 2, kForm>(p, workspace, stream);
   };
-  if (p.kv.layout == KvLayout::kVllm) {
-    with_form(std::integral_constant<PageForm, PageForm::kChunks>{});
-  } else {
+  if (p.kv.layout != KvLayout::kVllm) {
     with_form(std::integral_constant<PageForm, PageForm::kRows>{});
+  } else if (p.kv.block_size <= 32) {
+    with_form(std::integral_constant<PageForm, PageForm::kPages>{});
+  } else {
+    with_form(std::integral_constant<PageForm, PageForm::kParts>{});
   }
 }
 

@@ -14,7 +14,7 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   const auto aligned = [&](int64_t stride) { return stride * element % 16 == 0; };
   const bool by_row = kv.layout != KvLayout::kVllm;
   const int query_alignment = element == 1 ? 4 : 2;  // elements
-  return p.dtype != DType::kFloat32 && (by_row || kv.block_size >= (element == 1 ? 16 : 8)) &&
+  return p.dtype != DType::kFloat32 && kv.block_size >= (element == 1 && !by_row ? 16 : 8) &&
          aligned16(kv.key) && aligned16(kv.value) && aligned(kv.key_block_stride) &&
          aligned(kv.key_head_stride) && aligned(kv.value_block_stride) &&
          aligned(kv.value_head_stride) &&
