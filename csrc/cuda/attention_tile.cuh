@@ -66,9 +66,7 @@ struct AttentionTile {
   uint32_t key_row, value_row;      // byte offsets inside a stage
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
-  uint32_t zeros;                   // shared address of 16 zero bytes
-  int page_tokens, page_bytes;      // of a page in a stage
-  int upper_dimensions;             // dimensions of a step before those of this lane's row of K
+  int page_tokens, page_bytes;      // of a page's V in a stage
 
   __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
     if constexpr (kSharedQuery) {
@@ -171,13 +169,12 @@ struct AttentionTile {
     }
   }
 
-  // Pages of `page_tokens` tokens (8, 16 or 32), `page_bytes` of K each, in a stage.
-  __device__ __forceinline__ void set_addresses(int page_tokens, int page_bytes, int lane,
-                                                uint32_t zero_bytes) {
-    zeros = zero_bytes;
+  // Pages of `page_tokens` tokens (8, 16 or 32) in a stage; `page_stride` bytes from one page's K to
+  // the next, `page_bytes` from one page's V.
+  __device__ __forceinline__ void set_addresses(int page_tokens, int page_stride, int page_bytes,
+                                                int lane) {
     this->page_tokens = page_tokens;
     this->page_bytes = page_bytes;
-    upper_dimensions = lane < 16 ? 0 : kWide ? 8 : 16;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
@@ -190,7 +187,7 @@ struct AttentionTile {
     } else if constexpr (kWide) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
       const int chunk_bytes = page_tokens * 16;
-      const int second_key = page_tokens == 8 ? page_bytes : 8 * 16;
+      const int second_key = page_tokens == 8 ? page_stride : 8 * 16;
       key_row = upper * chunk_bytes + row * 16 + second * second_key;
       key_step = 2 * chunk_bytes;
       // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
@@ -247,9 +244,7 @@ struct AttentionTile {
 #pragma unroll
     for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
       uint32_t loaded[4];
-      // Past the head size: zeros, not what lies there. (A branch would cost more than the step.)
-      const bool absent = k * 16 >= head_size - upper_dimensions;
-      load_matrices(loaded, absent ? zeros : key + key_at(k));
+      load_matrices(loaded, key + key_at(k));  // past the head size: zeros
       if constexpr (kWide) {
         multiply(k, loaded);
       } else {

@@ -7,7 +7,8 @@
 //
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
-// grows when others are done: only segments so long that one could come last by itself are split.
+// grows when others are done: long segments are split in pieces of a quarter of a block's share, and
+// items of long sequences come first, so that what comes last is short.
 // How a segment is split follows from seq_lens alone, so a batch gives the same result every time.
 //
 // Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
@@ -22,16 +23,17 @@ struct WorkShape {
   int group;        // query heads of a KV head
   int row_shift;    // log2 of the query rows of a chunk, at most
   int stage_shift;  // log2 of the tokens of a stage
-  int least_piece;  // stages: shorter pieces are not worth a block
-  int fixed_piece;  // stages, 0: as the batch demands. With it the batch does not matter.
+  int least_piece;  // stages, with fewer segments than blocks: shorter ones are not worth a block
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// With more segments than blocks: tokens below which a segment is not split.
-constexpr int kWholeTokens = 2048;
+// With more segments than blocks: tokens of a piece, at least, and a block's pieces on average.
+constexpr int kLeastTokens = 1024;
+constexpr int kPiecesPerBlock = 4;
+constexpr int kLengthClasses = 4;  // sequences longer than 1/2, 1/4, 1/8 of the longest; the rest
 
 struct SequenceWork {
   int seq_len;      // tokens
@@ -65,7 +67,7 @@ struct WorkItem {
   int chunk;
   int piece;     // of the segment
   int pieces;    // 1: not split
-  int slot;      // of the segment's piece 0 in the workspace
+  int slot;      // of the segment's piece 0 in the workspace: that item's number
   int stage;     // the item's first, from the sequence's first_stage on
   int stages;    // of the item
   SequenceWork sequence;
@@ -77,7 +79,7 @@ class WorkPlan {
   __device__ __forceinline__ WorkPlan(const PagedAttentionParams& p, const WorkShape& shape,
                                       int lane)
       : rounds_((p.num_seqs + 31) / 32) {
-    uint32_t stages = 0, segments = 0, items = 0;
+    uint32_t stages = 0, segments = 0, longest = 0, items = 0;
 #pragma unroll 1
     for (int i = 0; i < 2 * rounds_; ++i) {  // all rounds twice: the sums, then the items
       const bool again = i >= rounds_;
@@ -88,9 +90,20 @@ class WorkPlan {
       }
       stages += static_cast<uint32_t>(work_.stages) * work_.chunks;
       segments += work_.chunks;
-      if (i + 1 == rounds_) choose_pieces(p, shape, warp_sum(stages), warp_sum(segments));
+      longest = max(longest, static_cast<uint32_t>(work_.stages));
+      if (i + 1 == rounds_) {
+        segments = __reduce_add_sync(0xffffffffu, segments) * p.kv.num_kv_heads;
+        longest_ = __reduce_max_sync(0xffffffffu, longest);
+        choose_pieces(p, shape, __reduce_add_sync(0xffffffffu, stages), segments);
+      }
     }
-    items_ = warp_sum(items);
+    items_ = __reduce_add_sync(0xffffffffu, items);
+    if (items_ > kMaxDecodeSlots) {  // no room for pieces
+      pieces_a_stage_ = 0.0f;
+      items_ = segments;
+    }
+    // One class of lengths suffices where no block takes two items.
+    class_ = items_ <= gridDim.x ? kLengthClasses - 1 : 0;
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -100,17 +113,21 @@ class WorkPlan {
                                            uint32_t index, int lane) {
     WorkItem item;
 #pragma unroll 1
-    for (;; ++round_) {
+    for (;;) {
       load(p, shape, round_, lane, false);
       const int pieces = pieces_of_lane();
-      const uint32_t mine = items_of_lane() * p.kv.num_kv_heads;
-      const uint32_t slots = pieces > 1 ? mine : 0;
+      const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
+      const bool longer = stages > longest_ >> class_ && class_ > 0 && items_ > gridDim.x;
+      const bool shorter = stages <= longest_ >> (class_ + 1) && class_ < kLengthClasses - 1;
+      const uint32_t mine = longer || shorter ? 0 : items_of_lane() * heads;
       const uint32_t until = inclusive_sum(mine, lane);
-      const uint32_t slots_until = inclusive_sum(slots, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        slots_before_ += __shfl_sync(0xffffffffu, slots_until, 31);
+        if (++round_ == rounds_) {
+          round_ = 0;
+          ++class_;
+        }
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < until)) - 1;
@@ -123,27 +140,26 @@ class WorkPlan {
                        .first_stage = of_owner(work_.first_stage),
                        .stages = of_owner(work_.stages),
                        .chunks = of_owner(work_.chunks)};
-      const uint32_t local = index - before_ - of_owner(until - mine);
-      uint32_t segment = local;
+      const int local = static_cast<int>(index - before_) - of_owner(until - mine);
+      int segment = local;
       item.piece = 0;
       item.stage = 0;
       item.stages = item.sequence.stages;
       if (item.pieces > 1) {
-        segment = local / static_cast<uint32_t>(item.pieces);
-        item.piece = static_cast<int>(local - segment * item.pieces);
-        // The first `longer` pieces have one stage more.
+        segment = local / item.pieces;
+        item.piece = local - segment * item.pieces;
+        // The first `more` pieces have one stage more.
         const int least = item.sequence.stages / item.pieces;
-        const int longer = item.sequence.stages - least * item.pieces;
-        item.stage = item.piece * least + min(item.piece, longer);
-        item.stages = least + (item.piece < longer ? 1 : 0);
+        const int more = item.sequence.stages - least * item.pieces;
+        item.stage = item.piece * least + min(item.piece, more);
+        item.stages = least + (item.piece < more ? 1 : 0);
       }
-      item.slot = static_cast<int>(slots_before_ + of_owner(slots_until - slots) +
-                                   segment * item.pieces);
-      item.kv_head = static_cast<int>(segment);
+      item.slot = static_cast<int>(index) - item.piece;
+      item.kv_head = segment;
       item.chunk = 0;
       if (item.sequence.chunks > 1) {
-        item.kv_head = static_cast<int>(segment / static_cast<uint32_t>(item.sequence.chunks));
-        item.chunk = static_cast<int>(segment) - item.kv_head * item.sequence.chunks;
+        item.kv_head = segment / item.sequence.chunks;
+        item.chunk = segment - item.kv_head * item.sequence.chunks;
       }
       return item;
     }
@@ -168,19 +184,14 @@ class WorkPlan {
   __device__ __forceinline__ void choose_pieces(const PagedAttentionParams& p,
                                                 const WorkShape& shape, uint32_t stages,
                                                 uint32_t segments) {
-    const float heads = p.kv.num_kv_heads, blocks = gridDim.x;
-    float piece = __fdividef(heads * static_cast<float>(stages), blocks);
-    float least = static_cast<float>(shape.least_piece);
-    if (heads * static_cast<float>(segments) > blocks) {
+    const float blocks = gridDim.x;
+    float piece = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
+    int least = shape.least_piece;
+    if (segments > gridDim.x) {
       piece *= 1.0f / kPiecesPerBlock;
-      least = static_cast<float>(kWholeTokens >> shape.stage_shift);
+      least = kLeastTokens >> shape.stage_shift;
     }
-    // The sum of all pieces of split segments is at most kPiecesPerBlock * blocks.
-    pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), least));
-    if (shape.fixed_piece > 0) pieces_a_stage_ = 1.0f / static_cast<float>(shape.fixed_piece);
-  }
-  static __device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
-    return __reduce_add_sync(0xffffffffu, value);
+    pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), static_cast<float>(least)));
   }
   static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
 #pragma unroll
@@ -194,9 +205,11 @@ class WorkPlan {
   int rounds_;
   SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split
+  uint32_t longest_;      // stages
   uint32_t items_;
-  int round_ = 0;   // of the last item
-  uint32_t before_ = 0, slots_before_ = 0;  // items and slots of the rounds before it
+  int class_;             // of lengths, of the last item
+  int round_ = 0;         // of the last item
+  uint32_t before_ = 0;   // items of the classes and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

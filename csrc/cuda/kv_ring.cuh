@@ -21,6 +21,7 @@ struct RingLayout {
   int page_shift;    // log2 of the tokens of a page
   int split_shift;   // log2 of the pages of a stage
   int page_bytes;    // form kPages: of K, of one page of one head
+  int page_stride;   // form kPages: bytes from one page's K to the next
   int columns;       // form kRows: of 128 bytes, of a row
 };
 
@@ -88,17 +89,18 @@ class KvRing {
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks) &&
                       first_token_ + (page << layout_.page_shift) < seq_len_;
     const uint32_t lanes = __ballot_sync(0xffffffffu, good);
-    incomplete_ &= ~(1u << fill_stage_);
+    const uint32_t stage_bit = 1u << fill_stage_;
+    incomplete_ &= ~stage_bit;
     if (lanes != 0xffffffffu) {
       const uint32_t second = kForm == PageForm::kRows ? lanes >> 2 : lanes >> 1;
-      incomplete_ |= 1u << fill_stage_;
+      incomplete_ |= stage_bit;
       if (lane_ == 0) {
         present_[fill_stage_] =
             pages == 1 ? (lanes & 1) * 0xffffu : (lanes & 1) * 0xffu + (second & 1) * 0xff00u;
       }
     }
     if constexpr (kForm == PageForm::kPages) {
-      copy_pages(kv, stage, barrier, page, pages, block, good);
+      copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
     } else if constexpr (kForm == PageForm::kRows) {
       copy_rows(kv, stage, barrier, page, block, good);
     } else {
@@ -149,24 +151,28 @@ class KvRing {
   }
 
   __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int page, int pages, int32_t block, bool good) {
+                                             int page, int pages, int32_t block, bool good,
+                                             uint32_t lanes) {
     const int bytes = layout_.page_bytes;
     const char* key = key_ + block * kv.key_block_stride * kBytes;
     const char* value = value_ + block * kv.value_block_stride * kBytes;
-    const uint32_t to = stage + page * bytes;
+    const uint32_t key_to = stage + page * layout_.page_stride;
+    const uint32_t value_to = stage + layout_.value_offset + page * bytes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    const uint32_t copies = __ballot_sync(0xffffffffu, good && lane_ < pages);
-    if (lane_ == 0) barrier_expect(barrier, 2 * bytes * __popc(copies));
+    if (lane_ == 0) {
+      const int copied = pages == 1 ? lanes & 1 : __popc(lanes & 3);
+      barrier_expect(barrier, 2 * bytes * copied);
+    }
     if (good && lane_ < pages) {
-      bulk_copy(to, key, bytes, barrier, policy_);
-      bulk_copy(to + layout_.value_offset, value, bytes, barrier, policy_);
+      bulk_copy(key_to, key, bytes, barrier, policy_);
+      bulk_copy(value_to, value, bytes, barrier, policy_);
     }
 #else
     // Lanes of a page copy it together.
     if (good) {
       for (int byte = lane_ / pages * 16; byte < bytes; byte += 32 / pages * 16) {
-        copy16_async(to + byte, key + byte);
-        copy16_async(to + layout_.value_offset + byte, value + byte);
+        copy16_async(key_to + byte, key + byte);
+        copy16_async(value_to + byte, value + byte);
       }
     }
     barrier_arrive_copies(barrier);

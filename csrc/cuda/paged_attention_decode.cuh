@@ -6,9 +6,6 @@
 // the item is a whole segment, else to the workspace, where the segment's last block to finish merges
 // all pieces in order.
 #pragma once
-#ifndef VK_MARK
-#define VK_MARK(n)
-#endif
 #include <algorithm>
 
 #include "cuda/kv_ring.cuh"
@@ -23,7 +20,7 @@ struct DecodeShape {
   WorkShape work;
   RingLayout ring;
   int tile_tokens;    // forms kPages, kParts: tokens of a page as it lies in a stage, 8, 16 or 32
-  int merge_rows;     // query rows that are merged at a time
+  int merge_rows;     // query rows that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;  // groups of 4 dimensions of a head
   float cap;          // softcap in log2 units
   float cap_inverse;  // 2 / softcap
@@ -73,30 +70,22 @@ struct RowState {
     out.z += weight * other.z;
     out.w += weight * other.w;
   }
-  // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
-  template <typename Stats, typename Partial>
-  __device__ __forceinline__ void merge(int parts, const Stats& stats, const Partial& partial) {
-#pragma unroll 1
-    for (int first = 0; first < parts; first += 8) {
-      float2 s[8];
-      float4 o[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int part = min(first + i, parts - 1);
-        s[i] = stats(part);
-        o[i] = partial(part);
-      }
-      float updated = maximum;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) updated = fmaxf(updated, s[i].x);
-      const float factor = exp2_approx(maximum - updated);
-      maximum = updated;
-      sum *= factor;
-      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (first + i < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
-      }
+  // Parts that lie in shared memory: stats [parts][rows], outs [parts][rows][pitch], at this row and
+  // dimension of part 0.
+  __device__ __forceinline__ void merge(int parts, int rows, const float2* stats, const float* outs,
+                                        int pitch) {
+    float updated = maximum;
+#pragma unroll 4
+    for (int i = 0; i < parts; ++i) updated = fmaxf(updated, stats[i * rows].x);
+    const float factor = exp2_approx(maximum - updated);
+    maximum = updated;
+    sum *= factor;
+    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+#pragma unroll 2
+    for (int i = 0; i < parts; ++i) {
+      const float2 part = stats[i * rows];
+      add(exp2_approx(part.x - maximum), part.y,
+          *reinterpret_cast<const float4*>(outs + i * rows * pitch));
     }
   }
 };
@@ -161,20 +150,17 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   __shared__ uint32_t present[kMaxDecodeWarps * kMaxRingStages];
   __shared__ uint2 shared_query[Tile::kSharedQuerySize];
   __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
-  __shared__ __align__(16) uint4 zeros;
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
   __shared__ ItemRows items_rows[3];
   __shared__ uint32_t next_index;
   __shared__ bool is_last;
-  VK_MARK(0);
   launch_dependents();
 
   const int warps = blockDim.x / 32;
   const int warp = in_register(threadIdx.x / 32), lane = in_register(threadIdx.x % 32);
   const int head_size = p.kv.head_size, fours = head_size / 4;
   const int stage_shift = shape.work.stage_shift, stage_tokens = shape.work.stage_tokens();
-  if (threadIdx.x == 0) zeros = uint4{0, 0, 0, 0};
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   KvRing<Cache, kForm> ring(shape.ring, maps, shared_address(shared) + warp * ring_bytes,
                             barriers + warp * kMaxRingStages, present + warp * kMaxRingStages, lane);
@@ -183,9 +169,15 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   Tile tile;
   tile.shared_query = shared_query;
   tile.head_size = head_size;
-  tile.set_addresses(shape.tile_tokens, shape.ring.page_bytes, lane, shared_address(&zeros));
+  tile.set_addresses(shape.tile_tokens, shape.ring.page_stride, shape.ring.page_bytes, lane);
+  if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
+    for (int i = threadIdx.x * 16; i < warps * ring_bytes; i += blockDim.x * 16) {
+      *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+    }
+    fence_async_proxy();
+    __syncthreads();
+  }
   wait_for_predecessor();
-  VK_MARK(1);
 
   WorkPlan plan(p, shape.work, lane);
   const uint32_t count = plan.items();
@@ -204,71 +196,69 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
                  max(0, item.stages - warp + warps - 1) / warps);
 #pragma unroll 1
       for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
-      VK_MARK(2);
     }
 
     if (merges) {
-      VK_MARK(6);
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
-      const int64_t slot = static_cast<int64_t>(item.slot) << shape.work.row_shift;
-      const int64_t piece = slot + (static_cast<int64_t>(item.piece) << shape.work.row_shift);
+      const int row = shape.fours.divide(threadIdx.x), d = (threadIdx.x - row * fours) * 4;
+      const auto in_workspace = [&](int piece, int first) {  // its row
+        return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + first + row;
+      };
       tile.reduce_sums();
+      // The warps' results, then the pieces' where this block is the last.
 #pragma unroll 1
-      for (int first = 0; first < rows.count; first += shape.merge_rows) {
-        const int some = min(shape.merge_rows, rows.count - first);
-        __syncthreads();  // nobody reads results any more
-        tile.store(first, some, results + warp * some * pitch, pitch, warp_stats + warp * some, lane);
-        if (threadIdx.x == 0) next_index = following;
-        __syncthreads();
+      for (bool of_pieces = false;; of_pieces = true) {
+        const int parts = of_pieces ? item.pieces : warps;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < some * fours; i += blockDim.x) {
-          const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
+        for (int first = 0; first < rows.count; first += shape.merge_rows) {
+          const int some = min(shape.merge_rows, rows.count - first);
           RowState state;
-          state.merge(
-              warps, [&](int w) { return warp_stats[w * some + row]; },
-              [&](int w) {
-                return *reinterpret_cast<const float4*>(&results[(w * some + row) * pitch + d]);
-              });
-          if (whole) {
+#pragma unroll 1
+          for (int part = 0; part < parts; part += warps) {
+            const int batch = min(warps, parts - part);
+            __syncthreads();  // nobody reads results any more
+            if (!of_pieces) {
+              tile.store(first, some, results + warp * some * pitch, pitch,
+                         warp_stats + warp * some, lane);
+              if (threadIdx.x == 0) next_index = following;
+            } else if (row < some) {
+#pragma unroll 1
+              for (int i = 0; i < batch; ++i) {
+                const int64_t from = in_workspace(part + i, first);
+                copy16_async(shared_address(&results[(i * some + row) * pitch + d]),
+                             &workspace.out[from * head_size + d]);
+                if (d == 0) {
+                  copy8_async(shared_address(&warp_stats[i * some + row]), &workspace.stats[from]);
+                }
+              }
+              wait_all_copies();
+            }
+            __syncthreads();
+            if (row < some) {
+              state.merge(batch, some, warp_stats + row, results + row * pitch + d, pitch);
+            }
+          }
+          if (row >= some) continue;
+          if (whole || of_pieces) {
             write_row(p, shape.work, item, rows, first + row, d, state);
           } else {
-            const int64_t to = piece + first + row;
+            const int64_t to = in_workspace(item.piece, first);
             *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
             if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
           }
         }
-      }
-      following = next_index;
-      VK_MARK(7);
-      if (!whole) {
+        if (whole || of_pieces) break;
         __syncthreads();
         if (threadIdx.x == 0) {
           is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        VK_MARK(8);
-        if (is_last) {
-#pragma unroll 1
-          for (int i = threadIdx.x; i < rows.count * fours; i += blockDim.x) {
-            const int row = shape.fours.divide(i), d = (i - row * fours) * 4;
-            const auto at = [&](int other) {
-              return slot + (static_cast<int64_t>(other) << shape.work.row_shift) + row;
-            };
-            RowState state;
-            state.merge(
-                item.pieces, [&](int other) { return __ldcg(&workspace.stats[at(other)]); },
-                [&](int other) {
-                  return __ldcg(
-                      reinterpret_cast<const float4*>(&workspace.out[at(other) * head_size + d]));
-                });
-            write_row(p, shape.work, item, rows, row, d, state);
-          }
-        }
-        VK_MARK(9);
+        if (!is_last) break;
       }
+      following = next_index;
     } else {
       __syncthreads();  // items[now] is there
     }
@@ -299,7 +289,6 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
     }
     if constexpr (Tile::kSharedQuery) __syncwarp();
     tile.clear();
-    VK_MARK(3);
 
     // The item after the next, known by the time its index is put down for all.
     index = following;
@@ -338,7 +327,6 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
 #pragma unroll 1
     for (int i = warp; i < stages; i += warps) {
       ring.wait();
-      if (i == 0) VK_MARK(4);
       const uint32_t there = ring.present();
       const int stage_first = first_token + (i << stage_shift);
 #pragma unroll 1
@@ -358,7 +346,6 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       ring.release();
       ring.fill(p.kv);
     }
-    VK_MARK(5);
   }
 }
 
@@ -418,10 +405,13 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   ring.split_shift = std::max(0, stage_shift - ring.page_shift);
   shape.tile_tokens = kForm == PageForm::kPages ? kv.block_size : 16;
   ring.page_bytes = kv.head_size * shape.tile_tokens * kBytes;
+  ring.page_stride = kMaxHeadSize * shape.tile_tokens * kBytes;
   ring.columns = row_columns(kv.head_size, kBytes);
-  ring.value_offset =
+  const int value_bytes =
       kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
-  ring.stage_bytes = (2 * ring.value_offset + 127) / 128 * 128;
+  ring.value_offset = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride
+                             : (kMaxHeadSize * kBytes) << stage_shift;
+  ring.stage_bytes = (ring.value_offset + value_bytes + 127) / 128 * 128;
 
   const auto kernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
   using Tile = AttentionTile<Cache, kMaxHeadSize, kTiles, kForm>;
@@ -436,17 +426,19 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const auto stages_for = [&](int count) {
     return (memory / count - std::min(most_rows, 4) * row_bytes) / ring.stage_bytes;
   };
-  while (warps > 2 && stages_for(warps) < 3) warps -= 2;
+  while (warps > 4 && stages_for(warps) < 3) warps -= 2;
   ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
   const int rings = warps * ring.stages * ring.stage_bytes;
-  shape.merge_rows = std::min(most_rows, (memory - rings) / (warps * row_bytes));
-  const int bytes = rings + warps * shape.merge_rows * row_bytes;
+  shape.merge_rows =
+      std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
+  // V past the head size is read as well (and counts for nothing): up to that far behind the rings.
+  const int past = (kMaxHeadSize * kBytes << stage_shift) - value_bytes;
+  const int bytes = rings + std::max(warps * shape.merge_rows * row_bytes, past);
 
   shape.work = {.group = group,
                 .row_shift = std::bit_width(static_cast<unsigned>(kRows)) - 1,
                 .stage_shift = stage_shift,
                 .least_piece = warps,
-                .fixed_piece = 0,
                 .group_divisor = FastDivisor(group)};
   RowMaps maps = {};
   if (kByRow && device.compute_capability >= 90) {
@@ -454,10 +446,9 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     maps.value =
         row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride);
   }
-  const int blocks = std::min(device.multiprocessors, kMaxDecodeBlocks);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "paged_attention: shared memory");
-  launch_kernel("paged_attention", kernel, dim3(blocks), dim3(warps * 32), bytes, stream, p, shape,
+  launch_kernel("paged_attention", kernel, dim3(device.multiprocessors), dim3(warps * 32), bytes, stream, p, shape,
                 maps, workspace);
 }
 

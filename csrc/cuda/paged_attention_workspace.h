@@ -5,9 +5,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxDecodeBlocks = 192;  // of a launch; one a multiprocessor
-constexpr int kPiecesPerBlock = 8;     // pieces of split segments, at most, on average
-constexpr int kMaxDecodeSlots = kMaxDecodeBlocks * kPiecesPerBlock + 64;
+constexpr int kMaxDecodeSlots = 1920;      // items of a launch that has split segments
 constexpr int kMaxDecodeRowBytes = 16384;  // of all query rows of a segment: rows * head_size * 4
 constexpr int kMaxDecodeRows = 32;         // query rows of a segment
 
