@@ -34,7 +34,7 @@ namespace vllm_kernels::cuda {
 // longer page of it, or the rows of layouts NHD and HND.
 enum class PageForm { kPages, kParts, kRows };
 
-constexpr int kColumnBytes = 128;                // of a row
+constexpr int kColumnBytes = 128;                 // of a row
 constexpr int kColumnStride = 16 * kColumnBytes;  // from one column to the next
 
 // Columns of a row.
@@ -169,8 +169,8 @@ struct AttentionTile {
     }
   }
 
-  // Pages of `page_tokens` tokens (8, 16 or 32) in a stage; `page_stride` bytes from one page's K to
-  // the next, `page_bytes` from one page's V.
+  // Pages of `page_tokens` tokens (8, 16 or 32) in a stage; `page_stride` bytes from one page's K
+  // to the next, `page_bytes` from one page's V.
   __device__ __forceinline__ void set_addresses(int page_tokens, int page_stride, int page_bytes,
                                                 int lane) {
     this->page_tokens = page_tokens;
@@ -364,16 +364,15 @@ struct AttentionTile {
         }
       }
       float largest[2] = {fmaxf(c[tile][0], c[tile][2]), fmaxf(c[tile][1], c[tile][3])};
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        largest[0] = fmaxf(largest[0], __shfl_xor_sync(0xffffffffu, largest[0], distance));
-        largest[1] = fmaxf(largest[1], __shfl_xor_sync(0xffffffffu, largest[1], distance));
-      }
-      // Most tiles move no maximum: skip the rescaling of O by a vote.
+      // Most tiles move no maximum, and ask no more than this vote.
       if (__any_sync(0xffffffffu, largest[0] > maximum[tile][0] || largest[1] > maximum[tile][1])) {
         float factor[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int distance = 4; distance < 32; distance *= 2) {
+            largest[j] = fmaxf(largest[j], __shfl_xor_sync(0xffffffffu, largest[j], distance));
+          }
           const float updated = fmaxf(maximum[tile][j], largest[j]);
           factor[j] = exp2_approx(maximum[tile][j] - updated);
           maximum[tile][j] = updated;

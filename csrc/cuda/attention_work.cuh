@@ -1,15 +1,15 @@
 // How paged_attention's work is cut, on the device, from lengths that only the device knows.
 //
 // A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
-// that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or several
-// where it is split: pieces of almost equal length whose results are merged by the last to finish.
-// Each block of a fixed grid takes item number blockIdx.x first, then whatever comes next.
+// that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or
+// several where it is split: pieces of almost equal length whose results are merged by the last to
+// finish. Each block of a fixed grid takes item number blockIdx.x first, then whatever comes next.
 //
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
-// grows when others are done: long segments are split in pieces of a quarter of a block's share, and
-// items of long sequences come first, so that what comes last is short.
-// How a segment is split follows from seq_lens alone, so a batch gives the same result every time.
+// grows when others are done: long segments are split in pieces of a quarter of a block's share,
+// and items of long sequences come first, so that what comes last is short. How a segment is split
+// follows from seq_lens alone, so a batch gives the same result every time.
 //
 // Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
@@ -65,13 +65,22 @@ struct WorkItem {
   int seq;
   int kv_head;
   int chunk;
-  int piece;     // of the segment
-  int pieces;    // 1: not split
-  int slot;      // of the segment's piece 0 in the workspace: that item's number
-  int stage;     // the item's first, from the sequence's first_stage on
-  int stages;    // of the item
+  int piece;   // of the segment
+  int pieces;  // 1: not split
+  int slot;    // of the segment's piece 0 in the workspace: that item's number
+  int stage;   // the item's first, from the sequence's first_stage on
+  int stages;  // of the item
   SequenceWork sequence;
 };
+
+// a / b of a >= 0 and b > 0, quick where the quotient is small.
+__device__ __forceinline__ int divide(int a, int b) {
+  int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
+  int rest = a - quotient * b;
+  for (; rest < 0; rest += b) --quotient;
+  for (; rest >= b; rest -= b) ++quotient;
+  return quotient;
+}
 
 class WorkPlan {
  public:
@@ -146,10 +155,10 @@ class WorkPlan {
       item.stage = 0;
       item.stages = item.sequence.stages;
       if (item.pieces > 1) {
-        segment = local / item.pieces;
+        segment = divide(local, item.pieces);
         item.piece = local - segment * item.pieces;
         // The first `more` pieces have one stage more.
-        const int least = item.sequence.stages / item.pieces;
+        const int least = divide(item.sequence.stages, item.pieces);
         const int more = item.sequence.stages - least * item.pieces;
         item.stage = item.piece * least + min(item.piece, more);
         item.stages = least + (item.piece < more ? 1 : 0);
@@ -158,7 +167,7 @@ class WorkPlan {
       item.kv_head = segment;
       item.chunk = 0;
       if (item.sequence.chunks > 1) {
-        item.kv_head = segment / item.sequence.chunks;
+        item.kv_head = divide(segment, item.sequence.chunks);
         item.chunk = segment - item.kv_head * item.sequence.chunks;
       }
       return item;
@@ -207,9 +216,9 @@ class WorkPlan {
   float pieces_a_stage_;  // rounded down: how often a segment is split
   uint32_t longest_;      // stages
   uint32_t items_;
-  int class_;             // of lengths, of the last item
-  int round_ = 0;         // of the last item
-  uint32_t before_ = 0;   // items of the classes and rounds before it
+  int class_;            // of lengths, of the last item
+  int round_ = 0;        // of the last item
+  uint32_t before_ = 0;  // items of the classes and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

@@ -1,6 +1,6 @@
 // A ring of stages in shared memory that one warp owns: it fills and drains it alone, so no barrier
-// between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of 16
-// or 32 tokens of one KV head; an mbarrier a stage says when it is there.
+// between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of
+// 16 or 32 tokens of one KV head; an mbarrier a stage says when it is there.
 //
 // sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 16
 // rows of 128 bytes (form kRows). Otherwise all lanes copy 16 bytes at a time.
@@ -23,9 +23,12 @@ struct RingLayout {
   int page_bytes;    // form kPages: of K, of one page of one head
   int page_stride;   // form kPages: bytes from one page's K to the next
   int columns;       // form kRows: of 128 bytes, of a row
+  // Strides in units of 16 bytes.
+  uint32_t key_block, key_head, value_block, value_head;
 };
 
-// Form kRows from sm_90 on: tensor maps of K and V as (dimension, token of the page, KV head, block).
+// Form kRows from sm_90 on: tensor maps of K and V as (dimension, token of the page, KV head,
+// block).
 struct RowMaps {
   CUtensorMap key, value;
 };
@@ -34,12 +37,12 @@ template <typename Cache, PageForm kForm>
 class KvRing {
  public:
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint64_t* barriers, uint32_t* present, int lane)
+                                    uint32_t barriers, uint32_t present, int lane)
       : layout_(layout),
         maps_(maps),
-        storage_(storage),
-        barriers_(shared_address(barriers)),
-        present_(present),
+        storage_(in_register(storage)),
+        barriers_(in_register(barriers)),
+        present_(in_register(present)),
         lane_(lane) {
     if (lane == 0) {
 #pragma unroll 1
@@ -66,8 +69,8 @@ class KvRing {
     seq_len_ = item.sequence.seq_len;
     table_ = p.block_tables + item.seq * p.block_table_stride;
     kv_head_ = item.kv_head;
-    key_ = static_cast<const char*>(p.kv.key) + kv_head_ * p.kv.key_head_stride * kBytes;
-    value_ = static_cast<const char*>(p.kv.value) + kv_head_ * p.kv.value_head_stride * kBytes;
+    key_ = units(p.kv.key) + static_cast<uint64_t>(kv_head_) * layout_.key_head;
+    value_ = units(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;
     first_token_ = first << stage_shift;
     token_step_ = step << stage_shift;
     to_fill_ = count;
@@ -86,8 +89,7 @@ class KvRing {
     // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next.
     const int page = (kForm == PageForm::kRows ? lane_ >> 1 : lane_) & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
-    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks) &&
-                      first_token_ + (page << layout_.page_shift) < seq_len_;
+    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
     const uint32_t lanes = __ballot_sync(0xffffffffu, good);
     const uint32_t stage_bit = 1u << fill_stage_;
     incomplete_ &= ~stage_bit;
@@ -95,8 +97,9 @@ class KvRing {
       const uint32_t second = kForm == PageForm::kRows ? lanes >> 2 : lanes >> 1;
       incomplete_ |= stage_bit;
       if (lane_ == 0) {
-        present_[fill_stage_] =
-            pages == 1 ? (lanes & 1) * 0xffffu : (lanes & 1) * 0xffu + (second & 1) * 0xff00u;
+        store_shared(
+            present_ + fill_stage_ * 4,
+            pages == 1 ? (lanes & 1) * 0xffffu : (lanes & 1) * 0xffu + (second & 1) * 0xff00u);
       }
     }
     if constexpr (kForm == PageForm::kPages) {
@@ -120,7 +123,7 @@ class KvRing {
   }
   __device__ __forceinline__ uint32_t value() const { return key() + layout_.value_offset; }
   __device__ __forceinline__ uint32_t present() const {
-    return incomplete_ >> drain_stage_ & 1 ? present_[drain_stage_] : 0xffffu;
+    return incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4) : 0xffffu;
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
@@ -141,7 +144,19 @@ class KvRing {
   static constexpr bool kBulk = false;
 #endif
 
-  // Lane l: the block of the l-th page from here on.
+  static __device__ __forceinline__ uint64_t units(const void* pointer) {
+    return reinterpret_cast<uint64_t>(pointer) >> 4;
+  }
+  __device__ __forceinline__ const char* key_page(uint32_t block) const {
+    return reinterpret_cast<const char*>(key_ + static_cast<uint64_t>(block) * layout_.key_block
+                                         << 4);
+  }
+  __device__ __forceinline__ const char* value_page(uint32_t block) const {
+    return reinterpret_cast<const char*>(value_ + static_cast<uint64_t>(block) * layout_.value_block
+                                         << 4);
+  }
+
+  // Lane l: the block of the l-th page from here on, -1 behind the sequence.
   __device__ __forceinline__ void load_blocks() {
     next_page_ = 0;
     const int shift = layout_.split_shift;
@@ -154,14 +169,13 @@ class KvRing {
                                              int page, int pages, int32_t block, bool good,
                                              uint32_t lanes) {
     const int bytes = layout_.page_bytes;
-    const char* key = key_ + block * kv.key_block_stride * kBytes;
-    const char* value = value_ + block * kv.value_block_stride * kBytes;
+    const char* key = key_page(block);
+    const char* value = value_page(block);
     const uint32_t key_to = stage + page * layout_.page_stride;
     const uint32_t value_to = stage + layout_.value_offset + page * bytes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (lane_ == 0) {
-      const int copied = pages == 1 ? lanes & 1 : __popc(lanes & 3);
-      barrier_expect(barrier, 2 * bytes * copied);
+      barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
     }
     if (good && lane_ < pages) {
       bulk_copy(key_to, key, bytes, barrier, policy_);
@@ -193,7 +207,8 @@ class KvRing {
       bulk_copy_box(stage + (is_value ? layout_.value_offset : 0) + column * kColumnStride +
                         page * (kColumnBytes << shift),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / kBytes),
-                    first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier, policy_);
+                    first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
+                    policy_);
     }
 #else
     // Lanes 2i and 2i + 1: row i of K and of V.
@@ -203,11 +218,9 @@ class KvRing {
     const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
     const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
     const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
-    const char* from = is_value
-                           ? value_ + (row_block * kv.value_block_stride +
-                                       token * kv.value_token_stride) * kBytes
-                           : key_ + (row_block * kv.key_block_stride +
-                                     token * kv.key_token_stride) * kBytes;
+    const int64_t in_page =
+        token * (is_value ? kv.value_token_stride : kv.key_token_stride) * kBytes;
+    const char* from = (is_value ? value_page(row_block) : key_page(row_block)) + in_page;
     const uint32_t to = stage + (is_value ? layout_.value_offset : 0) + row * kColumnBytes;
     if (row_good && first_token_ + row < seq_len_) {
       for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
@@ -222,8 +235,8 @@ class KvRing {
   __device__ __forceinline__ void copy_part_of_page(const PagedKv& kv, uint32_t stage,
                                                     int32_t block) {
     const int token = first_token_ & (1 << layout_.page_shift) - 1;
-    const char* key = key_ + block * kv.key_block_stride * kBytes + token * 16;
-    const char* value = value_ + (block * kv.value_block_stride + token) * kBytes;
+    const char* key = key_page(block) + token * 16;
+    const char* value = value_page(block) + token * kBytes;
     const int chunks = kv.head_size * sizeof(Cache);  // 16-byte chunks of 16 tokens of K, and of V
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
@@ -238,12 +251,11 @@ class KvRing {
   const RowMaps& maps_;
   uint32_t storage_;
   uint32_t barriers_;
-  uint32_t* present_;
+  uint32_t present_;
   int lane_;
   // where it fills from
   const int32_t* table_;  // the sequence's blocks
-  const char* key_;       // block 0 of the KV head
-  const char* value_;
+  uint64_t key_, value_;  // block 0 of the KV head, in units of 16 bytes
   int kv_head_;
   int seq_len_;
   int first_token_;  // of the next stage

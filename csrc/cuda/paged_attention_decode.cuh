@@ -1,10 +1,10 @@
 // paged_attention on tensor cores: one launch of one block a multiprocessor for any batch.
 //
 // A block takes items (attention_work.cuh) one after the other. Its warps take an item's stages in
-// turn, each through a ring of its own (kv_ring.cuh). At the end each warp starts to fill its ring for
-// the next item; then the warps' results are merged in shared memory and written: as output where
-// the item is a whole segment, else to the workspace, where the segment's last block to finish merges
-// all pieces in order.
+// turn, each through a ring of its own (kv_ring.cuh). At the end each warp starts to fill its ring
+// for the next item; then the warps' results are merged in shared memory and written: as output
+// where the item is a whole segment, else to the workspace, where the segment's last block to
+// finish merges all pieces in order.
 #pragma once
 #include <algorithm>
 
@@ -28,7 +28,7 @@ struct DecodeShape {
 
 // The query rows of an item.
 struct ItemRows {
-  int first;      // of the sequence's query_len * group rows
+  int first;  // of the sequence's query_len * group rows
   int count;
   int position;   // of the sequence's query token 0
   int low, high;  // positions of the item's first and last query token
@@ -70,8 +70,34 @@ struct RowState {
     out.z += weight * other.z;
     out.w += weight * other.w;
   }
-  // Parts that lie in shared memory: stats [parts][rows], outs [parts][rows][pitch], at this row and
-  // dimension of part 0.
+  // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
+  template <typename Stats, typename Partial>
+  __device__ __forceinline__ void merge_far(int parts, const Stats& stats, const Partial& partial) {
+#pragma unroll 1
+    for (int first = 0; first < parts; first += 8) {
+      float2 s[8];
+      float4 o[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int part = min(first + i, parts - 1);
+        s[i] = stats(part);
+        o[i] = partial(part);
+      }
+      float updated = maximum;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) updated = fmaxf(updated, s[i].x);
+      const float factor = exp2_approx(maximum - updated);
+      maximum = updated;
+      sum *= factor;
+      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (first + i < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
+      }
+    }
+  }
+  // Parts that lie in shared memory: stats [parts][rows], outs [parts][rows][pitch], at this row
+  // and dimension of part 0.
   __device__ __forceinline__ void merge(int parts, int rows, const float2* stats, const float* outs,
                                         int pitch) {
     float updated = maximum;
@@ -113,16 +139,14 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
     total = total * factor + exp2_approx(sink - maximum);
   }
   const bool eight = size_of(p.kv.dtype) == 1;
-  const float v_scale = eight && p.kv.v_scale != nullptr
-                            ? p.kv.v_scale[item.kv_head * p.kv.scale_stride]
-                            : 1.0f;
+  const float v_scale =
+      eight && p.kv.v_scale != nullptr ? p.kv.v_scale[item.kv_head * p.kv.scale_stride] : 1.0f;
   // total is 0 where every token was masked: the result is 0. NaN passes through.
   const float scale = total == 0.0f ? 0.0f : __fdividef(factor * v_scale, total);
   const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
                            state.out.w * scale};
   const int64_t token = item.sequence.first_query + place.token;
-  const int64_t at =
-      token * p.out_stride + static_cast<int64_t>(place.head) * p.kv.head_size + d;
+  const int64_t at = token * p.out_stride + static_cast<int64_t>(place.head) * p.kv.head_size + d;
   if (p.dtype == DType::kFloat16) {
     store4<Half>(p.out, at, values);
   } else {
@@ -134,7 +158,8 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   }
 }
 
-// 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more work.
+// 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more
+// work.
 template <typename Cache, int kMaxHeadSize, int kTiles>
 constexpr int kDecodeThreads = sizeof(Cache) == 1 && kTiles == 1 && kMaxHeadSize <= 128 ? 384 : 256;
 
@@ -153,7 +178,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
   __shared__ ItemRows items_rows[3];
-  __shared__ uint32_t next_index;
+  __shared__ uint32_t next_index;  // thread 0 knows it first
+  __shared__ uint64_t next_known;
   __shared__ bool is_last;
   launch_dependents();
 
@@ -163,9 +189,11 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   const int stage_shift = shape.work.stage_shift, stage_tokens = shape.work.stage_tokens();
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   KvRing<Cache, kForm> ring(shape.ring, maps, shared_address(shared) + warp * ring_bytes,
-                            barriers + warp * kMaxRingStages, present + warp * kMaxRingStages, lane);
+                            shared_address(barriers) + warp * kMaxRingStages * 8,
+                            shared_address(present) + warp * kMaxRingStages * 4, lane);
   float* results = reinterpret_cast<float*>(shared + warps * ring_bytes);
   const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
+  if (threadIdx.x == 0) barrier_init(shared_address(&next_known), 1);
   Tile tile;
   tile.shared_query = shared_query;
   tile.head_size = head_size;
@@ -181,9 +209,9 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
 
   WorkPlan plan(p, shape.work, lane);
   const uint32_t count = plan.items();
-  uint32_t index = blockIdx.x;              // of the item at hand
-  uint32_t following = index + gridDim.x;  // of the one after it
-  bool merges = false;                      // the item before it
+  uint32_t index = blockIdx.x;  // of the item at hand
+  uint32_t next_parity = 0;
+  bool merges = false;  // the item before it
 #pragma unroll 1
   for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
     if (index < count) {
@@ -207,58 +235,47 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + first + row;
       };
       tile.reduce_sums();
-      // The warps' results, then the pieces' where this block is the last.
 #pragma unroll 1
-      for (bool of_pieces = false;; of_pieces = true) {
-        const int parts = of_pieces ? item.pieces : warps;
-#pragma unroll 1
-        for (int first = 0; first < rows.count; first += shape.merge_rows) {
-          const int some = min(shape.merge_rows, rows.count - first);
-          RowState state;
-#pragma unroll 1
-          for (int part = 0; part < parts; part += warps) {
-            const int batch = min(warps, parts - part);
-            __syncthreads();  // nobody reads results any more
-            if (!of_pieces) {
-              tile.store(first, some, results + warp * some * pitch, pitch,
-                         warp_stats + warp * some, lane);
-              if (threadIdx.x == 0) next_index = following;
-            } else if (row < some) {
-#pragma unroll 1
-              for (int i = 0; i < batch; ++i) {
-                const int64_t from = in_workspace(part + i, first);
-                copy16_async(shared_address(&results[(i * some + row) * pitch + d]),
-                             &workspace.out[from * head_size + d]);
-                if (d == 0) {
-                  copy8_async(shared_address(&warp_stats[i * some + row]), &workspace.stats[from]);
-                }
-              }
-              wait_all_copies();
-            }
-            __syncthreads();
-            if (row < some) {
-              state.merge(batch, some, warp_stats + row, results + row * pitch + d, pitch);
-            }
-          }
-          if (row >= some) continue;
-          if (whole || of_pieces) {
-            write_row(p, shape.work, item, rows, first + row, d, state);
-          } else {
-            const int64_t to = in_workspace(item.piece, first);
-            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
-          }
+      for (int first = 0; first < rows.count; first += shape.merge_rows) {
+        const int some = min(shape.merge_rows, rows.count - first);
+        __syncthreads();  // nobody reads results any more
+        tile.store(first, some, results + warp * some * pitch, pitch, warp_stats + warp * some,
+                   lane);
+        __syncthreads();
+        if (row >= some) continue;
+        RowState state;
+        state.merge(warps, some, warp_stats + row, results + row * pitch + d, pitch);
+        if (whole) {
+          write_row(p, shape.work, item, rows, first + row, d, state);
+        } else {
+          const int64_t to = in_workspace(item.piece, first);
+          *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+          if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
         }
-        if (whole || of_pieces) break;
+      }
+      if (!whole) {
         __syncthreads();
         if (threadIdx.x == 0) {
           is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        if (!is_last) break;
+        if (is_last) {
+#pragma unroll 1
+          for (int first = 0; first < rows.count; first += shape.merge_rows) {
+            if (row >= min(shape.merge_rows, rows.count - first)) continue;
+            RowState state;
+            state.merge_far(
+                item.pieces,
+                [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, first)]); },
+                [&](int piece) {
+                  return __ldcg(reinterpret_cast<const float4*>(
+                      &workspace.out[in_workspace(piece, first) * head_size + d]));
+                });
+            write_row(p, shape.work, item, rows, first + row, d, state);
+          }
+        }
       }
-      following = next_index;
     } else {
       __syncthreads();  // items[now] is there
     }
@@ -290,15 +307,6 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
     if constexpr (Tile::kSharedQuery) __syncwarp();
     tile.clear();
 
-    // The item after the next, known by the time its index is put down for all.
-    index = following;
-    if (threadIdx.x == 0) {
-      following = count;
-      if (count > 2 * gridDim.x) {
-        following = 2 * gridDim.x + atomicInc(workspace.next, count - 1);
-      }
-    }
-
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
@@ -313,8 +321,10 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       const int distance = first + token - rows.position - place.token;  // 0: the query's own
       if (distance > 0 || (window > 0 && distance <= -window)) return -INFINITY;
       if (p.softcap > 0.0f) {
-        // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a logit.
-        score = shape.cap - __fdividef(2.0f * shape.cap, 1.0f + exp2_approx(score * shape.cap_inverse));
+        // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a
+        // logit.
+        score =
+            shape.cap - __fdividef(2.0f * shape.cap, 1.0f + exp2_approx(score * shape.cap_inverse));
       }
       if (p.alibi_slopes != nullptr) {
         score += p.alibi_slopes[place.head] * kLog2E * static_cast<float>(distance);
@@ -322,30 +332,48 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       return score;
     };
 
-    const int stages = item.stages;
-    const int first_token = (item.sequence.first_stage + item.stage) << stage_shift;
+    const int stages = item.stages, tiles_of_stage = stage_tokens / 16;
+    first = (item.sequence.first_stage + item.stage + warp) << stage_shift;
+    // Warp 0 asks for the next item before its last stage but one: late, so that no block holds
+    // items back that others could start. The last of `count` calls brings the counter back to 0.
+    const int asks_at = max(0, ((stages - 1) / warps - 1) * warps);
+    uint32_t there = 0, following = count;
 #pragma unroll 1
-    for (int i = warp; i < stages; i += warps) {
-      ring.wait();
-      const uint32_t there = ring.present();
-      const int stage_first = first_token + (i << stage_shift);
-#pragma unroll 1
-      for (int t = 0; t * 16 < stage_tokens; ++t) {
-        first = stage_first + t * 16;
-        uint32_t tokens = there;
-        const bool plain = first >= plain_begin && first + 16 <= plain_end;
-        if (!plain || there != 0xffffu) {
-          if (first < begin) tokens &= begin - first < 16 ? 0xffffu << (begin - first) : 0u;
-          if (end - first < 16) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
-          tokens &= 0xffffu;
-          if (tokens == 0) continue;
+    for (int i = warp, t = 0; i < stages;) {
+      if (t == 0) {
+        if (i == asks_at && lane == 0 && count > gridDim.x) {
+          following = gridDim.x + atomicInc(workspace.next, count - 1);
         }
+        ring.wait();
+        there = ring.present();
+      }
+      uint32_t tokens = there;
+      const bool plain = first >= plain_begin && first + 16 <= plain_end;
+      if (!plain) {
+        if (first < begin) tokens &= begin - first < 16 ? 0xffffu << (begin - first) : 0u;
+        if (end - first < 16) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
+        tokens &= 0xffffu;
+      }
+      if (tokens != 0) {
         tile.step(ring.key() + t * Tile::kKeyTile, ring.value() + t * Tile::kValueTile, tokens,
                   plain, adjust, lane);
       }
-      ring.release();
-      ring.fill(p.kv);
+      first += 16;
+      if (++t == tiles_of_stage) {
+        if (i == asks_at && lane == 0) {
+          next_index = following;
+          barrier_arrive(shared_address(&next_known));
+        }
+        t = 0;
+        i += warps;
+        first += (warps - 1) << stage_shift;
+        ring.release();
+        ring.fill(p.kv);
+      }
     }
+    barrier_wait(shared_address(&next_known), next_parity);
+    next_parity ^= 1;
+    index = next_index;
   }
 }
 
@@ -353,10 +381,10 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
 // lies behind the head is read as zero.
 inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
                            int64_t block_stride) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -366,20 +394,18 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
     return reinterpret_cast<Encode>(function);
   }();
   const auto bytes = static_cast<cuuint64_t>(size_of(kv.dtype));
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(kv.head_size),
-                              static_cast<cuuint64_t>(kv.block_size),
-                              static_cast<cuuint64_t>(kv.num_kv_heads),
-                              static_cast<cuuint64_t>(kv.num_blocks)};
+  const cuuint64_t sizes[] = {
+      static_cast<cuuint64_t>(kv.head_size), static_cast<cuuint64_t>(kv.block_size),
+      static_cast<cuuint64_t>(kv.num_kv_heads), static_cast<cuuint64_t>(kv.num_blocks)};
   const cuuint64_t strides[] = {token_stride * bytes, head_stride * bytes, block_stride * bytes};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(kColumnBytes / bytes),
                             static_cast<cuuint32_t>(std::min(kv.block_size, 16)), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
-             base, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, base,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
                              std::to_string(static_cast<int>(result)));
@@ -419,8 +445,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const int memory = device.shared_memory_per_block - kStatic;
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int group = p.num_heads / kv.num_kv_heads;
-  const int most_rows = static_cast<int>(
-      std::min<int64_t>({8, kRows, int64_t{p.max_query_len} * group}));
+  const int most_rows =
+      static_cast<int>(std::min<int64_t>({8, kRows, int64_t{p.max_query_len} * group}));
   // As many warps as can have 3 stages each and at least a few rows to merge.
   int warps = kDecodeThreads<Cache, kMaxHeadSize, kTiles> / 32;
   const auto stages_for = [&](int count) {
@@ -435,6 +461,12 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const int past = (kMaxHeadSize * kBytes << stage_shift) - value_bytes;
   const int bytes = rings + std::max(warps * shape.merge_rows * row_bytes, past);
 
+  const auto units = [](int64_t stride) { return static_cast<uint32_t>(stride * kBytes / 16); };
+  ring.key_block = units(kv.key_block_stride);
+  ring.key_head = units(kv.key_head_stride);
+  ring.value_block = units(kv.value_block_stride);
+  ring.value_head = units(kv.value_head_stride);
+
   shape.work = {.group = group,
                 .row_shift = std::bit_width(static_cast<unsigned>(kRows)) - 1,
                 .stage_shift = stage_shift,
@@ -448,8 +480,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   }
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "paged_attention: shared memory");
-  launch_kernel("paged_attention", kernel, dim3(device.multiprocessors), dim3(warps * 32), bytes, stream, p, shape,
-                maps, workspace);
+  launch_kernel("paged_attention", kernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
+                stream, p, shape, maps, workspace);
 }
 
 // For one cache type: layouts, padded head sizes, and 1 or several tiles of 8 query rows.

@@ -11,7 +11,9 @@ namespace {
 bool fits_tensor_cores(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype);
-  const auto aligned = [&](int64_t stride) { return stride * element % 16 == 0; };
+  const auto aligned = [&](int64_t stride) {
+    return stride * element % 16 == 0 && stride >= 0 && stride * element / 16 <= UINT32_MAX;
+  };
   const bool by_row = kv.layout != KvLayout::kVllm;
   const int query_alignment = element == 1 ? 4 : 2;  // elements
   return p.dtype != DType::kFloat32 && kv.block_size >= (element == 1 && !by_row ? 16 : 8) &&

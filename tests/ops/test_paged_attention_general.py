@@ -702,7 +702,7 @@ def test_inference_only(device):
 def test_opcheck_and_compile(device, dtype, layout, queries):
     case = make_case(device, dtype, [5, 40], queries, layout=layout, sinks=per_head(8, -1, 1))
     out, lse = case.run_with_lse()
-    workspace = torch.empty(16, dtype=torch.uint8, device=device)
+    workspace = vllm_kernels.paged_attention_workspace(device)
     opcheck(
         "paged_attention", torch.empty_like(out), torch.empty_like(lse), *case.tensors(),
         case.options.get("query_start_loc"), 0.125, None, 0, 0.0, case.options["sinks"], None, None,
