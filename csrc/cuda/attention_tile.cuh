@@ -42,6 +42,13 @@ __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) 
   return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
 }
 
+// How pages lie in a stage.
+struct TileLayout {
+  int page_tokens;  // 8, 16 or 32
+  int page_stride;  // bytes from one page's K to the next
+  int page_bytes;   // bytes from one page's V to the next
+};
+
 template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
 struct AttentionTile {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
@@ -66,7 +73,6 @@ struct AttentionTile {
   uint32_t key_row, value_row;      // byte offsets inside a stage
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
-  int page_tokens, page_bytes;      // of a page's V in a stage
 
   __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
     if constexpr (kSharedQuery) {
@@ -169,12 +175,8 @@ struct AttentionTile {
     }
   }
 
-  // Pages of `page_tokens` tokens (8, 16 or 32) in a stage; `page_stride` bytes from one page's K
-  // to the next, `page_bytes` from one page's V.
-  __device__ __forceinline__ void set_addresses(int page_tokens, int page_stride, int page_bytes,
-                                                int lane) {
-    this->page_tokens = page_tokens;
-    this->page_bytes = page_bytes;
+  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
+    const int page_tokens = layout.page_tokens;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
@@ -187,11 +189,11 @@ struct AttentionTile {
     } else if constexpr (kWide) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
       const int chunk_bytes = page_tokens * 16;
-      const int second_key = page_tokens == 8 ? page_stride : 8 * 16;
+      const int second_key = page_tokens == 8 ? layout.page_stride : 8 * 16;
       key_row = upper * chunk_bytes + row * 16 + second * second_key;
       key_step = 2 * chunk_bytes;
       // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-      const int second_value = page_tokens == 8 ? page_bytes : 16;
+      const int second_value = page_tokens == 8 ? layout.page_bytes : 16;
       value_row = (second * 8 + row) * page_tokens * 2 + upper * second_value;
       value_step = 16 * page_tokens * 2;
     } else {
@@ -269,7 +271,8 @@ struct AttentionTile {
 
   // Writes zeros over V of the tokens that `tokens` (bit t: token t counts) lacks: whatever lies
   // there must not reach a product, for 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens, int lane) const {
+  __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens,
+                                               const TileLayout& layout, int lane) const {
     constexpr int kBytes = sizeof(Cache);
     if constexpr (kRows) {
       const int columns = row_columns(head_size, kBytes);
@@ -288,12 +291,12 @@ struct AttentionTile {
       for (int t = 0; t < kTogether; ++t) {
         if (tokens >> (first + t) & 1) keep |= ((1ull << (8 * kBytes)) - 1) << (8 * kBytes * t);
       }
-      const uint32_t word =
-          value + (first >= page_tokens ? page_bytes : 0) + (first & (page_tokens - 1)) * kBytes;
+      const uint32_t word = value + (first >= layout.page_tokens ? layout.page_bytes : 0) +
+                            (first & (layout.page_tokens - 1)) * kBytes;
       if (keep != 0xffffffffu) {
 #pragma unroll 4
         for (int d = lane / kWords; d < head_size; d += 32 / kWords) {
-          const uint32_t at = word + d * page_tokens * kBytes;
+          const uint32_t at = word + d * layout.page_tokens * kBytes;
           store_shared(at, keep == 0 ? 0 : load_shared(at) & keep);
         }
       }
@@ -347,7 +350,7 @@ struct AttentionTile {
   // counts, in log2 units; it is asked only where `plain` is false or tokens are missing.
   template <typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
-                                       const Adjust& adjust, int lane) {
+                                       const Adjust& adjust, const TileLayout& layout, int lane) {
     float c[kTiles][4];
     scores(c, key, lane);
     const bool all = plain && tokens == 0xffffu;
@@ -392,7 +395,7 @@ struct AttentionTile {
       weights[tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
       weights[tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
     }
-    if (tokens != 0xffffu) clear_values(value, tokens, lane);
+    if (tokens != 0xffffu) clear_values(value, tokens, layout, lane);
     accumulate(weights, value);
   }
 

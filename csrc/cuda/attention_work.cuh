@@ -82,6 +82,8 @@ __device__ __forceinline__ int divide(int a, int b) {
   return quotient;
 }
 
+// kKeep: whether the lanes keep their sequence of a batch of one round, in registers.
+template <bool kKeep>
 class WorkPlan {
  public:
   // All lanes of a warp.
@@ -123,7 +125,7 @@ class WorkPlan {
     WorkItem item;
 #pragma unroll 1
     for (;;) {
-      load(p, shape, round_, lane, false);
+      load(p, shape, round_, lane, !kKeep);
       const int pieces = pieces_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
       const bool longer = stages > longest_ >> class_ && class_ > 0 && items_ > gridDim.x;

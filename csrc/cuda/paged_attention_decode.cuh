@@ -19,7 +19,7 @@ constexpr int kMaxDecodeWarps = 12;
 struct DecodeShape {
   WorkShape work;
   RingLayout ring;
-  int tile_tokens;    // forms kPages, kParts: tokens of a page as it lies in a stage, 8, 16 or 32
+  TileLayout tile;    // forms kPages and kParts
   int merge_rows;     // query rows that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;  // groups of 4 dimensions of a head
   float cap;          // softcap in log2 units
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   Tile tile;
   tile.shared_query = shared_query;
   tile.head_size = head_size;
-  tile.set_addresses(shape.tile_tokens, shape.ring.page_stride, shape.ring.page_bytes, lane);
+  tile.set_addresses(shape.tile, lane);
   if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
     for (int i = threadIdx.x * 16; i < warps * ring_bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   }
   wait_for_predecessor();
 
-  WorkPlan plan(p, shape.work, lane);
+  WorkPlan<kTiles == 1> plan(p, shape.work, lane);
   const uint32_t count = plan.items();
   uint32_t index = blockIdx.x;  // of the item at hand
   uint32_t next_parity = 0;
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       }
       if (tokens != 0) {
         tile.step(ring.key() + t * Tile::kKeyTile, ring.value() + t * Tile::kValueTile, tokens,
-                  plain, adjust, lane);
+                  plain, adjust, shape.tile, lane);
       }
       first += 16;
       if (++t == tiles_of_stage) {
@@ -429,9 +429,11 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
   const int stage_shift = kForm == PageForm::kPages && kv.block_size == 32 ? 5 : 4;
   ring.split_shift = std::max(0, stage_shift - ring.page_shift);
-  shape.tile_tokens = kForm == PageForm::kPages ? kv.block_size : 16;
-  ring.page_bytes = kv.head_size * shape.tile_tokens * kBytes;
-  ring.page_stride = kMaxHeadSize * shape.tile_tokens * kBytes;
+  shape.tile.page_tokens = kForm == PageForm::kPages ? kv.block_size : 16;
+  ring.page_bytes = kv.head_size * shape.tile.page_tokens * kBytes;
+  ring.page_stride = kMaxHeadSize * shape.tile.page_tokens * kBytes;
+  shape.tile.page_stride = ring.page_stride;
+  shape.tile.page_bytes = ring.page_bytes;
   ring.columns = row_columns(kv.head_size, kBytes);
   const int value_bytes =
       kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
@@ -452,7 +454,7 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const auto stages_for = [&](int count) {
     return (memory / count - std::min(most_rows, 4) * row_bytes) / ring.stage_bytes;
   };
-  while (warps > 4 && stages_for(warps) < 3) warps -= 2;
+  while (warps > 2 && stages_for(warps) < 3) warps -= 2;
   ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
   const int rings = warps * ring.stages * ring.stage_bytes;
   shape.merge_rows =
