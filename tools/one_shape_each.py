@@ -133,8 +133,36 @@ def _attention(dtype, cache_dtype, heads, kv_heads, head_size, block_size, lengt
     vllm_kernels.paged_attention_v2(*scratch, *arguments, None, cache_dtype, one, one, *sparse)
 
 
+def general_attention() -> None:
+    """paged_attention: every form of page, padded and whole heads, one and several query tokens."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    lens = torch.tensor([700, 0, 33, 5], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 9, 10, 14, 15], dtype=torch.int32, device=CUDA)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for stored in (dtype, *eight_bits):
+            x = 16 // stored.itemsize
+            for head_size, page in ((128, 16), (48, 32), (256, 8), (96, 64)):
+                pages, heads = -(-700 // page) + 8, 2
+                tables = torch.randint(0, pages, (4, -(-700 // page)), device=CUDA).int()
+                rows = torch.randn(pages, page, heads, head_size, device=CUDA).to(stored)
+                by_layout = {
+                    "NHD": (rows, rows),
+                    "HND": (rows.transpose(1, 2).contiguous(),) * 2,
+                    "vllm": (
+                        rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(),
+                        rows.permute(0, 2, 3, 1).contiguous(),
+                    ),
+                }
+                for layout, (key, value) in by_layout.items():
+                    query = torch.randn(4, 8, head_size, device=CUDA, dtype=dtype)
+                    call = vllm_kernels.paged_attention
+                    call(query, key, value, tables, lens, layout=layout, return_lse=True)
+                    query = torch.randn(15, 8, head_size, device=CUDA, dtype=dtype)
+                    call(query, key, value, tables, lens, layout=layout, query_start_loc=starts)
+
+
 def main() -> None:
-    for group in (norms, rotary_and_activations, cache, attention):
+    for group in (general_attention, norms, rotary_and_activations, cache, attention):
         group()
         torch.cuda.synchronize()
         print(group.__name__, "done", flush=True)

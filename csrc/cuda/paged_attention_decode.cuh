@@ -486,22 +486,23 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
                 stream, p, shape, maps, workspace);
 }
 
-// For one cache type: layouts, padded head sizes, and 1 or several tiles of 8 query rows.
+// For one cache type: layouts, padded head sizes, and 1 to 4 tiles of 8 query rows.
 template <typename Cache>
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  const auto with_form = [&](auto form) {
+  const auto with_head_size = [&](auto form, auto head_size) {
     constexpr PageForm kForm = decltype(form)::value;
-    if (p.kv.head_size <= 64) {
-      return rows <= 8 ? launch_decode<Cache, 64, 1, kForm>(p, workspace, stream)
-                       : launch_decode<Cache, 64, 4, kForm>(p, workspace, stream);
+    constexpr int kMaxHeadSize = decltype(head_size)::value;
+    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, 1, kForm>(p, workspace, stream);
+    if constexpr (kMaxHeadSize <= 128) {
+      if (rows > 16) return launch_decode<Cache, kMaxHeadSize, 4, kForm>(p, workspace, stream);
     }
-    if (p.kv.head_size <= 128) {
-      return rows <= 8 ? launch_decode<Cache, 128, 1, kForm>(p, workspace, stream)
-                       : launch_decode<Cache, 128, 4, kForm>(p, workspace, stream);
-    }
-    return rows <= 8 ? launch_decode<Cache, 256, 1, kForm>(p, workspace, stream)
-                     : launch_decode<Cache, 256, 2, kForm>(p, workspace, stream);
+    launch_decode<Cache, kMaxHeadSize, 2, kForm>(p, workspace, stream);
+  };
+  const auto with_form = [&](auto form) {
+    if (p.kv.head_size <= 64) return with_head_size(form, std::integral_constant<int, 64>{});
+    if (p.kv.head_size <= 128) return with_head_size(form, std::integral_constant<int, 128>{});
+    with_head_size(form, std::integral_constant<int, 256>{});
   };
   if (p.kv.layout != KvLayout::kVllm) {
     with_form(std::integral_constant<PageForm, PageForm::kRows>{});
