@@ -18,7 +18,11 @@ void require_page_contiguous(const Argument& cache, int64_t outer_dims) {
   }
 }
 
-void set_sizes(PagedKv& kv, const CacheSizes& sizes, DType dtype, KvLayout layout) {
+void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DType dtype,
+               KvLayout layout) {
+  if (sizes.block_size < 1) {
+    cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
+  }
   kv.num_blocks = sizes.num_blocks;
   kv.num_kv_heads = static_cast<int32_t>(sizes.num_kv_heads);
   kv.head_size = static_cast<int32_t>(sizes.head_size);
@@ -56,11 +60,10 @@ PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value
       expect.tensor("key_cache", key_cache)
           .cache_dtype(dtype, kv_cache_dtype)
           .shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
+  PagedKv kv;
+  set_sizes(kv, k, sizes, dtype, KvLayout::kVllm);
   require_page_contiguous(k, 2);
   require_page_contiguous(v, 2);
-
-  PagedKv kv;
-  set_sizes(kv, sizes, dtype, KvLayout::kVllm);
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);
@@ -86,7 +89,7 @@ PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& valu
   const Argument v = read("value_cache", value_cache);
 
   PagedKv kv;
-  set_sizes(kv, sizes, dtype, KvLayout::kNHD);
+  set_sizes(kv, k, sizes, dtype, KvLayout::kNHD);
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);

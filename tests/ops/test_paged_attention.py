@@ -527,6 +527,12 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
                               r"dimension 1, got shape \["),
         ({"block_size": 12}, r"block_size: expected 8, 16 or 32, got 12"),
         ({"block_size": 32}, r"value_cache: expected block_size = 32 \(from block_size\) at "
+        ({"block_size": 0, "key_cache": key[:, :, :, :0], "value_cache": value[..., :0]},
+         r"block_size: expected 8, 16 or 32, got 0"),
+        ({"num_kv_heads": 0, "key_cache": key[:, :0], "value_cache": value[:, :0]},
+         r"num_kv_heads: expected a divisor of num_heads = 8, got 0"),
+        ({"query": q[..., :0].contiguous(), "key_cache": key[:, :, :0],
+          "value_cache": value[:, :, :0]}, r"query: expected a head_size of 32 to 256 .*got 0"),
                              r"dimension 3, got shape"),
         ({"kv_cache_dtype": "fp8"}, r'value_cache: expected uint8 or float8_e4m3fn \(from '
                                     r'kv_cache_dtype = "fp8"\), got float32'),

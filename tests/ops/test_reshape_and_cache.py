@@ -350,6 +350,20 @@ def test_bad_input(op, device):
             getattr(torch.ops.vllm_kernels, op)(**{**good, name: None})
 
 
+def test_sizes_of_0(op, device):
+    key, value = tokens(4, 2, 64, torch.float32, device)
+    slots = torch.full((4,), -1, device=device)
+    empty = caches(op, torch.float32, "auto", device, block=0)
+    with raises(rf"^{op}: key_cache: expected block_size >= 1, got shape \[11, "):
+        getattr(vllm_kernels, op)(key, value, *empty, slots, "auto", *scales(device))
+    for heads, size in ((0, 64), (2, 0), (0, 0)):  # nothing to write
+        none = torch.empty(4, heads, size, device=device)
+        getattr(vllm_kernels, op)(
+            none, none, *caches(op, torch.float32, "auto", device, heads=heads, size=size),
+            slots, "auto", *scales(device),
+        )  # fmt: skip
+
+
 def test_8_bit_cache_of_odd_head_size(device):
     key, value = tokens(4, 2, 40, torch.float32, device)
     kc = torch.zeros(11, 2, 2, 16, 16, dtype=torch.uint8, device=device)
