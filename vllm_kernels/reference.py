@@ -17,7 +17,8 @@ from torch import Tensor
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
     x = input.double()
-    normalised = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    normalised = x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
     return (normalised.to(input.dtype).double() * weight.double()).to(input.dtype)
 
 

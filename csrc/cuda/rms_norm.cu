@@ -74,8 +74,10 @@ struct Row {
   }
 };
 
+// 0 for a row of zeros without an epsilon.
 __device__ __forceinline__ float inverse_root(const RmsNormParams& p, float square) {
-  return rsqrtf(square / static_cast<float>(p.hidden_size) + p.epsilon);
+  const float mean = square / static_cast<float>(p.hidden_size) + p.epsilon;
+  return mean == 0.0f ? 0.0f : rsqrtf(mean);
 }
 
 // `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the

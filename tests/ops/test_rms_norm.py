@@ -65,6 +65,19 @@ def test_zero_row_and_empty(device, dtype):
     assert run(torch.empty(0, 64, device=device, dtype=dtype), weight).shape == (0, 64)
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 1e-60])  # the latter is 0 in float32
+@pytest.mark.parametrize("hidden", [64, 769, 8192, 40_000])
+def test_zero_row_without_epsilon(device, dtype, hidden, epsilon):
+    x = torch.randn(5, hidden, device=device, dtype=dtype)
+    x[[1, 4]] = 0
+    weight = torch.randn(hidden, device=device, dtype=dtype)
+    got = run(x, weight, epsilon)
+    assert not got[[1, 4]].any()
+    assert_close(got, reference.rms_norm(x, weight, epsilon), 2 * ULPS[dtype])
+    vllm_kernels.fused_add_rms_norm(x, torch.zeros_like(x), weight, epsilon)
+    assert torch.equal(x, got)
+
+
 def test_nan_stays_in_its_row(device, dtype):
     x = torch.randn(4, 64, device=device, dtype=dtype)
     weight = torch.randn(64, device=device, dtype=dtype)
