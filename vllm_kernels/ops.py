@@ -211,7 +211,7 @@ def reshape_and_cache(
             a slot below -1 or past the cache, before anything is written; on CUDA such a token is
             left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
     """
-    _inference_only("reshape_and_cache", key, value, key_cache, value_cache)
+    _inference_only("reshape_and_cache", key, value, key_cache, value_cache, k_scale, v_scale)
     _ops.reshape_and_cache.default(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     )
@@ -233,7 +233,7 @@ def reshape_and_cache_flash(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
             strides of blocks, tokens and heads are free, so a permuted HND cache works as well.
     """
-    _inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache)
+    _inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
     _ops.reshape_and_cache_flash.default(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     )
@@ -358,8 +358,13 @@ def paged_attention_v1(
         or query.requires_grad
         or key_cache.requires_grad
         or value_cache.requires_grad
+        or k_scale.requires_grad
+        or v_scale.requires_grad
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
     ):
-        _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
+        _inference_only(
+            "paged_attention_v1", out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes
+        )
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v1(
             out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
@@ -409,7 +414,10 @@ def paged_attention_v2(
             output of each partition. partitions >= ceil(max_seq_len / 512).
     """
     if torch.is_grad_enabled():
-        _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
+        _inference_only(
+            "paged_attention_v2", out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache,
+            alibi_slopes, k_scale, v_scale,
+        )  # fmt: skip
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v2(
             out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
@@ -448,7 +456,10 @@ def merge_attn_states(
 
     Where both parts are empty the output is 0 and its lse -inf.
     """
-    _inference_only("merge_attn_states", output, prefix_output, suffix_output)
+    _inference_only(
+        "merge_attn_states", output, prefix_output, prefix_lse, suffix_output, suffix_lse,
+        output_lse,
+    )  # fmt: skip
     _ops.merge_attn_states.default(
         output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
     )

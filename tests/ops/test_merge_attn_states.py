@@ -158,6 +158,12 @@ def test_inference_only(device):
         vllm_kernels.merge_attn_states(
             torch.empty_like(prefix), prefix.requires_grad_(), prefix_lse, suffix, suffix_lse
         )
+    for index in range(6):
+        args = parts(5, 4, 64, torch.float32, device)
+        args = (torch.empty_like(args[0]), *args, torch.empty_like(args[1]))
+        args[index].requires_grad_()
+        with raises(r"^merge_attn_states: inference only: use torch.no_grad\(\)$"):
+            vllm_kernels.merge_attn_states(*args)
 
 
 def test_opcheck_and_compile(device, dtype):

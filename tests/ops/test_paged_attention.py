@@ -766,6 +766,18 @@ def test_inference_only(device, version):
         case.run(version)
     with torch.no_grad():
         case.run(version)
+    names = ("query", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale")
+    written = 1 if version == 1 else 4
+    op = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+    for index in range(written + len(names)):
+        case = make_case(device, torch.float32, [5])
+        case.alibi_slopes = torch.ones(8, device=device)
+        case.k_scale, case.v_scale = torch.ones(1, device=device), torch.ones(1, device=device)
+        outputs = (case.out(), *case.scratch())[:written]
+        tensors = (*outputs, *(getattr(case, name) for name in names))
+        tensors[index].requires_grad_()
+        with raises(rf"^paged_attention_v{version}: inference only: use torch.no_grad\(\)$"):
+            op(*outputs, *case.arguments())
 
 
 # --- torch

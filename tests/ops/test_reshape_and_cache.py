@@ -382,6 +382,11 @@ def test_inference_only(op, device):
         getattr(vllm_kernels, op)(key.requires_grad_(), *args)
     with torch.no_grad():
         getattr(vllm_kernels, op)(key, *args)
+    for index in (-2, -1):
+        call = [key.detach(), *args[:5], *scales(device)]
+        call[index].requires_grad_()
+        with raises(rf"^{op}: inference only: use torch.no_grad\(\)$"):
+            getattr(vllm_kernels, op)(*call)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", CACHE_DTYPES)
