@@ -197,17 +197,10 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
 # --- attention
 
 
-_CACHE_DTYPE = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
-
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
     """What the stored elements stand for, in float64."""
     if kv_cache_dtype != "auto":
-        cache = cache.view(_CACHE_DTYPE[kv_cache_dtype]).float()
+        cache = cache.view(FP8[kv_cache_dtype]).float()
     return cache.double() * float(scale)
 
 

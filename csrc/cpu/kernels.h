@@ -67,7 +67,6 @@ constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
 VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
 #endif
-VLLM_KERNELS_DECLARE(PagedAttentionParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 
 #undef VLLM_KERNELS_DECLARE
