@@ -131,6 +131,10 @@ def test_bad_input(device):
             (out, torch.tensor(1.0, device=device), weight, EPS),
             r"^rms_norm: input: expected 1 to 8 dimensions, got shape \[\]$",
         ),
+        (
+            (out, torch.empty(0, 2**31, device=device), weight, EPS),
+            r"^rms_norm: input: expected hidden_size < 2\^31, got shape \[0, 2147483648\]$",
+        ),
     ]
     for args, message in cases:
         before = out.clone()
