@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -789,6 +790,26 @@ def test_opcheck_and_compile(device, dtype):
     opcheck("paged_attention_v2", case.out(), *case.scratch(), *case.arguments())
     assert_compiles(vllm_kernels.paged_attention_v1, case.out(), *case.arguments())
     assert_compiles(vllm_kernels.paged_attention_v2, case.out(), *case.scratch(), *case.arguments())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_calls_of_many_python_threads():
+    """Each asks for another amount of shared memory; no launch may see another thread's amount."""
+    cases = [make_case("cuda", torch.bfloat16, [length], heads=heads, head_size=size)
+             for length in (40, 3000, 9000) for heads in (2, 32) for size in (64, 128)]  # fmt: skip
+    want = [(case.v1(), case.v2()) for case in cases]
+    torch.cuda.synchronize()
+
+    def work(index: int) -> bool:
+        case = cases[index]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            rounds = [(case.v1(), case.v2()) for _ in range(200)]
+            stream.synchronize()
+        return all(torch.equal(a, b) for got in rounds for a, b in zip(got, want[index]))
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert all(pool.map(work, range(len(cases))))
 
 
 def test_threads_give_right_results(version):

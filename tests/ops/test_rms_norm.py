@@ -34,6 +34,13 @@ def test_many_rows(device, dtype):
     assert_close(run(x, weight), reference.rms_norm(x, weight, EPS), 2 * ULPS[dtype])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_rows_than_a_grid_has():
+    x = torch.empty(2**31, 1, device="cuda", dtype=torch.float16)
+    with raises(r"^rms_norm: expected work for fewer than 2\^31 blocks, got 2147483648: split"):
+        vllm_kernels.rms_norm(x, x, torch.ones(1, device="cuda", dtype=torch.float16), EPS)
+
+
 def test_strided_rows(device, dtype):
     packed = torch.randn(5, 6, 4, 3 * 32, device=device, dtype=dtype)
     weight = torch.randn(32, device=device, dtype=dtype)
