@@ -496,7 +496,7 @@ __all__ = ["check", *OPS]
 
 
 def check() -> None:
-    """Waits for the GPU and raises what check mode has found there.
+    """Waits for the GPUs that have checks under way and raises what check mode has found there.
 
     With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
     (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is
@@ -507,7 +507,7 @@ def check() -> None:
         RuntimeError: naming op, argument, index and value.
     """
     if _library.cuda_loaded and torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
+        for device in _ops.scanned_devices.default():
             torch.cuda.synchronize(device)
         _ops.raise_bad_index.default()
 

@@ -441,6 +441,17 @@ vllm_kernels.check()
 call([5, 6, 999, 8])
 assert message(vllm_kernels.check) == bad
 vllm_kernels.check()  # reported once
+others = range(1, torch.cuda.device_count())
+assert not any(torch._C._cuda_hasPrimaryContext(device) for device in others)
+many = torch.arange(3000, device="cuda")  # more than the scan's block has threads
+many[2900] = many[1700]
+wide, pages = torch.randn(3000, 1, 64, device="cuda"), torch.zeros(200, 16, 1, 64, device="cuda")
+vllm_kernels.reshape_and_cache_flash(
+    wide, wide, pages, pages.clone(), many, "auto", *torch.ones(2, 1, device="cuda")
+)
+assert message(vllm_kernels.check) == (
+    op + "slot_mapping[2900] = 1700: expected a slot that no earlier element names"
+)
 call([5, 6, 999, -7])
 torch.cuda.synchronize()
 assert message(lambda: call([1, 2, 3, 4])) == bad
