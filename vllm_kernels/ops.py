@@ -202,9 +202,11 @@ def reshape_and_cache(
             tensors): x / scale to nearest even, saturating.
         k_scale, v_scale: one float32 on the same device; for 8-bit caches.
 
-    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart;
-    runs of 16 slots of one page are transposed and cost what they weigh. For decoding large batches
-    :func:`reshape_and_cache_flash` is cheaper by nature.
+    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart.
+    On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
+    from a multiple of 16 on is transposed and costs what it weighs. (Where block_size is a
+    multiple of 8 only: 8 in place of 16.) For decoding large batches :func:`reshape_and_cache_flash`
+    is cheaper by nature.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
