@@ -205,8 +205,8 @@ def reshape_and_cache(
     Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart.
     On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
     from a multiple of 16 on is transposed and costs what it weighs. (Where block_size is a
-    multiple of 8 only: 8 in place of 16.) For decoding large batches :func:`reshape_and_cache_flash`
-    is cheaper by nature.
+    multiple of 8 only: 8 in place of 16.) For decoding large batches
+    :func:`reshape_and_cache_flash` is cheaper by nature.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
