@@ -100,7 +100,7 @@ class Arguments {
   auto end() const { return arguments_.begin() + count_; }
 
  private:
-  std::array<Argument, 12> arguments_;
+  std::array<Argument, 12> arguments_;  // as many as paged_attention_v2 has
   size_t count_ = 0;
 };
 
