@@ -26,6 +26,7 @@ $(VENV)/.installed: pyproject.toml
 
 # Incremental: seconds when little changed.
 build: $(VENV)/.installed
+	mkdir -p build
 	$(PY) setup.py --quiet build_ext --inplace > build/build.log 2>&1 || { cat build/build.log; exit 1; }
 
 demo: build

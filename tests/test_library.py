@@ -6,12 +6,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vllm_kernels
-from vllm_kernels import _C, _library
+from vllm_kernels import _C, _library, ops
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,6 +81,21 @@ def test_missing_library_is_one_sentence(tmp_path):
         timeout=120,
     )
     assert "run `make build` there, or start Python outside of it" in done.stderr
+
+
+def test_check_waits_for_devices_with_scans_only(monkeypatch):
+    waited, raised = [], []
+    scans = SimpleNamespace(default=lambda: [1, 3])
+    raising = SimpleNamespace(default=lambda: raised.append(list(waited)))
+    monkeypatch.setattr(
+        ops, "_ops", SimpleNamespace(scanned_devices=scans, raise_bad_index=raising)
+    )
+    monkeypatch.setattr(_library, "cuda_loaded", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    vllm_kernels.check()
+    assert raised == [[1, 3]]
 
 
 def test_broken_cuda_library_leaves_the_cpu_ops(monkeypatch, tmp_path):

@@ -202,8 +202,10 @@ def reshape_and_cache(
             tensors): x / scale to nearest even, saturating.
         k_scale, v_scale: one float32 on the same device; for 8-bit caches.
 
-    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart;
-    runs of 16 slots of one page are transposed and cost what they weigh. For decoding large batches
+    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart.
+    On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
+    from a multiple of 16 on is transposed and costs what it weighs. (Where block_size is a
+    multiple of 8 only: 8 in place of 16.) For decoding large batches
     :func:`reshape_and_cache_flash` is cheaper by nature.
 
     Raises:
@@ -211,7 +213,7 @@ def reshape_and_cache(
             a slot below -1 or past the cache, before anything is written; on CUDA such a token is
             left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
     """
-    _inference_only("reshape_and_cache", key, value, key_cache, value_cache)
+    _inference_only("reshape_and_cache", key, value, key_cache, value_cache, k_scale, v_scale)
     _ops.reshape_and_cache.default(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     )
@@ -233,7 +235,7 @@ def reshape_and_cache_flash(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
             strides of blocks, tokens and heads are free, so a permuted HND cache works as well.
     """
-    _inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache)
+    _inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
     _ops.reshape_and_cache_flash.default(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
     )
@@ -359,8 +361,13 @@ def paged_attention_v1(
         or query.requires_grad
         or key_cache.requires_grad
         or value_cache.requires_grad
+        or k_scale.requires_grad
+        or v_scale.requires_grad
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
     ):
-        _inference_only("paged_attention_v1", out, query, key_cache, value_cache)
+        _inference_only(
+            "paged_attention_v1", out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes
+        )
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v1(
             out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
@@ -410,7 +417,10 @@ def paged_attention_v2(
             output of each partition. partitions >= ceil(max_seq_len / 512).
     """
     if torch.is_grad_enabled():
-        _inference_only("paged_attention_v2", out, query, key_cache, value_cache)
+        _inference_only(
+            "paged_attention_v2", out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache,
+            alibi_slopes, k_scale, v_scale,
+        )  # fmt: skip
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         _paged_attention_v2(
             out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
@@ -548,7 +558,10 @@ def merge_attn_states(
 
     Where both parts are empty the output is 0 and its lse -inf.
     """
-    _inference_only("merge_attn_states", output, prefix_output, suffix_output)
+    _inference_only(
+        "merge_attn_states", output, prefix_output, prefix_lse, suffix_output, suffix_lse,
+        output_lse,
+    )  # fmt: skip
     _ops.merge_attn_states.default(
         output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
     )
@@ -586,7 +599,7 @@ __all__ = ["check", "paged_attention_workspace", *OPS]
 
 
 def check() -> None:
-    """Waits for the GPU and raises what check mode has found there.
+    """Waits for the GPUs that have checks under way and raises what check mode has found there.
 
     With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
     (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is
@@ -597,7 +610,7 @@ def check() -> None:
         RuntimeError: naming op, argument, index and value.
     """
     if _library.cuda_loaded and torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
+        for device in _ops.scanned_devices.default():
             torch.cuda.synchronize(device)
         _ops.raise_bad_index.default()
 

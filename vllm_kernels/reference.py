@@ -17,7 +17,8 @@ from torch import Tensor
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
     x = input.double()
-    normalised = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    normalised = x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
     return (normalised.to(input.dtype).double() * weight.double()).to(input.dtype)
 
 
@@ -196,17 +197,10 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
 # --- attention
 
 
-_CACHE_DTYPE = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
-
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
     """What the stored elements stand for, in float64."""
     if kv_cache_dtype != "auto":
-        cache = cache.view(_CACHE_DTYPE[kv_cache_dtype]).float()
+        cache = cache.view(FP8[kv_cache_dtype]).float()
     return cache.double() * float(scale)
 
 

@@ -51,9 +51,15 @@ float mean_square(const T* x, T* residual, int64_t n) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
 }
 
+// 1 / sqrt(mean + epsilon); 0 for a row of zeros without an epsilon.
+float inverse_root(float mean, float epsilon) {
+  const float square = mean + epsilon;
+  return square == 0.0f ? 0.0f : 1.0f / std::sqrt(square);
+}
+
 template <bool kAdd, typename T>
 void norm_row(T* out, const T* x, T* residual, const T* weight, int64_t n, float epsilon) {
-  const Vec scale = splat(1.0f / std::sqrt(mean_square<kAdd>(x, residual, n) + epsilon));
+  const Vec scale = splat(inverse_root(mean_square<kAdd>(x, residual, n), epsilon));
   const T* row = kAdd ? residual : x;
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {

@@ -84,7 +84,7 @@ void launch_width(const ActivationParams& p, Stream stream) {
   const int64_t per_row = pieces(threads);
   threads = (packs + per_row - 1) / per_row;
   launch_kernel(p.op, activation_kernel<T, kActivation, kGated, kWidth>,
-                static_cast<unsigned>(p.input_rows.count * per_row),
+                grid_size(p.op, p.input_rows.count * per_row),
                 static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p,
                 RowOffsets(p.input_rows), RowOffsets(p.out_rows), FastDivisor(per_row),
                 static_cast<int>(per_row));

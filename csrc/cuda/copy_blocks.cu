@@ -67,7 +67,7 @@ void launch_copies(const CopyBlocksParams& p, const Caches& caches, int64_t num_
                    const Pairs& pairs, int64_t num_pairs, Stream stream) {
   const int64_t pieces =
       (p.block_bytes / sizeof(V) + kThreads * kUnroll - 1) / (kThreads * kUnroll);
-  const dim3 grid(static_cast<unsigned>(num_pairs),
+  const dim3 grid(grid_size("copy_blocks", num_pairs),
                   static_cast<unsigned>(std::min<int64_t>(pieces, 64)),
                   static_cast<unsigned>(num_caches));
   launch_kernel("copy_blocks", copy_blocks_kernel<V, Pairs>, grid, dim3(kThreads), 0, stream,

@@ -11,7 +11,6 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kMaxDevices = 64;
 
 // In pinned host memory, mapped into the device. A report is fresh while reported != taken.
 struct Report {
@@ -44,31 +43,38 @@ __device__ bool out_of_bounds(const IndexBounds& bounds, int64_t value) {
   return value < bounds.low || value >= bounds.high;
 }
 
+// Whether an element before `i` has this value; i is blockDim.x * n + threadIdx.x. All threads of
+// the block call it together.
 __device__ bool comes_before(const IndexCheckParams& p, int64_t i, int64_t value) {
-  if (!p.bounds.unique || value < 0) return false;
-  for (int64_t j = 0; j < i; ++j) {
-    if (value_at(p, j) == value) return true;
+  __shared__ int64_t tile[kThreads];
+  bool found = false;
+  for (int64_t first = 0; first <= i - threadIdx.x; first += kThreads) {
+    const int64_t mine = first + threadIdx.x;
+    __syncthreads();  // the tile before was looked at
+    tile[threadIdx.x] = mine < p.rows * p.columns ? value_at(p, mine) : -1;
+    __syncthreads();
+    const int count = static_cast<int>(min(i - first, int64_t{kThreads}));
+    for (int j = 0; j < count; ++j) found |= tile[j] == value;
   }
-  return false;
+  return found && value >= 0;
 }
 
-// One block, so that the smallest bad element is found by one reduction. Speed does not matter
-// here.
+// One block, so that the smallest bad element is found by one reduction.
 __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams p, Report* report) {
   launch_dependents();
   wait_for_predecessor();
   __shared__ unsigned long long first_bad;
   if (threadIdx.x == 0) first_bad = ~0ull;
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < p.rows * p.columns; i += kThreads) {
-    if (!in_use(p, i)) continue;
-    const int64_t value = value_at(p, i);
-    if (out_of_bounds(bounds_at(p, i), value) || comes_before(p, i, value)) {
-      atomicMin(&first_bad, static_cast<unsigned long long>(i));
-      break;
-    }
+  for (int64_t first = 0; first < p.rows * p.columns; first += kThreads) {
+    const int64_t i = first + threadIdx.x;
+    const bool inside = i < p.rows * p.columns && in_use(p, i);
+    const int64_t value = inside ? value_at(p, i) : -1;
+    const bool repeated = p.bounds.unique && comes_before(p, i, value);
+    const bool bad = inside && (repeated || out_of_bounds(bounds_at(p, i), value));
+    if (bad) atomicMin(&first_bad, static_cast<unsigned long long>(i));
+    if (__syncthreads_or(bad)) break;
   }
-  __syncthreads();
   if (threadIdx.x != 0 || first_bad == ~0ull) return;
   const unsigned taken = *const_cast<volatile unsigned*>(&report->taken);
   if (atomicCAS(&begun, taken, taken + 1) != taken) return;
@@ -124,6 +130,15 @@ void scan_indices(const IndexCheckParams& p, void* stream) {
   check(cudaHostGetDevicePointer(&mapped, report, 0), "VLLM_KERNELS_CHECK");
   launch_kernel(p.op, index_check_kernel, dim3(1), dim3(kThreads), 0, stream, p,
                 static_cast<Report*>(mapped));
+}
+
+std::vector<int64_t> scanned_devices() {
+  const std::lock_guard<std::mutex> lock(reports_mutex);
+  std::vector<int64_t> devices;
+  for (int64_t device = 0; device < kMaxDevices; ++device) {
+    if (reports[device] != nullptr) devices.push_back(device);
+  }
+  return devices;
 }
 
 std::optional<BadIndex> take_bad_index() {

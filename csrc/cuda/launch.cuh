@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -20,8 +21,9 @@ struct DeviceInfo {
   int shared_memory_per_block = 0;  // bytes, after opt-in
 };
 
+constexpr int kMaxDevices = 64;
+
 inline const DeviceInfo& current_device_info() {
-  constexpr int kMaxDevices = 64;
   static DeviceInfo infos[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -38,6 +40,36 @@ inline const DeviceInfo& current_device_info() {
     info.compute_capability = major * 10 + minor;
   }
   return info;
+}
+
+// Bytes of dynamic shared memory that a launch of the kernel may ask for on the current device: all
+// that its static arrays leave. The first call for a kernel and device allows it as much; setting
+// the attribute to each launch's own need would race with launches of other threads.
+template <auto kKernel>
+int dynamic_shared_memory(const char* op) {
+  static std::atomic<int> allowed[kMaxDevices];  // bytes; 0: not asked yet
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& known = allowed[device % kMaxDevices];
+  int bytes = known.load(std::memory_order_acquire);
+  if (bytes == 0) {  // idempotent: two threads may both set it
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kKernel), op);
+    bytes = current_device_info().shared_memory_per_block -
+            static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    known.store(bytes, std::memory_order_release);
+  }
+  return bytes;
+}
+
+// Blocks as the first dimension of a grid.
+inline unsigned grid_size(const char* op, int64_t blocks) {
+  if (blocks > INT32_MAX) {
+    throw std::runtime_error(std::string(op) + ": expected work for fewer than 2^31 blocks, got " +
+                             std::to_string(blocks) + ": split the call");
+  }
+  return static_cast<unsigned>(blocks);
 }
 
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is

@@ -89,7 +89,8 @@ void launch(const MergeAttnStatesParams& p, Stream stream) {
     const int64_t blocks = (p.num_tokens * p.num_heads + rows_per_block - 1) / rows_per_block;
     launch_kernel("merge_attn_states",
                   vectors ? merge_attn_states_kernel<T, kWidth> : merge_attn_states_kernel<T, 1>,
-                  dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, p, lanes);
+                  dim3(grid_size("merge_attn_states", blocks)), dim3(kThreads), 0, stream, p,
+                  lanes);
   });
 }
 

@@ -103,14 +103,16 @@ void launch(const PagedAttentionParams& p, Stream stream) {
     launch_paged_attention_simt<false>(p, stream);
   }
   if (p.partition_size == 0 || p.max_partitions == 1) return;
-  const size_t shared = (p.max_partitions + kReduceThreads * 8) * sizeof(float);
-  const dim3 grid(static_cast<unsigned>(p.num_seqs) * p.num_heads);
+  const size_t shared = (size_t{1} * p.max_partitions + kReduceThreads * 8) * sizeof(float);
+  const dim3 grid(grid_size("paged_attention_v2", int64_t{p.num_seqs} * p.num_heads));
   dispatch_float(p.dtype, [&](auto tag) {
-    const auto kernel = paged_attention_reduce_kernel<decltype(tag)>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
-          "paged_attention_v2: max_seq_len is too long for the merge");
-    launch_kernel("paged_attention_v2", kernel, grid, dim3(kReduceThreads), shared, stream, p);
+    constexpr auto kKernel = paged_attention_reduce_kernel<decltype(tag)>;
+    const int most = dynamic_shared_memory<kKernel>("paged_attention_v2");
+    if (shared > static_cast<size_t>(most)) {
+      throw std::runtime_error("paged_attention_v2: max_num_partitions = " +
+                               std::to_string(p.max_partitions) + " is too large for the merge");
+    }
+    launch_kernel("paged_attention_v2", kKernel, grid, dim3(kReduceThreads), shared, stream, p);
   });
 }
 

@@ -441,10 +441,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
                              : (kMaxHeadSize * kBytes) << stage_shift;
   ring.stage_bytes = (ring.value_offset + value_bytes + 127) / 128 * 128;
 
-  const auto kernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
-  using Tile = AttentionTile<Cache, kMaxHeadSize, kTiles, kForm>;
-  constexpr int kStatic = 4096 + (Tile::kSharedQuery ? Tile::kSharedQuerySize * 8 : 0);
-  const int memory = device.shared_memory_per_block - kStatic;
+  constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
+  const int memory = dynamic_shared_memory<kKernel>("paged_attention");
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int group = p.num_heads / kv.num_kv_heads;
   const int most_rows =
@@ -480,9 +478,7 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     maps.value =
         row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride);
   }
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "paged_attention: shared memory");
-  launch_kernel("paged_attention", kernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
+  launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
                 stream, p, shape, maps, workspace);
 }
 

@@ -541,16 +541,15 @@ inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_blo
 
 template <typename Query, typename Cache, int kMaxHeadSize, int kHeadTiles>
 void launch_paged_attention_mma(const PagedAttentionParams& p, void* stream) {
-  const auto kernel = paged_attention_mma_kernel<Query, Cache, kMaxHeadSize, kHeadTiles>;
+  constexpr auto kKernel = paged_attention_mma_kernel<Query, Cache, kMaxHeadSize, kHeadTiles>;
   const int group = p.num_heads / p.kv.num_kv_heads;
   const int chunks = (group + kHeadTiles * 8 - 1) / (kHeadTiles * 8);
-  const dim3 grid(static_cast<unsigned>(p.max_partitions) * p.num_seqs, p.kv.num_kv_heads * chunks);
+  const dim3 grid(grid_size("paged_attention", int64_t{p.max_partitions} * p.num_seqs),
+                  p.kv.num_kv_heads * chunks);
   const LaunchShape shape = launch_shape(p, kHeadTiles * 8, static_cast<int64_t>(grid.x) * grid.y);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shape.shared_bytes)),
-        "paged_attention: shared memory");
-  launch_kernel("paged_attention", kernel, grid, dim3(shape.warps * 32), shape.shared_bytes, stream,
-                p, shape.ring);
+  dynamic_shared_memory<kKernel>("paged_attention");
+  launch_kernel("paged_attention", kKernel, grid, dim3(shape.warps * 32), shape.shared_bytes,
+                stream, p, shape.ring);
 }
 
 // For one pair of types: the padded head sizes and the tiles of 8 query heads.

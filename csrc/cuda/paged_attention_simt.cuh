@@ -174,12 +174,12 @@ void launch_paged_attention_simt(const PagedAttentionParams& p, void* stream) {
   const auto kernel = paged_attention_simt_kernel<Query, Cache, kGeneral>;
   const int group = p.num_heads / p.kv.num_kv_heads;
   const int chunks = (group + kSimtHeads - 1) / kSimtHeads;
-  const unsigned tokens = kGeneral ? static_cast<unsigned>(p.num_tokens)
-                                   : static_cast<unsigned>(p.max_partitions) * p.num_seqs;
+  const int64_t tokens = kGeneral ? int64_t{p.num_tokens} : int64_t{p.max_partitions} * p.num_seqs;
+  const dim3 grid(grid_size("paged_attention", tokens), p.kv.num_kv_heads * chunks);
   const size_t loop = kSimtHeads * (p.kv.head_size + kSimtWarps * 32) * sizeof(float);
   const size_t merge = kSimtWarps * kSimtHeads * (p.kv.head_size + 2) * sizeof(float);
-  launch_kernel("paged_attention", kernel, dim3(tokens, p.kv.num_kv_heads * chunks),
-                dim3(kSimtWarps * 32), loop > merge ? loop : merge, stream, p);
+  launch_kernel("paged_attention", kernel, grid, dim3(kSimtWarps * 32), loop > merge ? loop : merge,
+                stream, p);
 }
 
 // For any pair of types.

@@ -13,9 +13,8 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Every thread gets the block's sum. One barrier; a second call in the same kernel needs another
-// `Tag`, so that it has shared memory of its own.
-template <int Tag = 0>
+// Every thread gets the block's sum. One barrier, so a kernel may call it once: two calls would
+// share their memory.
 __device__ __forceinline__ float block_sum(float value) {
   __shared__ alignas(16) float partial[32];
   value = warp_sum(value);

@@ -74,8 +74,10 @@ struct Row {
   }
 };
 
+// 0 for a row of zeros without an epsilon.
 __device__ __forceinline__ float inverse_root(const RmsNormParams& p, float square) {
-  return rsqrtf(square / static_cast<float>(p.hidden_size) + p.epsilon);
+  const float mean = square / static_cast<float>(p.hidden_size) + p.epsilon;
+  return mean == 0.0f ? 0.0f : rsqrtf(mean);
 }
 
 // `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, Rm
 template <typename T, bool kAdd>
 void launch_rows(const RmsNormParams& p, Stream stream) {
   const char* op = kAdd ? "fused_add_rms_norm" : "rms_norm";
-  const int64_t rows = p.input_rows.count;
+  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernels number them in 32 bits
   const auto run = [&](auto kernel, int64_t blocks, int64_t threads, auto... more) {
     launch_kernel(op, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0,
                   stream, p, RmsNormRows(p), more...);

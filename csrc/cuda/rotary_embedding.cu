@@ -80,7 +80,7 @@ void launch_width(const RotaryParams& p, Stream stream) {
   const int64_t z = tiles(chunks, kMaxThreads);
   const int64_t block_x = tiles(chunks, z);
   const int64_t y = tiles(heads, kMaxThreads / block_x);
-  const dim3 grid(static_cast<unsigned>(p.position_rows.count), static_cast<unsigned>(y),
+  const dim3 grid(grid_size("rotary_embedding", p.position_rows.count), static_cast<unsigned>(y),
                   static_cast<unsigned>(z));
   const dim3 block(static_cast<unsigned>(block_x), static_cast<unsigned>(tiles(heads, y)));
   launch_kernel("rotary_embedding", rotary_embedding_kernel<T, kWidth, kNeox>, grid, block, 0,

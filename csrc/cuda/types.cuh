@@ -37,12 +37,6 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// The value as T would hold it.
-template <typename T>
-__device__ __forceinline__ float round_to(float x) {
-  return to_float(from_float<T>(x));
-}
-
 // Elements that one 16-byte access moves.
 template <typename T>
 constexpr int kVectorWidth = 16 / sizeof(T);

@@ -224,7 +224,8 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
     if (item.num_tokens != item.position) replacement.blocks = parent.blocks;
   }
 
-  // References first, so that no block is freed in between; undone if one of them overflows.
+  // References first, so that no block is freed in between; undone if one of them overflows (or the
+  // message about that finds no memory).
   size_t done = 0;
   size_t done_blocks = 0;
   try {
@@ -235,7 +236,7 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
         ++done_blocks;
       }
     }
-  } catch (const ReferenceOverflow&) {
+  } catch (...) {
     for (size_t i = 0; i <= done; ++i) {
       const std::vector<int32_t>& blocks = replacements[i].blocks;
       const size_t count = i == done ? done_blocks : blocks.size();

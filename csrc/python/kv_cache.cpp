@@ -80,13 +80,14 @@ class Int64Input {
 
   // `array` is numpy(object).
   Int64Input(py::handle object, const char* name, const py::array& array) {
-    const bool empty_list = array.size() == 0 && py::isinstance<py::list>(object);
-    if (array.ndim() != 1 || !(holds_integers(array) || empty_list)) {
+    // NumPy gives a list or range of nothing a dtype of its own choice.
+    const bool untyped = array.size() == 0 && !py::hasattr(object, "__array__");
+    if (array.ndim() != 1 || !(holds_integers(array) || untyped)) {
       throw InvalidArgument(concat(name, ": expected int64 or int32 values of shape [n], got ",
                                    py::str(array.dtype()).cast<std::string>(), " of shape ",
                                    shape_of(array)));
     }
-    if (!empty_list) array_ = Int64Array(array);
+    if (!untyped) array_ = Int64Array(array);
   }
 
  private:

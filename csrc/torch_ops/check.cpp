@@ -369,4 +369,8 @@ void Expect::apart(const Argument& out, const Argument& input) const {
   }
 }
 
+void Expect::apart(const Argument& out, const Arguments& others) const {
+  for (const Argument& other : others) apart(out, other);
+}
+
 }  // namespace vllm_kernels

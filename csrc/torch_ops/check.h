@@ -4,6 +4,7 @@
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -93,6 +94,18 @@ class Argument {
   std::span<const int64_t> strides_;
 };
 
+// What a call reads or writes, to keep something apart from.
+class Arguments {
+ public:
+  void add(const Argument& argument) { arguments_[count_++] = argument; }
+  auto begin() const { return arguments_.begin(); }
+  auto end() const { return arguments_.begin() + count_; }
+
+ private:
+  std::array<Argument, 13> arguments_;  // as many as paged_attention has
+  size_t count_ = 0;
+};
+
 class Expect {
  public:
   explicit Expect(const char* op) : op_(op) {}
@@ -108,6 +121,7 @@ class Expect {
   // `out` may be exactly `input`, or apart from it, but must not overlap it otherwise.
   void same_or_apart(const Argument& out, const Argument& input) const;
   void apart(const Argument& out, const Argument& input) const;
+  void apart(const Argument& out, const Arguments& others) const;
   // Whether two tensors may share an element; slices of one packed tensor do not.
   bool overlap(const Argument& out, const Argument& input) const;
 

@@ -92,8 +92,9 @@ void raise_bad_index() {
 }  // namespace vllm_kernels
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-// Has no tensor argument, so it needs a key that every dispatch finds.
+// They have no tensor argument, so they need a key that every dispatch finds.
 VLLM_KERNELS_IMPL_WITH_KEY(CompositeExplicitAutograd, library) {
+  library.impl("scanned_devices", TORCH_BOX(&vllm_kernels::cuda::scanned_devices));
   library.impl("raise_bad_index", TORCH_BOX(&vllm_kernels::raise_bad_index));
 }
 #endif

@@ -56,6 +56,7 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
 
-  // --- check mode: throws what finished scans of CUDA index tensors have found
+  // --- check mode: the devices with scans of index tensors, and what throws their findings
+  library.def("scanned_devices() -> int[]");
   library.def("raise_bad_index() -> ()");
 }

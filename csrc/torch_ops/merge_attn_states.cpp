@@ -29,6 +29,8 @@ void merge_attn_states(Tensor output, std::optional<Tensor> output_lse, Tensor p
     expect.same_or_apart(ol, pl);
     expect.same_or_apart(ol, sl);
     expect.apart(ol, o);
+    expect.apart(ol, p);
+    expect.apart(ol, s);
     out_lse = ol.as<float>();
   }
   expect.same_or_apart(o, p);

@@ -1,5 +1,7 @@
 #include "torch_ops/paged_attention.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "torch_ops/check.h"
@@ -29,12 +31,38 @@ namespace {
 
 constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
 
+BlockSparse block_sparse(const Expect& expect, int64_t tp_rank, int64_t local_blocks,
+                         int64_t vert_stride, int64_t block_size, int64_t head_sliding_step) {
+  const auto checked = [&](const char* name, int64_t value, int64_t low) {
+    if (value < low || value > INT32_MAX) {
+      expect.fail(std::string(name) + ": expected " + std::to_string(low) + " to " +
+                  std::to_string(INT32_MAX) + ", got " + std::to_string(value));
+    }
+    return static_cast<int32_t>(value);
+  };
+  return {
+      .tp_rank = checked("tp_rank", tp_rank, 0),
+      .local_blocks = checked("blocksparse_local_blocks", local_blocks, 0),
+      .vert_stride = checked("blocksparse_vert_stride", vert_stride, INT32_MIN),
+      .block_size = checked("blocksparse_block_size", block_size, INT32_MIN),
+      .head_sliding_step = checked("blocksparse_head_sliding_step", head_sliding_step, -INT32_MAX)};
+}
+
+// Whether a head offset and a sparse block (below 2^28) add up within an int32.
+bool head_offsets_fit(const BlockSparse& sparse, int64_t num_heads) {
+  int64_t product = 0;
+  return !__builtin_mul_overflow(int64_t{sparse.tp_rank} + 1, num_heads, &product) &&
+         !__builtin_mul_overflow(product, std::abs(int64_t{sparse.head_sliding_step}), &product) &&
+         product <= int64_t{1} << 30;
+}
+
 // What v1 and v2 share: every argument but the scratch. (A failing check builds its message itself:
 // Expect::that() would have it built by every call.)
-PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query,
-                          const Tensor& key_cache, const Tensor& value_cache, int64_t num_kv_heads,
-                          double scale, const Tensor& block_tables, const Tensor& seq_lens,
-                          int64_t block_size, int64_t max_seq_len,
+// `touched` gets all of these tensors.
+PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
+                          const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                          int64_t num_kv_heads, double scale, const Tensor& block_tables,
+                          const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
                           const std::optional<Tensor>& alibi_slopes, const Text& kv_cache_dtype,
                           const Tensor& k_scale, const Tensor& v_scale, const BlockSparse& sparse) {
   Size num_seqs("num_seqs"), num_heads("num_heads"), max_blocks("max_blocks_per_seq");
@@ -72,22 +100,40 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
   const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
   const float* slopes = nullptr;
   if (alibi_slopes) {
-    slopes = expect.tensor("alibi_slopes", *alibi_slopes)
-                 .float32()
-                 .shape({&num_heads})
-                 .contiguous()
-                 .as<const float>();
+    const Argument a =
+        expect.tensor("alibi_slopes", *alibi_slopes).float32().shape({&num_heads}).contiguous();
+    touched.add(a);
+    slopes = a.as<const float>();
   }
   if (max_seq_len < 0) {
     expect.fail("max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));
   }
+  if (max_blocks > INT32_MAX) {
+    tables.fail("expected max_blocks_per_seq < 2^31, got shape " + tables.shape_text());
+  }
+  const int64_t table_tokens = max_blocks * block_size;
+  max_seq_len = std::min({max_seq_len, table_tokens, int64_t{INT32_MAX}});
   if (sparse.on() && (sparse.block_size <= 0 || sparse.block_size % block_size != 0)) {
     expect.fail("blocksparse_block_size: expected a multiple of block_size = " +
                 std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
   }
-  expect.apart(o, q);
-  check_index(expect, lens,
-              {.noun = "a length that fits block_tables", .high = max_blocks * block_size + 1});
+  if (sparse.on() && !head_offsets_fit(sparse, num_heads)) {
+    expect.fail(
+        "blocksparse_head_sliding_step: expected (tp_rank + 1) * num_heads * |step| <= 2^30, got "
+        "tp_rank = " +
+        std::to_string(sparse.tp_rank) + ", num_heads = " + std::to_string(num_heads) +
+        ", step = " + std::to_string(sparse.head_sliding_step));
+  }
+  touched.add(q);
+  touched.add(expect.tensor("key_cache", key_cache));
+  touched.add(expect.tensor("value_cache", value_cache));
+  touched.add(tables);
+  touched.add(lens);
+  touched.add(expect.tensor("k_scale", k_scale));
+  touched.add(expect.tensor("v_scale", v_scale));
+  expect.apart(o, touched);
+  touched.add(o);
+  check_index(expect, lens, {.noun = "a length that fits block_tables", .high = table_tokens + 1});
   check_index(expect, lens, {.noun = "a length up to max_seq_len", .high = max_seq_len + 1});
   check_index(expect, tables, {.noun = "a block", .high = sizes.num_blocks},
               {.row_lengths = lens, .tokens_per_column = kv.block_size});
@@ -116,15 +162,6 @@ PagedAttentionParams pack(Expect& expect, const Tensor& out, const Tensor& query
           .out_stride = num_heads * sizes.head_size};
 }
 
-BlockSparse block_sparse(int64_t tp_rank, int64_t local_blocks, int64_t vert_stride,
-                         int64_t block_size, int64_t head_sliding_step) {
-  return {.tp_rank = static_cast<int32_t>(tp_rank),
-          .local_blocks = static_cast<int32_t>(local_blocks),
-          .vert_stride = static_cast<int32_t>(vert_stride),
-          .block_size = static_cast<int32_t>(block_size),
-          .head_sliding_step = static_cast<int32_t>(head_sliding_step)};
-}
-
 void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value_cache,
                         int64_t num_kv_heads, double scale, Tensor block_tables, Tensor seq_lens,
                         int64_t block_size, int64_t max_seq_len, std::optional<Tensor> alibi_slopes,
@@ -132,10 +169,11 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
                         int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
                         int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
   Expect expect("paged_attention_v1");
+  Arguments touched;
   const PagedAttentionParams params =
-      pack(expect, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-           block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-           block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+      pack(expect, touched, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+           seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+           block_sparse(expect, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
                         blocksparse_block_size, blocksparse_head_sliding_step));
   if (params.num_seqs > 0) launch_decode(params, query);
 }
@@ -148,10 +186,11 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
                         int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
                         int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
   Expect expect("paged_attention_v2");
+  Arguments touched;
   PagedAttentionParams params =
-      pack(expect, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-           block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-           block_sparse(tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+      pack(expect, touched, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
+           seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+           block_sparse(expect, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
                         blocksparse_block_size, blocksparse_head_sliding_step));
   Size num_seqs("num_seqs", params.num_seqs, "query");
   Size num_heads("num_heads", params.num_heads, "query");
@@ -170,12 +209,15 @@ void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor t
                                .same_dtype(o)
                                .shape({&num_seqs, &num_heads, &partitions, &head_size})
                                .contiguous();
-  expect.apart(sums, maxima);
-  expect.apart(partial, o);
-  const int64_t needed = (params.max_seq_len + kPartitionSize - 1) / kPartitionSize;
-  if (partitions < (needed > 0 ? needed : 1)) {
-    sums.fail("expected room for " + std::to_string(needed > 0 ? needed : 1) +
-              " partitions of 512 tokens (max_seq_len = " + std::to_string(params.max_seq_len) +
+  for (const Argument* scratch : {&sums, &maxima, &partial}) {
+    expect.apart(*scratch, touched);
+    touched.add(*scratch);
+  }
+  const int64_t needed =
+      std::max<int64_t>(1, max_seq_len / kPartitionSize + (max_seq_len % kPartitionSize != 0));
+  if (partitions < needed) {
+    sums.fail("expected room for " + std::to_string(needed) +
+              " partitions of 512 tokens (max_seq_len = " + std::to_string(max_seq_len) +
               "), got shape " + sums.shape_text());
   }
   params.partition_size = kPartitionSize;

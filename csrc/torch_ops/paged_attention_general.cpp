@@ -15,7 +15,7 @@ namespace {
 struct Queries {
   Argument query;
   Argument out;
-  float* lse = nullptr;                      // [num_tokens, num_heads]
+  std::optional<Argument> lse;               // [num_tokens, num_heads]
   const int32_t* query_start_loc = nullptr;  // [num_seqs + 1]
   Size num_tokens{"num_tokens"};
   Size num_heads{"num_heads"};
@@ -39,16 +39,12 @@ Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tens
   queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
   require_contiguous_heads(queries.out);
   queries.out.written();
-  expect.apart(queries.out, queries.query);
   if (lse) {
-    const Argument l = expect.tensor("lse", *lse)
-                           .float32()
-                           .shape({&num_tokens, &num_heads})
-                           .contiguous()
-                           .written();
-    expect.apart(l, queries.out);
-    expect.apart(l, queries.query);
-    queries.lse = l.as<float>();
+    queries.lse = expect.tensor("lse", *lse)
+                      .float32()
+                      .shape({&num_tokens, &num_heads})
+                      .contiguous()
+                      .written();
   }
   return queries;
 }
@@ -135,6 +131,18 @@ Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_l
   return {.tables = tables, .lens = lens, .max_blocks = static_cast<int32_t>(max_blocks)};
 }
 
+// What is written lies apart from what is read, and from what else is written.
+void require_apart(const Expect& expect, const Queries& queries,
+                   const std::optional<Argument>& scratch, Arguments& others) {
+  expect.apart(queries.out, others);
+  others.add(queries.out);
+  if (queries.lse) {
+    expect.apart(*queries.lse, others);
+    others.add(*queries.lse);
+  }
+  if (scratch) expect.apart(*scratch, others);
+}
+
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void compute(const PagedAttentionParams& params, const Tensor& query, const Argument* workspace) {
   if (workspace != nullptr) {
@@ -183,13 +191,25 @@ void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor
   const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads);
   std::optional<Argument> scratch;
-  if (workspace) {
-    scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
-    expect.apart(*scratch, queries.out);
-  }
+  if (workspace) scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
   read_query_start_loc(expect, queries, query_start_loc, max_query_len);
   const int32_t window = at_most_int32(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, queries, kv, window);
+  Arguments read;
+  read.add(queries.query);
+  read.add(pages.tables);
+  read.add(pages.lens);
+  const auto add = [&](const char* name, const std::optional<Tensor>& tensor) {
+    if (tensor) read.add(expect.tensor(name, *tensor));
+  };
+  add("key_cache", key_cache);
+  add("value_cache", value_cache);
+  add("query_start_loc", query_start_loc);
+  add("alibi_slopes", alibi_slopes);
+  add("sinks", sinks);
+  add("k_scale", k_scale);
+  add("v_scale", v_scale);
+  require_apart(expect, queries, scratch, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
 
   const PagedAttentionParams params{
@@ -217,7 +237,7 @@ void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor
       .num_tokens = static_cast<int32_t>(queries.num_tokens),
       .max_query_len = query_start_loc ? at_most_int32(max_query_len) : 1,
       .out_stride = queries.out.stride(0),
-      .lse = queries.lse,
+      .lse = queries.lse ? queries.lse->as<float>() : nullptr,
       .sinks = sink_logits,
       .sliding_window = window,
       .softcap = static_cast<float>(softcap)};

@@ -18,7 +18,11 @@ void require_page_contiguous(const Argument& cache, int64_t outer_dims) {
   }
 }
 
-void set_sizes(PagedKv& kv, const CacheSizes& sizes, DType dtype, KvLayout layout) {
+void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DType dtype,
+               KvLayout layout) {
+  if (sizes.block_size < 1) {
+    cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
+  }
   kv.num_blocks = sizes.num_blocks;
   kv.num_kv_heads = static_cast<int32_t>(sizes.num_kv_heads);
   kv.head_size = static_cast<int32_t>(sizes.head_size);
@@ -41,11 +45,10 @@ PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& size
   Size chunk("x = 16 bytes / element size", x, nullptr);
   const Argument& k =
       key.shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
+  PagedKv kv;
+  set_sizes(kv, k, sizes, dtype, KvLayout::kVllm);
   require_page_contiguous(k, 2);
   require_page_contiguous(v, 2);
-
-  PagedKv kv;
-  set_sizes(kv, sizes, dtype, KvLayout::kVllm);
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);
@@ -71,7 +74,7 @@ PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, 
       value.shape({&sizes.num_blocks, &second, &third, &sizes.head_size}).inner_contiguous();
 
   PagedKv kv;
-  set_sizes(kv, sizes, dtype, layout);
+  set_sizes(kv, k, sizes, dtype, layout);
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);

@@ -10,11 +10,18 @@ void expect_epsilon(const Expect& expect, double epsilon) {
   expect.that(epsilon >= 0, "epsilon: expected a number >= 0, got " + std::to_string(epsilon));
 }
 
+void expect_hidden_size(const Argument& input, int64_t hidden_size) {
+  if (hidden_size > INT32_MAX) {
+    input.fail("expected hidden_size < 2^31, got shape " + input.shape_text());
+  }
+}
+
 void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon) {
   Expect expect("rms_norm");
   Size hidden_size("hidden_size");
   const Argument x =
       expect.tensor("input", input).floating().rank(1, 8).at(-1, hidden_size).inner_contiguous();
+  expect_hidden_size(x, hidden_size);
   const Argument w =
       expect.tensor("weight", weight).same_dtype(x).shape({&hidden_size}).inner_contiguous();
   const Argument o =
@@ -46,6 +53,7 @@ void fused_add_rms_norm(Tensor input, Tensor residual, Tensor weight, double eps
                          .at(-1, hidden_size)
                          .inner_contiguous()
                          .written();
+  expect_hidden_size(x, hidden_size);
   const Argument r =
       expect.tensor("residual", residual).same_dtype(x).same_shape(x).inner_contiguous().written();
   const Argument w =

@@ -1,4 +1,4 @@
-"""Builds the C++ tests with AddressSanitizer and UBSan, and runs them."""
+"""Builds the C++ tests under sanitizers, and runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent
-BUILD = SOURCE.parents[1] / "build" / "csrc_tests"
+BUILD = SOURCE.parents[1] / "build"
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -22,23 +22,39 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_cpp_under_asan_and_ubsan() -> None:
+def build_and_run(sanitizers: str, build: Path) -> None:
     for tool in ("cmake", "ctest", "g++"):
         if shutil.which(tool) is None:
             pytest.skip(f"the C++ tests need {tool}, which is not on PATH.")
 
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    configured = (BUILD / "CMakeCache.txt").exists()  # with a generator that may be another one
+    configured = (build / "CMakeCache.txt").exists()  # with a generator that may be another one
     configure = run(
-        "cmake", "-S", SOURCE, "-B", BUILD, "-DSANITIZE=address,undefined",
+        "cmake", "-S", SOURCE, "-B", build, f"-DSANITIZE={sanitizers}",
         *([] if configured else generator),
     )  # fmt: skip
     if "GTest" in configure.stdout and configure.returncode != 0:
         pytest.skip("the C++ tests need GoogleTest: apt-get install libgtest-dev.")
     assert configure.returncode == 0, configure.stdout
 
-    build = run("cmake", "--build", BUILD, "--parallel", "2")
-    assert build.returncode == 0, build.stdout
-    tests = run("ctest", "--test-dir", BUILD, "--output-on-failure")
+    built = run("cmake", "--build", build, "--parallel", "2")
+    assert built.returncode == 0, built.stdout
+    tests = run("ctest", "--test-dir", build, "--output-on-failure")
     assert tests.returncode == 0, tests.stdout
     assert "No tests were found" not in tests.stdout, tests.stdout
+
+
+def test_cpp_under_asan_and_ubsan() -> None:
+    build_and_run("address,undefined", BUILD / "csrc_tests")
+
+
+def test_threads_under_tsan(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("the C++ tests need g++, which is not on PATH.")
+    (tmp_path / "empty.cpp").write_text("int main() {}\n")
+    linked = run("g++", "-fsanitize=thread", tmp_path / "empty.cpp", "-o", tmp_path / "empty")
+    if linked.returncode != 0:
+        pytest.skip("g++ cannot link -fsanitize=thread: install its libtsan.")
+    if run(tmp_path / "empty").returncode != 0:  # it wants memory where the kernel maps others
+        pytest.skip("ThreadSanitizer does not run here: try sysctl vm.mmap_rnd_bits=28.")
+    build_and_run("thread", BUILD / "csrc_tests_tsan")

@@ -528,6 +528,12 @@ def test_empty_batches_do_nothing() -> None:
     manager.allocate_batch([], [])
     assert manager.append_batch([], []).shape == (0, 2)
     manager.free_batch(np.array([], dtype=np.int64))
+    manager.free_batch(())
+    manager.allocate_batch(range(0), 0)
+    assert manager.append_batch((), range(0)).shape == (0, 2)
+    for untyped in (np.array([]), torch.empty(0)):
+        with pytest.raises(ValueError, match=r"int64 or int32 values of shape .* got float"):
+            manager.free_batch(untyped)
     manager.reorder([], [])
     buffers = BatchBuffers(**make_buffers())
     assert manager.step([], 1, buffers).shape == (0, 2)

@@ -140,6 +140,16 @@ def test_bad_input(device):
     whole = torch.randn(6, 4, 64, device=device)
     with raises(r"^merge_attn_states: output and prefix_output overlap in memory$"):
         vllm_kernels.merge_attn_states(whole[1:], whole[:5], prefix_lse, suffix, suffix_lse)
+    output = good["output"]
+    for name, part in {"output": output, "prefix_output": prefix, "suffix_output": suffix}.items():
+        with raises(rf"^merge_attn_states: output_lse and {name} overlap in memory$"):
+            inside = part.flatten()[100:120].view(4, 5)
+            vllm_kernels.merge_attn_states(**{**good, "output_lse": inside})
+    for name in ("prefix_lse", "suffix_lse"):
+        whole = torch.randn(24, device=device)
+        with raises(rf"^merge_attn_states: output_lse and {name} overlap in memory$"):
+            shared = {name: whole[:20].view(4, 5), "output_lse": whole[4:].view(4, 5)}
+            vllm_kernels.merge_attn_states(**{**good, **shared})
 
 
 def test_inference_only(device):
@@ -148,6 +158,12 @@ def test_inference_only(device):
         vllm_kernels.merge_attn_states(
             torch.empty_like(prefix), prefix.requires_grad_(), prefix_lse, suffix, suffix_lse
         )
+    for index in range(6):
+        args = parts(5, 4, 64, torch.float32, device)
+        args = (torch.empty_like(args[0]), *args, torch.empty_like(args[1]))
+        args[index].requires_grad_()
+        with raises(r"^merge_attn_states: inference only: use torch.no_grad\(\)$"):
+            vllm_kernels.merge_attn_states(*args)
 
 
 def test_opcheck_and_compile(device, dtype):

@@ -7,6 +7,8 @@ the used slots, tables are permuted and hold garbage past the used part.
 from __future__ import annotations
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -526,6 +528,12 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
         ({"num_kv_heads": 4}, r"value_cache: expected num_kv_heads = 4 \(from num_kv_heads\) at "
                               r"dimension 1, got shape \["),
         ({"block_size": 12}, r"block_size: expected 8, 16 or 32, got 12"),
+        ({"block_size": 0, "key_cache": key[:, :, :, :0], "value_cache": value[..., :0]},
+         r"block_size: expected 8, 16 or 32, got 0"),
+        ({"num_kv_heads": 0, "key_cache": key[:, :0], "value_cache": value[:, :0]},
+         r"num_kv_heads: expected a divisor of num_heads = 8, got 0"),
+        ({"query": q[..., :0].contiguous(), "key_cache": key[:, :, :0],
+          "value_cache": value[:, :, :0]}, r"query: expected a head_size of 32 to 256 .*got 0"),
         ({"block_size": 32}, r"value_cache: expected block_size = 32 \(from block_size\) at "
                              r"dimension 3, got shape"),
         ({"kv_cache_dtype": "fp8"}, r'value_cache: expected uint8 or float8_e4m3fn \(from '
@@ -556,6 +564,20 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
         ({"max_seq_len": -1}, r"max_seq_len: expected a length >= 0, got -1"),
         ({"sparse": {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24}},
          r"blocksparse_block_size: expected a multiple of block_size = 16, got 24"),
+        *(({"sparse": {"blocksparse_vert_stride": 2, name: value}},
+           rf"{name}: expected {low} to 2147483647, got {value}")
+          for name, value, low in [("tp_rank", 2**32, 0), ("tp_rank", -1, 0),
+                                   ("blocksparse_local_blocks", 2**32 + 1, 0),
+                                   ("blocksparse_vert_stride", 2**32 + 2, -2**31),
+                                   ("blocksparse_block_size", 2**32 + 64, -2**31),
+                                   ("blocksparse_head_sliding_step", -2**31, 1 - 2**31)]),
+        ({"sparse": {"tp_rank": 2**20, "blocksparse_vert_stride": 2,
+                     "blocksparse_head_sliding_step": -200}},
+         r"blocksparse_head_sliding_step: expected \(tp_rank \+ 1\) \* num_heads \* \|step\| <= "
+         r"2\^30, got tp_rank = 1048576, num_heads = 8, step = -200"),
+        ({"sparse": {"tp_rank": 2**31 - 1, "blocksparse_vert_stride": 2,
+                     "blocksparse_head_sliding_step": 2**31 - 1}},
+         r"blocksparse_head_sliding_step: expected"),
     ]  # fmt: skip
 
 
@@ -583,6 +605,47 @@ def test_bad_out(device):
     ]:
         with raises(rf"^paged_attention_v1: {message}"):
             vllm_kernels.paged_attention_v1(bad, *case.arguments())
+
+
+def inside(other: Tensor, like: Tensor) -> Tensor:
+    """A tensor of like's shape and dtype that starts in the memory of `other`."""
+    whole = torch.zeros(other.numel() * other.itemsize + like.numel() * like.itemsize,
+                        dtype=torch.uint8, device=other.device)  # fmt: skip
+    memory = whole[: other.numel() * other.itemsize].view(other.dtype).view(other.shape)
+    memory.copy_(other)
+    other.set_(memory)
+    return whole.view(like.dtype)[: like.numel()].view(like.shape)
+
+
+def test_written_tensors_overlap_nothing(device, version):
+    read = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes",
+            "k_scale", "v_scale")  # fmt: skip
+    written = ("out",) if version == 1 else ("out", "exp_sums", "max_logits", "tmp_out")
+    op = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+    for bad in written:
+        for name in (*read, *written[: written.index(bad)]):
+            case = make_case(device, torch.float32, [5, 40, 600])
+            case.alibi_slopes = torch.ones(8, device=device)
+            case.k_scale, case.v_scale = torch.ones(2, 1, device=device).unbind()
+            outputs = dict(zip(written, (case.out(), *case.scratch())))
+            other = outputs[name] if name in outputs else getattr(case, name)
+            outputs[bad] = inside(other, outputs[bad])
+            with raises(rf"^paged_attention_v{version}: {bad} and {name} overlap in memory$"):
+                op(*outputs.values(), *case.arguments())
+
+
+def test_any_max_seq_len(device):
+    case = make_case(device, torch.float32, [5, 40, 600])
+    want = case.v1()
+    for bound in (2**31 - 1, 2**31, 2**40, sys.maxsize):
+        assert torch.equal(replace(case, max_seq_len=bound).v1(), want)
+        with raises(rf"^paged_attention_v2: exp_sums: expected room for {-(-bound // 512)} "
+                    rf"partitions of 512 tokens \(max_seq_len = {bound}\), got shape"):  # fmt: skip
+            vllm_kernels.paged_attention_v2(
+                case.out(), *case.scratch(), *replace(case, max_seq_len=bound).arguments()
+            )
+    roomy = replace(case, max_seq_len=4096)
+    assert_right(case, roomy.v2())
 
 
 def test_bad_head_size(device, version):
@@ -625,7 +688,7 @@ def test_bad_scratch(device):
             r"tmp_out: expected head_size = 64 \(from query\) at dimension 3",
         ),
         ((sums, maxima[:2], tmp), r"max_logits: expected num_seqs = 3 \(from query\)"),
-        ((sums, sums, tmp), r"exp_sums and max_logits overlap in memory"),
+        ((sums, sums, tmp), r"max_logits and exp_sums overlap in memory"),
     ]:
         with raises(rf"^paged_attention_v2: {message}"):
             vllm_kernels.paged_attention_v2(case.out(), *scratch, *case.arguments())
@@ -704,6 +767,18 @@ def test_inference_only(device, version):
         case.run(version)
     with torch.no_grad():
         case.run(version)
+    names = ("query", "key_cache", "value_cache", "alibi_slopes", "k_scale", "v_scale")
+    written = 1 if version == 1 else 4
+    op = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
+    for index in range(written + len(names)):
+        case = make_case(device, torch.float32, [5])
+        case.alibi_slopes = torch.ones(8, device=device)
+        case.k_scale, case.v_scale = torch.ones(1, device=device), torch.ones(1, device=device)
+        outputs = (case.out(), *case.scratch())[:written]
+        tensors = (*outputs, *(getattr(case, name) for name in names))
+        tensors[index].requires_grad_()
+        with raises(rf"^paged_attention_v{version}: inference only: use torch.no_grad\(\)$"):
+            op(*outputs, *case.arguments())
 
 
 # --- torch
@@ -715,6 +790,26 @@ def test_opcheck_and_compile(device, dtype):
     opcheck("paged_attention_v2", case.out(), *case.scratch(), *case.arguments())
     assert_compiles(vllm_kernels.paged_attention_v1, case.out(), *case.arguments())
     assert_compiles(vllm_kernels.paged_attention_v2, case.out(), *case.scratch(), *case.arguments())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_calls_of_many_python_threads():
+    """Each asks for another amount of shared memory; no launch may see another thread's amount."""
+    cases = [make_case("cuda", torch.bfloat16, [length], heads=heads, head_size=size)
+             for length in (40, 3000, 9000) for heads in (2, 32) for size in (64, 128)]  # fmt: skip
+    want = [(case.v1(), case.v2()) for case in cases]
+    torch.cuda.synchronize()
+
+    def work(index: int) -> bool:
+        case = cases[index]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            rounds = [(case.v1(), case.v2()) for _ in range(200)]
+            stream.synchronize()
+        return all(torch.equal(a, b) for got in rounds for a, b in zip(got, want[index]))
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert all(pool.map(work, range(len(cases))))
 
 
 def test_threads_give_right_results(version):

@@ -350,6 +350,20 @@ def test_bad_input(op, device):
             getattr(torch.ops.vllm_kernels, op)(**{**good, name: None})
 
 
+def test_sizes_of_0(op, device):
+    key, value = tokens(4, 2, 64, torch.float32, device)
+    slots = torch.full((4,), -1, device=device)
+    empty = caches(op, torch.float32, "auto", device, block=0)
+    with raises(rf"^{op}: key_cache: expected block_size >= 1, got shape \[11, "):
+        getattr(vllm_kernels, op)(key, value, *empty, slots, "auto", *scales(device))
+    for heads, size in ((0, 64), (2, 0), (0, 0)):  # nothing to write
+        none = torch.empty(4, heads, size, device=device)
+        getattr(vllm_kernels, op)(
+            none, none, *caches(op, torch.float32, "auto", device, heads=heads, size=size),
+            slots, "auto", *scales(device),
+        )  # fmt: skip
+
+
 def test_8_bit_cache_of_odd_head_size(device):
     key, value = tokens(4, 2, 40, torch.float32, device)
     kc = torch.zeros(11, 2, 2, 16, 16, dtype=torch.uint8, device=device)
@@ -368,6 +382,11 @@ def test_inference_only(op, device):
         getattr(vllm_kernels, op)(key.requires_grad_(), *args)
     with torch.no_grad():
         getattr(vllm_kernels, op)(key, *args)
+    for index in (-2, -1):
+        call = [key.detach(), *args[:5], *scales(device)]
+        call[index].requires_grad_()
+        with raises(rf"^{op}: inference only: use torch.no_grad\(\)$"):
+            getattr(vllm_kernels, op)(*call)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", CACHE_DTYPES)
@@ -422,6 +441,17 @@ vllm_kernels.check()
 call([5, 6, 999, 8])
 assert message(vllm_kernels.check) == bad
 vllm_kernels.check()  # reported once
+others = range(1, torch.cuda.device_count())
+assert not any(torch._C._cuda_hasPrimaryContext(device) for device in others)
+many = torch.arange(3000, device="cuda")  # more than the scan's block has threads
+many[2900] = many[1700]
+wide, pages = torch.randn(3000, 1, 64, device="cuda"), torch.zeros(200, 16, 1, 64, device="cuda")
+vllm_kernels.reshape_and_cache_flash(
+    wide, wide, pages, pages.clone(), many, "auto", *torch.ones(2, 1, device="cuda")
+)
+assert message(vllm_kernels.check) == (
+    op + "slot_mapping[2900] = 1700: expected a slot that no earlier element names"
+)
 call([5, 6, 999, -7])
 torch.cuda.synchronize()
 assert message(lambda: call([1, 2, 3, 4])) == bad

@@ -34,6 +34,13 @@ def test_many_rows(device, dtype):
     assert_close(run(x, weight), reference.rms_norm(x, weight, EPS), 2 * ULPS[dtype])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_rows_than_a_grid_has():
+    x = torch.empty(2**31, 1, device="cuda", dtype=torch.float16)
+    with raises(r"^rms_norm: expected work for fewer than 2\^31 blocks, got 2147483648: split"):
+        vllm_kernels.rms_norm(x, x, torch.ones(1, device="cuda", dtype=torch.float16), EPS)
+
+
 def test_strided_rows(device, dtype):
     packed = torch.randn(5, 6, 4, 3 * 32, device=device, dtype=dtype)
     weight = torch.randn(32, device=device, dtype=dtype)
@@ -63,6 +70,19 @@ def test_zero_row_and_empty(device, dtype):
         torch.zeros(3, 64, device=device, dtype=dtype),
     )
     assert run(torch.empty(0, 64, device=device, dtype=dtype), weight).shape == (0, 64)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-60])  # the latter is 0 in float32
+@pytest.mark.parametrize("hidden", [64, 769, 8192, 40_000])
+def test_zero_row_without_epsilon(device, dtype, hidden, epsilon):
+    x = torch.randn(5, hidden, device=device, dtype=dtype)
+    x[[1, 4]] = 0
+    weight = torch.randn(hidden, device=device, dtype=dtype)
+    got = run(x, weight, epsilon)
+    assert not got[[1, 4]].any()
+    assert_close(got, reference.rms_norm(x, weight, epsilon), 2 * ULPS[dtype])
+    vllm_kernels.fused_add_rms_norm(x, torch.zeros_like(x), weight, epsilon)
+    assert torch.equal(x, got)
 
 
 def test_nan_stays_in_its_row(device, dtype):
@@ -117,6 +137,10 @@ def test_bad_input(device):
         (
             (out, torch.tensor(1.0, device=device), weight, EPS),
             r"^rms_norm: input: expected 1 to 8 dimensions, got shape \[\]$",
+        ),
+        (
+            (out, torch.empty(0, 2**31, device=device), weight, EPS),
+            r"^rms_norm: input: expected hidden_size < 2\^31, got shape \[0, 2147483648\]$",
         ),
     ]
     for args, message in cases:

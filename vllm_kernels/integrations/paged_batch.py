@@ -106,13 +106,19 @@ class PagedBatch:
         if not self.key_caches:
             raise RuntimeError("PagedCache: it was freed: make a new one")
         new = self._new_columns(batch_size, num_columns, attention_mask)
-        if not self._rows:
-            self._rows = self._new_ids(batch_size)
-            self.manager.allocate_batch(self._rows, 0)
-            self._is_token = torch.empty(batch_size, 0, dtype=torch.bool)
         buffers = self._buffers_for(batch_size, num_columns)
-        copies = self.manager.step(self._rows, new.sum(1), buffers)
-        self._is_token = torch.cat([self._is_token, new], 1)
+        if self._rows:
+            copies = self.manager.step(self._rows, new.sum(1), buffers)
+            self._is_token = torch.cat([self._is_token, new], 1)
+        else:
+            rows = self._new_ids(batch_size)
+            self.manager.allocate_batch(rows, 0)
+            try:
+                copies = self.manager.step(rows, new.sum(1), buffers)
+            except BaseException:
+                self.manager.free_batch(rows)
+                raise
+            self._rows, self._is_token = rows, new
         if len(copies):
             self._copy_blocks(torch.from_numpy(copies))
         self._plan(new, buffers)
@@ -193,9 +199,10 @@ class PagedBatch:
     def select(self, indices: Tensor) -> None:
         """As :meth:`reorder`, and the number of rows becomes ``len(indices)``."""
         indices = indices.cpu()
+        parents = [self._rows[i] for i in indices.tolist()]  # refuses a bad index before any fork
         chosen = self._new_ids(len(indices))
-        for child, index in zip(chosen, indices.tolist()):
-            self.manager.fork(self._rows[index], child)
+        for parent, child in zip(parents, chosen):
+            self.manager.fork(parent, child)
         self.manager.free_batch(self._rows)
         self._rows = chosen
         self._is_token = self._is_token[indices]

@@ -173,5 +173,31 @@ TEST(EveryAllocationOfAnError, LeavesTheStateAsItWas) {
   }
 }
 
+// The error comes up after the first references of the new order were taken.
+TEST(EveryAllocationOfAnError, LeavesReorderAsItWas) {
+  for (int64_t k = 0; k < 40; ++k) {
+    KVCacheManager manager(64, 4, 2);
+    manager.allocate(1, 12);
+    manager.allocate(2, 8);
+    manager.allocate(3, 4);
+    manager.fork(3, 4);
+    const Snapshot before = TestAccess::snapshot(manager);
+    const Ids ids = {2, 1};
+    const Ids parents = {1, 3};
+    bool thrown = false;
+    {
+      const FailAllocation fail(k);
+      try {
+        manager.reorder(ids, parents);
+      } catch (const std::exception&) {
+        thrown = true;
+      }
+    }
+    ASSERT_TRUE(thrown);
+    manager.check_integrity();
+    ASSERT_EQ(TestAccess::snapshot(manager), before) << "allocation " << k;
+  }
+}
+
 }  // namespace
 }  // namespace vllm_kernels::kv_cache
