@@ -2,6 +2,9 @@
 # torch.ops.vllm_kernels.
 execute_process(COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir
                 OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+if(NOT pybind11_DIR)
+  message(FATAL_ERROR "vllm_kernels: ${Python_EXECUTABLE} has no pybind11: pip install \"pybind11>=3.0\"")
+endif()
 set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 3 CONFIG REQUIRED)
 

@@ -20,4 +20,4 @@ def test_example_runs(tmp_path):
         cwd=README.parent, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "torch.Size([2, 8, 64]) 3 blocks used"
+    assert done.stdout.strip() == "torch.Size([25, 8, 64]) 3 blocks used"

@@ -34,7 +34,7 @@ def _load_core() -> None:
     try:
         from vllm_kernels import _C  # noqa: F401
     except ImportError as error:
-        if not list(_PACKAGE.glob("_C.*")):
+        if not list(_PACKAGE.glob("_C.*.so")):
             hint = (
                 f"{_PACKAGE} is a source tree that was not built (or built for another Python): "
                 "run `make build` there, or start Python outside of it to use the installed package"

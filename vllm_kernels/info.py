@@ -26,6 +26,13 @@ def _gpus() -> str:
     return ", ".join(f"{device.name} (sm_{device.major}{device.minor})" for device in devices)
 
 
+def _cpu_level() -> str:
+    try:
+        return _C.cpu_level()
+    except RuntimeError as error:
+        return f"none: {error}"
+
+
 def collect_info() -> dict[str, str]:
     """Lines of ``python -m vllm_kernels info``: what, and its value."""
     cuda = str(_library.CUDA_LIBRARY) if _library.cuda_loaded else _library.cuda_reason
@@ -37,7 +44,7 @@ def collect_info() -> dict[str, str]:
         "CUDA build": _C.cuda_build,
         "CPU library": str(_library.CPU_LIBRARY),
         "CUDA library": cuda if _library.cuda_loaded else f"not loaded: {cuda}",
-        "CPU level": _C.cpu_level(),
+        "CPU level": _cpu_level(),
         "CPU threads": str(torch.get_num_threads()),
         "GPU": _gpus(),
     }
@@ -45,6 +52,8 @@ def collect_info() -> dict[str, str]:
 
 def print_info() -> None:
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in collect_info().items():
         table.add_row(name, value)
     Console().print(table)
