@@ -1,0 +1,125 @@
+"""paged_attention on a GPU: how its work is cut and shared, its workspace, graphs and streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import raises
+from test_paged_attention_general import LAYOUTS, Case, assert_right, check, make_case
+
+import vllm_kernels
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
+)
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+
+
+def lengths(count: int, most: int, *longer: int) -> list[int]:
+    """`count` sequences of up to `most` tokens, some empty, the longer ones in between."""
+    lens = torch.randint(0, most, (count,)).tolist()
+    for i, length in enumerate(longer):
+        lens[(i + 1) * count // (len(longer) + 1)] = length
+    return lens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stored", [None, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "lens",
+    [lengths(3, 40, 9000), lengths(17, 700), lengths(80, 300, 5000, 3000), lengths(300, 100, 4000)],
+    ids=["few", "about_the_blocks", "more_than_blocks", "no_room_for_pieces"],
+)
+def test_cuts(lens, stored, layout):
+    """Fewer segments than blocks, about as many, more, and so many that none is split."""
+    case = make_case("cuda", BF16, lens, heads=16, kv_heads=8, stored=stored, layout=layout)
+    check(case)
+    assert torch.equal(case.run(), case.run())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuts_of_several_query_tokens(layout):
+    lens = lengths(40, 600, 6000)
+    queries = [min(length, i % 9) for i, length in enumerate(lens)]
+    case = make_case(
+        "cuda", BF16, lens, queries, heads=32, kv_heads=4, head_size=128, layout=layout
+    )
+    check(case)
+    assert torch.equal(case.run(), case.run())
+
+
+@pytest.mark.parametrize("kept", [[900, 33, 5, 4000], [0, 4000, 0, 0]], ids=["all", "padded"])
+def test_graph_replays_with_other_lengths(kept):
+    case = make_case("cuda", BF16, [900, 33, 5, 4000], heads=8, kv_heads=2, head_size=128)
+    out = torch.empty_like(case.query)
+    arguments = (*case.tensors()[:4], torch.ones_like(case.seq_lens))
+    run = lambda: vllm_kernels.paged_attention(*arguments, out=out)  # noqa: E731
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # its workspace is made inside of the capture
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        run()
+    arguments[4].copy_(torch.tensor(kept))
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(Case(*arguments, case.block_size, case.options), out)
+
+
+def test_two_streams_at_once():
+    cases = [
+        make_case("cuda", BF16, lens, heads=8, kv_heads=2) for lens in ([9000, 5], [7000, 800])
+    ]
+    want = [case.run() for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[index].append(cases[index].run())
+    torch.cuda.synchronize()
+    for index, expected in enumerate(want):
+        assert all(torch.equal(result, expected) for result in got[index])
+
+
+def test_workspace():
+    case = make_case("cuda", BF16, [3000, 20])
+    want = case.run()
+    workspace = vllm_kernels.paged_attention_workspace("cuda")
+    for _ in range(2):
+        assert torch.equal(case.with_options(workspace=workspace).run(), want)
+    for bad in (workspace[:4096], workspace[1:]):
+        with raises(
+            r"^paged_attention: workspace: expected at least 33554432 bytes, aligned to 256"
+        ):
+            case.with_options(workspace=bad).run()
+    with raises(r"^paged_attention: (out and workspace|workspace and out) overlap"):
+        out = workspace[: case.query.numel() * 2].view(BF16).view(case.query.shape)
+        vllm_kernels.paged_attention(*case.tensors(), out=out, workspace=workspace)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_rows_are_contained(layout):
+    """A length or block id out of range changes nothing but its own sequence."""
+    lens = [50, 4000, 200, 7]
+    case = make_case("cuda", BF16, lens, heads=8, kv_heads=2, head_size=128, layout=layout)
+    want = case.run()
+    width = case.block_tables.shape[1] * case.block_size
+    for index, length in ((0, -5), (1, 2**31 - 1), (2, width + 1)):
+        broken = case.seq_lens.clone()
+        broken[index] = length
+        got = vllm_kernels.paged_attention(*case.tensors()[:4], broken, layout=layout)
+        for other in set(range(4)) - {index}:
+            torch.testing.assert_close(got[other], want[other], rtol=2**-6, atol=2**-6)
+        if length < 0:
+            assert not got[index].any()
+    for bad in (-1, 2**31 - 1, -(2**31)):
+        tables = case.block_tables.clone()
+        tables[1, 3] = bad
+        got = vllm_kernels.paged_attention(
+            *case.tensors()[:3], tables, case.seq_lens, layout=layout
+        )
+        assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
+        assert not got[1].isnan().any()
