@@ -49,7 +49,7 @@ def test_cuts_of_several_query_tokens(layout):
     assert torch.equal(case.run(), case.run())
 
 
-@pytest.mark.parametrize("kept", [[900, 33, 5, 4000], [0, 4000, 0, 0]], ids=["all", "padded"])
+@pytest.mark.parametrize("kept", [[900, 33, 5, 4000], [0, 0, 2, 3999]], ids=["all", "padded"])
 def test_graph_replays_with_other_lengths(kept):
     case = make_case("cuda", BF16, [900, 33, 5, 4000], heads=8, kv_heads=2, head_size=128)
     out = torch.empty_like(case.query)
