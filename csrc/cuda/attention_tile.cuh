@@ -74,9 +74,9 @@ struct AttentionTile {
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
 
-  __device__ __forceinline__ void set_query(int tile, int k, int lane, uint2 pair) {
+  __device__ __forceinline__ void set_query(int tile, int k, int lane, bool shares, uint2 pair) {
     if constexpr (kSharedQuery) {
-      shared_query[(tile * kSteps + k) * 32 + lane] = pair;  // every warp writes the same
+      if (shares) shared_query[(tile * kSteps + k) * 32 + lane] = pair;
     } else {
       query[tile][k] = pair;
     }
@@ -103,9 +103,10 @@ struct AttentionTile {
   }
 
   // `start(row)` points to a query row of type Query, null where there is none. `to_log2`: from
-  // query times stored key to log2 units.
+  // query times stored key to log2 units. `shares`: whether this warp writes the shared copy.
   template <typename Query, typename Start>
-  __device__ __forceinline__ void load_query(const Start& start, float to_log2, int lane) {
+  __device__ __forceinline__ void load_query(const Start& start, float to_log2, bool shares,
+                                             int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if (tile >= tiles) break;
@@ -118,7 +119,7 @@ struct AttentionTile {
           uint2 pair = {0, 0};
           if (k * 16 < limit) pair.x = pairs[k * 8];
           if (k * 16 + 8 < limit) pair.y = pairs[k * 8 + 4];
-          set_query(tile, k, lane, pair);
+          set_query(tile, k, lane, shares, pair);
         }
         scale[tile][0] = scale[tile][1] = to_log2;
       } else {
@@ -149,7 +150,7 @@ struct AttentionTile {
         const float factor = exp2f(static_cast<float>(clamped));
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          set_query(tile, k, lane,
+          set_query(tile, k, lane, shares,
                     {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
                      pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)});
         }

@@ -15,14 +15,14 @@ namespace vllm_kernels::cuda {
 constexpr int kMaxRingStages = 8;
 
 struct RingLayout {
-  int stages;        // of a ring, 2 .. kMaxRingStages
-  int value_offset;  // bytes from a stage's K to its V
-  int stage_bytes;   // a multiple of 128, of 1024 in form kRows
-  int page_shift;    // log2 of the tokens of a page
-  int split_shift;   // log2 of the pages of a stage
-  int page_bytes;    // form kPages: of K, of one page of one head
-  int page_stride;   // form kPages: bytes from one page's K to the next
-  int columns;       // form kRows: of 128 bytes, of a row
+  int stages;       // of a ring, 2 .. kMaxRingStages
+  int key_offset;   // bytes from a stage's V to its K
+  int stage_bytes;  // a multiple of 128, of 1024 in form kRows
+  int page_shift;   // log2 of the tokens of a page
+  int split_shift;  // log2 of the pages of a stage
+  int page_bytes;   // form kPages: of K, of one page of one head
+  int page_stride;  // form kPages: bytes from one page's K to the next
+  int columns;      // form kRows: of 128 bytes, of a row
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
@@ -118,10 +118,10 @@ class KvRing {
   // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
   // each of 16 tokens whose page there is (all alike for a stage of 32 tokens).
   __device__ __forceinline__ void wait() { barrier_wait(barriers_ + drain_stage_ * 8, parity_); }
-  __device__ __forceinline__ uint32_t key() const {
+  __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
+  __device__ __forceinline__ uint32_t value() const {
     return storage_ + drain_stage_ * layout_.stage_bytes;
   }
-  __device__ __forceinline__ uint32_t value() const { return key() + layout_.value_offset; }
   __device__ __forceinline__ uint32_t present() const {
     return incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4) : 0xffffu;
   }
@@ -171,8 +171,8 @@ class KvRing {
     const int bytes = layout_.page_bytes;
     const char* key = key_page(block);
     const char* value = value_page(block);
-    const uint32_t key_to = stage + page * layout_.page_stride;
-    const uint32_t value_to = stage + layout_.value_offset + page * bytes;
+    const uint32_t key_to = stage + layout_.key_offset + page * layout_.page_stride;
+    const uint32_t value_to = stage + page * bytes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (lane_ == 0) {
       barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
@@ -204,7 +204,7 @@ class KvRing {
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, count * (kColumnBytes << shift));
     if (copies) {
-      bulk_copy_box(stage + (is_value ? layout_.value_offset : 0) + column * kColumnStride +
+      bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride +
                         page * (kColumnBytes << shift),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / kBytes),
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
@@ -221,7 +221,7 @@ class KvRing {
     const int64_t in_page =
         token * (is_value ? kv.value_token_stride : kv.key_token_stride) * kBytes;
     const char* from = (is_value ? value_page(row_block) : key_page(row_block)) + in_page;
-    const uint32_t to = stage + (is_value ? layout_.value_offset : 0) + row * kColumnBytes;
+    const uint32_t to = stage + (is_value ? 0 : layout_.key_offset) + row * kColumnBytes;
     if (row_good && first_token_ + row < seq_len_) {
       for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
         copy16_async(to + chunk / 8 * kColumnStride + ((chunk ^ row) % 8) * 16, from + chunk * 16);
@@ -240,10 +240,10 @@ class KvRing {
     const int chunks = kv.head_size * sizeof(Cache);  // 16-byte chunks of 16 tokens of K, and of V
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
-      copy16_async(stage + i * 16, key + i / 16 * kv.key_chunk_stride * kBytes + i % 16 * 16);
+      copy16_async(stage + layout_.key_offset + i * 16,
+                   key + i / 16 * kv.key_chunk_stride * kBytes + i % 16 * 16);
       const int d = i / static_cast<int>(kBytes), part = i % static_cast<int>(kBytes);
-      copy16_async(stage + layout_.value_offset + i * 16,
-                   value + d * kv.value_dim_stride * kBytes + part * 16);
+      copy16_async(stage + i * 16, value + d * kv.value_dim_stride * kBytes + part * 16);
     }
   }
 

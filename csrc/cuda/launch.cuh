@@ -105,6 +105,18 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
+// A word of every 64 bytes of a kernel parameter. Whoever reads them before wait_for_predecessor()
+// has the parameter in the constant cache after it.
+template <typename Parameter>
+__device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
+  uint32_t words = 0;
+#pragma unroll
+  for (size_t word = 0; word < sizeof(Parameter) / 4; word += 16) {
+    words ^= reinterpret_cast<const uint32_t*>(&parameter)[word];
+  }
+  return words;
+}
+
 // Until every earlier kernel of the stream has finished and its writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -205,6 +205,9 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
     fence_async_proxy();
     __syncthreads();
   }
+  if (threadIdx.x == 0) {  // written anew before it is read
+    store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
+  }
   wait_for_predecessor();
 
   WorkPlan<kTiles == 1> plan(p, shape.work, lane);
@@ -297,14 +300,14 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                                 ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                                 : 1.0f;
-      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, lane);
+      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, warp == 0, lane);
     };
     if constexpr (Tile::kWide) {
       load_query(Cache{});
     } else {
       p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
     }
-    if constexpr (Tile::kSharedQuery) __syncwarp();
+    if constexpr (Tile::kSharedQuery) __syncthreads();
     tile.clear();
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
@@ -435,11 +438,11 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   shape.tile.page_stride = ring.page_stride;
   shape.tile.page_bytes = ring.page_bytes;
   ring.columns = row_columns(kv.head_size, kBytes);
-  const int value_bytes =
-      kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
-  ring.value_offset = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride
-                             : (kMaxHeadSize * kBytes) << stage_shift;
-  ring.stage_bytes = (ring.value_offset + value_bytes + 127) / 128 * 128;
+  // V's products read past the head size, too: what comes then is the same stage's K.
+  ring.key_offset = kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
+  const int key_bytes = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride
+                               : (kMaxHeadSize * kBytes) << stage_shift;
+  ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
 
   constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
   const int memory = dynamic_shared_memory<kKernel>("paged_attention");
@@ -457,9 +460,7 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const int rings = warps * ring.stages * ring.stage_bytes;
   shape.merge_rows =
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
-  // V past the head size is read as well (and counts for nothing): up to that far behind the rings.
-  const int past = (kMaxHeadSize * kBytes << stage_shift) - value_bytes;
-  const int bytes = rings + std::max(warps * shape.merge_rows * row_bytes, past);
+  const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
   const auto units = [](int64_t stride) { return static_cast<uint32_t>(stride * kBytes / 16); };
   ring.key_block = units(kv.key_block_stride);
