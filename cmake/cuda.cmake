@@ -56,7 +56,7 @@ target_include_directories(cuda_kernels PRIVATE ${ROOT})
 set_target_properties(cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER ${ROOT}/../tools/keep_output.sh)
 target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v;--expt-relaxed-constexpr;-diag-suppress=177>")
 
-add_library(vllm_kernels_cuda SHARED ${BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)
+add_library(vllm_kernels_cuda SHARED ${OP_BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)
 target_include_directories(vllm_kernels_cuda PRIVATE ${ROOT})
 target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA USE_CUDA)
 # --no-as-needed keeps torch_cuda in the list of needed libraries.

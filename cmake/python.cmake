@@ -9,13 +9,17 @@ set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 3 CONFIG REQUIRED)
 
 file(GLOB PYTHON_SOURCES CONFIGURE_DEPENDS ${ROOT}/python/*.cpp)
-pybind11_add_module(_C MODULE NO_EXTRAS ${PYTHON_SOURCES})
-target_include_directories(_C PRIVATE ${ROOT})
+add_library(bindings OBJECT ${PYTHON_SOURCES})
+set_target_properties(bindings PROPERTIES UNITY_BUILD ON)  # pybind11's headers once
+target_include_directories(bindings PRIVATE ${ROOT})
 # Bindings only (the manager is compiled in its own room): -O1 halves their compile time.
-target_compile_options(_C PRIVATE -O1 -Wall -Wextra)
-target_compile_definitions(_C PRIVATE VLLM_KERNELS_VERSION="${VLLM_KERNELS_VERSION}"
-                                      VLLM_KERNELS_TORCH_VERSION="${TORCH_VERSION}"
-                                      VLLM_KERNELS_CUDA_PLAN="${CUDA_PLAN}")
+target_compile_options(bindings PRIVATE -O1 -Wall -Wextra)
+target_compile_definitions(bindings PRIVATE VLLM_KERNELS_VERSION="${VLLM_KERNELS_VERSION}"
+                                            VLLM_KERNELS_TORCH_VERSION="${TORCH_VERSION}"
+                                            VLLM_KERNELS_CUDA_PLAN="${CUDA_PLAN}")
+target_link_libraries(bindings PRIVATE pybind11::module)
+
+pybind11_add_module(_C MODULE NO_EXTRAS $<TARGET_OBJECTS:bindings>)
 target_link_libraries(_C PRIVATE vllm_kernels)
 # The ops register themselves when the library loads; keep it although little of it is named here.
 target_link_options(_C PRIVATE LINKER:--no-as-needed)

@@ -332,6 +332,15 @@ int64_t num_tasks(const PagedAttentionWork& work) {
   return work.tasks;
 }
 
+#if defined(__AVX512BF16__)
+// Dot products of bfloat16 are for bfloat16 caches; the others have nothing from this level.
+void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
+  if (work.params.kv.dtype != DType::kBFloat16) {
+    return kernel_at<PagedAttentionWork, Level::avx512>().run(work, begin, end);
+  }
+  for (int64_t task = begin; task < end; ++task) run_task<BFloat16>(work, task);
+}
+#else
 void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
     switch (work.params.kv.dtype) {
@@ -350,6 +359,7 @@ void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
     }
   }
 }
+#endif
 
 // --- merge ---------------------------------------------------------------------------------------
 
