@@ -1,6 +1,6 @@
 """Our ops for the side-by-side runs of ../shared/peers (its README names the protocol).
 
-DECODE[name] = (layout, prepare), prepare(w) -> f(i) -> out; SMALL[op][name] = make(ns) -> f(i).
+DECODE[name] = (layout, prepare), PREFILL[name] = prepare; prepare(w) -> f(i) -> out. SMALL[op][name] = make(ns) -> f(i).
 """
 
 from __future__ import annotations
@@ -59,6 +59,27 @@ def _paged_attention(layout: str):
             vk.paged_attention(
                 w.q, keys[i], values[i], w.bt, w.lens, scale=w.scale, layout=layout, out=out
             )
+            return out
+
+        return call
+
+    return prepare
+
+
+def _several_tokens(layout: str):
+    """paged_attention with several query tokens a sequence (the kit's prefill.py)."""
+
+    def prepare(w):
+        keys, values = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
+        if w.kv != "auto":
+            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+        out = torch.empty_like(w.q)
+
+        def call(i):
+            vk.paged_attention(
+                w.q, keys[i], values[i], w.bt, w.lens, query_start_loc=w.cu, max_query_len=w.maxq,
+                scale=w.scale, layout=layout, out=out,
+            )  # fmt: skip
             return out
 
         return call
@@ -147,4 +168,9 @@ DECODE = {
     "ours_pa": ("vl", _paged_attention("vllm")),
     "ours_pa_hnd": ("hnd", _paged_attention("HND")),
     "ours_pa_nhd": ("nhd", _paged_attention("NHD")),
+}
+PREFILL = {
+    "ours_pa": _several_tokens("vllm"),
+    "ours_pa_hnd": _several_tokens("HND"),
+    "ours_pa_nhd": _several_tokens("NHD"),
 }

@@ -34,6 +34,12 @@ step_peers_decode() {
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    OURS=benchmarks/peers_ours.py python3 "$KIT/bench.py" --out "$OUT/decode.json" ${DECODE_ARGS:-} 2>&1 | tee "$OUT/decode.log" | tail -120)
 }
+step_peers_prefill() {
+  # shellcheck disable=SC1091
+  (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
+   OURS=benchmarks/peers_ours.py python3 "$KIT/prefill.py" --out "$OUT/prefill.json" ${PREFILL_ARGS:-} 2>&1 | tee "$OUT/prefill.log" | tail -80)
+}
+step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -90; }
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do
   echo "== $step"

@@ -1,4 +1,4 @@
-// Attention of some query rows over 16 tokens at a time, by one warp on tensor cores.
+// Attention of some query rows over 16 or 32 tokens at a time, by one warp on tensor cores.
 //
 // Both products are swapped, so that tokens and head dimensions fill the 16 rows of an m16n8k16 and
 // the query rows its 8 columns:
@@ -9,7 +9,7 @@
 // K and V lie in shared memory in one of two ways:
 //   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
 //             them, V [D][tokens] is V^T already (forms kPages and kParts)
-//   as rows   [columns of 128 bytes][16 tokens][128 bytes], the 16-byte chunks of a row permuted by
+//   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
 //             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
 //             lie in different banks (form kRows); V is transposed by ldmatrix
 //
@@ -34,36 +34,41 @@ namespace vllm_kernels::cuda {
 // longer page of it, or the rows of layouts NHD and HND.
 enum class PageForm { kPages, kParts, kRows };
 
-constexpr int kColumnBytes = 128;                 // of a row
-constexpr int kColumnStride = 16 * kColumnBytes;  // from one column to the next
+constexpr int kColumnBytes = 128;  // of a row
 
 // Columns of a row.
 __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
   return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
 }
 
+// A maximum is raised only when a logit exceeds it by more than this (log2 units): its purpose is
+// that weights neither overflow nor vanish, and 2^8 does neither in fp16. (FlashAttention-4's
+// conditional rescaling.)
+constexpr float kMaximumSlack = 8.0f;
+
 // How pages lie in a stage.
 struct TileLayout {
-  int page_tokens;  // 8, 16 or 32
+  int page_tokens;  // 8 or 16
   int page_stride;  // bytes from one page's K to the next
   int page_bytes;   // bytes from one page's V to the next
+  int key_step;     // bytes from the K of 16 tokens to that of the next 16
+  int value_step;   // likewise of V
 };
 
-template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
+// kTiles: of 8 query rows; kDepth: of 16 tokens.
+template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
 struct AttentionTile {
+  static constexpr int kTokens = 16 * kDepth;
+  static constexpr int kColumnStride = kTokens * kColumnBytes;  // from one column to the next
+  static constexpr uint32_t kAllTokens = kDepth == 2 ? 0xffffffffu : 0xffffu;
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
 
-  // The B operand, dimensions x rows, stays in registers where they suffice; otherwise the warps
-  // share one copy, [kTiles * kSteps][32 lanes] pairs.
-  static constexpr bool kSharedQuery = kTiles * kSteps > 16;
-  static constexpr int kSharedQuerySize = kSharedQuery ? kTiles * kSteps * 32 : 1;
-  uint2 query[kSharedQuery ? 1 : kTiles][kSharedQuery ? 1 : kSteps];
-  uint2* shared_query;
+  uint2 query[kTiles][kSteps];   // the B operand: dimensions x rows
   float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows a step
-  float maximum[kTiles][2];      // log2 units, of this lane's two rows
+  float maximum[kTiles][2];      // log2 units, of this lane's two rows; see kMaximumSlack
   float sum[kTiles][2];          // this lane's tokens only, until reduce_sums()
   float scale[kTiles][2];        // from product to log2 units
   int head_size;
@@ -73,21 +78,6 @@ struct AttentionTile {
   uint32_t key_row, value_row;      // byte offsets inside a stage
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
-
-  __device__ __forceinline__ void set_query(int tile, int k, int lane, bool shares, uint2 pair) {
-    if constexpr (kSharedQuery) {
-      if (shares) shared_query[(tile * kSteps + k) * 32 + lane] = pair;
-    } else {
-      query[tile][k] = pair;
-    }
-  }
-  __device__ __forceinline__ uint2 get_query(int tile, int k, int lane) const {
-    if constexpr (kSharedQuery) {
-      return shared_query[(tile * kSteps + k) * 32 + lane];
-    } else {
-      return query[tile][k];
-    }
-  }
 
   // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
   static __device__ __forceinline__ int token_of(int lane, int j) {
@@ -103,13 +93,11 @@ struct AttentionTile {
   }
 
   // `start(row)` points to a query row of type Query, null where there is none. `to_log2`: from
-  // query times stored key to log2 units. `shares`: whether this warp writes the shared copy.
+  // query times stored key to log2 units.
   template <typename Query, typename Start>
-  __device__ __forceinline__ void load_query(const Start& start, float to_log2, bool shares,
-                                             int lane) {
+  __device__ __forceinline__ void load_query(const Start& start, float to_log2, int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile >= tiles) break;
       const Query* row = start(tile * 8 + lane / 4);
       if constexpr (kWide) {
         const auto* pairs = reinterpret_cast<const uint32_t*>(row) + lane % 4;
@@ -119,7 +107,7 @@ struct AttentionTile {
           uint2 pair = {0, 0};
           if (k * 16 < limit) pair.x = pairs[k * 8];
           if (k * 16 + 8 < limit) pair.y = pairs[k * 8 + 4];
-          set_query(tile, k, lane, shares, pair);
+          query[tile][k] = pair;
         }
         scale[tile][0] = scale[tile][1] = to_log2;
       } else {
@@ -150,9 +138,8 @@ struct AttentionTile {
         const float factor = exp2f(static_cast<float>(clamped));
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          set_query(tile, k, lane, shares,
-                    {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
-                     pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)});
+          query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
+                            pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
         }
         const float inverse = exp2f(static_cast<float>(-clamped)) * to_log2;
 #pragma unroll
@@ -207,9 +194,6 @@ struct AttentionTile {
       value_step = 16 * page_tokens;
     }
   }
-  // From one 16-token tile of a page to the next.
-  static constexpr uint32_t kKeyTile = 16 * 16, kValueTile = 16 * sizeof(Cache);
-
   // This lane's address for step k, from the stage's K or V on.
   __device__ __forceinline__ uint32_t key_at(int k) const {
     if constexpr (!kRows) return key_row + k * key_step;
@@ -224,23 +208,24 @@ struct AttentionTile {
     return chunk / 8 * kColumnStride + (lane_chunk ^ (chunk % 8 * 16));
   }
 
-  __device__ __forceinline__ void scores(float (&c)[kTiles][4], uint32_t key, int lane) const {
-    // Two chains of products, so that one need not wait for the other.
-    constexpr int kChains = kTiles == 1 ? 2 : 1;
-    float chain[kChains][kTiles][4];
+  // Of 16 tokens.
+  template <int kUsed>
+  __device__ __forceinline__ void scores(float (&c)[kUsed][4], uint32_t key) const {
+    // Products that follow on each other wait for each other: four chains of them, at least.
+    constexpr int kChains = kDepth * kUsed >= 4 ? 1 : 2;
+    float chain[kChains][kUsed][4];
 #pragma unroll
     for (int i = 0; i < kChains; ++i) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) chain[i][tile][j] = 0.0f;
       }
     }
     const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (kTiles > 1 && tile >= tiles) break;
-        const uint2 b = get_query(tile, k, lane);
+      for (int tile = 0; tile < kUsed; ++tile) {
+        const uint2 b = query[tile][k];
         mma_m16n8k16<Element>(chain[k % kChains][tile], a, b.x, b.y);
       }
     };
@@ -261,19 +246,29 @@ struct AttentionTile {
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         c[tile][j] =
-            kChains == 2 ? chain[0][tile][j] + chain[kChains - 1][tile][j] : chain[0][tile][j];
+            kChains == 1 ? chain[0][tile][j] : chain[0][tile][j] + chain[kChains - 1][tile][j];
       }
     }
   }
 
-  // Writes zeros over V of the tokens that `tokens` (bit t: token t counts) lacks: whatever lies
-  // there must not reach a product, for 0 * NaN is NaN.
+  // Writes zeros over V of a step's tokens that `tokens` lacks: whatever lies there must not reach
+  // a product, for 0 * NaN is NaN.
   __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens,
                                                const TileLayout& layout, int lane) const {
+#pragma unroll 1
+    for (int i = 0; i < kDepth; ++i) {
+      const uint32_t some = tokens >> 16 * i & 0xffffu;
+      if (some != 0xffffu) clear_16_values(value + i * layout.value_step, some, layout, lane);
+    }
+    fence_async_proxy();  // a bulk copy will write there
+    __syncwarp();
+  }
+  __device__ __forceinline__ void clear_16_values(uint32_t value, uint32_t tokens,
+                                                  const TileLayout& layout, int lane) const {
     constexpr int kBytes = sizeof(Cache);
     if constexpr (kRows) {
       const int columns = row_columns(head_size, kBytes);
@@ -302,16 +297,14 @@ struct AttentionTile {
         }
       }
     }
-    fence_async_proxy();  // a bulk copy will write there
-    __syncwarp();
   }
 
   // O^T += V^T P^T.
-  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kTiles][2], uint32_t value) {
+  template <int kUsed>
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kUsed][2], uint32_t value) {
     const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if (kTiles > 1 && tile >= tiles) break;
+      for (int tile = 0; tile < kUsed; ++tile) {
         mma_m16n8k16<Element>(out[tile][k], a, weights[tile][0], weights[tile][1]);
       }
     };
@@ -347,57 +340,101 @@ struct AttentionTile {
     }
   }
 
-  // 16 tokens, of which those of `tokens` count. adjust(score, tile, j, token) gives the score that
-  // counts, in log2 units; it is asked only where `plain` is false or tokens are missing.
+  // `largest`: of this lane's scores of each row.
+  template <int kUsed>
+  __device__ __forceinline__ void raise_maxima(const float (&largest)[kUsed][2]) {
+#pragma unroll
+    for (int tile = 0; tile < kUsed; ++tile) {
+      float factor[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float updated = fmaxf(maximum[tile][j], largest[tile][j]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, distance));
+        }
+        factor[j] = exp2_approx(maximum[tile][j] - updated);
+        maximum[tile][j] = updated;
+        sum[tile][j] *= factor[j];
+      }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[tile][k][j] *= factor[j & 1];
+      }
+    }
+  }
+
+  template <int kUsed, typename Adjust>
+  __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t tokens,
+                                            bool plain, const Adjust& adjust,
+                                            const TileLayout& layout, int lane) {
+    float c[kDepth][kUsed][4];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      scores<kUsed>(c[i], key + i * layout.key_step);
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c[i][tile][j] *= scale[tile][j & 1];
+      }
+    }
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+        for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int token = 16 * i + token_of(lane, j);
+            c[i][tile][j] =
+                tokens >> token & 1 ? adjust(c[i][tile][j], tile, j & 1, token) : -INFINITY;
+          }
+        }
+      }
+    }
+    float largest[kUsed][2];
+    bool higher = false;
+#pragma unroll
+    for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        largest[tile][j] = fmaxf(c[0][tile][j], c[0][tile][j + 2]);
+        if constexpr (kDepth == 2) {
+          largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
+        }
+        higher = higher || largest[tile][j] > maximum[tile][j] + kMaximumSlack;
+      }
+    }
+    // Most steps move no maximum, and ask no more than this vote.
+    if (__any_sync(0xffffffffu, higher)) raise_maxima<kUsed>(largest);
+    uint32_t weights[kDepth][kUsed][2];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+        float weight[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - maximum[tile][j & 1]);
+        sum[tile][0] += weight[0] + weight[2];
+        sum[tile][1] += weight[1] + weight[3];
+        weights[i][tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
+        weights[i][tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) accumulate<kUsed>(weights[i], value + i * layout.value_step);
+  }
+  // kTokens tokens, of which those of `tokens` count. adjust(score, tile, j, token) gives the
+  // score that counts, in log2 units; it is asked only where `plain` is false.
+  // `plain`: all count. clear_values has written zeros over the V of those that do not.
   template <typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
                                        const Adjust& adjust, const TileLayout& layout, int lane) {
-    float c[kTiles][4];
-    scores(c, key, lane);
-    const bool all = plain && tokens == 0xffffu;
-    uint32_t weights[kTiles][2];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (kTiles > 1 && tile >= tiles) break;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        c[tile][j] *= scale[tile][j & 1];
-        if (!all) {
-          const int token = token_of(lane, j);
-          c[tile][j] = tokens >> token & 1 ? adjust(c[tile][j], tile, j & 1, token) : -INFINITY;
-        }
-      }
-      float largest[2] = {fmaxf(c[tile][0], c[tile][2]), fmaxf(c[tile][1], c[tile][3])};
-      // Most tiles move no maximum, and ask no more than this vote.
-      if (__any_sync(0xffffffffu, largest[0] > maximum[tile][0] || largest[1] > maximum[tile][1])) {
-        float factor[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int distance = 4; distance < 32; distance *= 2) {
-            largest[j] = fmaxf(largest[j], __shfl_xor_sync(0xffffffffu, largest[j], distance));
-          }
-          const float updated = fmaxf(maximum[tile][j], largest[j]);
-          factor[j] = exp2_approx(maximum[tile][j] - updated);
-          maximum[tile][j] = updated;
-          sum[tile][j] *= factor[j];
-        }
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) out[tile][k][j] *= factor[j & 1];
-        }
-      }
-      float weight[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[tile][j] - maximum[tile][j & 1]);
-      sum[tile][0] += weight[0] + weight[2];
-      sum[tile][1] += weight[1] + weight[3];
-      weights[tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
-      weights[tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
+    if constexpr (kTiles > 1) {
+      if (tiles == 1) return step_used<1>(key, value, tokens, plain, adjust, layout, lane);
     }
-    if (tokens != 0xffffu) clear_values(value, tokens, layout, lane);
-    accumulate(weights, value);
+    step_used<kTiles>(key, value, tokens, plain, adjust, layout, lane);
   }
 
   // Lanes l, l + 4, ... hold the same rows and different tokens.

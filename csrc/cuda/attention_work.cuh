@@ -24,6 +24,7 @@ struct WorkShape {
   int row_shift;    // log2 of the query rows of a chunk, at most
   int stage_shift;  // log2 of the tokens of a stage
   int least_piece;  // stages, with fewer segments than blocks: shorter ones are not worth a block
+  int slots;        // of the workspace
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
@@ -109,7 +110,7 @@ class WorkPlan {
       }
     }
     items_ = __reduce_add_sync(0xffffffffu, items);
-    if (items_ > kMaxDecodeSlots) {  // no room for pieces
+    if (items_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
       pieces_a_stage_ = 0.0f;
       items_ = segments;
     }

@@ -2,8 +2,12 @@
 // between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of
 // 16 or 32 tokens of one KV head; an mbarrier a stage says when it is there.
 //
-// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 16
-// rows of 128 bytes (form kRows). Otherwise all lanes copy 16 bytes at a time.
+// A team of warps shares a ring (kShared): its first warp fills, all drain, and a second mbarrier a
+// stage says when all have.
+//
+// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 32
+// rows of 128 bytes (form kRows), or of 16 tokens (form kParts). Otherwise all lanes copy 16 bytes
+// at a time.
 #pragma once
 #include <cuda.h>
 
@@ -27,31 +31,41 @@ struct RingLayout {
   uint32_t key_block, key_head, value_block, value_head;
 };
 
-// Form kRows from sm_90 on: tensor maps of K and V as (dimension, token of the page, KV head,
-// block).
+// Forms kRows and kParts from sm_90 on: tensor maps of K and V.
 struct RowMaps {
   CUtensorMap key, value;
 };
 
-template <typename Cache, PageForm kForm>
+// kTokens: of a stage, 16 or 32.
+template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
+  static constexpr int kColumnStride = kTokens * kColumnBytes;
+  static constexpr uint32_t kAllTokens = kTokens == 32 ? 0xffffffffu : 0xffffu;
+
  public:
+  // mbarriers of a ring.
+  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
+
+  // `fills`: whether this warp is its team's first; `members`: warps of the team.
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint32_t barriers, uint32_t present, int lane)
+                                    uint32_t barriers, uint32_t present, bool fills, int members,
+                                    int lane)
       : layout_(layout),
         maps_(maps),
         storage_(in_register(storage)),
         barriers_(in_register(barriers)),
         present_(in_register(present)),
-        lane_(lane) {
-    if (lane == 0) {
+        lane_(lane),
+        fills_(fills) {
+    if (lane == 0 && fills) {
 #pragma unroll 1
       for (int stage = 0; stage < layout.stages; ++stage) {
-        barrier_init(barriers_ + stage * 8, kBulk ? 1 : 32);
+        barrier_init(barriers_ + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
+        if constexpr (kShared) barrier_init(drained(stage), members);
       }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       fence_barrier_init();
-      if constexpr (kForm == PageForm::kRows) {
+      if constexpr (kForm != PageForm::kPages) {
         prefetch_map(&maps.key);
         prefetch_map(&maps.value);
       }
@@ -73,7 +87,7 @@ class KvRing {
     value_ = units(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;
     first_token_ = first << stage_shift;
     token_step_ = step << stage_shift;
-    to_fill_ = count;
+    to_fill_ = !kShared || fills_ ? count : 0;
     next_page_ = 0;
     load_blocks();
   }
@@ -82,6 +96,7 @@ class KvRing {
   __device__ __forceinline__ void fill(const PagedKv& kv) {
     if (to_fill_ == 0) return;
     --to_fill_;
+    if constexpr (kShared) barrier_wait(drained(fill_stage_), fill_parity_);
     if (next_page_ == 32) load_blocks();
     const uint32_t stage = storage_ + fill_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + fill_stage_ * 8;
@@ -93,42 +108,54 @@ class KvRing {
     const uint32_t lanes = __ballot_sync(0xffffffffu, good);
     const uint32_t stage_bit = 1u << fill_stage_;
     incomplete_ &= ~stage_bit;
-    if (lanes != 0xffffffffu) {
-      const uint32_t second = kForm == PageForm::kRows ? lanes >> 2 : lanes >> 1;
+    if (kShared || lanes != 0xffffffffu) {
       incomplete_ |= stage_bit;
-      if (lane_ == 0) {
-        store_shared(
-            present_ + fill_stage_ * 4,
-            pages == 1 ? (lanes & 1) * 0xffffu : (lanes & 1) * 0xffu + (second & 1) * 0xff00u);
+      uint32_t present = kAllTokens;
+      if (lanes != 0xffffffffu) {
+        present = 0;
+        const int page_tokens = min(1 << layout_.page_shift, kTokens);
+#pragma unroll 1
+        for (int i = 0; i < pages; ++i) {
+          if (lanes >> (kForm == PageForm::kRows ? 2 * i : i) & 1) {
+            present |= (kAllTokens >> (kTokens - page_tokens)) << i * page_tokens;
+          }
+        }
       }
+      if (lane_ == 0) store_shared(present_ + fill_stage_ * 4, present);
     }
     if constexpr (kForm == PageForm::kPages) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
     } else if constexpr (kForm == PageForm::kRows) {
       copy_rows(kv, stage, barrier, page, block, good);
     } else {
-      if (good) copy_part_of_page(kv, stage, block);
-      barrier_arrive_copies(barrier);
+      copy_parts(kv, stage, barrier, block, good);
     }
     next_page_ += pages;
     first_token_ += token_step_;
-    if (++fill_stage_ == layout_.stages) fill_stage_ = 0;
+    if (++fill_stage_ == layout_.stages) {
+      fill_stage_ = 0;
+      fill_parity_ ^= 1;
+    }
   }
 
   // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
-  // each of 16 tokens whose page there is (all alike for a stage of 32 tokens).
+  // each of its tokens whose page there is, up to 32.
   __device__ __forceinline__ void wait() { barrier_wait(barriers_ + drain_stage_ * 8, parity_); }
   __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
   __device__ __forceinline__ uint32_t value() const {
     return storage_ + drain_stage_ * layout_.stage_bytes;
   }
   __device__ __forceinline__ uint32_t present() const {
-    return incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4) : 0xffffu;
+    return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4)
+                                                      : kAllTokens;
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
   __device__ __forceinline__ void release() {
     __syncwarp();
+    if constexpr (kShared) {
+      if (lane_ == 0) barrier_arrive(drained(drain_stage_));
+    }
     if (++drain_stage_ == layout_.stages) {
       drain_stage_ = 0;
       parity_ ^= 1;
@@ -139,10 +166,19 @@ class KvRing {
   static constexpr int64_t kBytes = sizeof(Cache);
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr bool kBulk = kForm != PageForm::kParts;
+  static constexpr bool kBulk = true;
 #else
   static constexpr bool kBulk = false;
 #endif
+
+  __device__ __forceinline__ uint32_t drained(int stage) const {
+    return barriers_ + (kMaxRingStages + stage) * 8;
+  }
+  // All lanes, after their 16-byte copies.
+  __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {
+    barrier_arrive_copies(barrier);
+    if (kShared && lane_ == 0) barrier_arrive(barrier);  // present_ is written
+  }
 
   static __device__ __forceinline__ uint64_t units(const void* pointer) {
     return reinterpret_cast<uint64_t>(pointer) >> 4;
@@ -189,7 +225,7 @@ class KvRing {
         copy16_async(value_to + byte, value + byte);
       }
     }
-    barrier_arrive_copies(barrier);
+    arrive_copies(barrier);
 #endif
   }
 
@@ -197,7 +233,7 @@ class KvRing {
                                             int page, int32_t block, bool good) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // A lane copies one column of K or V of one page.
-    const int shift = min(layout_.page_shift, 4);
+    const int shift = min(layout_.page_shift, kTokens == 32 ? 5 : 4);
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.split_shift;
     const bool copies = good && column < layout_.columns;
@@ -206,45 +242,68 @@ class KvRing {
     if (copies) {
       bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride +
                         page * (kColumnBytes << shift),
-                    is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / kBytes),
+                    is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
                     policy_);
     }
 #else
-    // Lanes 2i and 2i + 1: row i of K and of V.
+    // Lanes 2i and 2i + 1: row i of K and of V, then row i + 16.
     const bool is_value = lane_ & 1;
-    const int row = lane_ >> 1;
-    const int of_row = row >> layout_.page_shift & (1 << layout_.split_shift) - 1;
-    const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
-    const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
-    const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
-    const int64_t in_page =
-        token * (is_value ? kv.value_token_stride : kv.key_token_stride) * kBytes;
-    const char* from = (is_value ? value_page(row_block) : key_page(row_block)) + in_page;
-    const uint32_t to = stage + (is_value ? 0 : layout_.key_offset) + row * kColumnBytes;
-    if (row_good && first_token_ + row < seq_len_) {
-      for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
-        copy16_async(to + chunk / 8 * kColumnStride + ((chunk ^ row) % 8) * 16, from + chunk * 16);
+#pragma unroll 1
+    for (int row = lane_ >> 1; row < kTokens; row += 16) {
+      const int of_row = row >> layout_.page_shift & (1 << layout_.split_shift) - 1;
+      const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
+      const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
+      const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
+      const int64_t in_page =
+          token * (is_value ? kv.value_token_stride : kv.key_token_stride) * kBytes;
+      const char* from = (is_value ? value_page(row_block) : key_page(row_block)) + in_page;
+      const uint32_t to = stage + (is_value ? 0 : layout_.key_offset) + row * kColumnBytes;
+      if (row_good && first_token_ + row < seq_len_) {
+        for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
+          copy16_async(to + chunk / 8 * kColumnStride + ((chunk ^ row) % 8) * 16,
+                       from + chunk * 16);
+        }
       }
     }
-    barrier_arrive_copies(barrier);
+    arrive_copies(barrier);
 #endif
   }
 
-  // 16 tokens of a longer page of layout vllm, as a page of 16 tokens.
-  __device__ __forceinline__ void copy_part_of_page(const PagedKv& kv, uint32_t stage,
-                                                    int32_t block) {
+  // Tokens of a longer page of layout vllm, as pages of 16 tokens.
+  __device__ __forceinline__ void copy_parts(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                             int32_t block, bool good) {
     const int token = first_token_ & (1 << layout_.page_shift) - 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // A lane copies K or V of 16 tokens.
+    const bool is_value = lane_ & 1;
+    const int part = lane_ >> 1;
+    if (lane_ == 0) barrier_expect(barrier, good ? layout_.page_bytes * (kTokens / 8) : 0);
+    if (good && part < kTokens / 16) {
+      bulk_copy_box(stage + (is_value ? part * layout_.page_bytes
+                                      : layout_.key_offset + part * layout_.page_stride),
+                    is_value ? &maps_.value : &maps_.key,
+                    (token + 16 * part) * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0,
+                    kv_head_, block, barrier, policy_);
+    }
+#else
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
-    const int chunks = kv.head_size * sizeof(Cache);  // 16-byte chunks of 16 tokens of K, and of V
+    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // of 16 bytes, of a row of V
+    const int chunks = good ? kv.head_size * kChunks : 0;  // of K, and of V
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
-      copy16_async(stage + layout_.key_offset + i * 16,
-                   key + i / 16 * kv.key_chunk_stride * kBytes + i % 16 * 16);
-      const int d = i / static_cast<int>(kBytes), part = i % static_cast<int>(kBytes);
-      copy16_async(stage + i * 16, value + d * kv.value_dim_stride * kBytes + part * 16);
+      const int t = i % kTokens, chunk = i / kTokens;
+      copy16_async(
+          stage + layout_.key_offset + t / 16 * layout_.page_stride + (chunk * 16 + t % 16) * 16,
+          key + chunk * kv.key_chunk_stride * kBytes + t * 16);
+      const int d = i / kChunks, part = i % kChunks;
+      copy16_async(stage + part / static_cast<int>(kBytes) * layout_.page_bytes +
+                       (d * static_cast<int>(kBytes) + part % static_cast<int>(kBytes)) * 16,
+                   value + d * kv.value_dim_stride * kBytes + part * 16);
     }
+    arrive_copies(barrier);
+#endif
   }
 
   const RingLayout& layout_;
@@ -253,6 +312,7 @@ class KvRing {
   uint32_t barriers_;
   uint32_t present_;
   int lane_;
+  bool fills_;
   // where it fills from
   const int32_t* table_;  // the sequence's blocks
   uint64_t key_, value_;  // block 0 of the KV head, in units of 16 bytes
@@ -267,7 +327,8 @@ class KvRing {
   int fill_stage_ = 0;
   int drain_stage_ = 0;
   uint32_t parity_ = 0;
-  uint32_t incomplete_ = 0;  // bit s: present_[s] says what there is of stage s
+  uint32_t fill_parity_ = 1;  // a fresh barrier's phase before the first has ended
+  uint32_t incomplete_ = 0;   // bit s: present_[s] says what there is of stage s
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint64_t policy_;
 #endif

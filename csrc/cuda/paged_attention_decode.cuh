@@ -1,10 +1,13 @@
 // paged_attention on tensor cores: one launch of one block a multiprocessor for any batch.
 //
-// A block takes items (attention_work.cuh) one after the other. Its warps take an item's stages in
-// turn, each through a ring of its own (kv_ring.cuh). At the end each warp starts to fill its ring
-// for the next item; then the warps' results are merged in shared memory and written: as output
+// A block takes items (attention_work.cuh) one after the other. Its teams take an item's stages in
+// turn, each through a ring of its own (kv_ring.cuh). At the end each team starts to fill its ring
+// for the next item; then the teams' results are merged in shared memory and written: as output
 // where the item is a whole segment, else to the workspace, where the segment's last block to
 // finish merges all pieces in order.
+//
+// A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
+// 8 or 16 of them, so that a warp keeps its queries and results in registers.
 #pragma once
 #include <algorithm>
 
@@ -20,7 +23,9 @@ struct DecodeShape {
   WorkShape work;
   RingLayout ring;
   TileLayout tile;    // forms kPages and kParts
-  int merge_rows;     // query rows that are merged at a time: a thread has 4 dimensions of one
+  int team_shift;     // log2 of the warps of a team
+  int warp_shift;     // log2 of the query rows of a warp, at most
+  int merge_rows;     // rows of a warp that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;  // groups of 4 dimensions of a head
   float cap;          // softcap in log2 units
   float cap_inverse;  // 2 / softcap
@@ -158,22 +163,35 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   }
 }
 
+// Query rows of a warp, in tiles of 8: alone, one; in a team, as many as its registers hold.
+template <int kMaxHeadSize, bool kTeam>
+constexpr int kRowTiles = kTeam && kMaxHeadSize <= 128 ? 2 : 1;
+
+// Tiles of 16 tokens that a warp takes at a time: two where that is not more than 8 KiB of K and V,
+// or a team's.
+template <typename Cache, int kMaxHeadSize, bool kTeam>
+constexpr int kTokenTiles =
+    kMaxHeadSize <= 128 && (kTeam || sizeof(Cache) * kMaxHeadSize <= 128) ? 2 : 1;
+
 // 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more
 // work.
-template <typename Cache, int kMaxHeadSize, int kTiles>
-constexpr int kDecodeThreads = sizeof(Cache) == 1 && kTiles == 1 && kMaxHeadSize <= 128 ? 384 : 256;
+template <typename Cache, int kMaxHeadSize, bool kTeam>
+constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kTeam && kMaxHeadSize <= 128 ? 384 : 256;
 
-template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
-__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1)
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
                                   const __grid_constant__ RowMaps maps,
                                   const __grid_constant__ DecodeWorkspace workspace) {
-  using Tile = AttentionTile<Cache, kMaxHeadSize, kTiles, kForm>;
-  extern __shared__ __align__(1024) char shared[];  // the warps' rings, then their results
-  __shared__ uint64_t barriers[kMaxDecodeWarps * kMaxRingStages];
+  constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
+  using Tile =
+      AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
+  constexpr int kTokens = Tile::kTokens, kStageShift = kTokens == 32 ? 5 : 4;
+  using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
+  extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
+  __shared__ uint64_t barriers[kMaxDecodeWarps * Ring::kBarriers];
   __shared__ uint32_t present[kMaxDecodeWarps * kMaxRingStages];
-  __shared__ uint2 shared_query[Tile::kSharedQuerySize];
   __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
@@ -185,32 +203,33 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
 
   const int warps = blockDim.x / 32;
   const int warp = in_register(threadIdx.x / 32), lane = in_register(threadIdx.x % 32);
+  const int team_shift = kTeam ? shape.team_shift : 0, members = 1 << team_shift;
+  const int team = warp >> team_shift, member = warp & members - 1, teams = warps >> team_shift;
+  const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
   const int head_size = p.kv.head_size, fours = head_size / 4;
-  const int stage_shift = shape.work.stage_shift, stage_tokens = shape.work.stage_tokens();
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
-  KvRing<Cache, kForm> ring(shape.ring, maps, shared_address(shared) + warp * ring_bytes,
-                            shared_address(barriers) + warp * kMaxRingStages * 8,
-                            shared_address(present) + warp * kMaxRingStages * 4, lane);
-  float* results = reinterpret_cast<float*>(shared + warps * ring_bytes);
+  Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
+            shared_address(barriers) + team * Ring::kBarriers * 8,
+            shared_address(present) + team * kMaxRingStages * 4, member == 0, members, lane);
+  float* results = reinterpret_cast<float*>(shared + teams * ring_bytes);
   const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
   if (threadIdx.x == 0) barrier_init(shared_address(&next_known), 1);
   Tile tile;
-  tile.shared_query = shared_query;
   tile.head_size = head_size;
   tile.set_addresses(shape.tile, lane);
   if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
-    for (int i = threadIdx.x * 16; i < warps * ring_bytes; i += blockDim.x * 16) {
+    for (int i = threadIdx.x * 16; i < teams * ring_bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
-    __syncthreads();
   }
-  if (threadIdx.x == 0) {  // written anew before it is read
+  if (kTeam || head_size < kMaxHeadSize) __syncthreads();  // the barriers, the zeros
+  if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
   wait_for_predecessor();
 
-  WorkPlan<kTiles == 1> plan(p, shape.work, lane);
+  WorkPlan<!kTeam> plan(p, shape.work, lane);
   const uint32_t count = plan.items();
   uint32_t index = blockIdx.x;  // of the item at hand
   uint32_t next_parity = 0;
@@ -223,8 +242,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
         items[now] = item;
         items_rows[now] = item_rows(shape.work, item);
       }
-      ring.start(p, stage_shift, item, item.sequence.first_stage + item.stage + warp, warps,
-                 max(0, item.stages - warp + warps - 1) / warps);
+      ring.start(p, kStageShift, item, item.sequence.first_stage + item.stage + team, teams,
+                 max(0, item.stages - team + teams - 1) / teams);
 #pragma unroll 1
       for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
     }
@@ -233,28 +252,43 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
-      const int row = shape.fours.divide(threadIdx.x), d = (threadIdx.x - row * fours) * 4;
-      const auto in_workspace = [&](int piece, int first) {  // its row
-        return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + first + row;
+      const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
+      const auto in_workspace = [&](int piece, int row) {
+        return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
       };
+      // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
+      // at a time of each member.
+      const int merge_rows = shape.merge_rows;
+      const auto each_row = [&](int first, const auto& merge) {
+        if (own >= merge_rows || first + own >= warp_rows) return;
+#pragma unroll 1
+        for (int of = 0; of < members; ++of) {
+          const int row = of * warp_rows + first + own;
+          if (row < rows.count) merge(of, row);
+        }
+      };
+      const int most = min(warp_rows, rows.count);
       tile.reduce_sums();
 #pragma unroll 1
-      for (int first = 0; first < rows.count; first += shape.merge_rows) {
-        const int some = min(shape.merge_rows, rows.count - first);
+      for (int first = 0; first < most; first += merge_rows) {
         __syncthreads();  // nobody reads results any more
-        tile.store(first, some, results + warp * some * pitch, pitch, warp_stats + warp * some,
+        tile.store(first, min(merge_rows, rows.count - member * warp_rows - first),
+                   results + warp * merge_rows * pitch, pitch, warp_stats + warp * merge_rows,
                    lane);
         __syncthreads();
-        if (row >= some) continue;
-        RowState state;
-        state.merge(warps, some, warp_stats + row, results + row * pitch + d, pitch);
-        if (whole) {
-          write_row(p, shape.work, item, rows, first + row, d, state);
-        } else {
-          const int64_t to = in_workspace(item.piece, first);
-          *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-          if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
-        }
+        each_row(first, [&](int of, int row) {
+          RowState state;
+          const int at = of * merge_rows + own;
+          state.merge(teams, merge_rows << team_shift, warp_stats + at, results + at * pitch + d,
+                      pitch);
+          if (whole) {
+            write_row(p, shape.work, item, rows, row, d, state);
+          } else {
+            const int64_t to = in_workspace(item.piece, row);
+            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+          }
+        });
       }
       if (!whole) {
         __syncthreads();
@@ -265,17 +299,18 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
         __syncthreads();
         if (is_last) {
 #pragma unroll 1
-          for (int first = 0; first < rows.count; first += shape.merge_rows) {
-            if (row >= min(shape.merge_rows, rows.count - first)) continue;
-            RowState state;
-            state.merge_far(
-                item.pieces,
-                [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, first)]); },
-                [&](int piece) {
-                  return __ldcg(reinterpret_cast<const float4*>(
-                      &workspace.out[in_workspace(piece, first) * head_size + d]));
-                });
-            write_row(p, shape.work, item, rows, first + row, d, state);
+          for (int first = 0; first < most; first += merge_rows) {
+            each_row(first, [&](int, int row) {
+              RowState state;
+              state.merge_far(
+                  item.pieces,
+                  [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
+                  [&](int piece) {
+                    return __ldcg(reinterpret_cast<const float4*>(
+                        &workspace.out[in_workspace(piece, row) * head_size + d]));
+                  });
+              write_row(p, shape.work, item, rows, row, d, state);
+            });
           }
         }
       }
@@ -287,12 +322,13 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
 
     const WorkItem& item = items[now];
     const ItemRows rows = items_rows[now];
-    tile.tiles = (rows.count + 7) / 8;
+    const int first_row = member * warp_rows;  // this warp's
+    tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
     const auto load_query = [&](auto tag) {
       using Query = decltype(tag);
       const auto start = [&](int row) -> const Query* {
-        if (row >= rows.count) return nullptr;
-        const RowPlace place = place_of_row(shape.work, item, rows, row);
+        if (first_row + row >= rows.count) return nullptr;
+        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
         return static_cast<const Query*>(p.query) +
                (item.sequence.first_query + place.token) * p.query_stride +
                static_cast<int64_t>(place.head) * head_size;
@@ -300,26 +336,31 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                                 ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                                 : 1.0f;
-      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, warp == 0, lane);
+      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, lane);
     };
     if constexpr (Tile::kWide) {
       load_query(Cache{});
     } else {
       p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
     }
-    if constexpr (Tile::kSharedQuery) __syncthreads();
     tile.clear();
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
     const int end = rows.high + 1;
-    // Tiles in [plain_begin, plain_end) need no mask and no adjustment.
-    const int plain_begin = !plain_scores ? INT32_MAX : window > 0 ? rows.high - window + 1 : 0;
-    const int plain_end = rows.low + 1;
-    int first = 0;  // token of the tile at hand
+    // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
+    int plain_begin = window > 0 ? rows.high - window + 1 : 0;
+    int plain_extent = rows.low + 1 - kTokens - plain_begin;
+    if (!plain_scores || plain_extent < 0) {
+      plain_begin = INT32_MAX;
+      plain_extent = 0;
+    }
+    plain_begin = in_register(plain_begin);
+    plain_extent = in_register(plain_extent);
+    int first = 0;  // token of the step at hand
     const auto adjust = [&](float score, int t, int j, int token) {
-      const int row = min(Tile::row_of(lane, t, j), rows.count - 1);
+      const int row = min(first_row + Tile::row_of(lane, t, j), rows.count - 1);
       const RowPlace place = place_of_row(shape.work, item, rows, row);
       const int distance = first + token - rows.position - place.token;  // 0: the query's own
       if (distance > 0 || (window > 0 && distance <= -window)) return -INFINITY;
@@ -335,43 +376,41 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
       return score;
     };
 
-    const int stages = item.stages, tiles_of_stage = stage_tokens / 16;
-    first = (item.sequence.first_stage + item.stage + warp) << stage_shift;
+    const int stages = in_register(item.stages);
+    first = (item.sequence.first_stage + item.stage + team) << kStageShift;
     // Warp 0 asks for the next item before its last stage but one: late, so that no block holds
     // items back that others could start. The last of `count` calls brings the counter back to 0.
-    const int asks_at = max(0, ((stages - 1) / warps - 1) * warps);
-    uint32_t there = 0, following = count;
+    const int asks_at =
+        in_register(warp == 0 ? max(0, ((stages - 1) / teams - 1) * teams) : INT32_MAX);
+    uint32_t following = count;
 #pragma unroll 1
-    for (int i = warp, t = 0; i < stages;) {
-      if (t == 0) {
-        if (i == asks_at && lane == 0 && count > gridDim.x) {
-          following = gridDim.x + atomicInc(workspace.next, count - 1);
-        }
-        ring.wait();
-        there = ring.present();
+    for (int i = team; i < stages; i += teams) {
+      if (i == asks_at && lane == 0 && count > gridDim.x) {
+        following = gridDim.x + atomicInc(workspace.next, count - 1);
       }
-      uint32_t tokens = there;
-      const bool plain = first >= plain_begin && first + 16 <= plain_end;
+      ring.wait();
+      uint32_t tokens = ring.present();
+      // A team's stage before this one: by now all its warps have it behind them, almost surely.
+      if (kTeam && i != team) ring.fill(p.kv);
+      const bool plain = tokens == Tile::kAllTokens && static_cast<uint32_t>(first - plain_begin) <=
+                                                           static_cast<uint32_t>(plain_extent);
       if (!plain) {
-        if (first < begin) tokens &= begin - first < 16 ? 0xffffu << (begin - first) : 0u;
-        if (end - first < 16) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
-        tokens &= 0xffffu;
-      }
-      if (tokens != 0) {
-        tile.step(ring.key() + t * Tile::kKeyTile, ring.value() + t * Tile::kValueTile, tokens,
-                  plain, adjust, shape.tile, lane);
-      }
-      first += 16;
-      if (++t == tiles_of_stage) {
-        if (i == asks_at && lane == 0) {
-          next_index = following;
-          barrier_arrive(shared_address(&next_known));
+        if (first < begin) tokens &= begin - first < kTokens ? ~0u << (begin - first) : 0u;
+        if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
+        if (tokens != 0 && tokens != Tile::kAllTokens) {
+          if (member == 0) tile.clear_values(ring.value(), tokens, shape.tile, lane);
+          if (kTeam && members > 1) named_barrier(1 + team, members * 32);
         }
-        t = 0;
-        i += warps;
-        first += (warps - 1) << stage_shift;
-        ring.release();
-        ring.fill(p.kv);
+      }
+      if (tokens != 0 && (!kTeam || tile.tiles > 0)) {
+        tile.step(ring.key(), ring.value(), tokens, plain, adjust, shape.tile, lane);
+      }
+      first += teams << kStageShift;
+      ring.release();
+      if (!kTeam) ring.fill(p.kv);
+      if (i == asks_at && lane == 0) {
+        next_index = following;
+        barrier_arrive(shared_address(&next_known));
       }
     }
     barrier_wait(shared_address(&next_known), next_parity);
@@ -380,10 +419,10 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTiles>, 1
   }
 }
 
-// As (dimension, token of the page, KV head, block), in boxes of 128 bytes x up to 16 tokens. What
-// lies behind the head is read as zero.
-inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
-                           int64_t block_stride) {
+// A cache as a tensor of four dimensions, in 16-bit units; strides in bytes, of all but the first.
+inline CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[4],
+                             const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4],
+                             CUtensorMapSwizzle swizzle) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -396,19 +435,12 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
           "cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
-  const auto bytes = static_cast<cuuint64_t>(size_of(kv.dtype));
-  const cuuint64_t sizes[] = {
-      static_cast<cuuint64_t>(kv.head_size), static_cast<cuuint64_t>(kv.block_size),
-      static_cast<cuuint64_t>(kv.num_kv_heads), static_cast<cuuint64_t>(kv.num_blocks)};
-  const cuuint64_t strides[] = {token_stride * bytes, head_stride * bytes, block_stride * bytes};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(kColumnBytes / bytes),
-                            static_cast<cuuint32_t>(std::min(kv.block_size, 16)), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encode(
-      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, base,
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, base, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
                              std::to_string(static_cast<int>(result)));
@@ -416,12 +448,50 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
   return map;
 }
 
-template <typename Cache, int kMaxHeadSize, int kTiles, PageForm kForm>
+// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x up
+// to `tokens` tokens. What lies behind the head is read as zero.
+inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
+                           int64_t block_stride, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype);
+  return cache_map(
+      base,
+      {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
+       unsign(kv.num_blocks)},
+      {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
+      {kColumnBytes / 2, static_cast<cuuint32_t>(std::min(kv.block_size, tokens)), 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Pages of layout vllm, in boxes of 16 tokens of a head: K as (token * 16 bytes, chunk, KV head,
+// block), V as (token, dimension, KV head, block).
+inline RowMaps part_maps(const PagedKv& kv) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
+  return {
+      .key = cache_map(kv.key,
+                       {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
+                        unsign(kv.num_blocks)},
+                       {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
+                        unsign(kv.key_block_stride * bytes)},
+                       {16 * 8, static_cast<cuuint32_t>(chunks), 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
+      .value = cache_map(
+          kv.value,
+          {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
+           unsign(kv.num_blocks)},
+          {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+           unsign(kv.value_block_stride * bytes)},
+          {static_cast<cuuint32_t>(8 * bytes), static_cast<cuuint32_t>(kv.head_size), 1, 1},
+          CU_TENSOR_MAP_SWIZZLE_NONE)};
+}
+
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const DeviceInfo& device = current_device_info();
   const PagedKv& kv = p.kv;
-  constexpr int kBytes = sizeof(Cache), kRows = 8 * kTiles;
-  static_assert(kRows <= kMaxDecodeRows && kRows * kMaxHeadSize * 4 <= kMaxDecodeRowBytes);
+  constexpr int kBytes = sizeof(Cache);
+  constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kTeam>;
+  constexpr int kColumnStride = kTokens * kColumnBytes;
   constexpr bool kByRow = kForm == PageForm::kRows;
   DecodeShape shape;
   shape.fours = FastDivisor(kv.head_size / 4);
@@ -430,34 +500,50 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
   RingLayout& ring = shape.ring;
   ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  const int stage_shift = kForm == PageForm::kPages && kv.block_size == 32 ? 5 : 4;
-  ring.split_shift = std::max(0, stage_shift - ring.page_shift);
-  shape.tile.page_tokens = kForm == PageForm::kPages ? kv.block_size : 16;
+  constexpr int kStageShift = kTokens == 32 ? 5 : 4;
+  ring.split_shift = std::max(0, kStageShift - ring.page_shift);
+  shape.tile.page_tokens = std::min(kv.block_size, 16);
   ring.page_bytes = kv.head_size * shape.tile.page_tokens * kBytes;
   ring.page_stride = kMaxHeadSize * shape.tile.page_tokens * kBytes;
   shape.tile.page_stride = ring.page_stride;
   shape.tile.page_bytes = ring.page_bytes;
+  if (kByRow) {
+    shape.tile.key_step = shape.tile.value_step = 16 * kColumnBytes;
+  } else {
+    shape.tile.key_step = ring.page_stride * 16 / shape.tile.page_tokens;
+    shape.tile.value_step = ring.page_bytes * 16 / shape.tile.page_tokens;
+  }
   ring.columns = row_columns(kv.head_size, kBytes);
   // V's products read past the head size, too: what comes then is the same stage's K.
-  ring.key_offset = kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << stage_shift;
+  ring.key_offset = kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << kStageShift;
   const int key_bytes = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride
-                               : (kMaxHeadSize * kBytes) << stage_shift;
+                               : (kMaxHeadSize * kBytes) << kStageShift;
   ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
 
-  constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTiles, kForm>;
+  constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm>;
   const int memory = dynamic_shared_memory<kKernel>("paged_attention");
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int group = p.num_heads / kv.num_kv_heads;
-  const int most_rows =
-      static_cast<int>(std::min<int64_t>({8, kRows, int64_t{p.max_query_len} * group}));
-  // As many warps as can have 3 stages each and at least a few rows to merge.
-  int warps = kDecodeThreads<Cache, kMaxHeadSize, kTiles> / 32;
+  const int64_t rows = int64_t{p.max_query_len} * group;
+  // A team's stage in 16 bits is twice as large: half as many teams.
+  shape.team_shift = kTeam && (kBytes == 2 || kMaxHeadSize > 128) ? 1 : 0;
+  shape.warp_shift = 3;
+  if (kRowTiles<kMaxHeadSize, kTeam> > 1 && rows > 8 << shape.team_shift) shape.warp_shift = 4;
+  while (kTeam && shape.team_shift < 2 && rows > 1 << (shape.warp_shift + shape.team_shift)) {
+    ++shape.team_shift;
+  }
+  const int row_shift = shape.warp_shift + shape.team_shift;
+  const int most_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // merged at a time
+  // As many teams as can have 3 stages each and a few rows a warp to merge.
+  int warps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
   const auto stages_for = [&](int count) {
-    return (memory / count - std::min(most_rows, 4) * row_bytes) / ring.stage_bytes;
+    const int merged = kTeam ? most_rows : std::min(most_rows, 4);
+    return (memory - count * merged * row_bytes) / (count >> shape.team_shift) / ring.stage_bytes;
   };
-  while (warps > 2 && stages_for(warps) < 3) warps -= 2;
+  const int step = std::max(2, 1 << shape.team_shift);
+  while (warps > step && stages_for(warps) < 3) warps -= step;
   ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
-  const int rings = warps * ring.stages * ring.stage_bytes;
+  const int rings = (warps >> shape.team_shift) * ring.stages * ring.stage_bytes;
   shape.merge_rows =
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
@@ -469,32 +555,34 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   ring.value_head = units(kv.value_head_stride);
 
   shape.work = {.group = group,
-                .row_shift = std::bit_width(static_cast<unsigned>(kRows)) - 1,
-                .stage_shift = stage_shift,
-                .least_piece = warps,
+                .row_shift = row_shift,
+                .stage_shift = kStageShift,
+                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kStageShift - 4)),
+                .slots = static_cast<int>(
+                    std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
+                              (kDecodeOutBytes / (kv.head_size * 4)) >> row_shift})),
                 .group_divisor = FastDivisor(group)};
   RowMaps maps = {};
-  if (kByRow && device.compute_capability >= 90) {
-    maps.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride);
-    maps.value =
-        row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride);
+  if (kForm == PageForm::kRows && device.compute_capability >= 90) {
+    maps.key =
+        row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride, kTokens);
+    maps.value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                         kv.value_block_stride, kTokens);
   }
+  if (kForm == PageForm::kParts && device.compute_capability >= 90) maps = part_maps(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
                 stream, p, shape, maps, workspace);
 }
 
-// For one cache type: layouts, padded head sizes, and 1 to 4 tiles of 8 query rows.
+// For one cache type: layouts, padded head sizes, one warp or several for a stage.
 template <typename Cache>
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr PageForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, 1, kForm>(p, workspace, stream);
-    if constexpr (kMaxHeadSize <= 128) {
-      if (rows > 16) return launch_decode<Cache, kMaxHeadSize, 4, kForm>(p, workspace, stream);
-    }
-    launch_decode<Cache, kMaxHeadSize, 2, kForm>(p, workspace, stream);
+    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
+    launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
   const auto with_form = [&](auto form) {
     if (p.kv.head_size <= 64) return with_head_size(form, std::integral_constant<int, 64>{});
@@ -503,7 +591,7 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   };
   if (p.kv.layout != KvLayout::kVllm) {
     with_form(std::integral_constant<PageForm, PageForm::kRows>{});
-  } else if (p.kv.block_size <= 32) {
+  } else if (p.kv.block_size <= 16) {
     with_form(std::integral_constant<PageForm, PageForm::kPages>{});
   } else {
     with_form(std::integral_constant<PageForm, PageForm::kParts>{});

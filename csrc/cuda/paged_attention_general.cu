@@ -18,7 +18,7 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   const int query_alignment = element == 1 ? 4 : 2;  // elements
   // Room for two warps with two stages each, and for what they merge.
   const int padded = kv.head_size <= 64 ? 64 : kv.head_size <= 128 ? 128 : 256;
-  const int stage_bytes = 2 * padded * element * (!by_row && kv.block_size == 32 ? 32 : 16);
+  const int stage_bytes = 2 * padded * element * (padded <= 128 ? 32 : 16);
   if (4 * stage_bytes + 20 * 1024 > current_device_info().shared_memory_per_block) return false;
   return p.dtype != DType::kFloat32 && kv.block_size >= (element == 1 && !by_row ? 16 : 8) &&
          aligned16(kv.key) && aligned16(kv.value) && aligned(kv.key_block_stride) &&

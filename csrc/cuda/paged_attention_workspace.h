@@ -5,9 +5,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxDecodeSlots = 1920;      // items of a launch that has split segments
-constexpr int kMaxDecodeRowBytes = 16384;  // of all query rows of a segment: rows * head_size * 4
-constexpr int kMaxDecodeRows = 32;         // query rows of a segment
+constexpr int kMaxDecodeSlots = 8192;  // items of a launch that has split segments
 
 #if defined(__CUDACC__)
 struct DecodeWorkspace {
@@ -19,10 +17,10 @@ struct DecodeWorkspace {
 #endif
 
 constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 1) + 255) / 256 * 256;
-constexpr int64_t kDecodeStatsBytes = int64_t{kMaxDecodeSlots} * kMaxDecodeRows * 8;
-static_assert(kDecodeCounterBytes + kDecodeStatsBytes +
-                  int64_t{kMaxDecodeSlots} * kMaxDecodeRowBytes <=
-              kPagedAttentionWorkspaceBytes);
+// Of 65536 query rows: the rest has room for about as many where heads have 128 dimensions.
+constexpr int64_t kDecodeStatsBytes = int64_t{65536} * 8;
+constexpr int64_t kDecodeOutBytes =
+    kPagedAttentionWorkspaceBytes - kDecodeCounterBytes - kDecodeStatsBytes;
 
 // kPagedAttentionWorkspaceBytes, zeroed, which belong to a stream of the current device: made at
 // its first call (also while the stream is captured into a graph), kept as long as the process.

@@ -15,12 +15,20 @@ __device__ __forceinline__ void widen4(uint32_t bytes, uint32_t& low, uint32_t& 
 template <>
 __device__ __forceinline__ void widen4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
                                                       uint32_t& high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  // In this form no shift is needed for the upper half.
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+#else
   const __half2_raw a =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
   const __half2_raw b =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes >> 16), __NV_E4M3);
   low = a.x | static_cast<uint32_t>(a.y) << 16;
   high = b.x | static_cast<uint32_t>(b.y) << 16;
+#endif
 }
 
 // e5m2 is the upper byte of an fp16.
