@@ -81,14 +81,14 @@ class Batch:
             batch * case.query_len, heads, case.head_size, device="cuda", dtype=query_dtype
         )
         self.scale = case.head_size**-0.5
-        self.kv_scale = INT8_SCALE if case.cache == "int8" else 1.0
         self.keys, self.values = self._pool(shape, dtype, True), self._pool(shape, dtype, False)
         order = torch.randperm(batch * pages, device="cuda", dtype=torch.int32)
         self.block_tables = order.view(batch, pages)
         self.seq_lens = torch.full((batch,), pages * case.page, device="cuda", dtype=torch.int32)
         self.starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * case.query_len
         self.out = torch.empty_like(self.query)
-        self.kv_scales = torch.tensor([self.kv_scale], device="cuda")
+        scale = torch.tensor([INT8_SCALE if case.cache == "int8" else 1.0], device="cuda")
+        self.kv_scales = {"k_scale": scale, "v_scale": scale} if dtype.itemsize == 1 else {}
 
     def _pool(self, shape: tuple[int, ...], dtype: torch.dtype, key: bool) -> torch.Tensor:
         """Random values in the case's layout; one copy is drawn, the others repeat it."""
@@ -107,20 +107,19 @@ class Batch:
         return bits.expand(self.copies, *bits.shape).contiguous().view(dtype)
 
     def call(self, i: int) -> torch.Tensor:
-        scales = {} if self.case.cache in ("bf16", "fp16") else {"k_scale": self.kv_scales, "v_scale": self.kv_scales}  # fmt: skip
         several = {}
         if self.case.query_len > 1:
             several = {"query_start_loc": self.starts, "max_query_len": self.case.query_len}
         vllm_kernels.paged_attention(
             self.query, self.keys[i], self.values[i], self.block_tables, self.seq_lens,
-            scale=self.scale, layout=self.case.layout, out=self.out, **scales, **several,
+            scale=self.scale, layout=self.case.layout, out=self.out, **self.kv_scales, **several,
         )  # fmt: skip
         return self.out
 
     def error(self) -> float:
         some = min(4, self.seq_lens.size(0))
         tokens = some * self.case.query_len
-        scales = {"k_scale": self.kv_scales.cpu(), "v_scale": self.kv_scales.cpu()} if self.case.cache not in ("bf16", "fp16") else {}  # fmt: skip
+        scales = {name: scale.cpu() for name, scale in self.kv_scales.items()}
         tables = self.block_tables[:some].long()
         keys, values = self.keys[0][tables.flatten()].cpu(), self.values[0][tables.flatten()].cpu()
         local = torch.arange(tables.numel(), dtype=torch.int32).view(tables.shape)

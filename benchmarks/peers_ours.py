@@ -1,6 +1,7 @@
 """Our ops for the side-by-side runs of ../shared/peers (its README names the protocol).
 
-DECODE[name] = (layout, prepare), PREFILL[name] = prepare; prepare(w) -> f(i) -> out. SMALL[op][name] = make(ns) -> f(i).
+DECODE[name] = (layout, prepare), PREFILL[name] = prepare; prepare(w) -> f(i) -> out.
+SMALL[op][name] = make(ns) -> f(i).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _decode(version: int):
     return prepare
 
 
-def _paged_attention(layout: str):
-    """paged_attention on the peers' workload `w`."""
+def _paged_attention(layout: str, early_pages: bool = False, writes: bool = False):
+    """paged_attention on the peers' workload `w`; `writes`: behind its last tokens' writer."""
 
     def prepare(w):
         keys, values = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
@@ -54,11 +55,22 @@ def _paged_attention(layout: str):
                 [v.view(torch.float8_e4m3fn) for v in values],
             )
         out = torch.empty_like(w.q)
+        if writes:  # what lies there is written again
+            at = (w.lens - 1).long()
+            blocks, offsets = w.bt.long().gather(1, at[:, None] // 16)[:, 0], at % 16
+            slots, one = blocks * 16 + offsets, torch.ones(1, device="cuda")
+            last = [
+                (k[blocks, :, :, offsets].reshape(w.B, w.KH, -1), v[blocks, :, :, offsets])
+                for k, v in zip(keys, values, strict=True)
+            ]
 
         def call(i):
+            if writes:
+                vk.reshape_and_cache(*last[i], keys[i], values[i], slots, w.kv, one, one)
             vk.paged_attention(
-                w.q, keys[i], values[i], w.bt, w.lens, scale=w.scale, layout=layout, out=out
-            )
+                w.q, keys[i], values[i], w.bt, w.lens, scale=w.scale, layout=layout, out=out,
+                early_pages=early_pages,
+            )  # fmt: skip
             return out
 
         return call
@@ -166,6 +178,8 @@ DECODE = {
     "ours_v1": ("vl", _decode(1)),
     "ours_v2": ("vl", _decode(2)),
     "ours_pa": ("vl", _paged_attention("vllm")),
+    "ours_pa_early": ("vl", _paged_attention("vllm", early_pages=True)),
+    "ours_write_pa": ("vl", _paged_attention("vllm", writes=True)),
     "ours_pa_hnd": ("hnd", _paged_attention("HND")),
     "ours_pa_nhd": ("nhd", _paged_attention("NHD")),
 }

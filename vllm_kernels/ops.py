@@ -456,6 +456,8 @@ def paged_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
+    split_tokens: int = 0,
+    early_pages: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of any query tokens to the pages of their sequences.
 
@@ -500,6 +502,14 @@ def paged_attention(
         workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
             one that belongs to the current stream. Calls that run at the same time need one each,
             as the default gives them, but for graphs captured on one stream and replayed on two.
+        split_tokens: 0 cuts sequences into pieces as suits the batch. Else a piece has at most
+            about this many tokens (2048, say) whatever else is in the batch: a sequence's result is
+            then the same bit for bit in every batch called with the same max_query_len
+            (batch-invariant mode). On CUDA the workspace bounds the pieces: slice block_tables to
+            the longest sequence. A CPU then leaves sequences uncut.
+        early_pages: lets CUDA read tables, lengths and pages while the kernel before is still
+            running. Only for callers who know that neither that kernel nor the one before it writes
+            any of them: not behind the cache writer of the same layer.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
@@ -522,7 +532,7 @@ def paged_attention(
     _paged_attention(
         out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
         alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
-        workspace,
+        workspace, split_tokens, early_pages,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

@@ -58,7 +58,7 @@ class Segments {
   int64_t seq_units() {
     if (units_ == 0) {
       length_ = row_length(work_.params, seq_);
-      units_ = length_ == 0 ? 1 : (length_ + work_.unit_tokens - 1) / work_.unit_tokens;
+      units_ = length_ == 0 ? 1 : (int64_t{length_} + work_.unit_tokens - 1) / work_.unit_tokens;
     }
     return static_cast<int64_t>(units_) * work_.params.kv.num_kv_heads * work_.chunks;
   }

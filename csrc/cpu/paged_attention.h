@@ -34,6 +34,7 @@ struct PagedAttentionMerge {
 
 constexpr int32_t kMaxHeads = 64;                  // query heads of a row
 constexpr int32_t kUnitTokens = 128;               // without partitions
+constexpr int32_t kUncut = 1 << 30;                // tokens: a row is one unit
 constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 
 // The query token of a sequence, which has at most one; -1 where it has none.
@@ -53,7 +54,9 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
   PagedAttentionWork work{.params = p,
                           .heads_per_row = group < kMaxHeads ? group : kMaxHeads,
                           .chunks = (group + kMaxHeads - 1) / kMaxHeads,
-                          .unit_tokens = p.partition_size > 0 ? p.partition_size : kUnitTokens,
+                          .unit_tokens = p.partition_size > 0 ? p.partition_size
+                                         : p.split_tokens > 0 ? kUncut
+                                                              : kUnitTokens,
                           .tasks = 1,
                           .units = 0,
                           .partials = nullptr};

@@ -57,9 +57,8 @@ class GeneralAttention {
   void run(const AttentionTile& tile, int64_t begin, int64_t end) {
     const bool starts = tile.first_unit >= begin, ends = tile.first_unit + tile.units <= end;
     const int64_t skipped = starts ? 0 : begin - tile.first_unit;
-    const int64_t first = tile.begin + skipped * kGeneralUnitTokens;
-    const int64_t last =
-        ends ? tile.end : tile.begin + (end - tile.first_unit) * kGeneralUnitTokens;
+    const int64_t first = tile.begin + skipped * work_.unit_tokens;
+    const int64_t last = ends ? tile.end : tile.begin + (end - tile.first_unit) * work_.unit_tokens;
     begin_tile(tile);
     for (int64_t token = first; token < last; token += kPieceTokens) {
       const int64_t next = token + kPieceTokens;

@@ -1,7 +1,7 @@
 // How the general kernel of paged attention on the CPU is cut into tasks.
 //
 // A tile is a few query tokens of one sequence with the query heads of one KV head: up to
-// kTileRows rows that share the K and V they see. What a tile sees is cut in units of kUnitTokens
+// kTileRows rows that share the K and V they see. What a tile sees is cut in units of unit_tokens
 // tokens. All units of the batch, tile after tile, are dealt to the tasks in equal contiguous runs.
 // A task writes the tiles that lie wholly inside its run; of a tile that crosses its borders it
 // leaves a partial result, at most one at the front of its run and one at the back, and a second
@@ -15,6 +15,7 @@ namespace vllm_kernels::cpu {
 
 constexpr int32_t kTileRows = 64;
 constexpr int32_t kGeneralUnitTokens = 128;
+constexpr int32_t kGeneralUncut = 1 << 30;       // tokens: a tile is one unit
 constexpr int64_t kGeneralTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 
 struct GeneralAttentionWork {
@@ -22,6 +23,7 @@ struct GeneralAttentionWork {
   int32_t heads_per_tile;
   int32_t queries_per_tile;
   int32_t head_chunks;  // tiles a KV head needs for its group
+  int32_t unit_tokens;
   int32_t tasks = 1;
   int64_t units = 0;
   float* partials = nullptr;  // [tasks][2: front, back][rows][head_size + 2]: sum, max, sum of w v
@@ -80,7 +82,7 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
       tile.queries = smaller(work.queries_per_tile, range.count - query);
       tile.first_position = length - range.count + query;
       see(p, tile.first_position, tile.first_position + tile.queries - 1, tile);
-      tile.units = (tile.end - tile.begin + kGeneralUnitTokens - 1) / kGeneralUnitTokens;
+      tile.units = (int64_t{tile.end} - tile.begin + work.unit_tokens - 1) / work.unit_tokens;
       if (tile.units == 0) tile.units = 1;
       const int64_t skipped = begin > unit ? (begin - unit) / tile.units : 0;
       for (int64_t row = skipped; row < rows; ++row) {
@@ -115,6 +117,7 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   work.queries_per_tile = smaller(kTileRows / work.heads_per_tile, p.max_query_len);
   if (work.queries_per_tile < 1) work.queries_per_tile = 1;
   work.head_chunks = (group + kTileRows - 1) / kTileRows;
+  work.unit_tokens = p.split_tokens > 0 ? kGeneralUncut : kGeneralUnitTokens;
   work.tasks = 1;
   int64_t tokens = 0;
   work.units = for_each_tile(work, 0, INT64_MAX,

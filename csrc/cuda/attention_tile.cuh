@@ -48,7 +48,7 @@ constexpr float kMaximumSlack = 8.0f;
 
 // How pages lie in a stage.
 struct TileLayout {
-  int page_tokens;  // 8 or 16
+  int page_tokens;  // 8, 16 or 32
   int page_stride;  // bytes from one page's K to the next
   int page_bytes;   // bytes from one page's V to the next
   int key_step;     // bytes from the K of 16 tokens to that of the next 16

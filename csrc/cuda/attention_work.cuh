@@ -9,7 +9,8 @@
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
 // grows when others are done: long segments are split in pieces of a quarter of a block's share,
 // and items of long sequences come first, so that what comes last is short. How a segment is split
-// follows from seq_lens alone, so a batch gives the same result every time.
+// follows from seq_lens alone, so a batch gives the same result every time. With split_tokens it
+// follows from the segment's own length alone: any batch gives the same result.
 //
 // Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
@@ -35,6 +36,12 @@ struct WorkShape {
 constexpr int kLeastTokens = 1024;
 constexpr int kPiecesPerBlock = 4;
 constexpr int kLengthClasses = 4;  // sequences longer than 1/2, 1/4, 1/8 of the longest; the rest
+
+// Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
+__host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
+  const int stages = p.split_tokens >> stage_shift;
+  return stages > 0 ? stages : 1;
+}
 
 struct SequenceWork {
   int seq_len;      // tokens
@@ -90,7 +97,8 @@ class WorkPlan {
   // All lanes of a warp.
   __device__ __forceinline__ WorkPlan(const PagedAttentionParams& p, const WorkShape& shape,
                                       int lane)
-      : rounds_((p.num_seqs + 31) / 32) {
+      : rounds_((p.num_seqs + 31) / 32),
+        split_(p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0) {
     uint32_t stages = 0, segments = 0, longest = 0, items = 0;
 #pragma unroll 1
     for (int i = 0; i < 2 * rounds_; ++i) {  // all rounds twice: the sums, then the items
@@ -187,6 +195,7 @@ class WorkPlan {
     if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq);
   }
   __device__ __forceinline__ int pieces_of_lane() const {
+    if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
     return max(1, static_cast<int>(static_cast<float>(work_.stages) * pieces_a_stage_));
   }
   // Of one KV head.
@@ -215,6 +224,7 @@ class WorkPlan {
   }
 
   int rounds_;
+  int split_;             // stages of a piece where the caller gives them, else 0
   SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split
   uint32_t longest_;      // stages

@@ -36,6 +36,11 @@ struct RowMaps {
   CUtensorMap key, value;
 };
 
+// Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
+// bytes would be slow to copy.
+template <typename Cache, int kTokens>
+constexpr int kPartTokens = sizeof(Cache) == 1 ? kTokens : 16;
+
 // kTokens: of a stage, 16 or 32.
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
@@ -270,37 +275,40 @@ class KvRing {
 #endif
   }
 
-  // Tokens of a longer page of layout vllm, as pages of 16 tokens.
+  // Tokens of a longer page of layout vllm, as pages of kPart tokens.
   __device__ __forceinline__ void copy_parts(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                              int32_t block, bool good) {
+    constexpr int kPart = kPartTokens<Cache, kTokens>;
     const int token = first_token_ & (1 << layout_.page_shift) - 1;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    // A lane copies K or V of 16 tokens.
+    // A lane copies K or V of one part.
     const bool is_value = lane_ & 1;
     const int part = lane_ >> 1;
-    if (lane_ == 0) barrier_expect(barrier, good ? layout_.page_bytes * (kTokens / 8) : 0);
-    if (good && part < kTokens / 16) {
+    constexpr int kParts = kTokens / kPart;
+    if (lane_ == 0) barrier_expect(barrier, good ? layout_.page_bytes * 2 * kParts : 0);
+    if (good && part < kParts) {
       bulk_copy_box(stage + (is_value ? part * layout_.page_bytes
                                       : layout_.key_offset + part * layout_.page_stride),
                     is_value ? &maps_.value : &maps_.key,
-                    (token + 16 * part) * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0,
+                    (token + kPart * part) * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0,
                     kv_head_, block, barrier, policy_);
     }
 #else
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
-    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // of 16 bytes, of a row of V
-    const int chunks = good ? kv.head_size * kChunks : 0;  // of K, and of V
+    constexpr int kChunks = kTokens * sizeof(Cache) / 16;    // of 16 bytes, of a row of V
+    constexpr int kPartChunks = kPart * sizeof(Cache) / 16;  // of those in one part
+    const int chunks = good ? kv.head_size * kChunks : 0;    // of K, and of V
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
+      copy16_async(stage + layout_.key_offset + t / kPart * layout_.page_stride +
+                       (chunk * kPart + t % kPart) * 16,
+                   key + chunk * kv.key_chunk_stride * kBytes + t * 16);
+      const int d = i / kChunks, at = i % kChunks;
       copy16_async(
-          stage + layout_.key_offset + t / 16 * layout_.page_stride + (chunk * 16 + t % 16) * 16,
-          key + chunk * kv.key_chunk_stride * kBytes + t * 16);
-      const int d = i / kChunks, part = i % kChunks;
-      copy16_async(stage + part / static_cast<int>(kBytes) * layout_.page_bytes +
-                       (d * static_cast<int>(kBytes) + part % static_cast<int>(kBytes)) * 16,
-                   value + d * kv.value_dim_stride * kBytes + part * 16);
+          stage + at / kPartChunks * layout_.page_bytes + (d * kPartChunks + at % kPartChunks) * 16,
+          value + d * kv.value_dim_stride * kBytes + at * 16);
     }
     arrive_copies(barrier);
 #endif

@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  wait_for_predecessor();
+  if (!p.early_pages) wait_for_predecessor();
 
   WorkPlan<!kTeam> plan(p, shape.work, lane);
   const uint32_t count = plan.items();
@@ -247,6 +247,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
 #pragma unroll 1
       for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
     }
+    // What the predecessor may be writing, the workspace included, is touched from here on only.
+    if (!merges && p.early_pages) wait_for_predecessor();
 
     if (merges) {
       const WorkItem& item = items[last];
@@ -272,9 +274,9 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
 #pragma unroll 1
       for (int first = 0; first < most; first += merge_rows) {
         __syncthreads();  // nobody reads results any more
-        tile.store(first, min(merge_rows, rows.count - member * warp_rows - first),
-                   results + warp * merge_rows * pitch, pitch, warp_stats + warp * merge_rows,
-                   lane);
+        const int own_rows = max(0, rows.count - member * warp_rows - first);
+        tile.store(first, min(merge_rows, own_rows), results + warp * merge_rows * pitch, pitch,
+                   warp_stats + warp * merge_rows, lane);
         __syncthreads();
         each_row(first, [&](int of, int row) {
           RowState state;
@@ -327,7 +329,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
     const auto load_query = [&](auto tag) {
       using Query = decltype(tag);
       const auto start = [&](int row) -> const Query* {
-        if (first_row + row >= rows.count) return nullptr;
+        if (first_row + row >= rows.count || row >= warp_rows) return nullptr;
         const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
         return static_cast<const Query*>(p.query) +
                (item.sequence.first_query + place.token) * p.query_stride +
@@ -463,9 +465,9 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
       CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// Pages of layout vllm, in boxes of 16 tokens of a head: K as (token * 16 bytes, chunk, KV head,
+// Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
 // block), V as (token, dimension, KV head, block).
-inline RowMaps part_maps(const PagedKv& kv) {
+inline RowMaps part_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
   return {
@@ -474,15 +476,16 @@ inline RowMaps part_maps(const PagedKv& kv) {
                         unsign(kv.num_blocks)},
                        {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
                         unsign(kv.key_block_stride * bytes)},
-                       {16 * 8, static_cast<cuuint32_t>(chunks), 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
-      .value = cache_map(
-          kv.value,
-          {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
-           unsign(kv.num_blocks)},
-          {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
-           unsign(kv.value_block_stride * bytes)},
-          {static_cast<cuuint32_t>(8 * bytes), static_cast<cuuint32_t>(kv.head_size), 1, 1},
-          CU_TENSOR_MAP_SWIZZLE_NONE)};
+                       {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
+                       CU_TENSOR_MAP_SWIZZLE_NONE),
+      .value = cache_map(kv.value,
+                         {unsign(kv.block_size * bytes / 2), unsign(kv.head_size),
+                          unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+                         {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+                          unsign(kv.value_block_stride * bytes)},
+                         {static_cast<cuuint32_t>(tokens * bytes / 2),
+                          static_cast<cuuint32_t>(kv.head_size), 1, 1},
+                         CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
@@ -502,7 +505,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
   constexpr int kStageShift = kTokens == 32 ? 5 : 4;
   ring.split_shift = std::max(0, kStageShift - ring.page_shift);
-  shape.tile.page_tokens = std::min(kv.block_size, 16);
+  shape.tile.page_tokens =
+      kForm == PageForm::kParts ? kPartTokens<Cache, kTokens> : std::min(kv.block_size, 16);
   ring.page_bytes = kv.head_size * shape.tile.page_tokens * kBytes;
   ring.page_stride = kMaxHeadSize * shape.tile.page_tokens * kBytes;
   shape.tile.page_stride = ring.page_stride;
@@ -510,8 +514,9 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   if (kByRow) {
     shape.tile.key_step = shape.tile.value_step = 16 * kColumnBytes;
   } else {
-    shape.tile.key_step = ring.page_stride * 16 / shape.tile.page_tokens;
-    shape.tile.value_step = ring.page_bytes * 16 / shape.tile.page_tokens;
+    const bool within = shape.tile.page_tokens == 32;  // the next 16 tokens are in the same page
+    shape.tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / shape.tile.page_tokens;
+    shape.tile.value_step = within ? 16 * kBytes : ring.page_bytes * 16 / shape.tile.page_tokens;
   }
   ring.columns = row_columns(kv.head_size, kBytes);
   // V's products read past the head size, too: what comes then is the same stage's K.
@@ -562,6 +567,21 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
                     std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
                               (kDecodeOutBytes / (kv.head_size * 4)) >> row_shift})),
                 .group_divisor = FastDivisor(group)};
+  if (p.split_tokens > 0) {
+    // The lengths are not known here: whether all pieces have a slot follows from the tables.
+    const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * kv.block_size);
+    const int64_t stages = (tokens >> kStageShift) + 2;  // a window may begin inside of one
+    const int64_t step = split_stages(p, kStageShift);
+    const int64_t chunks = ((int64_t{p.num_tokens} * group) >> row_shift) + p.num_seqs;
+    const int64_t pieces = (stages + step - 1) / step * chunks * kv.num_kv_heads;
+    if (pieces > shape.work.slots && stages > step) {
+      throw std::runtime_error(
+          "paged_attention: split_tokens: block_tables has room for sequences of " +
+          std::to_string(tokens) + " tokens, up to " + std::to_string(pieces) +
+          " pieces, and the workspace holds " + std::to_string(shape.work.slots) +
+          ": use a longer split, or slice block_tables to the longest sequence");
+    }
+  }
   RowMaps maps = {};
   if (kForm == PageForm::kRows && device.compute_capability >= 90) {
     maps.key =
@@ -569,7 +589,9 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     maps.value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
                          kv.value_block_stride, kTokens);
   }
-  if (kForm == PageForm::kParts && device.compute_capability >= 90) maps = part_maps(kv);
+  if (kForm == PageForm::kParts && device.compute_capability >= 90) {
+    maps = part_maps(kv, kPartTokens<Cache, kTokens>);
+  }
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
                 stream, p, shape, maps, workspace);
 }

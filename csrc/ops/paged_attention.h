@@ -74,6 +74,10 @@ struct PagedAttentionParams {
   const float* sinks = nullptr;              // [num_heads] logits, or null
   int32_t sliding_window = 0;                // tokens a query token sees, itself included; 0: all
   float softcap = 0.0f;                      // 0: none
+  // Tokens of a piece of a sequence, at most, whatever the batch; 0: cut as suits the batch. (The
+  // CPU then does not cut a row at all.)
+  int32_t split_tokens = 0;
+  bool early_pages = false;  // CUDA: pages, tables and lengths are read before the predecessor ends
 };
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.

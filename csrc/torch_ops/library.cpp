@@ -51,7 +51,8 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "paged_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key_cache, "
       "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
       "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
-      "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace) -> ()");
+      "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
+      "int split_tokens=0, bool early_pages=False) -> ()");
   library.def(
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");

@@ -179,7 +179,7 @@ void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor
                      std::optional<Tensor> alibi_slopes, int64_t sliding_window, double softcap,
                      std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
                      std::optional<Tensor> v_scale, Text layout, int64_t max_query_len,
-                     std::optional<Tensor> workspace) {
+                     std::optional<Tensor> workspace, int64_t split_tokens, bool early_pages) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
@@ -188,6 +188,10 @@ void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor
   check_sizes(queries, kv);
   set_scales(expect, kv, k_scale, v_scale);
   check_numbers(expect, sliding_window, softcap, max_query_len);
+  if (split_tokens < 0) {
+    expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
+                std::to_string(split_tokens));
+  }
   const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads);
   std::optional<Argument> scratch;
@@ -240,7 +244,9 @@ void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor
       .lse = queries.lse ? queries.lse->as<float>() : nullptr,
       .sinks = sink_logits,
       .sliding_window = window,
-      .softcap = static_cast<float>(softcap)};
+      .softcap = static_cast<float>(softcap),
+      .split_tokens = at_most_int32(split_tokens),
+      .early_pages = early_pages};
   compute(params, query, scratch ? &*scratch : nullptr);
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import raises
@@ -123,3 +125,33 @@ def test_bad_rows_are_contained(layout):
         )
         assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
         assert not got[1].isnan().any()
+
+
+def test_split_tokens_need_slots():
+    """Whether every piece has one follows from the table's width: lengths are on the device."""
+    case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(split_tokens=16)
+    case.run()
+    wide = torch.zeros(2, 1 << 20, dtype=torch.int32, device="cuda")
+    wide[:, : case.block_tables.shape[1]] = case.block_tables
+    with raises(
+        r"paged_attention: split_tokens: block_tables has room for sequences of 16777216 tokens, "
+        r"up to \d+ pieces, and the workspace holds \d+: use a longer split, or slice block_tables "
+        r"to the longest sequence"
+    ):
+        replace(case, block_tables=wide).run()
+
+
+@pytest.mark.parametrize("early_pages", [False, True], ids=["default", "early_pages"])
+def test_behind_a_kernel_that_writes_the_query(early_pages):
+    """Programmatic dependent launch: what the kernel before writes is read after it has ended."""
+    case = make_case("cuda", BF16, [900, 33, 4000], heads=8, kv_heads=2, head_size=128)
+    case = case.with_options(early_pages=early_pages)
+    query = case.query
+    weight = torch.ones(128, dtype=BF16, device="cuda")
+    normed = torch.empty_like(query)
+    vllm_kernels.rms_norm(normed, query, weight, 1e-6)
+    want = replace(case, query=normed.clone()).run()
+    for _ in range(20):
+        normed.fill_(float("nan"))
+        vllm_kernels.rms_norm(normed, query, weight, 1e-6)
+        assert torch.equal(replace(case, query=normed).run(), want)

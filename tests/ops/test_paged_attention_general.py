@@ -526,6 +526,34 @@ def test_two_runs_agree_bit_for_bit(device, dtype, layout):
     assert torch.equal(case.run(), case.run())
 
 
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [2, 3, 9, 40]], ids=["decode", "several"])
+def test_split_tokens_make_a_batch_invariant(device, dtype, layout, queries):
+    """A sequence alone gives bit for bit what it gives between others."""
+    lens = [3000, 45, 700, 1]
+    queries = [min(pair) for pair in zip(queries, lens, strict=True)]
+    case = make_case(device, dtype, lens, queries, heads=8, layout=layout)
+    plain = replace(case, max_query_len=max(queries))
+    case = plain.with_options(split_tokens=256)
+    got = case.run()
+    assert_right(plain, got)
+    first = 0
+    for seq, count in enumerate(queries):
+        rows = slice(first, first + count)
+        alone = replace(
+            case,
+            query=case.query[rows],
+            block_tables=case.block_tables[seq : seq + 1],
+            seq_lens=case.seq_lens[seq : seq + 1],
+        ).with_options(query_start_loc=case.query.new_tensor([0, count], dtype=torch.int32))
+        assert torch.equal(alone.run(), got[rows]), seq
+        first += count
+
+
+def test_early_pages_change_nothing(device, dtype, layout):
+    case = make_case(device, dtype, [900, 3, 0, 77], heads=8, layout=layout)
+    assert torch.equal(case.with_options(early_pages=True).run(), case.run())
+
+
 @pytest.mark.parametrize("queries", [None, []], ids=["decode", "several"])
 def test_empty_batch(device, dtype, layout, queries):
     case = make_case(device, dtype, [], queries, layout=layout)
@@ -563,6 +591,8 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
          r"query: expected contiguous heads \(only the stride of num_tokens is free\), got shape"),
         ("vllm", {"query": q[:, :7]}, r"query: expected num_heads to be a multiple of num_kv_heads "
                                       r"= 2 \(from key_cache\), got shape \[3, 7, 64\]$"),
+        ("vllm", {"split_tokens": -1}, r"split_tokens: expected a number of tokens >= 0 \(0: as "
+                                       r"suits the batch\), got -1$"),
         ("flat", {}, r'layout: expected "vllm", "NHD" or "HND", got "flat"$'),
         ("NHD", {}, r"key_cache: expected shape \[num_blocks, block_size, num_kv_heads, head_size\]"
                     r", got shape"),
