@@ -46,8 +46,14 @@ PROMPTS = (
 )
 NUM_BEAMS = 4
 BLOCK_SIZE = 16
-USED_OPS = ("rms_norm", "rotary_embedding", "silu_and_mul", "reshape_and_cache", "copy_blocks")
-"""Beside one of the two paged attentions."""
+USED_OPS = (
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "reshape_and_cache",
+    "paged_attention",
+    "copy_blocks",
+)
 
 
 class DemoError(Exception):
@@ -268,8 +274,6 @@ def _differences(
 
 def _missing_calls(counter: OpCounter) -> list[str]:
     problems = [f"{op}: was never called" for op in USED_OPS if counter.ours(op) == 0]
-    if counter.ours("paged_attention_v1") + counter.ours("paged_attention_v2") == 0:
-        problems.append("paged_attention_v1 or _v2: was never called")
     for name, calls in counter.torch_attention().items():
         problems.append(f"{name}: torch's attention was called {calls} times")
     return problems
@@ -318,6 +322,5 @@ def _print_table(
 
 
 def _print_calls(console: Console, counter: OpCounter) -> None:
-    ops = [*USED_OPS, "paged_attention_v1", "paged_attention_v2"]
-    calls = ", ".join(f"{op} {counter.ours(op)}" for op in ops if counter.ours(op))
+    calls = ", ".join(f"{op} {counter.ours(op)}" for op in USED_OPS if counter.ours(op))
     console.print(f"calls: {calls}; torch attention {sum(counter.torch_attention().values())}")

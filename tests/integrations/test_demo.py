@@ -28,7 +28,7 @@ def test_demo_from_the_command_line() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every token equals transformers'" in done.stdout
-    for op in (*USED_OPS, "paged_attention_v1", "torch attention 0"):
+    for op in (*USED_OPS, "torch attention 0"):
         assert op in done.stdout, op
 
 
@@ -41,11 +41,11 @@ def test_demo_continues_prompts(device: str, capsys: pytest.CaptureFixture[str])
         assert printed.count(prompt) == 2  # greedy and beams
 
 
-def _wrong_attention(out: torch.Tensor, *arguments: Any) -> None:
+def _wrong_attention(*arguments: Any, **options: Any) -> torch.Tensor:
     """The kernel, forgetting the last token of longer sequences."""
-    changed = list(arguments)
-    changed[6] = torch.where(changed[6] > 8, changed[6] - 1, changed[6])  # seq_lens
-    vllm_kernels.ops.paged_attention_v1(out, *changed)
+    *tensors, lens = arguments
+    lens = torch.where(lens > 8, lens - 1, lens)
+    return vllm_kernels.ops.paged_attention(*tensors, lens, **options)
 
 
 def _wrong_copy(*arguments: Any) -> None:
@@ -70,7 +70,7 @@ def _also_torch_attention(out: torch.Tensor, gate_up: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("op", "replacement", "complaint"),
     [
-        ("paged_attention_v1", _wrong_attention, "expected"),
+        ("paged_attention", _wrong_attention, "expected"),
         ("copy_blocks", _wrong_copy, "4 beams"),
         ("silu_and_mul", _torch_silu_and_mul, "silu_and_mul: was never called"),
         ("silu_and_mul", _also_torch_attention, "torch's attention was called"),

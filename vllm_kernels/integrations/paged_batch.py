@@ -12,9 +12,6 @@ from torch import Tensor
 import vllm_kernels
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
 
-PARTITION_SIZE = 512  # tokens, of paged_attention_v2
-_V1_LONGEST = 8192
-_V1_FULL_GRID = 512
 HEAD_SIZES = range(32, 257, 8)
 BLOCK_SIZES = (8, 16, 32)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,34 +149,14 @@ class PagedBatch:
             [rows, columns, heads, head_size]; zeros at padding.
         """
         batch_size, num_heads, num_columns, head_size = query.shape
-        query = _token_major(query)
-        out = torch.empty_like(query)
-        arguments = (
-            query,
+        out = vllm_kernels.paged_attention(
+            _token_major(query),
             self.key_caches[layer],
             self.value_caches[layer],
-            self.num_kv_heads,
-            scale,
             self._block_tables,
             self._seq_lens,
-            self.block_size,
-            self._max_seq_len,
-            None,
-            "auto",
-            self._one,
-            self._one,
+            scale=scale,
         )
-        partitions = -(-self._max_seq_len // PARTITION_SIZE)
-        # vLLM's choice: v2 where v1 would leave the GPU idle, or the sequence is very long.
-        if self._max_seq_len <= _V1_LONGEST and (
-            partitions == 1 or len(query) * num_heads > _V1_FULL_GRID
-        ):
-            vllm_kernels.paged_attention_v1(out, *arguments)
-        else:
-            exp_sums = torch.empty(len(query), num_heads, partitions, device=query.device)
-            max_logits = torch.empty_like(exp_sums)
-            partial = query.new_empty(len(query), num_heads, partitions, head_size)
-            vllm_kernels.paged_attention_v2(out, exp_sums, max_logits, partial, *arguments)
         return out.view(batch_size, num_columns, num_heads, head_size)
 
     # What happens to whole sequences between passes.
@@ -278,7 +255,6 @@ class PagedBatch:
             slot_mapping = torch.full((len(is_token),), -1)
             slot_mapping[is_token] = buffers.slot_mapping[:num_tokens]
             block_tables = block_tables.repeat_interleave(num_columns, 0)
-        self._max_seq_len = max(int(seq_lens.max()), 1)
         self._seq_lens = seq_lens.to(self.device)
         self._slot_mapping = slot_mapping.to(self.device)
         self._block_tables = block_tables.to(self.device)
