@@ -1,12 +1,13 @@
-"""Markdown tables of RESULTS.md from what ../shared/peers/bench.py and small.py write (--out).
+"""Markdown tables of RESULTS.md from what the kit's bench.py, prefill.py and small.py write.
 
-python -m benchmarks.tables decode.json|small.json [...]
+python -m benchmarks.tables decode.json|prefill.json|small.json [...]
 """
 
 import json
 import sys
 
 CEILING = 4.34e12  # bytes/s of a plain read (../shared/PEERS.md)
+OTHER_MODES = ("ours_pa_early", "ours_write_pa")
 
 
 def row(cells):
@@ -32,7 +33,8 @@ def decode_table(rows):
     for workload in dict.fromkeys(r["wl"] for r in rows):
         us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and "us" in r}
         kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
-        best = min((us[p] for p in ours if p in us), default=None)
+        # In the default mode: not early, and without the cache writer's time.
+        best = min((us[p] for p in ours if p in us and p not in OTHER_MODES), default=None)
         peer = min((us[p] for p in others if p in us), default=None)
         rate = kv / best * 1e6 if best else 0
         lines.append(
@@ -46,6 +48,31 @@ def decode_table(rows):
                     f"{100 * rate / CEILING:.0f}",
                     *(f"{us[p]:.1f}" if p in us else "-" for p in others),
                     f"{peer / best:.2f}" if best and peer else "-",
+                ]
+            )
+        )
+    return lines
+
+
+def verify_table(rows):
+    """A row a workload with few query tokens: us of ours and of the peers, GB/s of ours."""
+    peers = list(dict.fromkeys(r["peer"] for r in rows))
+    lines = [row(["workload", "KV MB", *peers, "GB/s", "best peer / ours"])]
+    lines.append(row("---" for _ in range(len(peers) + 4)))
+    for workload in dict.fromkeys(r["wl"] for r in rows):
+        us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and r.get("ok")}
+        kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
+        peer = min(us[p] for p in us if not p.startswith("ours"))
+        times = [f"{us[p]:.1f}" if p in us else "-" for p in peers]
+        mine = us["ours_pa"]
+        lines.append(
+            row(
+                [
+                    workload,
+                    f"{kv / 1e6:.0f}",
+                    *times,
+                    f"{kv / mine / 1e3:.0f}",
+                    f"{peer / mine:.2f}",
                 ]
             )
         )
@@ -78,4 +105,6 @@ if __name__ == "__main__":
     for path in sys.argv[1:]:
         with open(path) as file:
             records = json.load(file)
-        print("\n".join(decode_table(records) if "wl" in records[0] else small_table(records)))
+        first = records[0]
+        table = verify_table if "maxq" in first else decode_table if "wl" in first else small_table
+        print("\n".join(table(records)))

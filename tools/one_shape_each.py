@@ -159,9 +159,10 @@ def general_attention() -> None:
                     call(query, key, value, tables, lens, layout=layout, return_lse=True)
                     query = torch.randn(15, 8, head_size, device=CUDA, dtype=dtype)
                     call(query, key, value, tables, lens, layout=layout, query_start_loc=starts)
-                    query = torch.randn(4, 32, head_size, device=CUDA, dtype=dtype)
-                    call(query, key, value, tables, lens, layout=layout, split_tokens=64)
-                    call(query, key, value, tables, lens, layout=layout, early_pages=True)
+                    if dtype == torch.bfloat16 and page == 16:
+                        query = torch.randn(4, 32, head_size, device=CUDA, dtype=dtype)
+                        call(query, key, value, tables, lens, layout=layout, split_tokens=64)
+                        call(query, key, value, tables, lens, layout=layout, early_pages=True)
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 

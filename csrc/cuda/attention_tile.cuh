@@ -255,53 +255,28 @@ struct AttentionTile {
     }
   }
 
-  // Writes zeros over V of a step's tokens that `tokens` lacks: whatever lies there must not reach
-  // a product, for 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_values(uint32_t value, uint32_t tokens,
-                                               const TileLayout& layout, int lane) const {
-#pragma unroll 1
-    for (int i = 0; i < kDepth; ++i) {
-      const uint32_t some = tokens >> 16 * i & 0xffffu;
-      if (some != 0xffffu) clear_16_values(value + i * layout.value_step, some, layout, lane);
-    }
-    fence_async_proxy();  // a bulk copy will write there
-    __syncwarp();
-  }
-  __device__ __forceinline__ void clear_16_values(uint32_t value, uint32_t tokens,
-                                                  const TileLayout& layout, int lane) const {
-    constexpr int kBytes = sizeof(Cache);
-    if constexpr (kRows) {
-      const int columns = row_columns(head_size, kBytes);
-#pragma unroll 1
-      for (int row = 0; row < 16; ++row) {
-        if (tokens >> row & 1) continue;
-        for (int column = 0; column < columns; ++column) {
-          store_shared(value + column * kColumnStride + row * kColumnBytes + lane * 4, 0);
-        }
-      }
-    } else {
-      constexpr int kTogether = 4 / kBytes, kWords = 16 / kTogether;  // tokens a word, words a row
-      const int first = lane % kWords * kTogether;
-      uint32_t keep = 0;
+  // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
+  // Bits to keep of what a lane loads of V of 16 tokens, of which those of `tokens` count.
+  static __device__ __forceinline__ void value_masks(uint32_t (&masks)[2], uint32_t tokens,
+                                                     int lane) {
 #pragma unroll
-      for (int t = 0; t < kTogether; ++t) {
-        if (tokens >> (first + t) & 1) keep |= ((1ull << (8 * kBytes)) - 1) << (8 * kBytes * t);
-      }
-      const uint32_t word = value + (first >= layout.page_tokens ? layout.page_bytes : 0) +
-                            (first & (layout.page_tokens - 1)) * kBytes;
-      if (keep != 0xffffffffu) {
-#pragma unroll 4
-        for (int d = lane / kWords; d < head_size; d += 32 / kWords) {
-          const uint32_t at = word + d * layout.page_tokens * kBytes;
-          store_shared(at, keep == 0 ? 0 : load_shared(at) & keep);
-        }
+    for (int i = 0; i < 2; ++i) {
+      masks[i] = 0;
+      if constexpr (kWide || kRows) {  // tokens 2j and 2j + 1 of the first 8, of the second 8
+        const uint32_t pair = tokens >> (lane % 4 * 2 + 8 * i);
+        masks[i] = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
+      } else {  // tokens 4j .. 4j + 3
+        const uint32_t four = tokens >> (lane % 4 * 4);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) masks[i] |= four >> t & 1 ? 0xffu << 8 * t : 0u;
       }
     }
   }
 
   // O^T += V^T P^T.
-  template <int kUsed>
-  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kUsed][2], uint32_t value) {
+  template <int kUsed, bool kMasked>
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kUsed][2], uint32_t value,
+                                             const uint32_t (&masks)[2]) {
     const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kUsed; ++tile) {
@@ -317,6 +292,10 @@ struct AttentionTile {
         load_transposed(loaded, from);
       } else {
         load_matrices(loaded, from);
+      }
+      if constexpr (kMasked) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) loaded[i] &= masks[kWide ? i / 2 : i % 2];
       }
       if constexpr (kWide) {
         multiply(k, loaded);
@@ -422,12 +401,23 @@ struct AttentionTile {
         weights[i][tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
       }
     }
+    uint32_t masks[2] = {};
+    if (plain) {
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) accumulate<kUsed>(weights[i], value + i * layout.value_step);
+      for (int i = 0; i < kDepth; ++i) {
+        accumulate<kUsed, false>(weights[i], value + i * layout.value_step, masks);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        value_masks(masks, tokens >> 16 * i, lane);
+        accumulate<kUsed, true>(weights[i], value + i * layout.value_step, masks);
+      }
+    }
   }
   // kTokens tokens, of which those of `tokens` count. adjust(score, tile, j, token) gives the
   // score that counts, in log2 units; it is asked only where `plain` is false.
-  // `plain`: all count. clear_values has written zeros over the V of those that do not.
+  // `plain`: all count.
   template <typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
                                        const Adjust& adjust, const TileLayout& layout, int lane) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -17,18 +18,22 @@ inline void check(cudaError_t error, const char* what) {
 // What the launchers ask about a device, read once per device.
 struct DeviceInfo {
   int multiprocessors = 0;
-  int compute_capability = 0;       // 90 for sm_90
+  // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
+  int architecture = 0;
   int shared_memory_per_block = 0;  // bytes, after opt-in
 };
 
 constexpr int kMaxDevices = 64;
+
+// Of the PTX that this library's kernels come from on the current device.
+int code_architecture();
 
 inline const DeviceInfo& current_device_info() {
   static DeviceInfo infos[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   DeviceInfo& info = infos[device % kMaxDevices];
-  if (info.compute_capability == 0) {  // idempotent: two threads may both fill it
+  if (info.architecture == 0) {  // idempotent: two threads may both fill it
     int major = 0, minor = 0, count = 0, shared = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attribute");
@@ -37,7 +42,7 @@ inline const DeviceInfo& current_device_info() {
           "attribute");
     info.multiprocessors = count;
     info.shared_memory_per_block = shared;
-    info.compute_capability = major * 10 + minor;
+    info.architecture = std::min(major * 10 + minor, code_architecture());
   }
   return info;
 }
@@ -75,7 +80,7 @@ inline unsigned grid_size(const char* op, int64_t blocks) {
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
 // refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
 // dependent launch), so every kernel launched here calls wait_for_predecessor() before it touches
-// memory.
+// memory. Code for older ones cannot wait, on whatever device it runs.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t shared_bytes, void* stream, Arguments&&... arguments) {
@@ -88,7 +93,7 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
   dependent[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = dependent;
-  config.numAttrs = current_device_info().compute_capability >= 90 ? 1 : 0;
+  config.numAttrs = current_device_info().architecture >= 90 ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) {

@@ -399,10 +399,6 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
       if (!plain) {
         if (first < begin) tokens &= begin - first < kTokens ? ~0u << (begin - first) : 0u;
         if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
-        if (tokens != 0 && tokens != Tile::kAllTokens) {
-          if (member == 0) tile.clear_values(ring.value(), tokens, shape.tile, lane);
-          if (kTeam && members > 1) named_barrier(1 + team, members * 32);
-        }
       }
       if (tokens != 0 && (!kTeam || tile.tiles > 0)) {
         tile.step(ring.key(), ring.value(), tokens, plain, adjust, shape.tile, lane);
@@ -583,13 +579,13 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     }
   }
   RowMaps maps = {};
-  if (kForm == PageForm::kRows && device.compute_capability >= 90) {
+  if (kForm == PageForm::kRows && device.architecture >= 90) {
     maps.key =
         row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride, kTokens);
     maps.value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
                          kv.value_block_stride, kTokens);
   }
-  if (kForm == PageForm::kParts && device.compute_capability >= 90) {
+  if (kForm == PageForm::kParts && device.architecture >= 90) {
     maps = part_maps(kv, kPartTokens<Cache, kTokens>);
   }
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
