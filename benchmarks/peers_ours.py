@@ -44,16 +44,19 @@ def _decode(version: int):
     return prepare
 
 
+def _caches(w, layout: str):
+    """K and V of each copy in `layout`, 8-bit ones as what they are."""
+    caches = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
+    if w.kv == "auto":
+        return caches
+    return tuple([copy.view(torch.float8_e4m3fn) for copy in cache] for cache in caches)
+
+
 def _paged_attention(layout: str, early_pages: bool = False, writes: bool = False):
     """paged_attention on the peers' workload `w`; `writes`: behind its last tokens' writer."""
 
     def prepare(w):
-        keys, values = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
-        if w.kv != "auto":
-            keys, values = (
-                [k.view(torch.float8_e4m3fn) for k in keys],
-                [v.view(torch.float8_e4m3fn) for v in values],
-            )
+        keys, values = _caches(w, layout)
         out = torch.empty_like(w.q)
         if writes:  # what lies there is written again
             at = (w.lens - 1).long()
@@ -82,9 +85,7 @@ def _several_tokens(layout: str):
     """paged_attention with several query tokens a sequence (the kit's prefill.py)."""
 
     def prepare(w):
-        keys, values = w.vl() if layout == "vllm" else w.hnd() if layout == "HND" else (w.k, w.v)
-        if w.kv != "auto":
-            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+        keys, values = _caches(w, layout)
         out = torch.empty_like(w.q)
 
         def call(i):

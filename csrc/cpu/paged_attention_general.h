@@ -9,13 +9,12 @@
 #pragma once
 #include <cstdint>
 
-#include "ops/paged_attention.h"
+#include "cpu/paged_attention.h"
 
 namespace vllm_kernels::cpu {
 
 constexpr int32_t kTileRows = 64;
 constexpr int32_t kGeneralUnitTokens = 128;
-constexpr int32_t kGeneralUncut = 1 << 30;       // tokens: a tile is one unit
 constexpr int64_t kGeneralTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 
 struct GeneralAttentionWork {
@@ -117,7 +116,7 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   work.queries_per_tile = smaller(kTileRows / work.heads_per_tile, p.max_query_len);
   if (work.queries_per_tile < 1) work.queries_per_tile = 1;
   work.head_chunks = (group + kTileRows - 1) / kTileRows;
-  work.unit_tokens = p.split_tokens > 0 ? kGeneralUncut : kGeneralUnitTokens;
+  work.unit_tokens = p.split_tokens > 0 ? kUncut : kGeneralUnitTokens;
   work.tasks = 1;
   int64_t tokens = 0;
   work.units = for_each_tile(work, 0, INT64_MAX,

@@ -30,11 +30,19 @@
 
 namespace vllm_kernels::cuda {
 
-// Where a stage's tokens come from: whole pages of layout vllm (up to 32 tokens), 16 tokens of a
-// longer page of it, or the rows of layouts NHD and HND.
+// Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
+// pages of it, or the rows of layouts NHD and HND.
 enum class PageForm { kPages, kParts, kRows };
 
 constexpr int kColumnBytes = 128;  // of a row
+
+// Of a stage of 16 or 32 tokens.
+template <int kTokens>
+constexpr int kStageShift = kTokens == 32 ? 5 : 4;  // log2
+template <int kTokens>
+constexpr int kColumnStride = kTokens * kColumnBytes;  // from one column to the next
+template <int kTokens>
+constexpr uint32_t kAllTokens = kTokens == 32 ? 0xffffffffu : 0xffffu;  // a bit each
 
 // Columns of a row.
 __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
@@ -59,8 +67,6 @@ struct TileLayout {
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
 struct AttentionTile {
   static constexpr int kTokens = 16 * kDepth;
-  static constexpr int kColumnStride = kTokens * kColumnBytes;  // from one column to the next
-  static constexpr uint32_t kAllTokens = kDepth == 2 ? 0xffffffffu : 0xffffu;
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
@@ -205,7 +211,7 @@ struct AttentionTile {
   }
   static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {
     const int chunk = kWide ? 2 * k : k;
-    return chunk / 8 * kColumnStride + (lane_chunk ^ (chunk % 8 * 16));
+    return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
   }
 
   // Of 16 tokens.

@@ -44,9 +44,6 @@ constexpr int kPartTokens = sizeof(Cache) == 1 ? kTokens : 16;
 // kTokens: of a stage, 16 or 32.
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
-  static constexpr int kColumnStride = kTokens * kColumnBytes;
-  static constexpr uint32_t kAllTokens = kTokens == 32 ? 0xffffffffu : 0xffffu;
-
  public:
   // mbarriers of a ring.
   static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
@@ -115,14 +112,14 @@ class KvRing {
     incomplete_ &= ~stage_bit;
     if (kShared || lanes != 0xffffffffu) {
       incomplete_ |= stage_bit;
-      uint32_t present = kAllTokens;
+      uint32_t present = kAllTokens<kTokens>;
       if (lanes != 0xffffffffu) {
         present = 0;
         const int page_tokens = min(1 << layout_.page_shift, kTokens);
 #pragma unroll 1
         for (int i = 0; i < pages; ++i) {
           if (lanes >> (kForm == PageForm::kRows ? 2 * i : i) & 1) {
-            present |= (kAllTokens >> (kTokens - page_tokens)) << i * page_tokens;
+            present |= (kAllTokens<kTokens> >> (kTokens - page_tokens)) << i * page_tokens;
           }
         }
       }
@@ -152,7 +149,7 @@ class KvRing {
   }
   __device__ __forceinline__ uint32_t present() const {
     return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4)
-                                                      : kAllTokens;
+                                                      : kAllTokens<kTokens>;
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
@@ -238,14 +235,14 @@ class KvRing {
                                             int page, int32_t block, bool good) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // A lane copies one column of K or V of one page.
-    const int shift = min(layout_.page_shift, kTokens == 32 ? 5 : 4);
+    const int shift = min(layout_.page_shift, kStageShift<kTokens>);
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.split_shift;
     const bool copies = good && column < layout_.columns;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, count * (kColumnBytes << shift));
     if (copies) {
-      bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride +
+      bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
                         page * (kColumnBytes << shift),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
@@ -266,7 +263,7 @@ class KvRing {
       const uint32_t to = stage + (is_value ? 0 : layout_.key_offset) + row * kColumnBytes;
       if (row_good && first_token_ + row < seq_len_) {
         for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
-          copy16_async(to + chunk / 8 * kColumnStride + ((chunk ^ row) % 8) * 16,
+          copy16_async(to + chunk / 8 * kColumnStride<kTokens> + ((chunk ^ row) % 8) * 16,
                        from + chunk * 16);
         }
       }

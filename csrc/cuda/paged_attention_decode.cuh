@@ -22,7 +22,7 @@ constexpr int kMaxDecodeWarps = 12;
 struct DecodeShape {
   WorkShape work;
   RingLayout ring;
-  TileLayout tile;    // forms kPages and kParts
+  TileLayout tile;
   int team_shift;     // log2 of the warps of a team
   int warp_shift;     // log2 of the query rows of a warp, at most
   int merge_rows;     // rows of a warp that are merged at a time: a thread has 4 dimensions of one
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
-  constexpr int kTokens = Tile::kTokens, kStageShift = kTokens == 32 ? 5 : 4;
+  constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
   using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
   extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
   __shared__ uint64_t barriers[kMaxDecodeWarps * Ring::kBarriers];
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
         items[now] = item;
         items_rows[now] = item_rows(shape.work, item);
       }
-      ring.start(p, kStageShift, item, item.sequence.first_stage + item.stage + team, teams,
+      ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                  max(0, item.stages - team + teams - 1) / teams);
 #pragma unroll 1
       for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
     };
 
     const int stages = in_register(item.stages);
-    first = (item.sequence.first_stage + item.stage + team) << kStageShift;
+    first = (item.sequence.first_stage + item.stage + team) << kShift;
     // Warp 0 asks for the next item before its last stage but one: late, so that no block holds
     // items back that others could start. The last of `count` calls brings the counter back to 0.
     const int asks_at =
@@ -394,8 +394,9 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
       uint32_t tokens = ring.present();
       // A team's stage before this one: by now all its warps have it behind them, almost surely.
       if (kTeam && i != team) ring.fill(p.kv);
-      const bool plain = tokens == Tile::kAllTokens && static_cast<uint32_t>(first - plain_begin) <=
-                                                           static_cast<uint32_t>(plain_extent);
+      const bool plain =
+          tokens == kAllTokens<kTokens> &&
+          static_cast<uint32_t>(first - plain_begin) <= static_cast<uint32_t>(plain_extent);
       if (!plain) {
         if (first < begin) tokens &= begin - first < kTokens ? ~0u << (begin - first) : 0u;
         if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
       if (tokens != 0 && (!kTeam || tile.tiles > 0)) {
         tile.step(ring.key(), ring.value(), tokens, plain, adjust, shape.tile, lane);
       }
-      first += teams << kStageShift;
+      first += teams << kShift;
       ring.release();
       if (!kTeam) ring.fill(p.kv);
       if (i == asks_at && lane == 0) {
@@ -490,7 +491,6 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const PagedKv& kv = p.kv;
   constexpr int kBytes = sizeof(Cache);
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kTeam>;
-  constexpr int kColumnStride = kTokens * kColumnBytes;
   constexpr bool kByRow = kForm == PageForm::kRows;
   DecodeShape shape;
   shape.fours = FastDivisor(kv.head_size / 4);
@@ -499,8 +499,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
   RingLayout& ring = shape.ring;
   ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  constexpr int kStageShift = kTokens == 32 ? 5 : 4;
-  ring.split_shift = std::max(0, kStageShift - ring.page_shift);
+  constexpr int kShift = kStageShift<kTokens>;
+  ring.split_shift = std::max(0, kShift - ring.page_shift);
   shape.tile.page_tokens =
       kForm == PageForm::kParts ? kPartTokens<Cache, kTokens> : std::min(kv.block_size, 16);
   ring.page_bytes = kv.head_size * shape.tile.page_tokens * kBytes;
@@ -516,9 +516,10 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   }
   ring.columns = row_columns(kv.head_size, kBytes);
   // V's products read past the head size, too: what comes then is the same stage's K.
-  ring.key_offset = kByRow ? ring.columns * kColumnStride : (kv.head_size * kBytes) << kStageShift;
-  const int key_bytes = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride
-                               : (kMaxHeadSize * kBytes) << kStageShift;
+  ring.key_offset =
+      kByRow ? ring.columns * kColumnStride<kTokens> : (kv.head_size * kBytes) << kShift;
+  const int key_bytes = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens>
+                               : (kMaxHeadSize * kBytes) << kShift;
   ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
 
   constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm>;
@@ -557,8 +558,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
   shape.work = {.group = group,
                 .row_shift = row_shift,
-                .stage_shift = kStageShift,
-                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kStageShift - 4)),
+                .stage_shift = kShift,
+                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
                 .slots = static_cast<int>(
                     std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
                               (kDecodeOutBytes / (kv.head_size * 4)) >> row_shift})),
@@ -566,8 +567,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   if (p.split_tokens > 0) {
     // The lengths are not known here: whether all pieces have a slot follows from the tables.
     const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * kv.block_size);
-    const int64_t stages = (tokens >> kStageShift) + 2;  // a window may begin inside of one
-    const int64_t step = split_stages(p, kStageShift);
+    const int64_t stages = (tokens >> kShift) + 2;  // a window may begin inside of one
+    const int64_t step = split_stages(p, kShift);
     const int64_t chunks = ((int64_t{p.num_tokens} * group) >> row_shift) + p.num_seqs;
     const int64_t pieces = (stages + step - 1) / step * chunks * kv.num_kv_heads;
     if (pieces > shape.work.slots && stages > step) {

@@ -59,7 +59,6 @@ class PagedBatch:
                 f"PagedCache: dtype: expected float32, float16 or bfloat16, got {dtype}"
             )
         self.manager = KVCacheManager(num_blocks, block_size)
-        self.num_kv_heads = num_kv_heads
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
