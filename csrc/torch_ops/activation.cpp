@@ -9,7 +9,8 @@ namespace {
 enum class GateIs { kFirstHalf, kSecondHalf };
 
 // out [..., d] = f(gate) * up; gate and up are the halves of input [..., 2 d].
-void gated(const char* op, Activation activation, GateIs gate, Tensor out, Tensor input) {
+void gated(const char* op, Activation activation, GateIs gate, const Tensor& out,
+           const Tensor& input) {
   Expect expect(op);
   const Argument x = expect.tensor("input", input).floating().rank(1, 8).inner_contiguous();
   if (x.size(-1) % 2 != 0) {
@@ -42,7 +43,7 @@ void gated(const char* op, Activation activation, GateIs gate, Tensor out, Tenso
 }
 
 // out = f(input), both [..., d].
-void plain(const char* op, Activation activation, Tensor out, Tensor input) {
+void plain(const char* op, Activation activation, const Tensor& out, const Tensor& input) {
   Expect expect(op);
   const Argument x = expect.tensor("input", input).floating().rank(1, 8).inner_contiguous();
   const Argument o =
@@ -71,26 +72,26 @@ void plain(const char* op, Activation activation, Tensor out, Tensor input) {
   launch(params, input);
 }
 
-void silu_and_mul(Tensor out, Tensor input) {
+void silu_and_mul(const Tensor& out, const Tensor& input) {
   gated("silu_and_mul", Activation::kSilu, GateIs::kFirstHalf, out, input);
 }
-void mul_and_silu(Tensor out, Tensor input) {
+void mul_and_silu(const Tensor& out, const Tensor& input) {
   gated("mul_and_silu", Activation::kSilu, GateIs::kSecondHalf, out, input);
 }
-void gelu_and_mul(Tensor out, Tensor input) {
+void gelu_and_mul(const Tensor& out, const Tensor& input) {
   gated("gelu_and_mul", Activation::kGelu, GateIs::kFirstHalf, out, input);
 }
-void gelu_tanh_and_mul(Tensor out, Tensor input) {
+void gelu_tanh_and_mul(const Tensor& out, const Tensor& input) {
   gated("gelu_tanh_and_mul", Activation::kGeluTanh, GateIs::kFirstHalf, out, input);
 }
 // The tanh form, under the names that Hugging Face gave two ways of writing it.
-void gelu_new(Tensor out, Tensor input) {
+void gelu_new(const Tensor& out, const Tensor& input) {
   plain("gelu_new", Activation::kGeluTanh, out, input);
 }
-void gelu_fast(Tensor out, Tensor input) {
+void gelu_fast(const Tensor& out, const Tensor& input) {
   plain("gelu_fast", Activation::kGeluTanh, out, input);
 }
-void gelu_quick(Tensor out, Tensor input) {
+void gelu_quick(const Tensor& out, const Tensor& input) {
   plain("gelu_quick", Activation::kGeluQuick, out, input);
 }
 

@@ -55,13 +55,13 @@ std::string device_text(int32_t type, int32_t index) {
   return "device type " + std::to_string(type);
 }
 
-int64_t span_elements(const Argument& a) {  // from the first element to past the last
+int64_t span_bytes(const Argument& a) {  // from the first element to past the last
   int64_t last = 0;
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (a.size(d) == 0) return 0;
     last += (a.size(d) - 1) * a.stride(d);
   }
-  return last + 1;
+  return (last + 1) * a.element_size();
 }
 
 }  // namespace
@@ -333,11 +333,9 @@ void Expect::same_or_apart(const Argument& out, const Argument& input) const {
 }
 
 bool Expect::overlap(const Argument& out, const Argument& input) const {
-  const int64_t out_bytes = span_elements(out) * out.element_size();
-  const int64_t input_bytes = span_elements(input) * input.element_size();
-  if (out_bytes == 0 || input_bytes == 0) return false;
   const int64_t gap = static_cast<const char*>(input.data()) - static_cast<const char*>(out.data());
-  if (gap >= out_bytes || -gap >= input_bytes) return false;
+  if (gap >= 0 ? gap >= span_bytes(out) : -gap >= span_bytes(input)) return false;
+  if (span_bytes(out) == 0 || span_bytes(input) == 0) return false;
   // Slices of one packed tensor interleave without touching: take a stride as pitch, of which all
   // larger strides of both are multiples, and look at where their rows lie within it.
   const auto row_bytes = [&](const Argument& a, int64_t pitch) {  // 0: pitch does not fit

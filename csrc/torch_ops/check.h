@@ -2,9 +2,8 @@
 // reaches Python as a RuntimeError with this text and nothing around it:
 //   rms_norm: weight: expected hidden_size = 64 (from input) at dimension 0, got shape [32]
 #pragma once
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -14,10 +13,9 @@
 
 #include "ops/dtype.h"
 #include "ops/rows.h"
+#include "torch_ops/schema_types.h"
 
 namespace vllm_kernels {
-
-using torch::stable::Tensor;
 
 // A size with a name: bound by the first tensor that shows it, required of every later one.
 struct Size {
@@ -97,7 +95,10 @@ class Argument {
 // What a call reads or writes, to keep something apart from.
 class Arguments {
  public:
-  void add(const Argument& argument) { arguments_[count_++] = argument; }
+  template <std::same_as<Argument>... Some>
+  void add(const Some&... arguments) {
+    ((arguments_[count_++] = arguments), ...);
+  }
   auto begin() const { return arguments_.begin(); }
   auto end() const { return arguments_.begin() + count_; }
 
@@ -139,26 +140,4 @@ class Expect {
   int32_t device_index_ = -1;
 };
 
-// A schema `str` argument. The stable header's std::string leaks its buffer at every call.
-struct Text {
-  std::string value;
-  operator std::string_view() const { return value; }
-};
-
 }  // namespace vllm_kernels
-
-namespace torch::stable::detail {
-template <>
-struct ToImpl<vllm_kernels::Text> {
-  static vllm_kernels::Text call(StableIValue value, uint64_t, bool) {
-    StringHandle handle = to<StringHandle>(value);
-    size_t length = 0;
-    const char* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-    vllm_kernels::Text text{std::string(data, length)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-    return text;
-  }
-};
-}  // namespace torch::stable::detail

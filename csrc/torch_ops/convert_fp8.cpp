@@ -7,7 +7,7 @@
 namespace vllm_kernels {
 namespace {
 
-void convert_fp8(Tensor output, Tensor input, double scale, Text kv_dtype) {
+void convert_fp8(const Tensor& output, const Tensor& input, double scale, const Text& kv_dtype) {
   Expect expect("convert_fp8");
   Argument o = expect.tensor("output", output).contiguous().written();
   Argument i = expect.tensor("input", input).contiguous();

@@ -48,8 +48,8 @@ void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num
   }
 }
 
-void copy_blocks(std::vector<Tensor> key_caches, std::vector<Tensor> value_caches,
-                 Tensor block_mapping) {
+void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                 const Tensor& block_mapping) {
   Expect expect("copy_blocks");
   expect.that(
       key_caches.size() == value_caches.size(),
@@ -100,7 +100,7 @@ void copy_blocks(std::vector<Tensor> key_caches, std::vector<Tensor> value_cache
 
 // torch calls the CUDA library when either tensor is on a GPU, and this library's CPU side when
 // both are on the CPU.
-void swap_blocks(Tensor src, Tensor dst, Tensor block_mapping) {
+void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
   Expect expect("swap_blocks");
   Argument from = expect.tensor_on_any_device("src", src).rank(2, 8);
   Argument to = expect.tensor_on_any_device("dst", dst).rank(2, 8).same_dtype(from).written();

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 #include "cuda/index_check.h"
@@ -13,6 +12,7 @@
 #include "cpu/kernels.h"
 #endif
 #include "torch_ops/index_check.h"
+#include "torch_ops/schema_types.h"
 
 namespace vllm_kernels {
 
@@ -28,9 +28,9 @@ inline cuda::Stream current_stream(int32_t device) {
 
 // On the current stream of the tensor's device.
 template <typename Params>
-void launch(const Params& params, const torch::stable::Tensor& on) {
+void launch(const Params& params, const Tensor& on) {
   if (cuda::check_mode()) raise_bad_index();
-  const int32_t device = on.get_device_index();
+  const int32_t device = on.device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   cuda::launch(params, current_stream(device));
 }
@@ -43,7 +43,7 @@ constexpr bool kOnCpu = true;
 
 // On torch's threads.
 template <typename Params>
-void launch(const Params& params, const torch::stable::Tensor&) {
+void launch(const Params& params, const Tensor&) {
   const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
   const int64_t tasks = kernel.num_tasks(params);
   if (tasks == 1) {

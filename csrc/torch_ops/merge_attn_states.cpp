@@ -6,8 +6,9 @@
 namespace vllm_kernels {
 namespace {
 
-void merge_attn_states(Tensor output, std::optional<Tensor> output_lse, Tensor prefix_output,
-                       Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) {
+void merge_attn_states(const Tensor& output, const std::optional<Tensor>& output_lse,
+                       const Tensor& prefix_output, const Tensor& prefix_lse,
+                       const Tensor& suffix_output, const Tensor& suffix_lse) {
   Expect expect("merge_attn_states");
   Size num_tokens("num_tokens"), num_heads("num_heads"), head_size("head_size");
   const Argument p = expect.tensor("prefix_output", prefix_output)

@@ -91,8 +91,11 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
            q.shape_text() + " with stride " + std::to_string(q.stride(1)) + " between heads");
   }
   const Argument o = expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
-  PagedKv kv = vllm_layout(expect, key_cache, value_cache, stored, kv_cache_dtype, sizes);
-  set_scales(expect, kv, k_scale, v_scale);
+  Argument v = expect.tensor("value_cache", value_cache);
+  Argument k = expect.tensor("key_cache", key_cache);
+  PagedKv kv = vllm_layout(k, v, stored, kv_cache_dtype, sizes);
+  Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
+  set_scales(kv, ks, vs);
   const Argument tables = expect.tensor("block_tables", block_tables)
                               .int32()
                               .shape({&num_seqs, &max_blocks})
@@ -124,13 +127,7 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
         std::to_string(sparse.tp_rank) + ", num_heads = " + std::to_string(num_heads) +
         ", step = " + std::to_string(sparse.head_sliding_step));
   }
-  touched.add(q);
-  touched.add(expect.tensor("key_cache", key_cache));
-  touched.add(expect.tensor("value_cache", value_cache));
-  touched.add(tables);
-  touched.add(lens);
-  touched.add(expect.tensor("k_scale", k_scale));
-  touched.add(expect.tensor("v_scale", v_scale));
+  touched.add(q, k, v, tables, lens, ks, vs);
   expect.apart(o, touched);
   touched.add(o);
   check_index(expect, lens, {.noun = "a length that fits block_tables", .high = table_tokens + 1});
@@ -162,12 +159,14 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
           .out_stride = num_heads * sizes.head_size};
 }
 
-void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value_cache,
-                        int64_t num_kv_heads, double scale, Tensor block_tables, Tensor seq_lens,
-                        int64_t block_size, int64_t max_seq_len, std::optional<Tensor> alibi_slopes,
-                        Text kv_cache_dtype, Tensor k_scale, Tensor v_scale, int64_t tp_rank,
-                        int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
-                        int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
+void paged_attention_v1(const Tensor& out, const Tensor& query, const Tensor& key_cache,
+                        const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                        const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
+                        int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                        const Text& kv_cache_dtype, const Tensor& k_scale, const Tensor& v_scale,
+                        int64_t tp_rank, int64_t blocksparse_local_blocks,
+                        int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
+                        int64_t blocksparse_head_sliding_step) {
   Expect expect("paged_attention_v1");
   Arguments touched;
   const PagedAttentionParams params =
@@ -178,13 +177,15 @@ void paged_attention_v1(Tensor out, Tensor query, Tensor key_cache, Tensor value
   if (params.num_seqs > 0) launch_decode(params, query);
 }
 
-void paged_attention_v2(Tensor out, Tensor exp_sums, Tensor max_logits, Tensor tmp_out,
-                        Tensor query, Tensor key_cache, Tensor value_cache, int64_t num_kv_heads,
-                        double scale, Tensor block_tables, Tensor seq_lens, int64_t block_size,
-                        int64_t max_seq_len, std::optional<Tensor> alibi_slopes,
-                        Text kv_cache_dtype, Tensor k_scale, Tensor v_scale, int64_t tp_rank,
-                        int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
-                        int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step) {
+void paged_attention_v2(const Tensor& out, const Tensor& exp_sums, const Tensor& max_logits,
+                        const Tensor& tmp_out, const Tensor& query, const Tensor& key_cache,
+                        const Tensor& value_cache, int64_t num_kv_heads, double scale,
+                        const Tensor& block_tables, const Tensor& seq_lens, int64_t block_size,
+                        int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
+                        const Text& kv_cache_dtype, const Tensor& k_scale, const Tensor& v_scale,
+                        int64_t tp_rank, int64_t blocksparse_local_blocks,
+                        int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
+                        int64_t blocksparse_head_sliding_step) {
   Expect expect("paged_attention_v2");
   Arguments touched;
   PagedAttentionParams params =

@@ -50,7 +50,8 @@ Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tens
 }
 
 void read_query_start_loc(Expect& expect, Queries& queries,
-                          const std::optional<Tensor>& query_start_loc, int64_t max_query_len) {
+                          const std::optional<Tensor>& query_start_loc, int64_t max_query_len,
+                          Arguments& read) {
   if (!query_start_loc) {
     queries.num_seqs = Size("num_seqs = num_tokens", queries.num_tokens, "query");
     return;
@@ -64,6 +65,7 @@ void read_query_start_loc(Expect& expect, Queries& queries,
                .high = queries.num_tokens + 1,
                .most_rise = max_query_len});
   queries.query_start_loc = starts.as<const int32_t>();
+  read.add(starts);
 }
 
 void check_sizes(const Queries& queries, const PagedKv& kv) {
@@ -82,9 +84,11 @@ void check_sizes(const Queries& queries, const PagedKv& kv) {
 }
 
 const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
-                           Size& num_heads) {
+                           Size& num_heads, Arguments& read) {
   if (!values) return nullptr;
-  return expect.tensor(name, *values).float32().shape({&num_heads}).contiguous().as<const float>();
+  const Argument argument = expect.tensor(name, *values).float32().shape({&num_heads}).contiguous();
+  read.add(argument);
+  return argument.as<const float>();
 }
 
 void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
@@ -155,7 +159,7 @@ void compute(const PagedAttentionParams& params, const Tensor& query, const Argu
     }
   }
   if (cuda::check_mode()) raise_bad_index();
-  const int32_t device = query.get_device_index();
+  const int32_t device = query.device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   cuda::launch_paged_attention(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
                                current_stream(device));
@@ -173,46 +177,39 @@ void compute(const PagedAttentionParams& params, const Tensor& query, const Argu
 }
 #endif
 
-void paged_attention(Tensor out, std::optional<Tensor> lse, Tensor query, Tensor key_cache,
-                     Tensor value_cache, Tensor block_tables, Tensor seq_lens,
-                     std::optional<Tensor> query_start_loc, double scale,
-                     std::optional<Tensor> alibi_slopes, int64_t sliding_window, double softcap,
-                     std::optional<Tensor> sinks, std::optional<Tensor> k_scale,
-                     std::optional<Tensor> v_scale, Text layout, int64_t max_query_len,
-                     std::optional<Tensor> workspace, int64_t split_tokens, bool early_pages) {
+void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
+                     const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+                     const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
+                     double scale, const std::optional<Tensor>& alibi_slopes,
+                     int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
+                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                     const Text& layout, int64_t max_query_len,
+                     const std::optional<Tensor>& workspace, int64_t split_tokens,
+                     bool early_pages) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
-  PagedKv kv = paged_cache(expect, queries.query, key_cache, value_cache,
-                           cache_layout(expect, layout), sizes);
+  const KvLayout kv_layout = cache_layout(expect, layout);
+  Argument k = expect.tensor("key_cache", key_cache);
+  Argument v = expect.tensor("value_cache", value_cache);
+  PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes);
   check_sizes(queries, kv);
-  set_scales(expect, kv, k_scale, v_scale);
+  Arguments read;
+  set_scales(expect, kv, k_scale, v_scale, read);
   check_numbers(expect, sliding_window, softcap, max_query_len);
   if (split_tokens < 0) {
     expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
                 std::to_string(split_tokens));
   }
-  const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads);
-  const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads);
+  const float* slopes =
+      read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads, read);
+  const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
   std::optional<Argument> scratch;
   if (workspace) scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
-  read_query_start_loc(expect, queries, query_start_loc, max_query_len);
+  read_query_start_loc(expect, queries, query_start_loc, max_query_len, read);
   const int32_t window = at_most_int32(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, queries, kv, window);
-  Arguments read;
-  read.add(queries.query);
-  read.add(pages.tables);
-  read.add(pages.lens);
-  const auto add = [&](const char* name, const std::optional<Tensor>& tensor) {
-    if (tensor) read.add(expect.tensor(name, *tensor));
-  };
-  add("key_cache", key_cache);
-  add("value_cache", value_cache);
-  add("query_start_loc", query_start_loc);
-  add("alibi_slopes", alibi_slopes);
-  add("sinks", sinks);
-  add("k_scale", k_scale);
-  add("v_scale", v_scale);
+  read.add(queries.query, k, v, pages.tables, pages.lens);
   require_apart(expect, queries, scratch, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
 

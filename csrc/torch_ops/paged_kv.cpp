@@ -99,18 +99,18 @@ DType cache_dtype(const Expect& expect, std::string_view text, DType model, std:
               std::string(text) + "\"");
 }
 
-PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
+PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
                     std::string_view kv_cache_dtype, CacheSizes& sizes) {
-  Argument v = expect.tensor("value_cache", value_cache).cache_dtype(dtype, kv_cache_dtype);
-  Argument k = expect.tensor("key_cache", key_cache).cache_dtype(dtype, kv_cache_dtype);
-  return vllm_pages(k, v, dtype, sizes);
+  value_cache.cache_dtype(dtype, kv_cache_dtype);
+  key_cache.cache_dtype(dtype, kv_cache_dtype);
+  return vllm_pages(key_cache, value_cache, dtype, sizes);
 }
 
-PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
-                     DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes) {
-  Argument k = expect.tensor("key_cache", key_cache).cache_dtype(dtype, kv_cache_dtype);
-  Argument v = expect.tensor("value_cache", value_cache).cache_dtype(dtype, kv_cache_dtype);
-  return row_pages(k, v, dtype, KvLayout::kNHD, sizes);
+PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                     std::string_view kv_cache_dtype, CacheSizes& sizes) {
+  key_cache.cache_dtype(dtype, kv_cache_dtype);
+  value_cache.cache_dtype(dtype, kv_cache_dtype);
+  return row_pages(key_cache, value_cache, dtype, KvLayout::kNHD, sizes);
 }
 
 KvLayout cache_layout(const Expect& expect, std::string_view text) {
@@ -120,25 +120,26 @@ KvLayout cache_layout(const Expect& expect, std::string_view text) {
   expect.fail("layout: expected \"vllm\", \"NHD\" or \"HND\", got \"" + std::string(text) + "\"");
 }
 
-PagedKv paged_cache(Expect& expect, const Argument& query, const Tensor& key_cache,
-                    const Tensor& value_cache, KvLayout layout, CacheSizes& sizes) {
-  Argument k = expect.tensor("key_cache", key_cache).cache_of(query);
-  Argument v = expect.tensor("value_cache", value_cache).same_dtype(k);
-  const DType dtype = k.dtype();
-  const PagedKv kv = layout == KvLayout::kVllm ? vllm_pages(k, v, dtype, sizes)
-                                               : row_pages(k, v, dtype, layout, sizes);
+PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
+                    KvLayout layout, CacheSizes& sizes) {
+  key_cache.cache_of(query);
+  value_cache.same_dtype(key_cache);
+  const DType dtype = key_cache.dtype();
+  const PagedKv kv = layout == KvLayout::kVllm
+                         ? vllm_pages(key_cache, value_cache, dtype, sizes)
+                         : row_pages(key_cache, value_cache, dtype, layout, sizes);
   const int64_t block_size = sizes.block_size;
   if (block_size < 1 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
-    k.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +
-           std::to_string(block_size) + " in shape " + k.shape_text());
+    key_cache.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +
+                   std::to_string(block_size) + " in shape " + key_cache.shape_text());
   }
   return kv;
 }
 
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
-                const std::optional<Tensor>& v_scale) {
+                const std::optional<Tensor>& v_scale, Arguments& read) {
   int64_t elements = 0;  // of the scale read first
-  const auto read = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
+  const auto pointer = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
     if (!scale) return nullptr;
     const Argument s = expect.tensor(name, *scale).float32().contiguous();
     if (size_of(kv.dtype) != 1) {
@@ -154,21 +155,21 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
              s.shape_text());
     }
     elements = s.numel();
+    read.add(s);
     return s.as<const float>();
   };
-  kv.k_scale = read("k_scale", k_scale);
-  kv.v_scale = read("v_scale", v_scale);
+  kv.k_scale = pointer("k_scale", k_scale);
+  kv.v_scale = pointer("v_scale", v_scale);
   kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
-void set_scales(Expect& expect, PagedKv& kv, const Tensor& k_scale, const Tensor& v_scale) {
-  const auto read = [&](const char* name, const Tensor& scale) {
-    const Argument s = expect.tensor(name, scale).float32();
-    if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
-    return s.as<const float>();
-  };
-  kv.k_scale = read("k_scale", k_scale);
-  kv.v_scale = read("v_scale", v_scale);
+void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+  for (Argument* s : {&k_scale, &v_scale}) {
+    s->float32();
+    if (s->numel() != 1) s->fail("expected one element, got shape " + s->shape_text());
+  }
+  kv.k_scale = k_scale.as<const float>();
+  kv.v_scale = v_scale.as<const float>();
 }
 
 }  // namespace vllm_kernels

@@ -24,13 +24,13 @@ DType cache_dtype(const Expect& expect, std::string_view text, DType model,
 // key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and
 // value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are
 // contiguous, the two outer strides are free. head_size and num_kv_heads may be bound already.
-PagedKv vllm_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache, DType dtype,
+PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
                     std::string_view kv_cache_dtype, CacheSizes& sizes);
 
 // key_cache, value_cache [num_blocks, block_size, num_kv_heads, head_size]; the three outer strides
 // are free.
-PagedKv flash_layout(Expect& expect, const Tensor& key_cache, const Tensor& value_cache,
-                     DType dtype, std::string_view kv_cache_dtype, CacheSizes& sizes);
+PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                     std::string_view kv_cache_dtype, CacheSizes& sizes);
 
 // "vllm", "NHD" or "HND".
 KvLayout cache_layout(const Expect& expect, std::string_view text);
@@ -38,14 +38,15 @@ KvLayout cache_layout(const Expect& expect, std::string_view text);
 // The caches of a model whose dtype is that of `query`, their own dtype read from the tensors. A
 // page has 1, 2, 4, .. or 256 tokens. Free strides: as above, with HND those of its three outer
 // dimensions [num_blocks, num_kv_heads, block_size].
-PagedKv paged_cache(Expect& expect, const Argument& query, const Tensor& key_cache,
-                    const Tensor& value_cache, KvLayout layout, CacheSizes& sizes);
+PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
+                    KvLayout layout, CacheSizes& sizes);
 
 // k_scale, v_scale of an 8-bit cache: float32 of one element, or one a KV head; null stands for 1.
+// `read` gets those given.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
-                const std::optional<Tensor>& v_scale);
+                const std::optional<Tensor>& v_scale, Arguments& read);
 
 // k_scale, v_scale: float32 of one element on the cache's device; read for 8-bit caches only.
-void set_scales(Expect& expect, PagedKv& kv, const Tensor& k_scale, const Tensor& v_scale);
+void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
 
 }  // namespace vllm_kernels

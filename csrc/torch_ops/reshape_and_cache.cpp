@@ -23,17 +23,20 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
                          .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
                          .inner_contiguous();
   const DType stored = cache_dtype(expect, kv_cache_dtype, k.dtype());
-  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(
-      expect, key_cache, value_cache, stored, kv_cache_dtype, sizes);
-  const Argument kc = expect.tensor("key_cache", key_cache).written();
-  const Argument vc = expect.tensor("value_cache", value_cache).written();
+  Argument kc = expect.tensor("key_cache", key_cache);
+  Argument vc = expect.tensor("value_cache", value_cache);
+  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(kc, vc, stored,
+                                                                        kv_cache_dtype, sizes);
+  kc.written();
+  vc.written();
   const Argument slots =
       expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
   if (slots.numel() > num_tokens) {
     slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
                " (from key) slots, got shape " + slots.shape_text());
   }
-  set_scales(expect, kv, k_scale, v_scale);
+  Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
+  set_scales(kv, ks, vs);
   for (const Argument* cache : {&kc, &vc}) {
     expect.apart(*cache, k);
     expect.apart(*cache, v);
@@ -60,15 +63,17 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
   launch(params, key);
 }
 
-void reshape_and_cache(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                       Tensor slot_mapping, Text kv_cache_dtype, Tensor k_scale, Tensor v_scale) {
+void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                       const Tensor& value_cache, const Tensor& slot_mapping,
+                       const Text& kv_cache_dtype, const Tensor& k_scale, const Tensor& v_scale) {
   write("reshape_and_cache", KvLayout::kVllm, key, value, key_cache, value_cache, slot_mapping,
         kv_cache_dtype, k_scale, v_scale);
 }
 
-void reshape_and_cache_flash(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
-                             Tensor slot_mapping, Text kv_cache_dtype, Tensor k_scale,
-                             Tensor v_scale) {
+void reshape_and_cache_flash(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                             const Tensor& value_cache, const Tensor& slot_mapping,
+                             const Text& kv_cache_dtype, const Tensor& k_scale,
+                             const Tensor& v_scale) {
   write("reshape_and_cache_flash", KvLayout::kNHD, key, value, key_cache, value_cache, slot_mapping,
         kv_cache_dtype, k_scale, v_scale);
 }

@@ -16,7 +16,7 @@ void expect_hidden_size(const Argument& input, int64_t hidden_size) {
   }
 }
 
-void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon) {
+void rms_norm(const Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
   Expect expect("rms_norm");
   Size hidden_size("hidden_size");
   const Argument x =
@@ -44,7 +44,8 @@ void rms_norm(Tensor out, Tensor input, Tensor weight, double epsilon) {
   launch(params, input);
 }
 
-void fused_add_rms_norm(Tensor input, Tensor residual, Tensor weight, double epsilon) {
+void fused_add_rms_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
+                        double epsilon) {
   Expect expect("fused_add_rms_norm");
   Size hidden_size("hidden_size");
   const Argument x = expect.tensor("input", input)

@@ -37,8 +37,9 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   return heads;
 }
 
-void rotary_embedding(Tensor positions, Tensor query, std::optional<Tensor> key, int64_t head_size,
-                      Tensor cos_sin_cache, bool is_neox) {
+void rotary_embedding(const Tensor& positions, const Tensor& query,
+                      const std::optional<Tensor>& key, int64_t head_size,
+                      const Tensor& cos_sin_cache, bool is_neox) {
   Expect expect("rotary_embedding");
   const Argument t = expect.tensor("positions", positions).int64().rank(1, 2).inner_contiguous();
   Argument q = expect.tensor("query", query).floating();
