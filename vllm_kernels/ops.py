@@ -10,7 +10,8 @@ inference only: under grad mode a tensor that requires grad is refused.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C, _library
 
@@ -19,7 +20,7 @@ _ops = torch.ops.vllm_kernels
 
 def _inference_only(op: str, *tensors: Tensor | None) -> None:
     """The stable C ABI cannot ask requires_grad, so the rule is kept here."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
@@ -299,9 +300,14 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
 
 # --- attention
 
-_paged_attention_v1 = _ops.paged_attention_v1.default
-_paged_attention_v2 = _ops.paged_attention_v2.default
-_paged_attention = _ops.paged_attention.default
+# The op's __call__ only calls its `_op`, and costs 0.3 us: called directly, once a layer and token.
+# torch.compile knows the op, not its `_op`.
+_traced_v1 = _ops.paged_attention_v1.default
+_traced_v2 = _ops.paged_attention_v2.default
+_traced = _ops.paged_attention.default
+_direct_v1 = getattr(_traced_v1, "_op", _traced_v1)
+_direct_v2 = getattr(_traced_v2, "_op", _traced_v2)
+_direct = getattr(_traced, "_op", _traced)
 
 
 def paged_attention_v1(
@@ -356,7 +362,7 @@ def paged_attention_v1(
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
     # Asked here first: a call of _inference_only() costs 0.5 us.
-    if (
+    if is_grad_enabled() and (
         out.requires_grad
         or query.requires_grad
         or key_cache.requires_grad
@@ -368,13 +374,14 @@ def paged_attention_v1(
         _inference_only(
             "paged_attention_v1", out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes
         )
+    op = _traced_v1 if is_dynamo_compiling() else _direct_v1
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
-        _paged_attention_v1(
+        op(
             out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
             block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
         )  # fmt: skip
         return
-    _paged_attention_v1(
+    op(
         out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
         block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
         blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
@@ -416,19 +423,20 @@ def paged_attention_v2(
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
             output of each partition. partitions >= ceil(max_seq_len / 512).
     """
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         _inference_only(
             "paged_attention_v2", out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache,
             alibi_slopes, k_scale, v_scale,
         )  # fmt: skip
+    op = _traced_v2 if is_dynamo_compiling() else _direct_v2
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
-        _paged_attention_v2(
+        op(
             out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
             block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
             k_scale, v_scale,
         )  # fmt: skip
         return
-    _paged_attention_v2(
+    op(
         out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
         block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
         v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
@@ -520,7 +528,7 @@ def paged_attention(
             a length, block id or query_start_loc out of range, before anything is written; on CUDA
             such a row is contained (clamped, skipped).
     """
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         _inference_only("paged_attention", out, query, key_cache, value_cache, sinks)
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -529,7 +537,8 @@ def paged_attention(
     if out is None:
         out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-    _paged_attention(
+    op = _traced if is_dynamo_compiling() else _direct
+    op(
         out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
         alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
         workspace, split_tokens, early_pages,

@@ -71,12 +71,12 @@ void Argument::fail(const std::string& expected_and_got) const {
 }
 
 std::string Argument::shape_text() const {
-  return list_text(sizes_);
+  return list_text(sizes());
 }
 
 int64_t Argument::numel() const {
   int64_t product = 1;
-  for (int64_t size : sizes_) product *= size;
+  for (int64_t size : sizes()) product *= size;
   return product;
 }
 
@@ -172,19 +172,23 @@ Argument& Argument::shape(std::initializer_list<Size*> dims) {
   return *this;
 }
 
+void Argument::fail_size(int64_t dimension, const Size& wanted) const {
+  const bool bound = dimension >= 0 && dimension < dim();
+  fail("expected " + std::string(wanted.name) +
+       (bound ? " = " + std::to_string(wanted.value) : std::string()) +
+       (bound && wanted.source != nullptr ? std::string(" (from ") + wanted.source + ")"
+                                          : std::string()) +
+       " at dimension " + std::to_string(dimension) + ", got shape " + shape_text());
+}
+
 Argument& Argument::at(int64_t dimension, Size& wanted) {
   const int64_t d = dimension < 0 ? dimension + dim() : dimension;
-  if (d < 0 || d >= dim()) {
-    fail("expected " + std::string(wanted.name) + " at dimension " + std::to_string(dimension) +
-         ", got shape " + shape_text());
-  }
+  if (d < 0 || d >= dim()) fail_size(dimension, wanted);
   if (wanted.value < 0) {
     wanted.value = size(d);
     wanted.source = name_;
   } else if (size(d) != wanted.value) {
-    fail("expected " + std::string(wanted.name) + " = " + std::to_string(wanted.value) +
-         (wanted.source == nullptr ? "" : std::string(" (from ") + wanted.source + ")") +
-         " at dimension " + std::to_string(d) + ", got shape " + shape_text());
+    fail_size(d, wanted);
   }
   return *this;
 }
@@ -201,7 +205,7 @@ Argument& Argument::same_shape(const Argument& as) {
 
 Argument& Argument::inner_contiguous() {
   if (dim() > 0 && size(-1) > 1 && stride(-1) != 1) {
-    fail("expected stride 1 in the last dimension, got strides " + list_text(strides_) +
+    fail("expected stride 1 in the last dimension, got strides " + list_text(strides()) +
          " for shape " + shape_text() + "; call .contiguous()");
   }
   return *this;
@@ -211,7 +215,7 @@ Argument& Argument::contiguous() {
   int64_t expected = 1;
   for (int64_t d = dim() - 1; d >= 0; --d) {
     if (size(d) > 1 && stride(d) != expected && numel() > 0) {
-      fail("expected a contiguous tensor, got strides " + list_text(strides_) + " for shape " +
+      fail("expected a contiguous tensor, got strides " + list_text(strides()) + " for shape " +
            shape_text() + "; call .contiguous()");
     }
     expected *= size(d);
@@ -243,7 +247,7 @@ Argument& Argument::written() {
     if (next < 0) break;
     if (stride(next) <= inside) {
       fail("is written, so its elements must not share memory (expanded?), got strides " +
-           list_text(strides_) + " for shape " + shape_text());
+           list_text(strides()) + " for shape " + shape_text());
     }
     inside += (size(next) - 1) * stride(next);
     below = next;
@@ -263,18 +267,13 @@ Argument Expect::tensor_on_any_device(const char* name, const Tensor& tensor) {
   bool defined = false;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &defined));
   if (!defined) argument.fail("expected a tensor, got None");
-  int64_t dim = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &argument.dim_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &argument.sizes_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &argument.strides_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &argument.scalar_type_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &argument.device_type_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &argument.device_index_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &argument.data_));
-  argument.sizes_ = {sizes, static_cast<size_t>(dim)};
-  argument.strides_ = {strides, static_cast<size_t>(dim)};
   return argument;
 }
 
@@ -316,7 +315,7 @@ Rows Expect::rows(const Argument& argument, int64_t keep_dims) const {
       outer_count *= size;
     } else {
       argument.fail("expected leading dimensions that fold to two strides, got strides " +
-                    list_text(argument.strides_) + " for shape " + argument.shape_text() +
+                    list_text(argument.strides()) + " for shape " + argument.shape_text() +
                     "; call .contiguous()");
     }
   }

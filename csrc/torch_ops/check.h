@@ -34,11 +34,12 @@ class Argument {
  public:
   // --- what it is
   const char* name() const { return name_; }
-  int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
+  int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }
   int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
   int64_t numel() const;
-  std::span<const int64_t> sizes() const { return sizes_; }
+  std::span<const int64_t> sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
+  std::span<const int64_t> strides() const { return {strides_, static_cast<size_t>(dim_)}; }
   DType dtype() const;  // of a tensor that passed a dtype check
   bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
   int64_t element_size() const {
@@ -82,14 +83,18 @@ class Argument {
 
  private:
   friend class Expect;
-  const char* op_ = nullptr;
-  const char* name_ = nullptr;
-  void* data_ = nullptr;
-  int32_t scalar_type_ = -1;  // torch's number
-  int32_t device_type_ = -1;
-  int32_t device_index_ = -1;
-  std::span<const int64_t> sizes_;
-  std::span<const int64_t> strides_;
+  [[noreturn]] void fail_size(int64_t dimension, const Size& wanted) const;
+
+  // Set by Expect; without initial values, so that Arguments cost nothing before they are used.
+  const char* op_;
+  const char* name_;
+  void* data_;
+  int64_t* sizes_;
+  int64_t* strides_;
+  int64_t dim_;
+  int32_t scalar_type_;  // torch's number
+  int32_t device_type_;
+  int32_t device_index_;
 };
 
 // What a call reads or writes, to keep something apart from.
