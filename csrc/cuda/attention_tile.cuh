@@ -6,13 +6,6 @@
 //   O^T [D, 8 rows]        += V^T [D, 16] P^T [16, 8]
 // Maxima and sums are per column, so rescaling O needs no shuffle.
 //
-// K and V lie in shared memory in one of two ways:
-//   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
-//             them, V [D][tokens] is V^T already (forms kPages and kParts)
-//   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
-//             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
-//             lie in different banks (form kRows); V is transposed by ldmatrix
-//
 // 8-bit caches are widened to fp16, exactly; each query row is scaled by a power of two so that
 // bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
 // operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
@@ -23,52 +16,25 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/attention_addresses.cuh"
 #include "cuda/pack.cuh"
-#include "cuda/ptx.cuh"
-#include "cuda/types.cuh"
 #include "cuda/widen.cuh"
 
 namespace vllm_kernels::cuda {
-
-// Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
-// pages of it, or the rows of layouts NHD and HND.
-enum class PageForm { kPages, kParts, kRows };
-
-constexpr int kColumnBytes = 128;  // of a row
-
-// Of a stage of 16 or 32 tokens.
-template <int kTokens>
-constexpr int kStageShift = kTokens == 32 ? 5 : 4;  // log2
-template <int kTokens>
-constexpr int kColumnStride = kTokens * kColumnBytes;  // from one column to the next
-template <int kTokens>
-constexpr uint32_t kAllTokens = kTokens == 32 ? 0xffffffffu : 0xffffu;  // a bit each
-
-// Columns of a row.
-__host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
-  return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
-}
 
 // A maximum is raised only when a logit exceeds it by more than this (log2 units): its purpose is
 // that weights neither overflow nor vanish, and 2^8 does neither in fp16. (FlashAttention-4's
 // conditional rescaling.)
 constexpr float kMaximumSlack = 8.0f;
 
-// How pages lie in a stage.
-struct TileLayout {
-  int page_tokens;  // 8, 16 or 32
-  int page_stride;  // bytes from one page's K to the next
-  int page_bytes;   // bytes from one page's V to the next
-  int key_step;     // bytes from the K of 16 tokens to that of the next 16
-  int value_step;   // likewise of V
-};
-
 // kTiles: of 8 query rows; kDepth: of 16 tokens.
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
-struct AttentionTile {
+struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
+  using Addresses = TileAddresses<Cache, 16 * kDepth, kForm>;
+  using Addresses::dimension_of, Addresses::key_at, Addresses::token_of, Addresses::value_at,
+      Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
-  static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
-  static constexpr bool kRows = kForm == PageForm::kRows;
+  static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
 
@@ -80,19 +46,6 @@ struct AttentionTile {
   int head_size;
   int tiles;  // in use
 
-  // Rows of a page that this lane addresses for ldmatrix.
-  uint32_t key_row, value_row;      // byte offsets inside a stage
-  uint32_t key_step, value_step;    // pages: bytes from one step to the next
-  uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
-
-  // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
-  static __device__ __forceinline__ int token_of(int lane, int j) {
-    const int row = lane / 4, high = j >> 1;
-    return kWide || kRows ? row + 8 * high : (row >> 1) * 4 + (row & 1) + 2 * high;
-  }
-  static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
-    return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
-  }
   // The row (0 .. 8 * kTiles - 1) of this lane's column j (of 0, 1).
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
@@ -138,16 +91,14 @@ struct AttentionTile {
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        // Brings the largest element to [2^14, 2^15), in reach of fp16 whatever the dtype's range.
-        const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
-        const int clamped = min(max(exponent, -100), 100);
-        const float factor = exp2f(static_cast<float>(clamped));
+        const int exponent = power_for_half(largest);
+        const float factor = exp2f(static_cast<float>(exponent));
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
                             pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
         }
-        const float inverse = exp2f(static_cast<float>(-clamped)) * to_log2;
+        const float inverse = exp2f(static_cast<float>(-exponent)) * to_log2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
@@ -167,51 +118,6 @@ struct AttentionTile {
         for (int j = 0; j < 4; ++j) out[tile][k][j] = 0.0f;
       }
     }
-  }
-
-  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
-    const int page_tokens = layout.page_tokens;
-    const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    if constexpr (kRows) {
-      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
-      key_row = (row + second * 8) * kColumnBytes;
-      key_chunk = (upper ^ row) * 16;
-      // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
-      // (8-15, 8-15); 8-bit as K's.
-      value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;
-      value_chunk = kWide ? (second ^ row) * 16 : key_chunk;
-    } else if constexpr (kWide) {
-      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
-      const int chunk_bytes = page_tokens * 16;
-      const int second_key = page_tokens == 8 ? layout.page_stride : 8 * 16;
-      key_row = upper * chunk_bytes + row * 16 + second * second_key;
-      key_step = 2 * chunk_bytes;
-      // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-      const int second_value = page_tokens == 8 ? layout.page_bytes : 16;
-      value_row = (second * 8 + row) * page_tokens * 2 + upper * second_value;
-      value_step = 16 * page_tokens * 2;
-    } else {
-      // K matrices: (slots 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
-      const int token = (row >> 1) * 4 + (row & 1) + second * 2;
-      key_row = upper * page_tokens * 16 + token * 16;
-      key_step = page_tokens * 16;
-      // V matrices: 32 rows of 16 tokens, two steps at once.
-      value_row = lane * page_tokens;
-      value_step = 16 * page_tokens;
-    }
-  }
-  // This lane's address for step k, from the stage's K or V on.
-  __device__ __forceinline__ uint32_t key_at(int k) const {
-    if constexpr (!kRows) return key_row + k * key_step;
-    return key_row + column_of(k, key_chunk);
-  }
-  __device__ __forceinline__ uint32_t value_at(int k) const {
-    if constexpr (!kRows) return value_row + k * value_step;
-    return value_row + column_of(k, value_chunk);
-  }
-  static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {
-    const int chunk = kWide ? 2 * k : k;
-    return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
   }
 
   // Of 16 tokens.
@@ -257,24 +163,6 @@ struct AttentionTile {
       for (int j = 0; j < 4; ++j) {
         c[tile][j] =
             kChains == 1 ? chain[0][tile][j] : chain[0][tile][j] + chain[kChains - 1][tile][j];
-      }
-    }
-  }
-
-  // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
-  // Bits to keep of what a lane loads of V of 16 tokens, of which those of `tokens` count.
-  static __device__ __forceinline__ void value_masks(uint32_t (&masks)[2], uint32_t tokens,
-                                                     int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      masks[i] = 0;
-      if constexpr (kWide || kRows) {  // tokens 2j and 2j + 1 of the first 8, of the second 8
-        const uint32_t pair = tokens >> (lane % 4 * 2 + 8 * i);
-        masks[i] = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
-      } else {  // tokens 4j .. 4j + 3
-        const uint32_t four = tokens >> (lane % 4 * 4);
-#pragma unroll
-        for (int t = 0; t < 4; ++t) masks[i] |= four >> t & 1 ? 0xffu << 8 * t : 0u;
       }
     }
   }

@@ -7,13 +7,17 @@
 //
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
-// grows when others are done: long segments are split in pieces of a quarter of a block's share,
-// and items of long sequences come first, so that what comes last is short. How a segment is split
-// follows from seq_lens alone, so a batch gives the same result every time. With split_tokens it
-// follows from the segment's own length alone: any batch gives the same result.
+// grows when others are done: long segments are split in pieces of half or a quarter of a block's
+// share, and items of long sequences come first, so that what comes last is short. How a segment is
+// split follows from seq_lens alone, so a batch gives the same result every time. With split_tokens
+// it follows from the segment's own length alone: any batch gives the same result.
 //
 // Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
 #include "cuda/fast_divisor.cuh"
 #include "cuda/paged_attention_workspace.h"
 #include "ops/paged_attention.h"
@@ -21,26 +25,50 @@
 namespace vllm_kernels::cuda {
 
 struct WorkShape {
-  int group;        // query heads of a KV head
-  int row_shift;    // log2 of the query rows of a chunk, at most
-  int stage_shift;  // log2 of the tokens of a stage
-  int least_piece;  // stages, with fewer segments than blocks: shorter ones are not worth a block
-  int slots;        // of the workspace
+  int group;          // query heads of a KV head
+  int row_shift;      // log2 of the query rows of a chunk, at most
+  int stage_shift;    // log2 of the tokens of a stage
+  int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
+  int slots;          // of the workspace
+  float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// With more segments than blocks: tokens of a piece, at least, and a block's pieces on average.
+// With more segments than blocks: tokens of a piece, at least.
 constexpr int kLeastTokens = 1024;
-constexpr int kPiecesPerBlock = 4;
 constexpr int kLengthClasses = 4;  // sequences longer than 1/2, 1/4, 1/8 of the longest; the rest
 
 // Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
 __host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
   const int stages = p.split_tokens >> stage_shift;
   return stages > 0 ? stages : 1;
+}
+
+// Throws where pieces of split_tokens may not all have a slot. The lengths are not known here, so
+// that follows from the tables.
+inline void check_split(const PagedAttentionParams& p, const WorkShape& shape) {
+  if (p.split_tokens <= 0) return;
+  const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
+  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of one
+  const int64_t step = split_stages(p, shape.stage_shift);
+  const int64_t chunks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
+  const int64_t pieces = (stages + step - 1) / step * chunks * p.kv.num_kv_heads;
+  if (pieces > shape.slots && stages > step) {
+    throw std::runtime_error(
+        "paged_attention: split_tokens: block_tables has room for sequences of " +
+        std::to_string(tokens) + " tokens, up to " + std::to_string(pieces) +
+        " pieces, and the workspace holds " + std::to_string(shape.slots) +
+        ": use a longer split, or slice block_tables to the longest sequence");
+  }
+}
+
+// Slots of the workspace for items of 2^row_shift rows of `head_size`.
+inline int workspace_slots(int row_shift, int head_size) {
+  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
+                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
 }
 
 struct SequenceWork {
@@ -209,7 +237,7 @@ class WorkPlan {
     float piece = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
     int least = shape.least_piece;
     if (segments > gridDim.x) {
-      piece *= 1.0f / kPiecesPerBlock;
+      piece *= shape.piece_share;
       least = kLeastTokens >> shape.stage_shift;
     }
     pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), static_cast<float>(least)));

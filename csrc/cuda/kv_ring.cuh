@@ -1,6 +1,6 @@
 // A ring of stages in shared memory that one warp owns: it fills and drains it alone, so no barrier
 // between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of
-// 16 or 32 tokens of one KV head; an mbarrier a stage says when it is there.
+// 16 to 64 tokens of one KV head; an mbarrier a stage says when it is there.
 //
 // A team of warps shares a ring (kShared): its first warp fills, all drain, and a second mbarrier a
 // stage says when all have.
@@ -10,6 +10,9 @@
 // at a time.
 #pragma once
 #include <cuda.h>
+
+#include <algorithm>
+#include <bit>
 
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_work.cuh"
@@ -39,14 +42,15 @@ struct RowMaps {
 // Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
 // bytes would be slow to copy.
 template <typename Cache, int kTokens>
-constexpr int kPartTokens = sizeof(Cache) == 1 ? kTokens : 16;
+constexpr int kPartTokens = sizeof(Cache) == 1 ? std::min(kTokens, 32) : 16;
 
-// kTokens: of a stage, 16 or 32.
+// kTokens: of a stage, 16, 32 or 64.
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
  public:
   // mbarriers of a ring.
   static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
+  using Bits = TokenBits<kTokens>;  // one a token of a stage
 
   // `fills`: whether this warp is its team's first; `members`: warps of the team.
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
@@ -103,8 +107,12 @@ class KvRing {
     const uint32_t stage = storage_ + fill_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + fill_stage_ * 8;
     const int pages = 1 << layout_.split_shift;
-    // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next.
-    const int page = (kForm == PageForm::kRows ? lane_ >> 1 : lane_) & pages - 1;
+    // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next; form
+    // kParts: K, V of the first part, K, V of the next.
+    const int first_shift = kForm == PageForm::kPages  ? 0
+                            : kForm == PageForm::kRows ? 1
+                                                       : part_shift() + 1;
+    const int page = lane_ >> first_shift & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
     const uint32_t lanes = __ballot_sync(0xffffffffu, good);
@@ -112,18 +120,18 @@ class KvRing {
     incomplete_ &= ~stage_bit;
     if (kShared || lanes != 0xffffffffu) {
       incomplete_ |= stage_bit;
-      uint32_t present = kAllTokens<kTokens>;
+      Bits present = kAllTokens<kTokens>;
       if (lanes != 0xffffffffu) {
         present = 0;
         const int page_tokens = min(1 << layout_.page_shift, kTokens);
 #pragma unroll 1
         for (int i = 0; i < pages; ++i) {
-          if (lanes >> (kForm == PageForm::kRows ? 2 * i : i) & 1) {
+          if (lanes >> (i << first_shift) & 1) {
             present |= (kAllTokens<kTokens> >> (kTokens - page_tokens)) << i * page_tokens;
           }
         }
       }
-      if (lane_ == 0) store_shared(present_ + fill_stage_ * 4, present);
+      if (lane_ == 0) store_shared(present_ + fill_stage_ * sizeof(Bits), present);
     }
     if constexpr (kForm == PageForm::kPages) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
@@ -141,15 +149,16 @@ class KvRing {
   }
 
   // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
-  // each of its tokens whose page there is, up to 32.
+  // each of its tokens whose page there is.
   __device__ __forceinline__ void wait() { barrier_wait(barriers_ + drain_stage_ * 8, parity_); }
   __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
   __device__ __forceinline__ uint32_t value() const {
     return storage_ + drain_stage_ * layout_.stage_bytes;
   }
-  __device__ __forceinline__ uint32_t present() const {
-    return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared(present_ + drain_stage_ * 4)
-                                                      : kAllTokens<kTokens>;
+  __device__ __forceinline__ Bits present() const {
+    return kShared || incomplete_ >> drain_stage_ & 1
+               ? load_shared<Bits>(present_ + drain_stage_ * sizeof(Bits))
+               : kAllTokens<kTokens>;
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
@@ -173,6 +182,10 @@ class KvRing {
   static constexpr bool kBulk = false;
 #endif
 
+  // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
+  __device__ __forceinline__ int part_shift() const {
+    return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kPartTokens<Cache, kTokens>>;
+  }
   __device__ __forceinline__ uint32_t drained(int stage) const {
     return barriers_ + (kMaxRingStages + stage) * 8;
   }
@@ -272,25 +285,28 @@ class KvRing {
 #endif
   }
 
-  // Tokens of a longer page of layout vllm, as pages of kPart tokens.
+  // Tokens of longer pages of layout vllm, as pages of kPart tokens.
   __device__ __forceinline__ void copy_parts(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                              int32_t block, bool good) {
     constexpr int kPart = kPartTokens<Cache, kTokens>;
-    const int token = first_token_ & (1 << layout_.page_shift) - 1;
+    const int page_mask = (1 << layout_.page_shift) - 1;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     // A lane copies K or V of one part.
     const bool is_value = lane_ & 1;
     const int part = lane_ >> 1;
-    constexpr int kParts = kTokens / kPart;
-    if (lane_ == 0) barrier_expect(barrier, good ? layout_.page_bytes * 2 * kParts : 0);
-    if (good && part < kParts) {
+    const int token = first_token_ + kPart * part & page_mask;
+    const bool copies = good && part < kTokens / kPart;
+    const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
+    if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
+    if (copies) {
       bulk_copy_box(stage + (is_value ? part * layout_.page_bytes
                                       : layout_.key_offset + part * layout_.page_stride),
                     is_value ? &maps_.value : &maps_.key,
-                    (token + kPart * part) * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0,
-                    kv_head_, block, barrier, policy_);
+                    token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
+                    barrier, policy_);
     }
 #else
+    const int token = first_token_ & page_mask;  // a page has the whole stage
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
     constexpr int kChunks = kTokens * sizeof(Cache) / 16;    // of 16 bytes, of a row of V
@@ -338,5 +354,40 @@ class KvRing {
   uint64_t policy_;
 #endif
 };
+
+// All of the two but the number of stages.
+template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
+void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
+  constexpr int kBytes = sizeof(Cache), kShift = kStageShift<kTokens>;
+  ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
+  ring.split_shift = std::max(0, kShift - ring.page_shift);
+  tile.page_tokens =
+      kForm == PageForm::kParts ? kPartTokens<Cache, kTokens> : std::min(kv.block_size, 16);
+  ring.page_bytes = tile.page_bytes = kv.head_size * tile.page_tokens * kBytes;
+  ring.page_stride = tile.page_stride = kMaxHeadSize * tile.page_tokens * kBytes;
+  ring.columns = row_columns(kv.head_size, kBytes);
+  // V's products read past the head size, too: what comes then is the same stage's K.
+  int key_bytes;
+  if (kForm == PageForm::kRows) {
+    tile.key_step = tile.value_step = 16 * kColumnBytes;
+    tile.key_half = tile.value_half = 32 * kColumnBytes;
+    ring.key_offset = ring.columns * kColumnStride<kTokens>;
+    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens>;
+  } else {
+    const bool within = tile.page_tokens == 32;  // the next 16 tokens are in the same page
+    tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / tile.page_tokens;
+    tile.value_step = within ? 16 * kBytes : ring.page_bytes * 16 / tile.page_tokens;
+    tile.key_half = 32 / tile.page_tokens * ring.page_stride;
+    tile.value_half = 32 / tile.page_tokens * ring.page_bytes;
+    ring.key_offset = (kv.head_size * kBytes) << kShift;
+    key_bytes = (kMaxHeadSize * kBytes) << kShift;
+  }
+  ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
+  const auto units = [](int64_t stride) { return static_cast<uint32_t>(stride * kBytes / 16); };
+  ring.key_block = units(kv.key_block_stride);
+  ring.key_head = units(kv.key_head_stride);
+  ring.value_block = units(kv.value_block_stride);
+  ring.value_head = units(kv.value_head_stride);
+}
 
 }  // namespace vllm_kernels::cuda

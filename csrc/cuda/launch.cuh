@@ -21,12 +21,15 @@ struct DeviceInfo {
   // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
   int architecture = 0;
   int shared_memory_per_block = 0;  // bytes, after opt-in
+  bool has_wgmma = false;           // the code is for sm_90a
 };
 
 constexpr int kMaxDevices = 64;
 
 // Of the PTX that this library's kernels come from on the current device.
 int code_architecture();
+// Whether they were compiled for sm_90a, with Hopper's warpgroup products.
+bool code_has_wgmma();
 
 inline const DeviceInfo& current_device_info() {
   static DeviceInfo infos[kMaxDevices];
@@ -42,6 +45,7 @@ inline const DeviceInfo& current_device_info() {
           "attribute");
     info.multiprocessors = count;
     info.shared_memory_per_block = shared;
+    info.has_wgmma = code_has_wgmma();
     info.architecture = std::min(major * 10 + minor, code_architecture());
   }
   return info;

@@ -7,13 +7,16 @@
 // finish merges all pieces in order.
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
-// 8 or 16 of them, so that a warp keeps its queries and results in registers.
+// 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
+// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows.)
 #pragma once
 #include <algorithm>
 
+#include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/paged_attention_workspace.h"
+#include "cuda/paged_attention_items.cuh"
+#include "cuda/paged_attention_team.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -27,40 +30,8 @@ struct DecodeShape {
   int warp_shift;     // log2 of the query rows of a warp, at most
   int merge_rows;     // rows of a warp that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;  // groups of 4 dimensions of a head
-  float cap;          // softcap in log2 units
-  float cap_inverse;  // 2 / softcap
+  ScoreCap cap;
 };
-
-// The query rows of an item.
-struct ItemRows {
-  int first;  // of the sequence's query_len * group rows
-  int count;
-  int position;   // of the sequence's query token 0
-  int low, high;  // positions of the item's first and last query token
-};
-
-__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
-  ItemRows rows;
-  rows.first = item.chunk << shape.row_shift;
-  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
-  rows.position = item.sequence.seq_len - item.sequence.query_len;
-  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
-  rows.high =
-      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
-  return rows;
-}
-
-// A row's query token (of the sequence) and head (of the model).
-struct RowPlace {
-  int token;
-  int head;
-};
-__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
-                                                 const ItemRows& rows, int row) {
-  const int index = rows.first + row;
-  const int token = shape.group_divisor.divide(index);
-  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
-}
 
 // What is known of a row after some of its tokens: logits in log2 units, relative to `maximum`.
 struct RowState {
@@ -136,18 +107,8 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
                                           const WorkItem& item, const ItemRows& rows, int row,
                                           int d, const RowState& state) {
   const RowPlace place = place_of_row(shape, item, rows, row);
-  float total = state.sum, factor = 1.0f, maximum = state.maximum;
-  if (p.sinks != nullptr) {
-    const float sink = p.sinks[place.head] * kLog2E;
-    maximum = fmaxf(maximum, sink);
-    factor = exp2_approx(state.maximum - maximum);
-    total = total * factor + exp2_approx(sink - maximum);
-  }
-  const bool eight = size_of(p.kv.dtype) == 1;
-  const float v_scale =
-      eight && p.kv.v_scale != nullptr ? p.kv.v_scale[item.kv_head * p.kv.scale_stride] : 1.0f;
-  // total is 0 where every token was masked: the result is 0. NaN passes through.
-  const float scale = total == 0.0f ? 0.0f : __fdividef(factor * v_scale, total);
+  const RowResult result = row_result(p, item.kv_head, place.head, state.maximum, state.sum);
+  const float scale = result.scale;
   const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
                            state.out.w * scale};
   const int64_t token = item.sequence.first_query + place.token;
@@ -157,10 +118,7 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   } else {
     store4<BFloat16>(p.out, at, values);
   }
-  if (p.lse != nullptr && d == 0) {
-    p.lse[token * p.num_heads + place.head] =
-        total == 0.0f ? -INFINITY : (maximum + __log2f(total)) * kLn2;
-  }
+  if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + place.head] = result.lse;
 }
 
 // Query rows of a warp, in tiles of 8: alone, one; in a team, as many as its registers hold.
@@ -179,11 +137,8 @@ template <typename Cache, int kMaxHeadSize, bool kTeam>
 constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kTeam && kMaxHeadSize <= 128 ? 384 : 256;
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
-__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
-    paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
-                                  const __grid_constant__ DecodeShape shape,
-                                  const __grid_constant__ RowMaps maps,
-                                  const __grid_constant__ DecodeWorkspace workspace) {
+__device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
+                                       const RowMaps& maps, const DecodeWorkspace& workspace) {
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
@@ -364,18 +319,8 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Tile::row_of(lane, t, j), rows.count - 1);
       const RowPlace place = place_of_row(shape.work, item, rows, row);
-      const int distance = first + token - rows.position - place.token;  // 0: the query's own
-      if (distance > 0 || (window > 0 && distance <= -window)) return -INFINITY;
-      if (p.softcap > 0.0f) {
-        // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a
-        // logit.
-        score =
-            shape.cap - __fdividef(2.0f * shape.cap, 1.0f + exp2_approx(score * shape.cap_inverse));
-      }
-      if (p.alibi_slopes != nullptr) {
-        score += p.alibi_slopes[place.head] * kLog2E * static_cast<float>(distance);
-      }
-      return score;
+      return adjusted_score(p, shape.cap, place.head, first + token - rows.position - place.token,
+                            score);
     };
 
     const int stages = in_register(item.stages);
@@ -418,71 +363,18 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
   }
 }
 
-// A cache as a tensor of four dimensions, in 16-bit units; strides in bytes, of all but the first.
-inline CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[4],
-                             const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4],
-                             CUtensorMapSwizzle swizzle) {
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                           cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
-    return reinterpret_cast<Encode>(function);
-  }();
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, base, sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
-                             std::to_string(static_cast<int>(result)));
-  }
-  return map;
-}
-
-// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x up
-// to `tokens` tokens. What lies behind the head is read as zero.
-inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
-                           int64_t block_stride, int tokens) {
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const int bytes = size_of(kv.dtype);
-  return cache_map(
-      base,
-      {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
-       unsign(kv.num_blocks)},
-      {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(std::min(kv.block_size, tokens)), 1, 1},
-      CU_TENSOR_MAP_SWIZZLE_128B);
-}
-
-// Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
-// block), V as (token, dimension, KV head, block).
-inline RowMaps part_maps(const PagedKv& kv, int tokens) {
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
-  return {
-      .key = cache_map(kv.key,
-                       {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
-                        unsign(kv.num_blocks)},
-                       {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
-                        unsign(kv.key_block_stride * bytes)},
-                       {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
-                       CU_TENSOR_MAP_SWIZZLE_NONE),
-      .value = cache_map(kv.value,
-                         {unsign(kv.block_size * bytes / 2), unsign(kv.head_size),
-                          unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-                         {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
-                          unsign(kv.value_block_stride * bytes)},
-                         {static_cast<cuuint32_t>(tokens * bytes / 2),
-                          static_cast<cuuint32_t>(kv.head_size), 1, 1},
-                         CU_TENSOR_MAP_SWIZZLE_NONE)};
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
+    paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
+                                  const __grid_constant__ DecodeShape shape,
+                                  const __grid_constant__ RowMaps maps,
+                                  const __grid_constant__ DecodeWorkspace workspace) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  constexpr bool kUsed = !kTeam || kMaxHeadSize > kTeamMaxHeadSize;
+#else
+  constexpr bool kUsed = true;
+#endif
+  if constexpr (kUsed) decode<Cache, kMaxHeadSize, kTeam, kForm>(p, shape, maps, workspace);
 }
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
@@ -491,37 +383,13 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const PagedKv& kv = p.kv;
   constexpr int kBytes = sizeof(Cache);
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kTeam>;
-  constexpr bool kByRow = kForm == PageForm::kRows;
+  constexpr int kShift = kStageShift<kTokens>;
   DecodeShape shape;
   shape.fours = FastDivisor(kv.head_size / 4);
-  shape.cap = p.softcap * kLog2E;
-  shape.cap_inverse = p.softcap > 0.0f ? 2.0f / p.softcap : 0.0f;
+  shape.cap = score_cap(p.softcap);
 
+  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(kv, shape.ring, shape.tile);
   RingLayout& ring = shape.ring;
-  ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  constexpr int kShift = kStageShift<kTokens>;
-  ring.split_shift = std::max(0, kShift - ring.page_shift);
-  shape.tile.page_tokens =
-      kForm == PageForm::kParts ? kPartTokens<Cache, kTokens> : std::min(kv.block_size, 16);
-  ring.page_bytes = kv.head_size * shape.tile.page_tokens * kBytes;
-  ring.page_stride = kMaxHeadSize * shape.tile.page_tokens * kBytes;
-  shape.tile.page_stride = ring.page_stride;
-  shape.tile.page_bytes = ring.page_bytes;
-  if (kByRow) {
-    shape.tile.key_step = shape.tile.value_step = 16 * kColumnBytes;
-  } else {
-    const bool within = shape.tile.page_tokens == 32;  // the next 16 tokens are in the same page
-    shape.tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / shape.tile.page_tokens;
-    shape.tile.value_step = within ? 16 * kBytes : ring.page_bytes * 16 / shape.tile.page_tokens;
-  }
-  ring.columns = row_columns(kv.head_size, kBytes);
-  // V's products read past the head size, too: what comes then is the same stage's K.
-  ring.key_offset =
-      kByRow ? ring.columns * kColumnStride<kTokens> : (kv.head_size * kBytes) << kShift;
-  const int key_bytes = kByRow ? row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens>
-                               : (kMaxHeadSize * kBytes) << kShift;
-  ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
-
   constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm>;
   const int memory = dynamic_shared_memory<kKernel>("paged_attention");
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
@@ -550,45 +418,15 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
-  const auto units = [](int64_t stride) { return static_cast<uint32_t>(stride * kBytes / 16); };
-  ring.key_block = units(kv.key_block_stride);
-  ring.key_head = units(kv.key_head_stride);
-  ring.value_block = units(kv.value_block_stride);
-  ring.value_head = units(kv.value_head_stride);
-
   shape.work = {.group = group,
                 .row_shift = row_shift,
                 .stage_shift = kShift,
                 .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
-                .slots = static_cast<int>(
-                    std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
-                              (kDecodeOutBytes / (kv.head_size * 4)) >> row_shift})),
+                .slots = workspace_slots(row_shift, kv.head_size),
+                .piece_share = 0.25f,
                 .group_divisor = FastDivisor(group)};
-  if (p.split_tokens > 0) {
-    // The lengths are not known here: whether all pieces have a slot follows from the tables.
-    const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * kv.block_size);
-    const int64_t stages = (tokens >> kShift) + 2;  // a window may begin inside of one
-    const int64_t step = split_stages(p, kShift);
-    const int64_t chunks = ((int64_t{p.num_tokens} * group) >> row_shift) + p.num_seqs;
-    const int64_t pieces = (stages + step - 1) / step * chunks * kv.num_kv_heads;
-    if (pieces > shape.work.slots && stages > step) {
-      throw std::runtime_error(
-          "paged_attention: split_tokens: block_tables has room for sequences of " +
-          std::to_string(tokens) + " tokens, up to " + std::to_string(pieces) +
-          " pieces, and the workspace holds " + std::to_string(shape.work.slots) +
-          ": use a longer split, or slice block_tables to the longest sequence");
-    }
-  }
-  RowMaps maps = {};
-  if (kForm == PageForm::kRows && device.architecture >= 90) {
-    maps.key =
-        row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride, kTokens);
-    maps.value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                         kv.value_block_stride, kTokens);
-  }
-  if (kForm == PageForm::kParts && device.architecture >= 90) {
-    maps = part_maps(kv, kPartTokens<Cache, kTokens>);
-  }
+  check_split(p, shape.work);
+  const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
                 stream, p, shape, maps, workspace);
 }
@@ -601,6 +439,11 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     constexpr PageForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
+    if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
+      if (current_device_info().has_wgmma) {
+        return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
+      }
+    }
     launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
   const auto with_form = [&](auto form) {

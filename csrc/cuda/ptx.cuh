@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace vllm_kernels::cuda {
 
@@ -45,10 +46,38 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], uint32_t 
                : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+template <typename T = uint32_t>
+__device__ __forceinline__ T load_shared(uint32_t address) {
+  T x;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (std::is_same_v<T, float>) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  }
   return x;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint64_t x) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

@@ -55,4 +55,11 @@ __device__ __forceinline__ void widen4<int8_t>(uint32_t bytes, uint32_t& low, ui
   high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
 }
 
+// The power of two that brings a row's largest element to [2^14, 2^15), in reach of fp16 whatever
+// the row's dtype.
+__device__ __forceinline__ int power_for_half(float largest) {
+  const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
+  return min(max(exponent, -100), 100);
+}
+
 }  // namespace vllm_kernels::cuda

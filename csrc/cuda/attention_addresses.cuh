@@ -1,0 +1,135 @@
+// Where the tokens of a stage lie in shared memory, and which of them a lane loads: what the
+// products of attention_tile.cuh and attention_team.cuh have in common.
+//
+// K and V lie in shared memory in one of two ways:
+//   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
+//             them, V [D][tokens] is V^T already (forms kPages and kParts)
+//   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
+//             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
+//             lie in different banks (form kRows); V is transposed by ldmatrix
+#pragma once
+#include <type_traits>
+
+#include "cuda/ptx.cuh"
+#include "cuda/types.cuh"
+
+namespace vllm_kernels::cuda {
+
+// Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
+// pages of it, or the rows of layouts NHD and HND.
+enum class PageForm { kPages, kParts, kRows };
+
+constexpr int kColumnBytes = 128;  // of a row
+
+// Of a stage of 16, 32 or 64 tokens.
+template <int kTokens>
+constexpr int kStageShift = kTokens == 64   ? 6
+                            : kTokens == 32 ? 5
+                                            : 4;  // log2
+template <int kTokens>
+constexpr int kColumnStride = kTokens * kColumnBytes;  // from one column to the next
+template <int kTokens>
+using TokenBits = std::conditional_t<kTokens == 64, uint64_t, uint32_t>;
+template <int kTokens>
+constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 16 ? 16 : 0);
+
+// Columns of a row.
+__host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
+  return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
+}
+
+// How pages lie in a stage.
+struct TileLayout {
+  int page_tokens;  // 8, 16 or 32
+  int page_stride;  // bytes from one page's K to the next
+  int page_bytes;   // bytes from one page's V to the next
+  int key_step;     // bytes from the K of 16 tokens to that of the next 16
+  int value_step;   // likewise of V
+  // Stages of 64 tokens: bytes from the first 32 to the second 32.
+  int key_half, value_half;
+};
+
+// What a lane of a warp loads of 16 tokens of a stage of kTokens.
+template <typename Cache, int kTokens, PageForm kForm>
+struct TileAddresses {
+  static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
+  static constexpr bool kRows = kForm == PageForm::kRows;
+
+  // Rows of a page that this lane addresses for ldmatrix.
+  uint32_t key_row, value_row;      // byte offsets inside a stage
+  uint32_t key_step, value_step;    // pages: bytes from one step to the next
+  uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
+
+  // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
+  static __device__ __forceinline__ int token_of(int lane, int j) {
+    const int row = lane / 4, high = j >> 1;
+    return kWide || kRows ? row + 8 * high : (row >> 1) * 4 + (row & 1) + 2 * high;
+  }
+  static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
+    return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
+  }
+  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
+    const int page_tokens = layout.page_tokens;
+    const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
+    if constexpr (kRows) {
+      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
+      key_row = (row + second * 8) * kColumnBytes;
+      key_chunk = (upper ^ row) * 16;
+      // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
+      // (8-15, 8-15); 8-bit as K's.
+      value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;
+      value_chunk = kWide ? (second ^ row) * 16 : key_chunk;
+    } else if constexpr (kWide) {
+      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
+      const int chunk_bytes = page_tokens * 16;
+      const int second_key = page_tokens == 8 ? layout.page_stride : 8 * 16;
+      key_row = upper * chunk_bytes + row * 16 + second * second_key;
+      key_step = 2 * chunk_bytes;
+      // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
+      const int second_value = page_tokens == 8 ? layout.page_bytes : 16;
+      value_row = (second * 8 + row) * page_tokens * 2 + upper * second_value;
+      value_step = 16 * page_tokens * 2;
+    } else {
+      // K matrices: (slots 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
+      const int token = (row >> 1) * 4 + (row & 1) + second * 2;
+      key_row = upper * page_tokens * 16 + token * 16;
+      key_step = page_tokens * 16;
+      // V matrices: 32 rows of 16 tokens, two steps at once.
+      value_row = lane * page_tokens;
+      value_step = 16 * page_tokens;
+    }
+  }
+  // This lane's address for step k, from the stage's K or V on.
+  __device__ __forceinline__ uint32_t key_at(int k) const {
+    if constexpr (!kRows) return key_row + k * key_step;
+    return key_row + column_of(k, key_chunk);
+  }
+  __device__ __forceinline__ uint32_t value_at(int k) const {
+    if constexpr (!kRows) return value_row + k * value_step;
+    return value_row + column_of(k, value_chunk);
+  }
+  static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {
+    const int chunk = kWide ? 2 * k : k;
+    return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
+  }
+
+  // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
+  // Bits to keep of what a lane loads of V of 16 tokens, of which those of `tokens` count.
+  static __device__ __forceinline__ void value_masks(uint32_t (&masks)[2], uint32_t tokens,
+                                                     int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      masks[i] = 0;
+      if constexpr (kWide || kRows) {  // tokens 2j and 2j + 1 of the first 8, of the second 8
+        const uint32_t pair = tokens >> (lane % 4 * 2 + 8 * i);
+        masks[i] = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
+      } else {  // tokens 4j .. 4j + 3
+        const uint32_t four = tokens >> (lane % 4 * 4);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) masks[i] |= four >> t & 1 ? 0xffu << 8 * t : 0u;
+      }
+    }
+  }
+};
+
+}  // namespace vllm_kernels::cuda

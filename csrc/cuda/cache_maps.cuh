@@ -1,0 +1,90 @@
+// Tensor maps of a paged cache, for bulk copies of boxes (sm_90 on).
+#pragma once
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "cuda/kv_ring.cuh"
+#include "cuda/launch.cuh"
+
+namespace vllm_kernels::cuda {
+
+// A cache as a tensor of four dimensions, in 16-bit units; strides in bytes, of all but the first.
+inline CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[4],
+                             const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4],
+                             CUtensorMapSwizzle swizzle) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, base, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x up
+// to `tokens` tokens. What lies behind the head is read as zero.
+inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
+                           int64_t block_stride, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype);
+  return cache_map(
+      base,
+      {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
+       unsign(kv.num_blocks)},
+      {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
+      {kColumnBytes / 2, static_cast<cuuint32_t>(std::min(kv.block_size, tokens)), 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
+// block), V as (token, dimension, KV head, block).
+inline RowMaps part_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
+  return {
+      .key = cache_map(kv.key,
+                       {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
+                        unsign(kv.num_blocks)},
+                       {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
+                        unsign(kv.key_block_stride * bytes)},
+                       {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
+                       CU_TENSOR_MAP_SWIZZLE_NONE),
+      .value = cache_map(kv.value,
+                         {unsign(kv.block_size * bytes / 2), unsign(kv.head_size),
+                          unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+                         {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+                          unsign(kv.value_block_stride * bytes)},
+                         {static_cast<cuuint32_t>(tokens * bytes / 2),
+                          static_cast<cuuint32_t>(kv.head_size), 1, 1},
+                         CU_TENSOR_MAP_SWIZZLE_NONE)};
+}
+
+// Those that a ring of stages of kTokens needs on the current device.
+template <typename Cache, int kTokens, PageForm kForm>
+RowMaps cache_maps(const PagedKv& kv) {
+  if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
+  if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
+                         kTokens),
+          .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                           kv.value_block_stride, kTokens)};
+}
+
+}  // namespace vllm_kernels::cuda

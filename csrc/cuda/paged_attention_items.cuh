@@ -1,0 +1,85 @@
+// What paged_attention's kernels on tensor cores know of an item: its query rows, their places in
+// the tensors, and what may happen to a score.
+#pragma once
+#include "cuda/attention_work.cuh"
+#include "cuda/ptx.cuh"
+
+namespace vllm_kernels::cuda {
+
+// The query rows of an item.
+struct ItemRows {
+  int first;  // of the sequence's query_len * group rows
+  int count;
+  int position;   // of the sequence's query token 0
+  int low, high;  // positions of the item's first and last query token
+};
+
+__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
+  ItemRows rows;
+  rows.first = item.chunk << shape.row_shift;
+  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
+  rows.position = item.sequence.seq_len - item.sequence.query_len;
+  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  rows.high =
+      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
+  return rows;
+}
+
+// A row's query token (of the sequence) and head (of the model).
+struct RowPlace {
+  int token;
+  int head;
+};
+__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
+                                                 const ItemRows& rows, int row) {
+  const int index = rows.first + row;
+  const int token = shape.group_divisor.divide(index);
+  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
+}
+
+struct ScoreCap {
+  float cap;      // softcap in log2 units
+  float inverse;  // 2 / softcap
+};
+inline ScoreCap score_cap(float softcap) {
+  return {.cap = softcap * kLog2E, .inverse = softcap > 0.0f ? 2.0f / softcap : 0.0f};
+}
+
+// A score in log2 units, of a token `distance` after the query's own.
+__device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, const ScoreCap& cap,
+                                                int head, int distance, float score) {
+  if (distance > 0 || (p.sliding_window > 0 && distance <= -p.sliding_window)) return -INFINITY;
+  if (p.softcap > 0.0f) {
+    // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a logit.
+    score = cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
+  }
+  if (p.alibi_slopes != nullptr) {
+    score += p.alibi_slopes[head] * kLog2E * static_cast<float>(distance);
+  }
+  return score;
+}
+
+// A row after all of its tokens: what turns sum exp2(score - maximum) v into its output, and its
+// log-sum-exp.
+struct RowResult {
+  float scale;
+  float lse;
+};
+__device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, int kv_head,
+                                                int head, float maximum, float sum) {
+  float total = sum, factor = 1.0f, largest = maximum;
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * kLog2E;
+    largest = fmaxf(largest, sink);
+    factor = exp2_approx(maximum - largest);
+    total = total * factor + exp2_approx(sink - largest);
+  }
+  const bool eight = size_of(p.kv.dtype) == 1;
+  const float v_scale =
+      eight && p.kv.v_scale != nullptr ? p.kv.v_scale[kv_head * p.kv.scale_stride] : 1.0f;
+  // total is 0 where every token was masked: the result is 0. NaN passes through.
+  return {.scale = total == 0.0f ? 0.0f : __fdividef(factor * v_scale, total),
+          .lse = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2};
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,572 @@
+// paged_attention of more than 8 query rows a KV head on Hopper's warpgroup products: one launch of
+// one block a multiprocessor for any batch.
+//
+// A block's first two or three warpgroups are teams (attention_team.cuh) that take an item's stages
+// in turn, each through a ring of its own (kv_ring.cuh). Of a last warpgroup, one warp fills each
+// ring (a warp issues a bulk copy in about 100 cycles) and runs ahead: while an item ends the next
+// one's pages are under way. Another asks for items (attention_work.cuh) and puts them down in a
+// queue of two.
+//
+// At the end of an item the teams put their results down, half a head at a time, and merge them,
+// each warp some fragments of 16 dimensions x 8 rows. They are written as output where the item is
+// a whole segment, else to the workspace, where the segment's last block to finish merges all
+// pieces in order.
+#pragma once
+#include "cuda/attention_team.cuh"
+#include "cuda/cache_maps.cuh"
+#include "cuda/kv_ring.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/paged_attention_items.cuh"
+#include "cuda/paged_attention_workspace.h"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kItemQueue = 2;
+
+// Threads: the teams and the warpgroup that serves them.
+__host__ __device__ constexpr int team_threads(int max_tiles) {
+  return 128 * (team_count(max_tiles) + 1);
+}
+// Registers of a thread, of 65536 in all: the teams need more than their even share.
+constexpr int kServantRegisters = 56;
+__host__ __device__ constexpr int team_registers(int max_tiles) {
+  return max_tiles <= 4 ? 152 : 224;
+}
+
+struct TeamShape {
+  WorkShape work;
+  RingLayout ring;
+  TileLayout tile;
+  ScoreCap cap;
+};
+
+// Operands of the products, and results at an item's end, in turn.
+__host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
+  const int teams = team_count(max_tiles);
+  const int operands = query_bytes(rows, max_head_size) + teams * weight_bytes(rows);
+  const int results = teams * rows * 64 * 4;  // of half a head
+  return operands > results ? operands : results;
+}
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+struct ItemQueue {
+  WorkItem items[kItemQueue];
+  ItemRows rows[kItemQueue];
+  bool ends[kItemQueue];  // there is no such item, nor any other
+  uint64_t full[kItemQueue], empty[kItemQueue];
+  uint64_t wanted;  // the first filler is at its item's last stage
+};
+
+// All threads of the teams.
+template <int kTeams>
+__device__ __forceinline__ void teams_barrier() {
+  asm volatile("barrier.cta.sync.aligned 4, %0;" ::"n"(kTeams * 128) : "memory");
+}
+
+// One warp: which items this block takes.
+__device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
+                                            ItemQueue& queue, uint32_t* next, int lane) {
+  if (!p.early_pages) wait_for_predecessor();
+  WorkPlan<true> plan(p, shape.work, lane);
+  const uint32_t count = plan.items();
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t slot = number % kItemQueue;
+    WorkItem item;
+    if (index < count) item = plan.find(p, shape.work, index, lane);
+    barrier_wait(shared_address(&queue.empty[slot]), number / kItemQueue & 1 ^ 1);
+    if (lane == 0) {
+      if (index < count) {
+        queue.items[slot] = item;
+        queue.rows[slot] = item_rows(shape.work, item);
+      }
+      queue.ends[slot] = index >= count;
+      barrier_arrive(shared_address(&queue.full[slot]));
+    }
+    __syncwarp();
+    if (index >= count) return;
+    // Late, so that no block holds items back that others could start. The last of `count` calls
+    // brings the counter back to 0.
+    barrier_wait(shared_address(&queue.wanted), number & 1);
+    wait_for_predecessor();
+    index = count;
+    if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+}
+
+// One warp a team: the pages of those items.
+template <typename Cache, PageForm kForm>
+__device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
+                                          KvRing<Cache, kTeamTokens, kForm, true>& ring, int team,
+                                          int teams, int lane) {
+  if (!p.early_pages) wait_for_predecessor();
+#pragma unroll 1
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t slot = number % kItemQueue;
+    barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
+    if (queue.ends[slot]) return;
+    const WorkItem& item = queue.items[slot];
+    const int stages = max(0, item.stages - team + teams - 1) / teams;
+    ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
+               teams, stages);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      if (team == 0 && i == stages - 1 && lane == 0) barrier_arrive(shared_address(&queue.wanted));
+      ring.fill(p.kv);
+    }
+  }
+}
+
+// A team's way through the ring.
+class StageReader {
+ public:
+  __device__ __forceinline__ StageReader(const RingLayout& layout, uint32_t storage,
+                                         uint32_t barriers)
+      : layout_(layout), storage_(storage), barriers_(barriers) {}
+  __device__ __forceinline__ void wait() const { barrier_wait(barriers_ + stage_ * 8, parity_); }
+  __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
+  __device__ __forceinline__ uint32_t value() const {
+    return storage_ + stage_ * layout_.stage_bytes;
+  }
+  __device__ __forceinline__ uint64_t present() const {
+    return load_shared<uint64_t>(barriers_ + (2 * kMaxRingStages + stage_) * 8);
+  }
+  __device__ __forceinline__ void release(int lane) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barriers_ + (kMaxRingStages + stage_) * 8);
+  }
+  __device__ __forceinline__ void next() {
+    if (++stage_ == layout_.stages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  const RingLayout& layout_;
+  uint32_t storage_;
+  uint32_t barriers_;  // of KvRing, and behind them what there is of the stages
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// What the teams know of an item's rows at its end.
+template <int kTeams, int kMaxRows>
+struct TeamStats {
+  float maxima[kTeams][kMaxRows];   // then the weights of the teams' results
+  float sums[kTeams][4][kMaxRows];  // a warp each
+  int64_t out[kMaxRows];            // the row's place in out, in elements; -1: none
+};
+
+// The end of an item, by all teams. A warp merges fragments as the products leave them: a lane has
+// rows 2 (lane % 4) + j of tile t, of dimensions dimension_of(lane, k, 0) and (.., 1), as values j
+// and j + 2.
+template <typename Tile>
+struct TeamEnd {
+  static constexpr int kTeams = Tile::kTeams;
+  const PagedAttentionParams& p;
+  const TeamShape& shape;
+  const DecodeWorkspace& workspace;
+  const WorkItem& item;
+  const ItemRows& rows;
+  TeamStats<kTeams, Tile::kTiles * 8>& stats;
+  bool& is_last;
+  uint32_t scratch;  // shared memory: [kTeams][tiles][128] of 16 bytes
+  int tiles;
+  int warp, lane;
+
+  // Of the teams' maxima and sums, a thread each row.
+  __device__ __forceinline__ void merge_stats() const {
+    const int row = warp * 32 + lane;
+    if (row >= tiles * 8) return;
+    float maximum = stats.maxima[0][row], sum = 0.0f;
+#pragma unroll
+    for (int team = 1; team < kTeams; ++team) maximum = fmaxf(maximum, stats.maxima[team][row]);
+    float weights[kTeams];
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      weights[team] = exp2_approx(stats.maxima[team][row] - maximum);
+      float of_team = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) of_team += stats.sums[team][warp][row];
+      sum += weights[team] * of_team;
+    }
+    float scale = 1.0f;
+    if (item.pieces == 1) {
+      scale = finish_row(row, maximum, sum, true);
+    } else {
+      *stats_of(item.piece, row) = {maximum, sum};
+    }
+    const RowPlace place = place_of_row(shape.work, item, rows, row);
+    stats.out[row] = row >= rows.count ? -1
+                                       : (item.sequence.first_query + place.token) * p.out_stride +
+                                             static_cast<int64_t>(place.head) * p.kv.head_size;
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) stats.maxima[team][row] = weights[team] * scale;
+  }
+
+  // Half a head of the teams, which lies in `scratch`.
+  __device__ __forceinline__ void merge_teams(int half) const {
+#pragma unroll 1
+    for (int i = warp; i < tiles * 4; i += 4 * kTeams) {
+      float values[4] = {};
+#pragma unroll
+      for (int team = 0; team < kTeams; ++team) {
+        const float4 out = load_shared<float4>(scratch + ((team * tiles * 4 + i) * 32 + lane) * 16);
+        add(values, row_pair(stats.maxima[team], i / 4), out);
+      }
+      if (item.pieces == 1) {
+        write(half, i, values);
+      } else {
+        *outs_of(item.piece, half, i) = {values[0], values[1], values[2], values[3]};
+      }
+    }
+  }
+
+  // All pieces of the segment, from the workspace.
+  __device__ __forceinline__ void merge_pieces() const {
+#pragma unroll 1
+    for (int i = warp; i < Tile::kHalves * tiles * 4; i += 4 * kTeams) {
+      const int half = i / (tiles * 4), in_half = i % (tiles * 4);
+      const int row = Tile::row_of(lane, in_half / 4, 0);
+      float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
+      constexpr int kBatch = 8;  // pieces under way
+#pragma unroll 1
+      for (int first = 0; first < item.pieces; first += kBatch) {
+        float4 pairs[kBatch], outs[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int piece = min(first + b, item.pieces - 1);
+          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, row)));
+          outs[b] = __ldcg(outs_of(piece, half, in_half));
+        }
+        float updated[2] = {maximum[0], maximum[1]};
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          updated[0] = fmaxf(updated[0], pairs[b].x);
+          updated[1] = fmaxf(updated[1], pairs[b].z);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float factor = exp2_approx(maximum[j] - updated[j]);
+          maximum[j] = updated[j];
+          sum[j] *= factor;
+          values[j] *= factor;
+          values[j + 2] *= factor;
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (first + b >= item.pieces) break;
+          const float2 weight = {exp2_approx(pairs[b].x - maximum[0]),
+                                 exp2_approx(pairs[b].z - maximum[1])};
+          sum[0] += weight.x * pairs[b].y;
+          sum[1] += weight.y * pairs[b].w;
+          add(values, weight, outs[b]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float scale = finish_row(row + j, maximum[j], sum[j], i % 4 == 0 && lane < 4);
+        values[j] *= scale;
+        values[j + 2] *= scale;
+      }
+      write(half, in_half, values);
+    }
+  }
+
+ private:
+  // The scale of a row's output, of all tokens; where asked to it writes its log-sum-exp.
+  __device__ __forceinline__ float finish_row(int row, float maximum, float sum,
+                                              bool writes) const {
+    if (row >= rows.count) return 0.0f;
+    const RowPlace place = place_of_row(shape.work, item, rows, row);
+    const RowResult result = row_result(p, item.kv_head, place.head, maximum, sum);
+    if (p.lse != nullptr && writes) {
+      p.lse[(item.sequence.first_query + place.token) * int64_t{p.num_heads} + place.head] =
+          result.lse;
+    }
+    return result.scale;
+  }
+  __device__ __forceinline__ float2 row_pair(const float* of_rows, int t) const {
+    return *reinterpret_cast<const float2*>(&of_rows[Tile::row_of(lane, t, 0)]);
+  }
+  static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
+    values[0] += weight.x * out.x;
+    values[1] += weight.y * out.y;
+    values[2] += weight.x * out.z;
+    values[3] += weight.y * out.w;
+  }
+  // In the workspace.
+  __device__ __forceinline__ float4* outs_of(int piece, int half, int i) const {
+    const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.work.row_shift;
+    const int place = (half * tiles * 4 + i) * 32 + lane;
+    return reinterpret_cast<float4*>(&workspace.out[slot * (Tile::kHalves * 64) + place * 4]);
+  }
+  __device__ __forceinline__ float2* stats_of(int piece, int row) const {
+    const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.work.row_shift;
+    return &workspace.stats[slot + row];
+  }
+
+  // Fragment i = 4 t + member of half a head, final.
+  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
+    if (p.dtype == DType::kFloat16) {
+      write<__half>(half, i, values);
+    } else {
+      write<__nv_bfloat16>(half, i, values);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
+    // Dimensions x rows -> rows x dimensions.
+    const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
+    const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
+    const int64_t row_start = stats.out[i / 4 * 8 + lane / 4];
+    const int d = (half * 4 + i % 4) * 16;
+    if (row_start < 0 || d >= p.kv.head_size) return;
+    char* to = static_cast<char*>(p.out) + 2 * (row_start + d);
+    if constexpr (Tile::kRows && !Tile::kWide) {  // even dimensions, odd dimensions
+      const uint2 four = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
+      *reinterpret_cast<uint2*>(to + lane % 4 * 8) = four;
+    } else {
+      *reinterpret_cast<uint32_t*>(to + lane % 4 * 4) = low;
+      if (d + 8 < p.kv.head_size) *reinterpret_cast<uint32_t*>(to + 16 + lane % 4 * 4) = high;
+    }
+  }
+};
+
+template <typename Tile>
+__device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile, int thread) {
+  constexpr int kTeams = Tile::kTeams;
+  const WorkItem& item = end.item;
+  tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], end.lane);
+  const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
+  teams_barrier<kTeams>();  // the operands have been read
+  end.merge_stats();
+  tile.template store_half<0>(mine, thread);
+  teams_barrier<kTeams>();
+  end.merge_teams(0);
+  if constexpr (Tile::kHalves == 2) {
+    teams_barrier<kTeams>();
+    tile.template store_half<1>(mine, thread);
+    teams_barrier<kTeams>();
+    end.merge_teams(1);
+  }
+  if (item.pieces == 1) return;
+  teams_barrier<kTeams>();
+  if (end.warp == 0 && end.lane == 0) {
+    end.is_last = atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==
+                  static_cast<uint32_t>(item.pieces - 1);
+  }
+  teams_barrier<kTeams>();
+  if (end.is_last) end.merge_pieces();
+}
+
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
+__device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
+                                       const DecodeWorkspace& workspace, StageReader ring,
+                                       ItemQueue& queue,
+                                       TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats,
+                                       uint32_t row_scales, bool& is_last, uint32_t scratch,
+                                       int team, int thread) {
+  using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
+  constexpr int kTeams = Tile::kTeams;
+  constexpr int kShift = kStageShift<kTeamTokens>;
+  const int lane = thread % 32;
+  Tile tile;
+  tile.head_size = p.kv.head_size;
+  tile.team = team;
+  tile.member = in_register(thread / 32);
+  tile.query = scratch;
+  tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
+                 team * weight_bytes(shape.work.rows());
+  tile.set_addresses(shape.tile, lane);
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int number = 0;; ++number) {
+    const int slot = number % kItemQueue;
+    barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
+    if (queue.ends[slot]) return;
+    const WorkItem& item = queue.items[slot];
+    const ItemRows rows = queue.rows[slot];
+    const int row_tiles = (rows.count + 7) / 8;
+    tile.tiles = row_tiles <= 2 ? 2 : row_tiles <= 4 ? 4 : 8;
+    const auto load_query = [&](auto tag) {
+      using Query = decltype(tag);
+      const auto start = [&](int row) -> const Query* {
+        if (row >= rows.count) return nullptr;
+        const RowPlace place = place_of_row(shape.work, item, rows, row);
+        return static_cast<const Query*>(p.query) +
+               (item.sequence.first_query + place.token) * p.query_stride +
+               static_cast<int64_t>(place.head) * p.kv.head_size;
+      };
+      tile.template store_query<Query>(start, row_scales, team * 128 + thread, kTeams * 128);
+    };
+    teams_barrier<kTeams>();  // the results of the item before, which lie in the same place, are
+                              // read
+    if constexpr (Tile::kWide) {
+      load_query(Cache{});
+    } else {
+      p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
+    }
+    fence_async_proxy();
+    teams_barrier<kTeams>();
+    const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
+                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                              : 1.0f;
+    tile.load_scales(row_scales, p.scale * k_scale * kLog2E, lane);
+    tile.clear();
+
+    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
+    const int window = p.sliding_window;
+    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
+    const int end = rows.high + 1;
+    // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
+    int plain_begin = window > 0 ? rows.high - window + 1 : 0;
+    int plain_extent = rows.low + 1 - kTeamTokens - plain_begin;
+    if (!plain_scores || plain_extent < 0) {
+      plain_begin = INT32_MAX;
+      plain_extent = 0;
+    }
+    const int stages = item.stages;
+    int first = (item.sequence.first_stage + item.stage + team) << kShift;
+    const auto adjust = [&](float score, int t, int j, int token) {
+      const int row = min(Tile::row_of(lane, t, j), rows.count - 1);
+      const RowPlace place = place_of_row(shape.work, item, rows, row);
+      return adjusted_score(p, shape.cap, place.head, first + token - rows.position - place.token,
+                            score);
+    };
+#pragma unroll 1
+    for (int i = team; i < stages; i += kTeams, ring.next()) {
+      ring.wait();
+      uint64_t tokens = ring.present();
+      const bool plain = tokens == ~uint64_t{0} && static_cast<uint32_t>(first - plain_begin) <=
+                                                       static_cast<uint32_t>(plain_extent);
+      if (!plain) {
+        if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
+        if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
+      }
+      const auto release = [&] { ring.release(lane); };
+      if (tokens != 0) {
+        tile.step(ring.key(), ring.value(), tokens, plain, adjust, release, shape.tile, lane);
+      } else {
+        release();
+      }
+      first += kTeams << kShift;
+    }
+    const TeamEnd<Tile> finish = {.p = p,
+                                  .shape = shape,
+                                  .workspace = workspace,
+                                  .item = item,
+                                  .rows = rows,
+                                  .stats = stats,
+                                  .is_last = is_last,
+                                  .scratch = scratch,
+                                  .tiles = tile.tiles,
+                                  .warp = team * 4 + tile.member,
+                                  .lane = lane};
+    finish_item(finish, tile, thread);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
+  }
+}
+
+#endif
+
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
+__global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
+    paged_attention_team_kernel(const __grid_constant__ PagedAttentionParams p,
+                                const __grid_constant__ TeamShape shape,
+                                const __grid_constant__ RowMaps maps,
+                                const __grid_constant__ DecodeWorkspace workspace) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  constexpr int kTeams = team_count(kMaxTiles);
+  using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
+  extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
+  __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
+  __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
+  __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
+  __shared__ ItemQueue queue;
+  __shared__ bool is_last;
+  launch_dependents();
+  const int warp = in_register(threadIdx.x / 32), lane = threadIdx.x % 32;
+  constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
+  const bool serves = warp >= kFirstServant;
+  const int team = serves ? min(warp - kFirstServant, kTeams - 1) : warp / 4;
+  const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
+  const uint32_t storage = shared_address(shared) + team * ring_bytes;
+  Ring ring(shape.ring, maps, storage, shared_address(barriers[team]),
+            shared_address(&barriers[team][Ring::kBarriers]), serves && warp < kQueueWarp, 4, lane);
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < kItemQueue; ++slot) {
+      barrier_init(shared_address(&queue.full[slot]), 1);
+      barrier_init(shared_address(&queue.empty[slot]), 4 * kTeams + kTeams);
+    }
+    barrier_init(shared_address(&queue.wanted), 1);
+    fence_barrier_init();
+  }
+  if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
+    for (int i = threadIdx.x * 16; i < kTeams * ring_bytes; i += team_threads(kMaxTiles) * 16) {
+      *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+    }
+    fence_async_proxy();
+  }
+  __syncthreads();  // the barriers, the zeros
+  if (serves) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
+    if (warp == kQueueWarp) {
+      queue_items(p, shape, queue, workspace.next, lane);
+    } else if (warp < kQueueWarp) {
+      fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
+    const StageReader reader(shape.ring, storage, shared_address(barriers[team]));
+    attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
+        p, shape, workspace, reader, queue, stats, shared_address(row_scales), is_last,
+        shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
+  }
+#endif
+}
+
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
+void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorkspace& workspace,
+                 void* stream) {
+  constexpr auto kKernel = paged_attention_team_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
+  constexpr int kTeams = team_count(kMaxTiles);
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  TeamShape shape;
+  shape.cap = score_cap(p.softcap);
+  set_stage_layout<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv, shape.ring, shape.tile);
+  shape.work = {.group = group,
+                .row_shift = row_shift,
+                .stage_shift = kStageShift<kTeamTokens>,
+                .least_piece = kTeams,
+                .slots = workspace_slots(row_shift, kMaxHeadSize),
+                .piece_share = 0.5f,
+                .group_divisor = FastDivisor(group)};
+  check_split(p, shape.work);
+  const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
+  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
+  shape.ring.stages = std::clamp(memory / kTeams / shape.ring.stage_bytes, 2, kMaxRingStages);
+  launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
+                dim3(team_threads(kMaxTiles)),
+                kTeams * shape.ring.stages * shape.ring.stage_bytes + scratch, stream, p, shape,
+                cache_maps<Cache, kTeamTokens, kForm>(p.kv), workspace);
+}
+
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
+  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
+  if (rows <= 32) {
+    launch_team<Cache, kMaxHeadSize, 4, kForm>(p, rows <= 16 ? 4 : 5, workspace, stream);
+  } else {
+    launch_team<Cache, kMaxHeadSize, 8, kForm>(p, 6, workspace, stream);
+  }
+}
+
+}  // namespace vllm_kernels::cuda
