@@ -56,6 +56,12 @@ target_include_directories(cuda_kernels PRIVATE ${ROOT})
 set_target_properties(cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER ${ROOT}/../tools/keep_output.sh)
 target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v;--expt-relaxed-constexpr;-diag-suppress=177>")
 
+# For tests: what sm_80 gets, on whatever it is built for.
+if(DEFINED ENV{VLLM_KERNELS_BEFORE_HOPPER})
+  target_compile_definitions(cuda_kernels PRIVATE VLLM_KERNELS_BEFORE_HOPPER)
+  string(APPEND CUDA_PLAN ", as before Hopper (VLLM_KERNELS_BEFORE_HOPPER)")
+endif()
+
 add_library(vllm_kernels_cuda SHARED ${OP_BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)
 target_include_directories(vllm_kernels_cuda PRIVATE ${ROOT})
 target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA USE_CUDA)

@@ -69,7 +69,7 @@ class KvRing {
         barrier_init(barriers_ + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
         if constexpr (kShared) barrier_init(drained(stage), members);
       }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
       fence_barrier_init();
       if constexpr (kForm != PageForm::kPages) {
         prefetch_map(&maps.key);
@@ -77,7 +77,7 @@ class KvRing {
       }
 #endif
     }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     policy_ = evict_first_policy();
 #endif
     __syncwarp();
@@ -176,7 +176,7 @@ class KvRing {
  private:
   static constexpr int64_t kBytes = sizeof(Cache);
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   static constexpr bool kBulk = true;
 #else
   static constexpr bool kBulk = false;
@@ -224,7 +224,7 @@ class KvRing {
     const char* value = value_page(block);
     const uint32_t key_to = stage + layout_.key_offset + page * layout_.page_stride;
     const uint32_t value_to = stage + page * bytes;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     if (lane_ == 0) {
       barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
     }
@@ -246,7 +246,7 @@ class KvRing {
 
   __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                             int page, int32_t block, bool good) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies one column of K or V of one page.
     const int shift = min(layout_.page_shift, kStageShift<kTokens>);
     const bool is_value = lane_ & 1;
@@ -290,7 +290,7 @@ class KvRing {
                                              int32_t block, bool good) {
     constexpr int kPart = kPartTokens<Cache, kTokens>;
     const int page_mask = (1 << layout_.page_shift) - 1;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies K or V of one part.
     const bool is_value = lane_ & 1;
     const int part = lane_ >> 1;
@@ -350,7 +350,7 @@ class KvRing {
   uint32_t parity_ = 0;
   uint32_t fill_parity_ = 1;  // a fresh barrier's phase before the first has ended
   uint32_t incomplete_ = 0;   // bit s: present_[s] says what there is of stage s
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   uint64_t policy_;
 #endif
 };

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/architecture.cuh"
+
 namespace vllm_kernels::cuda {
 
 inline void check(cudaError_t error, const char* what) {
@@ -109,7 +111,7 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
 #if defined(__CUDACC__)
 // Lets the next kernel of the stream be scheduled; it still waits for this one's results.
 __device__ __forceinline__ void launch_dependents() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
@@ -128,7 +130,7 @@ __device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
 
 // Until every earlier kernel of the stream has finished and its writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

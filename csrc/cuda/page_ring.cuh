@@ -24,7 +24,7 @@ class PageRing {
   // `storage`: stages * stage_bytes of this warp, 128-byte aligned. `barriers`: kMaxStages of it.
   __device__ PageRing(const RingShape& shape, uint32_t storage, uint64_t* barriers, int lane)
       : shape_(shape), storage_(storage), lane_(lane) {
-#if __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     barriers_ = shared_address(barriers);
     policy_ = evict_first_policy();
     if (lane == 0) {
@@ -41,7 +41,7 @@ class PageRing {
                                        uint32_t mask) {
     const uint32_t stage = storage_ + fill_stage_ * shape_.stage_bytes();
     masks_ = (masks_ & ~(3u << (2 * fill_stage_))) | (mask << (2 * fill_stage_));
-#if __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     if (lane_ == 0) {
       const uint32_t barrier = barriers_ + fill_stage_ * 8;
       barrier_expect(barrier, 2 * __popc(mask) * shape_.page_bytes);
@@ -71,7 +71,7 @@ class PageRing {
 
   // Waits for the oldest stage. key() and value() are its shared addresses, mask() its pages.
   __device__ __forceinline__ void wait() {
-#if __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
     barrier_wait(barriers_ + drain_stage_ * 8, parity_);
 #else
     switch (shape_.stages) {  // one group a stage: all but the stages - 1 younger ones are here
@@ -118,7 +118,7 @@ class PageRing {
   }
   // Before sm_90 the count of groups must stay in step when there is nothing left to fill.
   __device__ __forceinline__ void fill_nothing() {
-#if __CUDA_ARCH__ < 900
+#if !defined(VLLM_KERNELS_HAS_SM90)
     commit_copies();
 #endif
   }
@@ -131,7 +131,7 @@ class PageRing {
   int drain_stage_ = 0;
   uint32_t parity_ = 0;
   uint32_t masks_ = 0;  // two bits a stage
-#if __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   uint32_t barriers_;
   uint64_t policy_;
 #endif

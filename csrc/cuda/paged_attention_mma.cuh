@@ -482,7 +482,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
         tile.step(p, heads, mask, ring.key() + t * tile.key_tile,
                   ring.value() + t * tile.value_tile, first_token + t * 16, halves, lane);
       }
-#if __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
       if (pages_per_stage == 2 && present != 3) fence_async_proxy();
 #endif
     }

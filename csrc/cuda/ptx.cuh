@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/architecture.cuh"
+
 namespace vllm_kernels::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -178,7 +180,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
 
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -220,7 +222,7 @@ __device__ __forceinline__ void prefetch_map(const void* map) {
 
 // Ordinary shared-memory accesses before it come before bulk copies after it.
 __device__ __forceinline__ void fence_async_proxy() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }

@@ -6,11 +6,6 @@
 
 #include "cuda/ptx.cuh"
 
-// Code for sm_90a has them, older and newer architectures do not.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define VLLM_KERNELS_HAS_WGMMA 1
-#endif
-
 namespace vllm_kernels::cuda {
 
 // B as core matrices of 8 columns x 16 bytes along k, 128 contiguous bytes each. Bytes from one
@@ -101,7 +96,7 @@ __device__ __forceinline__ void wgmma(float (&c)[kMaxTiles][4], const uint32_t (
 // matrix l / 8 as it is stored.
 __device__ __forceinline__ void store_transposed(uint32_t row_address, uint32_t m0, uint32_t m1,
                                                  uint32_t m2, uint32_t m3) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
       "r"(m0), "r"(m1), "r"(m2), "r"(m3)

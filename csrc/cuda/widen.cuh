@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/architecture.cuh"
+
 namespace vllm_kernels::cuda {
 
 // `low` gets elements 0 and 1 of `bytes`, `high` elements 2 and 3.
@@ -15,7 +17,7 @@ __device__ __forceinline__ void widen4(uint32_t bytes, uint32_t& low, uint32_t& 
 template <>
 __device__ __forceinline__ void widen4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
                                                       uint32_t& high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(VLLM_KERNELS_HAS_FP8)
   // In this form no shift is needed for the upper half.
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"

@@ -238,6 +238,18 @@ def test_groups(device, layout, heads, kv_heads):
     check(make_case(device, torch.float16, [40, 23], [3, 2], stored=torch.int8, **shapes))
 
 
+@pytest.mark.parametrize("heads", [12, 16, 32, 64], ids=lambda heads: f"{heads}_rows")
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=str)
+def test_pieces_of_many_rows(device, layout, heads, stored):
+    """Long sequences beside short ones: pieces, blocks that take several of them, ends of pages."""
+    lens, dtype = [2900, 0, 130, 64, 65, 1, 777], torch.bfloat16
+    shapes = {"heads": heads, "kv_heads": 1, "layout": layout, "stored": stored}
+    check(make_case(device, dtype, lens, head_size=128, **shapes))
+    queries = [3, 0, 2, 1, 5, 1, 2]
+    check(make_case(device, dtype, lens, queries, head_size=64, block_size=32, **shapes))
+    check(make_case(device, dtype, lens, queries, head_size=96, sliding_window=70, **shapes))
+
+
 @pytest.mark.parametrize("queries", [None, [1, 9, 17, 4]], ids=["decode", "several"])
 @pytest.mark.parametrize("names", [["alibi_slopes"], ["sliding_window"], ["softcap"], ["sinks"],
                                    ["alibi_slopes", "sliding_window", "softcap", "sinks"]],
