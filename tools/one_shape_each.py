@@ -1,6 +1,11 @@
-"""Calls every op once on the GPU, one shape per kernel: what compute-sanitizer watches."""
+"""Calls every op once on the GPU, one shape per kernel: what compute-sanitizer watches.
+
+With names of dtypes as arguments: for those only.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -8,10 +13,11 @@ import vllm_kernels
 
 torch.manual_seed(0)
 CUDA = torch.device("cuda")
+DTYPES = [getattr(torch, name) for name in sys.argv[1:] or ("float16", "bfloat16", "float32")]
 
 
 def norms() -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES:
         for hidden in (7, 64, 4096, 16384, 32768):
             x = torch.randn(3, hidden, device=CUDA, dtype=dtype)
             weight = torch.randn(hidden, device=CUDA, dtype=dtype)
@@ -21,7 +27,7 @@ def norms() -> None:
 
 def rotary_and_activations() -> None:
     positions = torch.randint(0, 32, (5,), device=CUDA)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES:
         for head_size, rot_dim in ((64, 64), (80, 32), (128, 128), (36, 18)):
             cache = torch.randn(32, rot_dim, device=CUDA, dtype=dtype)
             for is_neox in (True, False):
@@ -40,7 +46,7 @@ def rotary_and_activations() -> None:
 
 def cache() -> None:
     one = torch.ones(1, device=CUDA)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in DTYPES:
         for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
             size = dtype.itemsize if cache_dtype == "auto" else 1
             stored = dtype if cache_dtype == "auto" else torch.uint8
@@ -99,7 +105,7 @@ def many_tokens(dtype: torch.dtype, cache_dtype: str) -> None:
 def attention() -> None:
     """v1 and v2: every pair of types, padded head size and page size, ragged lengths with 0."""
     lengths = [0, 1, 17, 530]
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in DTYPES:
         for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
             for heads, kv_heads, head_size, block_size in (
                 (8, 2, 128, 16), (12, 1, 128, 32), (4, 4, 64, 8), (18, 2, 80, 16), (4, 1, 240, 16),
@@ -138,7 +144,7 @@ def general_attention() -> None:
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     lens = torch.tensor([700, 0, 33, 5], dtype=torch.int32, device=CUDA)
     starts = torch.tensor([0, 9, 10, 14, 15], dtype=torch.int32, device=CUDA)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in DTYPES:
         for stored in (dtype, *eight_bits):
             x = 16 // stored.itemsize
             for head_size, page in ((128, 16), (48, 32), (256, 8), (96, 64)):

@@ -48,7 +48,7 @@ struct RowState {
   }
   // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
   template <typename Stats, typename Partial>
-  __device__ __forceinline__ void merge_far(int parts, const Stats& stats, const Partial& partial) {
+  __device__ __forceinline__ void merge(int parts, const Stats& stats, const Partial& partial) {
 #pragma unroll 1
     for (int first = 0; first < parts; first += 8) {
       float2 s[8];
@@ -70,24 +70,6 @@ struct RowState {
       for (int i = 0; i < 8; ++i) {
         if (first + i < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
       }
-    }
-  }
-  // Parts that lie in shared memory: stats [parts][rows], outs [parts][rows][pitch], at this row
-  // and dimension of part 0.
-  __device__ __forceinline__ void merge(int parts, int rows, const float2* stats, const float* outs,
-                                        int pitch) {
-    float updated = maximum;
-#pragma unroll 4
-    for (int i = 0; i < parts; ++i) updated = fmaxf(updated, stats[i * rows].x);
-    const float factor = exp2_approx(maximum - updated);
-    maximum = updated;
-    sum *= factor;
-    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
-#pragma unroll 2
-    for (int i = 0; i < parts; ++i) {
-      const float2 part = stats[i * rows];
-      add(exp2_approx(part.x - maximum), part.y,
-          *reinterpret_cast<const float4*>(outs + i * rows * pitch));
     }
   }
 };
@@ -236,8 +218,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         each_row(first, [&](int of, int row) {
           RowState state;
           const int at = of * merge_rows + own;
-          state.merge(teams, merge_rows << team_shift, warp_stats + at, results + at * pitch + d,
-                      pitch);
+          const int part_rows = merge_rows << team_shift;
+          state.merge(
+              teams, [&](int part) { return warp_stats[part * part_rows + at]; },
+              [&](int part) {
+                return *reinterpret_cast<const float4*>(results + (part * part_rows + at) * pitch +
+                                                        d);
+              });
           if (whole) {
             write_row(p, shape.work, item, rows, row, d, state);
           } else {
@@ -259,7 +246,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           for (int first = 0; first < most; first += merge_rows) {
             each_row(first, [&](int, int row) {
               RowState state;
-              state.merge_far(
+              state.merge(
                   item.pieces,
                   [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
                   [&](int piece) {
