@@ -34,25 +34,35 @@ class OutOfBlocks(KVCacheError):
 
 class Statistics:
     @property
-    def total_blocks(self) -> int: ...
+    def total_blocks(self) -> int:
+        """Blocks of the pool."""
     @property
-    def free_blocks(self) -> int: ...
+    def free_blocks(self) -> int:
+        """Blocks that nothing holds."""
     @property
-    def used_blocks(self) -> int: ...
+    def used_blocks(self) -> int:
+        """total_blocks - free_blocks."""
     @property
-    def shared_blocks(self) -> int: ...
+    def shared_blocks(self) -> int:
+        """Used blocks that two or more sequences hold."""
     @property
-    def peak_used_blocks(self) -> int: ...
+    def peak_used_blocks(self) -> int:
+        """The most used at any time."""
     @property
-    def num_sequences(self) -> int: ...
+    def num_sequences(self) -> int:
+        """Sequences."""
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens of all sequences; a shared one counts once a sequence."""
     @property
-    def table_entries(self) -> int: ...
+    def table_entries(self) -> int:
+        """Blocks of all sequences, shared ones once each: what would be used unshared."""
     @property
-    def waste_slots(self) -> int: ...
+    def waste_slots(self) -> int:
+        """Slots of used blocks that hold no token of any sequence."""
     @property
-    def num_copies(self) -> int: ...
+    def num_copies(self) -> int:
+        """Copy-on-write pairs returned since construction or reset()."""
 
 class BatchBuffers:
     def __init__(
@@ -75,7 +85,8 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int: ...
     @property
-    def num_sequences(self) -> int: ...
+    def num_sequences(self) -> int:
+        """Sequences."""
     def __contains__(self, sequence_id: int) -> bool: ...
     def __reduce__(self) -> Any: ...
     def can_allocate(self, num_tokens: int) -> bool: ...

@@ -124,7 +124,8 @@ class KVCacheManager:
     returns the pair to copy.
 
     Copies: int64 [n, 2], rows of (source block, destination block), each returned once. Run them
-    (``copy_blocks``), in the order in which they were returned, before the cache is written again.
+    (``copy_blocks``, a call for the pairs of each manager call), in the order in which they were
+    returned, before the cache is written again.
 
     Threads: calls from several threads are safe; they run one after the other, batch calls without
     the GIL. A fork of the process, a pickle or a copy of the manager is refused.

@@ -9,6 +9,8 @@ inference only: under grad mode a tensor that requires grad is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
@@ -22,7 +24,8 @@ def _inference_only(op: str, *tensors: Tensor | None) -> None:
     """The stable C ABI cannot ask requires_grad, so the rule is kept here."""
     if is_grad_enabled():
         for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
+            # What is not a tensor is refused by the op's schema, with its name.
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
 
 
@@ -367,7 +370,9 @@ def paged_attention_v1(
         or query.requires_grad
         or key_cache.requires_grad
         or value_cache.requires_grad
+        or not isinstance(k_scale, Tensor)
         or k_scale.requires_grad
+        or not isinstance(v_scale, Tensor)
         or v_scale.requires_grad
         or (alibi_slopes is not None and alibi_slopes.requires_grad)
     ):
@@ -496,7 +501,8 @@ def paged_attention(
         seq_lens: [num_seqs] int32, in tokens, the query tokens included.
         scale: of the product; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
-            None: one a sequence. Tokens that no sequence owns are left as they are.
+            None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
+            0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default.
         alibi_slopes: [num_heads] float32.
         sliding_window: tokens a query token sees, itself included; 0: all.
@@ -634,10 +640,35 @@ def check() -> None:
         _ops.raise_bad_index.default()
 
 
+def _fake(op: str) -> Callable[..., None]:
+    """What runs for fake and meta tensors. torch calls it for a call with any meta tensor, too."""
+    names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
+
+    def fake(*args: object, **kwargs: object) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = [
+            (name, tensor)
+            for name, value in given.items()
+            for tensor in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(tensor, Tensor)
+        ]
+        meta = next((name for name, tensor in tensors if tensor.is_meta), None)
+        real = next(((name, tensor) for name, tensor in tensors if not tensor.is_meta), None)
+        if meta is not None and real is not None:
+            raise RuntimeError(
+                f"{op}: {meta}: expected a tensor on {real[1].device} (from {real[0]}), got meta"
+            )
+
+    return fake
+
+
 def _register_fakes() -> None:
-    """All ops write into their arguments and return nothing, so one fake kernel serves them all."""
+    """All ops write into their arguments and return nothing."""
     for name in OPS:
-        torch.library.register_fake(f"vllm_kernels::{name}")(lambda *args, **kwargs: None)
+        if name == "swap_blocks":  # its mapping is on the CPU, wherever the caches are
+            torch.library.register_fake("vllm_kernels::swap_blocks")(lambda *args, **kwargs: None)
+        else:
+            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(name))
 
 
 _register_fakes()

@@ -319,17 +319,23 @@ void translate(std::exception_ptr pointer) {
 // --- classes ---
 
 void bind_statistics(py::module_& module) {
-  py::class_<Statistics>(module, "Statistics")
-      .def_readonly("total_blocks", &Statistics::total_blocks)
-      .def_readonly("free_blocks", &Statistics::free_blocks)
-      .def_readonly("used_blocks", &Statistics::used_blocks)
-      .def_readonly("shared_blocks", &Statistics::shared_blocks)
-      .def_readonly("peak_used_blocks", &Statistics::peak_used_blocks)
-      .def_readonly("num_sequences", &Statistics::num_sequences)
-      .def_readonly("num_tokens", &Statistics::num_tokens)
-      .def_readonly("table_entries", &Statistics::table_entries)
-      .def_readonly("waste_slots", &Statistics::waste_slots)
-      .def_readonly("num_copies", &Statistics::num_copies);
+  py::class_<Statistics>(module, "Statistics", "One moment of the cache in numbers.")
+      .def_readonly("total_blocks", &Statistics::total_blocks, "Blocks of the pool.")
+      .def_readonly("free_blocks", &Statistics::free_blocks, "Blocks that nothing holds.")
+      .def_readonly("used_blocks", &Statistics::used_blocks, "total_blocks - free_blocks.")
+      .def_readonly("shared_blocks", &Statistics::shared_blocks,
+                    "Used blocks that two or more sequences hold.")
+      .def_readonly("peak_used_blocks", &Statistics::peak_used_blocks, "The most used at any time.")
+      .def_readonly("num_sequences", &Statistics::num_sequences, "Sequences.")
+      .def_readonly("num_tokens", &Statistics::num_tokens,
+                    "Tokens of all sequences; a shared one counts once a sequence.")
+      .def_readonly("table_entries", &Statistics::table_entries,
+                    "Blocks of all sequences, shared ones once a sequence: what would be used "
+                    "without sharing.")
+      .def_readonly("waste_slots", &Statistics::waste_slots,
+                    "Slots of used blocks that hold no token of any sequence.")
+      .def_readonly("num_copies", &Statistics::num_copies,
+                    "Copy-on-write pairs returned since construction or reset().");
 }
 
 void bind_buffers(py::module_& module) {

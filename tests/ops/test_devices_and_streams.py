@@ -31,6 +31,32 @@ def test_mixed_devices_are_named():
         vllm_kernels.rms_norm(torch.empty_like(x), x, torch.randn(64), EPS)
 
 
+def test_one_meta_tensor_among_others_is_named():
+    x = torch.randn(4, 64)
+    expected = r"^rms_norm: weight: expected a tensor on cpu \(from out\), got meta$"
+    with pytest.raises(RuntimeError, match=expected):
+        vllm_kernels.rms_norm(torch.empty_like(x), x, torch.randn(64, device="meta"), EPS)
+    meta = x.to("meta")
+    vllm_kernels.rms_norm(meta, meta, torch.randn(64, device="meta"), EPS)
+    slots, cache = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 16, 2, 32)
+    rows, one = torch.zeros(4, 2, 32), torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"slot_mapping: expected a tensor on cpu .*, got meta"):
+        vllm_kernels.reshape_and_cache_flash(
+            rows, rows, cache, cache.clone(), slots.to("meta"), "auto", one, one
+        )
+
+
+def test_what_is_no_tensor_is_named():
+    slots, cache = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 16, 2, 32)
+    rows, one = torch.zeros(4, 2, 32), torch.ones(1)
+    with pytest.raises(
+        RuntimeError, match=r"Expected a value of type 'Tensor' for argument 'k_scale'"
+    ):
+        vllm_kernels.reshape_and_cache_flash(
+            rows, rows, cache, cache.clone(), slots, "auto", 1.0, one
+        )
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_current_stream_is_used():
     # A long copy on the side stream comes first; on any other stream the op would read zeros.
