@@ -364,21 +364,24 @@ def paged_attention_v1(
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
     """
-    # Asked here first: a call of _inference_only() costs 0.5 us.
-    if is_grad_enabled() and (
-        out.requires_grad
-        or query.requires_grad
-        or key_cache.requires_grad
-        or value_cache.requires_grad
-        or not isinstance(k_scale, Tensor)
-        or k_scale.requires_grad
-        or not isinstance(v_scale, Tensor)
-        or v_scale.requires_grad
-        or (alibi_slopes is not None and alibi_slopes.requires_grad)
-    ):
-        _inference_only(
-            "paged_attention_v1", out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes
-        )
+    if is_grad_enabled():
+        try:  # asked here first: a call of _inference_only() costs 0.5 us
+            asks_for_grad = (
+                out.requires_grad
+                or query.requires_grad
+                or key_cache.requires_grad
+                or value_cache.requires_grad
+                or k_scale.requires_grad
+                or v_scale.requires_grad
+                or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            )
+        except AttributeError:  # no tensor: the op's schema refuses it by name
+            asks_for_grad = False
+        if asks_for_grad:
+            _inference_only(
+                "paged_attention_v1",
+                out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes,
+            )  # fmt: skip
     op = _traced_v1 if is_dynamo_compiling() else _direct_v1
     if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
         op(
@@ -535,7 +538,12 @@ def paged_attention(
             such a row is contained (clamped, skipped).
     """
     if is_grad_enabled():
-        _inference_only("paged_attention", out, query, key_cache, value_cache, sinks)
+        _inference_only(
+            "paged_attention",
+            out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
+        )  # fmt: skip
+    if not isinstance(query, Tensor):
+        raise RuntimeError(f"paged_attention: query: expected a tensor, got {query!r:.40}")
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
@@ -649,6 +657,7 @@ def _fake(op: str) -> Callable[..., None]:
         tensors = [
             (name, tensor)
             for name, value in given.items()
+            if not (op == "copy_blocks" and name == "block_mapping")  # may be on the CPU
             for tensor in (value if isinstance(value, (list, tuple)) else [value])
             if isinstance(tensor, Tensor)
         ]

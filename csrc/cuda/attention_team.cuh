@@ -62,8 +62,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   uint32_t query;     // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
   uint32_t weights;   // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
   uint32_t turn = 0;  // which of two P^T comes next
-  int team;           // 0 or 1
-  int member;         // this warp of the team
+  int team;
+  int member;                       // this warp of the team
   uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
 
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {

@@ -26,7 +26,11 @@ cudaFuncAttributes attributes_of(Kernel kernel) {
 }  // namespace
 
 int code_architecture() {
+#if defined(VLLM_KERNELS_BEFORE_HOPPER)
+  return 80;
+#else
   return attributes_of(nothing_kernel).ptxVersion;
+#endif
 }
 
 bool code_has_wgmma() {

@@ -38,6 +38,7 @@ def test_one_meta_tensor_among_others_is_named():
         vllm_kernels.rms_norm(torch.empty_like(x), x, torch.randn(64, device="meta"), EPS)
     meta = x.to("meta")
     vllm_kernels.rms_norm(meta, meta, torch.randn(64, device="meta"), EPS)
+    vllm_kernels.copy_blocks([meta], [meta], torch.tensor([[0, 1]]))
     slots, cache = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 16, 2, 32)
     rows, one = torch.zeros(4, 2, 32), torch.ones(1)
     with pytest.raises(RuntimeError, match=r"slot_mapping: expected a tensor on cpu .*, got meta"):
@@ -55,6 +56,24 @@ def test_what_is_no_tensor_is_named():
         vllm_kernels.reshape_and_cache_flash(
             rows, rows, cache, cache.clone(), slots, "auto", 1.0, one
         )
+    lens = torch.ones(1, dtype=torch.int32)
+    attention = (cache, cache, 2, 1.0, lens[None], lens, 16, 1, None, "auto", one, one)
+    with pytest.raises(
+        RuntimeError, match=r"^paged_attention_v1: out: expected a tensor, got None"
+    ):
+        vllm_kernels.paged_attention_v1(None, rows, *attention)
+    with pytest.raises(RuntimeError, match=r"^paged_attention: query: expected a tensor, got None"):
+        vllm_kernels.paged_attention(None, cache, cache, lens[None], lens)
+
+
+def test_scales_and_slopes_that_require_grad_are_refused():
+    cache, lens = torch.zeros(2, 16, 2, 32), torch.ones(1, dtype=torch.int32)
+    for name in ("alibi_slopes", "k_scale", "v_scale"):
+        given = {name: torch.ones(2, requires_grad=True)}
+        with pytest.raises(RuntimeError, match=r"^paged_attention: inference only"):
+            vllm_kernels.paged_attention(
+                torch.zeros(1, 2, 32), cache, cache, lens[None], lens, layout="NHD", **given
+            )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
