@@ -10,15 +10,12 @@
 //
 // For rows, tokens and 8-bit elements see attention_tile.cuh.
 #pragma once
-#include <utility>
-
 #include "cuda/attention_tile.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace vllm_kernels::cuda {
 
-constexpr int kTeamTokens = 64;   // of a step
-constexpr int kTeamMaxRows = 64;  // query rows
+constexpr int kTeamTokens = 64;  // of a step
 constexpr int kTeamMaxHeadSize = 128;
 
 // Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
@@ -41,8 +38,7 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
 struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
-  using Addresses::column_of, Addresses::dimension_of, Addresses::key_at, Addresses::token_of,
-      Addresses::value_masks;
+  using Addresses::key_at, Addresses::token_of, Addresses::value_masks;
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;

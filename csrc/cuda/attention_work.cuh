@@ -12,7 +12,7 @@
 // split follows from seq_lens alone, so a batch gives the same result every time. With split_tokens
 // it follows from the segment's own length alone: any batch gives the same result.
 //
-// Every warp finds items for itself: lanes are sequences, 32 at a time. That takes no barrier.
+// A warp finds items alone: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
 #include <algorithm>
 #include <stdexcept>

@@ -2,12 +2,12 @@
 // between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of
 // 16 to 64 tokens of one KV head; an mbarrier a stage says when it is there.
 //
-// A team of warps shares a ring (kShared): its first warp fills, all drain, and a second mbarrier a
+// A team of warps shares a ring (kShared): one warp fills, all drain, and a second mbarrier a
 // stage says when all have.
 //
-// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 32
-// rows of 128 bytes (form kRows), or of 16 tokens (form kParts). Otherwise all lanes copy 16 bytes
-// at a time.
+// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 64
+// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise all lanes copy 16
+// bytes at a time.
 #pragma once
 #include <cuda.h>
 
