@@ -80,11 +80,38 @@ struct SequenceWork {
   int chunks;       // of query rows; its segments are KV heads x chunks
 };
 
+// A batch that one round of a warp's lanes covers: its work may be guessed before the predecessor
+// has ended.
+__device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
+  return p.num_seqs <= 32 && !p.early_pages;
+}
+
+// A sequence as memory has it.
+struct SequenceIndices {
+  int32_t seq_len;
+  int32_t first_query, end_query;
+};
+
+// Those of a batch that may be guessed are read past the first-level cache, which nobody tells what
+// the predecessor wrote.
+__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq) {
+  const auto load = [&](const int32_t* at) { return p.num_seqs <= 32 ? __ldcg(at) : *at; };
+  SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
+  if (p.query_start_loc != nullptr) {
+    indices.first_query = load(&p.query_start_loc[seq]);
+    indices.end_query = load(&p.query_start_loc[seq + 1]);
+  }
+  return indices;
+}
+
 __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
-                                                      const WorkShape& shape, int seq) {
+                                                      const WorkShape& shape, int seq,
+                                                      const SequenceIndices& indices) {
   SequenceWork work;
-  work.seq_len = usable_seq_len(p, seq);
-  const QueryRange queries = query_range(p, seq);
+  work.seq_len = usable_length(p, indices.seq_len);
+  const QueryRange queries = p.query_start_loc == nullptr
+                                 ? QueryRange{.first = seq, .count = 1}
+                                 : query_range(p, indices.first_query, indices.end_query);
   work.first_query = queries.first;
   work.query_len = queries.count;
   // The first query token's window decides where to begin.
@@ -123,15 +150,17 @@ template <bool kKeep>
 class WorkPlan {
  public:
   // All lanes of a warp.
-  __device__ __forceinline__ WorkPlan(const PagedAttentionParams& p, const WorkShape& shape,
-                                      int lane)
-      : rounds_((p.num_seqs + 31) / 32),
-        split_(p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0) {
+  __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int lane) {
+    const int rounds = rounds_of(p);
+    split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
+    round_ = 0;
+    before_ = 0;
     uint32_t stages = 0, segments = 0, longest = 0, items = 0;
 #pragma unroll 1
-    for (int i = 0; i < 2 * rounds_; ++i) {  // all rounds twice: the sums, then the items
-      const bool again = i >= rounds_;
-      load(p, shape, again ? i - rounds_ : i, lane, i == 0);
+    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: the sums, then the items
+      const bool again = i >= rounds;
+      load(p, shape, again ? i - rounds : i, lane, i == 0);
       if (again) {
         items += items_of_lane() * p.kv.num_kv_heads;
         continue;
@@ -139,7 +168,7 @@ class WorkPlan {
       stages += static_cast<uint32_t>(work_.stages) * work_.chunks;
       segments += work_.chunks;
       longest = max(longest, static_cast<uint32_t>(work_.stages));
-      if (i + 1 == rounds_) {
+      if (i + 1 == rounds) {
         segments = __reduce_add_sync(0xffffffffu, segments) * p.kv.num_kv_heads;
         longest_ = __reduce_max_sync(0xffffffffu, longest);
         choose_pieces(p, shape, __reduce_add_sync(0xffffffffu, stages), segments);
@@ -155,6 +184,17 @@ class WorkPlan {
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
+
+  // All lanes, of a plan that was guessed (kKeep, one round): whether it is that of `now`, the
+  // lane's sequence.
+  __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
+                                        const SequenceIndices& now, int lane) const {
+    const SequenceWork work = sequence_work(p, shape, lane, now);
+    return __all_sync(0xffffffffu,
+                      lane >= p.num_seqs || work.seq_len == work_.seq_len &&
+                                                work.first_query == work_.first_query &&
+                                                work.query_len == work_.query_len);
+  }
 
   // Items are asked for in rising order. All lanes of a warp.
   __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
@@ -172,7 +212,7 @@ class WorkPlan {
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        if (++round_ == rounds_) {
+        if (++round_ == rounds_of(p)) {
           round_ = 0;
           ++class_;
         }
@@ -214,13 +254,16 @@ class WorkPlan {
   }
 
  private:
+  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
+    return (p.num_seqs + 31) / 32;
+  }
   // Lane's sequence of a round; where there is one round only, it is loaded once.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
-    if (rounds_ == 1 && !first) return;
+    if (p.num_seqs <= 32 && !first) return;
     const int seq = round * 32 + lane;
     work_ = {};
-    if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq);
+    if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq, load_indices(p, seq));
   }
   __device__ __forceinline__ int pieces_of_lane() const {
     if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
@@ -251,15 +294,14 @@ class WorkPlan {
     return sum;
   }
 
-  int rounds_;
   int split_;             // stages of a piece where the caller gives them, else 0
   SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split
   uint32_t longest_;      // stages
   uint32_t items_;
-  int class_;            // of lengths, of the last item
-  int round_ = 0;        // of the last item
-  uint32_t before_ = 0;  // items of the classes and rounds before it
+  int class_;        // of lengths, of the last item
+  int round_;        // of the last item
+  uint32_t before_;  // items of the classes and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

@@ -39,6 +39,10 @@ struct RowMaps {
   CUtensorMap key, value;
 };
 
+// Rings' lengths of an item whose first pages are worth a prefetch: with shorter ones it delays the
+// predecessor more than it saves.
+constexpr int kPrefetchLength = 4;
+
 // Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
 // bytes would be slow to copy.
 template <typename Cache, int kTokens>
@@ -52,10 +56,9 @@ class KvRing {
   static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
   using Bits = TokenBits<kTokens>;  // one a token of a stage
 
-  // `fills`: whether this warp is its team's first; `members`: warps of the team.
+  // `fills`: whether this warp is its team's first.
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint32_t barriers, uint32_t present, bool fills, int members,
-                                    int lane)
+                                    uint32_t barriers, uint32_t present, bool fills, int lane)
       : layout_(layout),
         maps_(maps),
         storage_(in_register(storage)),
@@ -63,27 +66,29 @@ class KvRing {
         present_(in_register(present)),
         lane_(lane),
         fills_(fills) {
-    if (lane == 0 && fills) {
-#pragma unroll 1
-      for (int stage = 0; stage < layout.stages; ++stage) {
-        barrier_init(barriers_ + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
-        if constexpr (kShared) barrier_init(drained(stage), members);
-      }
-#if defined(VLLM_KERNELS_HAS_SM90)
-      fence_barrier_init();
-      if constexpr (kForm != PageForm::kPages) {
-        prefetch_map(&maps.key);
-        prefetch_map(&maps.value);
-      }
-#endif
-    }
 #if defined(VLLM_KERNELS_HAS_SM90)
     policy_ = evict_first_policy();
 #endif
-    __syncwarp();
   }
 
-  // Stages first, first + step, ... (`count` of them) of a sequence come next.
+  // One thread, before any warp of the team uses the ring.
+  static __device__ __forceinline__ void init(const RingLayout& layout, const RowMaps& maps,
+                                              uint32_t barriers, int members) {
+#pragma unroll 1
+    for (int stage = 0; stage < layout.stages; ++stage) {
+      barrier_init(barriers + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
+      if constexpr (kShared) barrier_init(barriers + (kMaxRingStages + stage) * 8, members);
+    }
+#if defined(VLLM_KERNELS_HAS_SM90)
+    fence_barrier_init();
+    if constexpr (kForm != PageForm::kPages) {
+      prefetch_map(&maps.key);
+      prefetch_map(&maps.value);
+    }
+#endif
+  }
+
+  // Stages first, first + step, ... (`count` of them) of a sequence come next, after look_up().
   __device__ __forceinline__ void start(const PagedAttentionParams& p, int stage_shift,
                                         const WorkItem& item, int first, int step, int count) {
     seq_len_ = item.sequence.seq_len;
@@ -94,16 +99,45 @@ class KvRing {
     first_token_ = first << stage_shift;
     token_step_ = step << stage_shift;
     to_fill_ = !kShared || fills_ ? count : 0;
+  }
+
+  // Lane l: the block of the l-th page from here on, -1 behind the sequence.
+  __device__ __forceinline__ void look_up() {
     next_page_ = 0;
-    load_blocks();
+    const int token = token_of_lane();
+    blocks_ = token < seq_len_ ? table_[token >> layout_.page_shift] : -1;
+  }
+
+  // The same before the predecessor has ended. Says where to look again.
+  __device__ __forceinline__ const int32_t* guess() {
+    next_page_ = 0;
+    const int token = token_of_lane();
+    const int32_t* at = token < seq_len_ ? &table_[token >> layout_.page_shift] : nullptr;
+    blocks_ = at != nullptr ? __ldcg(at) : -1;
+    return at;
+  }
+
+  // Asks the second-level cache for the first `stages` stages' pages where many more come. They are
+  // not read, so this may be done before the predecessor has ended.
+  __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages) const {
+    if (kForm != PageForm::kPages || to_fill_ < kPrefetchLength * stages) return;
+#pragma unroll 1
+    for (int i = 0; i < stages << layout_.split_shift; ++i) {
+      const int32_t block = __shfl_sync(0xffffffffu, blocks_, i);
+      if (static_cast<uint32_t>(block) >= static_cast<uint32_t>(kv.num_blocks)) continue;
+      for (int byte = lane_ * 128; byte < layout_.page_bytes; byte += 32 * 128) {
+        prefetch_line(key_page(block) + byte);
+        prefetch_line(value_page(block) + byte);
+      }
+    }
   }
 
   // Starts filling the next stage, if there is one. All lanes; the stage must have been released.
-  __device__ __forceinline__ void fill(const PagedKv& kv) {
-    if (to_fill_ == 0) return;
+  __device__ __forceinline__ bool fill(const PagedKv& kv) {
+    if (to_fill_ == 0) return false;
     --to_fill_;
     if constexpr (kShared) barrier_wait(drained(fill_stage_), fill_parity_);
-    if (next_page_ == 32) load_blocks();
+    if (next_page_ == 32) look_up();
     const uint32_t stage = storage_ + fill_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + fill_stage_ * 8;
     const int pages = 1 << layout_.split_shift;
@@ -146,6 +180,7 @@ class KvRing {
       fill_stage_ = 0;
       fill_parity_ ^= 1;
     }
+    return true;
   }
 
   // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
@@ -159,6 +194,20 @@ class KvRing {
     return kShared || incomplete_ >> drain_stage_ & 1
                ? load_shared<Bits>(present_ + drain_stage_ * sizeof(Bits))
                : kAllTokens<kTokens>;
+  }
+
+  // All lanes: whether the blocks were guessed right, `block` being the lane's.
+  __device__ __forceinline__ bool holds(int32_t block) const {
+    return __all_sync(0xffffffffu, block == blocks_);
+  }
+
+  // Waits for the oldest `stages` stages and forgets them.
+  __device__ __forceinline__ void drain(int stages) {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      wait();
+      release();
+    }
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
@@ -207,13 +256,11 @@ class KvRing {
                                          << 4);
   }
 
-  // Lane l: the block of the l-th page from here on, -1 behind the sequence.
-  __device__ __forceinline__ void load_blocks() {
-    next_page_ = 0;
+  // The first of lane l's page.
+  __device__ __forceinline__ int token_of_lane() const {
     const int shift = layout_.split_shift;
-    const int token = first_token_ + (lane_ >> shift) * token_step_ +
-                      ((lane_ & (1 << shift) - 1) << layout_.page_shift);
-    blocks_ = token < seq_len_ ? table_[token >> layout_.page_shift] : -1;
+    return first_token_ + (lane_ >> shift) * token_step_ +
+           ((lane_ & (1 << shift) - 1) << layout_.page_shift);
   }
 
   __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,

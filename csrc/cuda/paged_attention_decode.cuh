@@ -147,7 +147,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
             shared_address(barriers) + team * Ring::kBarriers * 8,
-            shared_address(present) + team * kMaxRingStages * 4, member == 0, members, lane);
+            shared_address(present) + team * kMaxRingStages * 4, member == 0, lane);
+  if (member == 0 && lane == 0) {
+    Ring::init(shape.ring, maps, shared_address(barriers) + team * Ring::kBarriers * 8, members);
+  }
+  __syncwarp();
   float* results = reinterpret_cast<float*>(shared + teams * ring_bytes);
   const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
   if (threadIdx.x == 0) barrier_init(shared_address(&next_known), 1);
@@ -164,29 +168,67 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  if (!p.early_pages) wait_for_predecessor();
-
-  WorkPlan<!kTeam> plan(p, shape.work, lane);
-  const uint32_t count = plan.items();
+  WorkPlan<!kTeam> plan;
   uint32_t index = blockIdx.x;  // of the item at hand
+  // Puts down item `index`, which this warp's ring has next.
+  const auto take_item = [&](int now) {
+    const WorkItem item = plan.find(p, shape.work, index, lane);
+    if (threadIdx.x == 0) {
+      items[now] = item;
+      items_rows[now] = item_rows(shape.work, item);
+    }
+    ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
+               max(0, item.stages - team + teams - 1) / teams);
+  };
+  const auto fill_ring = [&] {
+    int filled = 0;
+#pragma unroll 1
+    for (int i = 0; i < shape.ring.stages; ++i) filled += ring.fill(p.kv);
+    return filled;
+  };
+
+  // The first item. That of a small batch, and its blocks, are guessed before the predecessor has
+  // ended, from lengths and tables that it may be writing; then both are read again, with the first
+  // pages under way. Where they differ all is done once more.
+  bool guesses = !kTeam && may_guess(p);
+  if (!guesses && !p.early_pages) wait_for_predecessor();
+#pragma unroll 1
+  for (;; guesses = false) {
+    plan.make(p, shape.work, lane);
+    const bool some = index < plan.items();
+    if (some) take_item(0);
+    if (!guesses) {
+      if (some) {
+        ring.look_up();
+        fill_ring();
+      }
+      break;
+    }
+    const int32_t* looked_up = nullptr;
+    if (some) {
+      looked_up = ring.guess();
+      ring.prefetch(p.kv, shape.ring.stages);
+    }
+    wait_for_predecessor();
+    const SequenceIndices sequence = load_indices(p, min(lane, p.num_seqs - 1));
+    const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+    const int filled = some ? fill_ring() : 0;
+    if (plan.holds(p, shape.work, sequence, lane) && (!some || ring.holds(block))) break;
+    ring.drain(filled);
+  }
+  // What the predecessor may be writing, the workspace included, is touched from here on only.
+  if (p.early_pages) wait_for_predecessor();
+
+  const uint32_t count = plan.items();
   uint32_t next_parity = 0;
   bool merges = false;  // the item before it
 #pragma unroll 1
   for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
-    if (index < count) {
-      const WorkItem item = plan.find(p, shape.work, index, lane);
-      if (threadIdx.x == 0) {
-        items[now] = item;
-        items_rows[now] = item_rows(shape.work, item);
-      }
-      ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
-                 max(0, item.stages - team + teams - 1) / teams);
-#pragma unroll 1
-      for (int i = 0; i < shape.ring.stages; ++i) ring.fill(p.kv);
+    if (merges && index < count) {
+      take_item(now);
+      ring.look_up();
+      fill_ring();
     }
-    // What the predecessor may be writing, the workspace included, is touched from here on only.
-    if (!merges && p.early_pages) wait_for_predecessor();
-
     if (merges) {
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];

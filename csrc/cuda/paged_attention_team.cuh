@@ -64,36 +64,83 @@ __device__ __forceinline__ void teams_barrier() {
   asm volatile("barrier.cta.sync.aligned 4, %0;" ::"n"(kTeams * 128) : "memory");
 }
 
+// Asks the second-level cache for the pages that an item's rings will have first, where it is long.
+// They are not read, so this may be done before the predecessor has ended.
+__device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
+                                               const RingLayout& ring, const WorkItem& item,
+                                               int teams, int lane) {
+  if (item.stages < kPrefetchLength * teams * ring.stages) return;
+  const int page = ((item.sequence.first_stage + item.stage) << ring.split_shift) + lane;
+  uint32_t block = ~0u;
+  if (lane < teams * ring.stages << ring.split_shift &&
+      page << ring.page_shift < item.sequence.seq_len) {
+    block = __ldcg(&p.block_tables[item.seq * p.block_table_stride + page]);
+  }
+  const int bytes = ring.page_bytes;
+#pragma unroll 1
+  for (uint32_t left = __ballot_sync(0xffffffffu, block < p.kv.num_blocks); left != 0;
+       left &= left - 1) {
+    const uint64_t of = __shfl_sync(0xffffffffu, block, __ffs(left) - 1);
+    const uint64_t head = item.kv_head;
+    const char* key =
+        static_cast<const char*>(p.kv.key) + (of * ring.key_block + head * ring.key_head) * 16;
+    const char* value = static_cast<const char*>(p.kv.value) +
+                        (of * ring.value_block + head * ring.value_head) * 16;
+#pragma unroll 1
+    for (int byte = lane * 128; byte < bytes; byte += 32 * 128) {
+      prefetch_line(key + byte);
+      prefetch_line(value + byte);
+    }
+  }
+}
+
 // One warp: which items this block takes.
+template <PageForm kForm, int kTeams>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
                                             ItemQueue& queue, uint32_t* next, int lane) {
-  if (!p.early_pages) wait_for_predecessor();
-  WorkPlan<true> plan(p, shape.work, lane);
-  const uint32_t count = plan.items();
+  // The first item of a small batch is guessed before the predecessor has ended, and once more
+  // where memory then holds other lengths.
+  enum { kGuess, kPlan, kGoOn } now = may_guess(p) ? kGuess : kPlan;
+  if (now == kPlan && !p.early_pages) wait_for_predecessor();
+  WorkPlan<true> plan;
   uint32_t index = blockIdx.x;
 #pragma unroll 1
-  for (uint32_t number = 0;; ++number) {
+  for (uint32_t number = 0;;) {
+    if (now != kGoOn) plan.make(p, shape.work, lane);
     const uint32_t slot = number % kItemQueue;
-    WorkItem item;
-    if (index < count) item = plan.find(p, shape.work, index, lane);
     barrier_wait(shared_address(&queue.empty[slot]), number / kItemQueue & 1 ^ 1);
-    if (lane == 0) {
-      if (index < count) {
+    if (index < plan.items()) {
+      const WorkItem item = plan.find(p, shape.work, index, lane);
+      if (lane == 0) {
         queue.items[slot] = item;
         queue.rows[slot] = item_rows(shape.work, item);
       }
-      queue.ends[slot] = index >= count;
-      barrier_arrive(shared_address(&queue.full[slot]));
     }
+    if (lane == 0) queue.ends[slot] = index >= plan.items();
+    if (now == kGuess) {
+      if (kForm == PageForm::kPages && index < plan.items()) {
+        __syncwarp();
+        prefetch_pages(p, shape.ring, queue.items[slot], kTeams, lane);
+      }
+      now = kPlan;
+      wait_for_predecessor();
+      const int seq = in_register(min(lane, p.num_seqs - 1));  // keeps no address from before
+      const SequenceIndices sequence = load_indices(p, seq);
+      if (!plan.holds(p, shape.work, sequence, lane)) continue;
+    }
+    now = kGoOn;
+    if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));
     __syncwarp();
-    if (index >= count) return;
-    // Late, so that no block holds items back that others could start. The last of `count` calls
+    if (index >= plan.items()) return;
+    // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
     wait_for_predecessor();
+    const uint32_t count = plan.items();
     index = count;
     if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
     index = __shfl_sync(0xffffffffu, index, 0);
+    ++number;
   }
 }
 
@@ -112,6 +159,7 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
     const int stages = max(0, item.stages - team + teams - 1) / teams;
     ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
                teams, stages);
+    ring.look_up();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
 #pragma unroll 1
@@ -261,9 +309,10 @@ struct TeamEnd {
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (first + b >= item.pieces) break;
-          const float2 weight = {exp2_approx(pairs[b].x - maximum[0]),
-                                 exp2_approx(pairs[b].z - maximum[1])};
+          // Weights of nothing are 0: a branch would make the loads wait for one another.
+          const bool there = first + b < item.pieces;
+          const float2 weight = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
+                                 there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
           sum[0] += weight.x * pairs[b].y;
           sum[1] += weight.y * pairs[b].w;
           add(values, weight, outs[b]);
@@ -495,12 +544,10 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   launch_dependents();
   const int warp = in_register(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
-  const bool serves = warp >= kFirstServant;
-  const int team = serves ? min(warp - kFirstServant, kTeams - 1) : warp / 4;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
-  const uint32_t storage = shared_address(shared) + team * ring_bytes;
-  Ring ring(shape.ring, maps, storage, shared_address(barriers[team]),
-            shared_address(&barriers[team][Ring::kBarriers]), serves && warp < kQueueWarp, 4, lane);
+  if (threadIdx.x < kTeams) {
+    Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
+  }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
       barrier_init(shared_address(&queue.full[slot]), 1);
@@ -516,16 +563,22 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     fence_async_proxy();
   }
   __syncthreads();  // the barriers, the zeros
-  if (serves) {
+  if (warp >= kFirstServant) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
     if (warp == kQueueWarp) {
-      queue_items(p, shape, queue, workspace.next, lane);
+      queue_items<kForm, kTeams>(p, shape, queue, workspace.next, lane);
     } else if (warp < kQueueWarp) {
+      const int team = warp - kFirstServant;
+      Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
+                shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
+                true, lane);
       fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
-    const StageReader reader(shape.ring, storage, shared_address(barriers[team]));
+    const int team = warp / 4;
+    const StageReader reader(shape.ring, shared_address(shared) + team * ring_bytes,
+                             shared_address(barriers[team]));
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
         p, shape, workspace, reader, queue, stats, shared_address(row_scales), is_last,
         shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);

@@ -86,24 +86,30 @@ struct QueryRange {
   int32_t count = 0;
 };
 VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,
-                                                              int32_t seq) {
-  if (p.query_start_loc == nullptr) return {.first = seq, .count = 1};
-  int32_t first = p.query_start_loc[seq], end = p.query_start_loc[seq + 1];
+                                                              int32_t first, int32_t end) {
   first = first < 0 ? 0 : first;
   end = end > p.num_tokens ? p.num_tokens : end;
   int32_t count = end > first ? end - first : 0;
   if (count > p.max_query_len) count = p.max_query_len;
   return {.first = first, .count = count};
 }
+VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,
+                                                              int32_t seq) {
+  if (p.query_start_loc == nullptr) return {.first = seq, .count = 1};
+  return query_range(p, p.query_start_loc[seq], p.query_start_loc[seq + 1]);
+}
 
 // Tokens of a row that count: never past its table or the caller's bound, never below 0.
-VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
-                                                              int32_t seq) {
-  int64_t length = p.seq_lens[seq];
+VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_length(const PagedAttentionParams& p,
+                                                             int64_t length) {
   const int64_t table = static_cast<int64_t>(p.max_blocks_per_seq) * p.kv.block_size;
   if (length > table) length = table;
   if (length > p.max_seq_len) length = p.max_seq_len;
   return length < 0 ? 0 : static_cast<int32_t>(length);
+}
+VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
+                                                              int32_t seq) {
+  return usable_length(p, p.seq_lens[seq]);
 }
 
 }  // namespace vllm_kernels
