@@ -58,11 +58,27 @@ struct ItemQueue {
   uint64_t wanted;  // the first filler is at its item's last stage
 };
 
-// All threads of the teams.
-template <int kTeams>
-__device__ __forceinline__ void teams_barrier() {
-  asm volatile("barrier.cta.sync.aligned 4, %0;" ::"n"(kTeams * 128) : "memory");
-}
+// Where the warps of all teams wait for each other: an mbarrier of as many arrivals. (What a named
+// barrier of these warps orders is a hazard to compute-sanitizer's racecheck.) An item has an even
+// number of these meetings, so that each has a parity of its own.
+struct TeamsBarrier {
+  uint32_t barrier;
+  int lane;
+
+  __device__ __forceinline__ void arrive() const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+  template <uint32_t kParity>
+  __device__ __forceinline__ void wait() const {
+    barrier_wait(barrier, kParity);
+  }
+  template <uint32_t kParity>
+  __device__ __forceinline__ void sync() const {
+    arrive();
+    wait<kParity>();
+  }
+};
 
 // One warp: which items this block takes.
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
@@ -340,29 +356,29 @@ struct TeamEnd {
 };
 
 template <typename Tile>
-__device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile, int thread) {
-  constexpr int kTeams = Tile::kTeams;
+__device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile,
+                                            const TeamsBarrier& barrier, int thread) {
   const WorkItem& item = end.item;
   tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], end.lane);
   const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
-  teams_barrier<kTeams>();  // the operands have been read
+  barrier.sync<0>();  // the operands have been read
   end.merge_stats();
   tile.template store_half<0>(mine, thread);
-  teams_barrier<kTeams>();
+  barrier.sync<1>();
   end.merge_teams(0);
   if constexpr (Tile::kHalves == 2) {
-    teams_barrier<kTeams>();
+    barrier.sync<0>();
     tile.template store_half<1>(mine, thread);
-    teams_barrier<kTeams>();
+    barrier.sync<1>();
     end.merge_teams(1);
   }
   if (item.pieces == 1) return;
-  teams_barrier<kTeams>();
+  barrier.sync<0>();
   if (end.warp == 0 && end.lane == 0) {
     end.is_last = atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==
                   static_cast<uint32_t>(item.pieces - 1);
   }
-  teams_barrier<kTeams>();
+  barrier.sync<1>();
   if (end.is_last) end.merge_pieces();
 }
 
@@ -371,8 +387,9 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                                        const DecodeWorkspace& workspace, StageReader ring,
                                        ItemQueue& queue,
                                        TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats,
-                                       uint32_t row_scales, bool& is_last, uint32_t scratch,
-                                       int team, int thread) {
+                                       uint32_t row_scales, bool& is_last,
+                                       const TeamsBarrier& barrier, uint32_t scratch, int team,
+                                       int thread) {
   using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kTeams = Tile::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
@@ -380,12 +397,13 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
   Tile tile;
   tile.head_size = p.kv.head_size;
   tile.team = team;
-  tile.member = in_register(thread / 32);
+  tile.member = same_in_warp(thread / 32);
   tile.query = scratch;
   tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
                  team * weight_bytes(shape.work.rows());
   tile.set_addresses(shape.tile, lane);
   wait_for_predecessor();
+  barrier.arrive();
 #pragma unroll 1
   for (int number = 0;; ++number) {
     const int slot = number % kItemQueue;
@@ -406,15 +424,14 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
       };
       tile.template store_query<Query>(start, row_scales, team * 128 + thread, kTeams * 128);
     };
-    teams_barrier<kTeams>();  // the results of the item before, which lie in the same place, are
-                              // read
+    barrier.wait<0>();  // the results of the item before, which lie in the same place, are read
     if constexpr (Tile::kWide) {
       load_query(Cache{});
     } else {
       p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
     }
     fence_async_proxy();
-    teams_barrier<kTeams>();
+    barrier.sync<1>();
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
@@ -469,8 +486,8 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                                   .tiles = tile.tiles,
                                   .warp = team * 4 + tile.member,
                                   .lane = lane};
-    finish_item(finish, tile, thread);
-    __syncwarp();
+    finish_item(finish, tile, barrier, thread);
+    barrier.arrive();  // all lanes are behind the item
     if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
   }
 }
@@ -491,9 +508,10 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
   __shared__ ItemQueue queue;
+  __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
   launch_dependents();
-  const int warp = in_register(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
   const bool serves = warp >= kFirstServant;
   const int team = serves ? min(warp - kFirstServant, kTeams - 1) : warp / 4;
@@ -507,6 +525,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       barrier_init(shared_address(&queue.empty[slot]), 4 * kTeams + kTeams);
     }
     barrier_init(shared_address(&queue.wanted), 1);
+    barrier_init(shared_address(&teams_barrier), 4 * kTeams);
     fence_barrier_init();
   }
   if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
@@ -528,6 +547,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     const StageReader reader(shape.ring, storage, shared_address(barriers[team]));
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
         p, shape, workspace, reader, queue, stats, shared_address(row_scales), is_last,
+        TeamsBarrier{shared_address(&teams_barrier), lane},
         shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
   }
 #endif
