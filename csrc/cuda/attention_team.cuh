@@ -325,6 +325,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       }
     }
     const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    settle(a);
+    settle(out);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -335,6 +337,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     }
     wgmma_commit();
     wgmma_wait<0>();
+    settle(out);
   }
 
   // Weights of the scores, to shared memory, and their sums, of this lane's tokens.
@@ -390,6 +393,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       }
     }
     const uint64_t queries = core_matrices(query, kChunk, 128);
+    settle(a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -404,6 +408,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       release();
     }
     wgmma_wait<0>();
+    settle(c);
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
