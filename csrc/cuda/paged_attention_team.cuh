@@ -174,9 +174,9 @@ class StageReader {
 // What the teams know of an item's rows at its end.
 template <int kTeams, int kMaxRows>
 struct TeamStats {
-  float maxima[kTeams][kMaxRows];   // then the weights of the teams' results
-  float sums[kTeams][4][kMaxRows];  // a warp each
-  int64_t out[kMaxRows];            // the row's place in out, in elements; -1: none
+  float maxima[kTeams][kMaxRows];  // then the weights of the teams' results
+  float sums[kTeams][kMaxRows];
+  int64_t out[kMaxRows];  // the row's place in out, in elements; -1: none
 };
 
 // The end of an item, by all teams. A warp merges fragments as the products leave them: a lane has
@@ -207,10 +207,7 @@ struct TeamEnd {
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
       weights[team] = exp2_approx(stats.maxima[team][row] - maximum);
-      float of_team = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < 4; ++warp) of_team += stats.sums[team][warp][row];
-      sum += weights[team] * of_team;
+      sum += weights[team] * stats.sums[team][row];
     }
     float scale = 1.0f;
     if (item.pieces == 1) {
@@ -359,7 +356,7 @@ template <typename Tile>
 __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile,
                                             const TeamsBarrier& barrier, int thread) {
   const WorkItem& item = end.item;
-  tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], end.lane);
+  tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], thread, end.lane);
   const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
   barrier.sync<0>();  // the operands have been read
   end.merge_stats();
@@ -510,6 +507,8 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __shared__ ItemQueue queue;
   __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
+  // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
+  static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
   launch_dependents();
   const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
@@ -572,7 +571,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
-  shape.ring.stages = std::clamp(memory / kTeams / shape.ring.stage_bytes, 2, kMaxRingStages);
+  shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
                 dim3(team_threads(kMaxTiles)),
                 kTeams * shape.ring.stages * shape.ring.stage_bytes + scratch, stream, p, shape,
