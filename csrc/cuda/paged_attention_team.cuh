@@ -138,39 +138,6 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
   }
 }
 
-// A team's way through the ring.
-class StageReader {
- public:
-  __device__ __forceinline__ StageReader(const RingLayout& layout, uint32_t storage,
-                                         uint32_t barriers)
-      : layout_(layout), storage_(storage), barriers_(barriers) {}
-  __device__ __forceinline__ void wait() const { barrier_wait(barriers_ + stage_ * 8, parity_); }
-  __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
-  __device__ __forceinline__ uint32_t value() const {
-    return storage_ + stage_ * layout_.stage_bytes;
-  }
-  __device__ __forceinline__ uint64_t present() const {
-    return load_shared<uint64_t>(barriers_ + (2 * kMaxRingStages + stage_) * 8);
-  }
-  __device__ __forceinline__ void release(int lane) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers_ + (kMaxRingStages + stage_) * 8);
-  }
-  __device__ __forceinline__ void next() {
-    if (++stage_ == layout_.stages) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
-  }
-
- private:
-  const RingLayout& layout_;
-  uint32_t storage_;
-  uint32_t barriers_;  // of KvRing, and behind them what there is of the stages
-  int stage_ = 0;
-  uint32_t parity_ = 0;
-};
-
 // What the teams know of an item's rows at its end.
 template <int kTeams, int kMaxRows>
 struct TeamStats {
@@ -380,13 +347,11 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
 }
 
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-__device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
-                                       const DecodeWorkspace& workspace, StageReader ring,
-                                       ItemQueue& queue,
-                                       TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats,
-                                       uint32_t row_scales, bool& is_last,
-                                       const TeamsBarrier& barrier, uint32_t scratch, int team,
-                                       int thread) {
+__device__ __forceinline__ void attend(
+    const PagedAttentionParams& p, const TeamShape& shape, const DecodeWorkspace& workspace,
+    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue& queue,
+    TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales, bool& is_last,
+    const TeamsBarrier& barrier, uint32_t scratch, int team, int thread) {
   using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kTeams = Tile::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
@@ -455,7 +420,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                             score);
     };
 #pragma unroll 1
-    for (int i = team; i < stages; i += kTeams, ring.next()) {
+    for (int i = team; i < stages; i += kTeams) {
       ring.wait();
       uint64_t tokens = ring.present();
       const bool plain = tokens == ~uint64_t{0} && static_cast<uint32_t>(first - plain_begin) <=
@@ -464,7 +429,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
         if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
         if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
       }
-      const auto release = [&] { ring.release(lane); };
+      const auto release = [&] { ring.release(); };
       if (tokens != 0) {
         tile.step(ring.key(), ring.value(), tokens, plain, adjust, release, shape.tile, lane);
       } else {
@@ -543,9 +508,8 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
-    const StageReader reader(shape.ring, storage, shared_address(barriers[team]));
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
-        p, shape, workspace, reader, queue, stats, shared_address(row_scales), is_last,
+        p, shape, workspace, ring, queue, stats, shared_address(row_scales), is_last,
         TeamsBarrier{shared_address(&teams_barrier), lane},
         shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
   }
