@@ -57,7 +57,7 @@ set_target_properties(cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER ${ROOT}/../
 target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v;--expt-relaxed-constexpr;-diag-suppress=177>")
 
 # For tests: what sm_80 gets, on whatever it is built for.
-if(DEFINED ENV{VLLM_KERNELS_BEFORE_HOPPER})
+if("$ENV{VLLM_KERNELS_BEFORE_HOPPER}")
   target_compile_definitions(cuda_kernels PRIVATE VLLM_KERNELS_BEFORE_HOPPER)
   string(APPEND CUDA_PLAN ", as before Hopper (VLLM_KERNELS_BEFORE_HOPPER)")
 endif()

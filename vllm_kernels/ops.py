@@ -489,6 +489,11 @@ def paged_attention(
     arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
+    Slots that no query token of the sequence sees may hold anything. Those of V that one of them
+    sees should be finite: in 16 bits on CUDA a tile of query tokens is multiplied with V at once,
+    with weight 0 for what a token does not see, and 0 * NaN is NaN. So NaN or infinity in V of a
+    later query token may reach earlier ones of the same sequence and KV head, and nothing else.
+
     Args:
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
             tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.

@@ -47,6 +47,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   static constexpr int kTiles = kMaxTiles;
   static constexpr int kTeams = team_count(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
+  // Registers suffice for V during the first product, shared memory for two P^T in turn.
+  static constexpr bool kEarly = kMaxTiles <= 4;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -325,6 +327,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       }
     }
     const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    settle(a);
+    settle(out);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -335,6 +339,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     }
     wgmma_commit();
     wgmma_wait<0>();
+    settle(out);
   }
 
   // Weights of the scores, to shared memory, and their sums, of this lane's tokens.
@@ -390,20 +395,20 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       }
     }
     const uint64_t queries = core_matrices(query, kChunk, 128);
+    settle(a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       wgmma<Element, kUsed>(c, a[k], queries + k * (2 * kChunk >> 4), k > 0);
     }
     wgmma_commit();
-    // V during the product, where there are registers for it.
-    constexpr bool kEarly = kMaxTiles <= 4;
     Values<kEarly ? kGroups : kGroups / 2> values;
     if constexpr (kEarly) {
       load_values(values, 0, value, layout);
       release();
     }
     wgmma_wait<0>();
+    settle(c);
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
@@ -478,10 +483,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     step_rows<2>(key, value, tokens, plain, adjust, release, layout, lane);
   }
 
-  // What is left when all steps are done: this warp's maxima and sums of all rows, and its
+  // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's
   // fragment of half a head [64 dimensions] of tile t.
   __device__ __forceinline__ void store_stats(float (&maxima)[kMaxTiles * 8],
-                                              float (&sums)[4][kMaxTiles * 8], int lane) {
+                                              float (&sums)[kMaxTiles * 8], int thread, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
 #pragma unroll
@@ -492,14 +497,30 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         }
       }
     }
-    if (lane >= 4) return;
+    // [rows][4 warps] in the place of weights that no warp reads any more.
+    uint32_t of_warps = weights;
+    if constexpr (kEarly) {
+      of_warps += turn * (tiles * 8 * kTeamTokens * 2);
+    } else {
+      team_barrier();
+    }
+    if (lane < 4) {
 #pragma unroll
-    for (int t = 0; t < kMaxTiles; ++t) {
-      const int row = row_of(lane, t, 0);
-      *reinterpret_cast<float2*>(&sums[member][row]) = {sum[t][0], sum[t][1]};
-      if (member == 0) {
-        *reinterpret_cast<float2*>(&maxima[row]) = {maximum[t][0], maximum[t][1]};
+      for (int t = 0; t < kMaxTiles; ++t) {
+        const int row = row_of(lane, t, 0);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          store_shared(of_warps + ((row + j) * 4 + member) * 4, sum[t][j]);
+        }
+        if (member == 0) {
+          *reinterpret_cast<float2*>(&maxima[row]) = {maximum[t][0], maximum[t][1]};
+        }
       }
+    }
+    team_barrier();
+    if (thread < kMaxTiles * 8) {
+      const float4 four = load_shared<float4>(of_warps + thread * 16);
+      sums[thread] = four.x + four.y + four.z + four.w;
     }
   }
   // `to`: shared memory, [tiles][128 threads] of 16 bytes.

@@ -176,6 +176,8 @@ class WorkPlan {
     }
     items_ = __reduce_add_sync(0xffffffffu, items);
     if (items_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
+      // Of given length, too: check_split() knows no sequences whose query tokens overlap.
+      split_ = 0;
       pieces_a_stage_ = 0.0f;
       items_ = segments;
     }

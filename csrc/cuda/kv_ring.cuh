@@ -13,6 +13,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_work.cuh"
@@ -33,6 +35,18 @@ struct RingLayout {
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
+
+// Stages that each of some rings has where there are `bytes` of shared memory for all.
+inline int ring_stages(int bytes, int rings, int stage_bytes) {
+  const int stages = bytes / rings / stage_bytes;
+  if (stages < 2) {
+    throw std::runtime_error("paged_attention: expected shared memory for 2 stages of " +
+                             std::to_string(stage_bytes) + " bytes in each of " +
+                             std::to_string(rings) + " rings, the device leaves " +
+                             std::to_string(bytes) + " bytes");
+  }
+  return std::min(stages, kMaxRingStages);
+}
 
 // Forms kRows and kParts from sm_90 on: tensor maps of K and V.
 struct RowMaps {

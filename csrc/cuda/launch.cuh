@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -35,10 +36,11 @@ bool code_has_wgmma();
 
 inline const DeviceInfo& current_device_info() {
   static DeviceInfo infos[kMaxDevices];
+  static std::once_flag filled[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   DeviceInfo& info = infos[device % kMaxDevices];
-  if (info.architecture == 0) {  // idempotent: two threads may both fill it
+  std::call_once(filled[device % kMaxDevices], [&] {
     int major = 0, minor = 0, count = 0, shared = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attribute");
@@ -49,7 +51,7 @@ inline const DeviceInfo& current_device_info() {
     info.shared_memory_per_block = shared;
     info.has_wgmma = code_has_wgmma();
     info.architecture = std::min(major * 10 + minor, code_architecture());
-  }
+  });
   return info;
 }
 

@@ -435,13 +435,15 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const int most_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // merged at a time
   // As many teams as can have 3 stages each and a few rows a warp to merge.
   int warps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
+  const auto memory_for = [&](int count) {  // their rings'
+    return memory - count * (kTeam ? most_rows : std::min(most_rows, 4)) * row_bytes;
+  };
   const auto stages_for = [&](int count) {
-    const int merged = kTeam ? most_rows : std::min(most_rows, 4);
-    return (memory - count * merged * row_bytes) / (count >> shape.team_shift) / ring.stage_bytes;
+    return memory_for(count) / (count >> shape.team_shift) / ring.stage_bytes;
   };
   const int step = std::max(2, 1 << shape.team_shift);
   while (warps > step && stages_for(warps) < 3) warps -= step;
-  ring.stages = std::clamp(stages_for(warps), 2, kMaxRingStages);
+  ring.stages = ring_stages(memory_for(warps), warps >> shape.team_shift, ring.stage_bytes);
   const int rings = (warps >> shape.team_shift) * ring.stages * ring.stage_bytes;
   shape.merge_rows =
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});

@@ -7,17 +7,13 @@
 // one's pages are under way. Another asks for items (attention_work.cuh) and puts them down in a
 // queue of two.
 //
-// At the end of an item the teams put their results down, half a head at a time, and merge them,
-// each warp some fragments of 16 dimensions x 8 rows. They are written as output where the item is
-// a whole segment, else to the workspace, where the segment's last block to finish merges all
-// pieces in order.
+// For an item's end see paged_attention_team_end.cuh.
 #pragma once
 #include "cuda/attention_team.cuh"
 #include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/paged_attention_items.cuh"
-#include "cuda/paged_attention_workspace.h"
+#include "cuda/paged_attention_team_end.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -57,12 +53,6 @@ struct ItemQueue {
   uint64_t full[kItemQueue], empty[kItemQueue];
   uint64_t wanted;  // the first filler is at its item's last stage
 };
-
-// All threads of the teams.
-template <int kTeams>
-__device__ __forceinline__ void teams_barrier() {
-  asm volatile("barrier.cta.sync.aligned 4, %0;" ::"n"(kTeams * 128) : "memory");
-}
 
 // Asks the second-level cache for the pages that an item's rings will have first, where it is long.
 // They are not read, so this may be done before the predecessor has ended.
@@ -170,258 +160,12 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
   }
 }
 
-// A team's way through the ring.
-class StageReader {
- public:
-  __device__ __forceinline__ StageReader(const RingLayout& layout, uint32_t storage,
-                                         uint32_t barriers)
-      : layout_(layout), storage_(storage), barriers_(barriers) {}
-  __device__ __forceinline__ void wait() const { barrier_wait(barriers_ + stage_ * 8, parity_); }
-  __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
-  __device__ __forceinline__ uint32_t value() const {
-    return storage_ + stage_ * layout_.stage_bytes;
-  }
-  __device__ __forceinline__ uint64_t present() const {
-    return load_shared<uint64_t>(barriers_ + (2 * kMaxRingStages + stage_) * 8);
-  }
-  __device__ __forceinline__ void release(int lane) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers_ + (kMaxRingStages + stage_) * 8);
-  }
-  __device__ __forceinline__ void next() {
-    if (++stage_ == layout_.stages) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
-  }
-
- private:
-  const RingLayout& layout_;
-  uint32_t storage_;
-  uint32_t barriers_;  // of KvRing, and behind them what there is of the stages
-  int stage_ = 0;
-  uint32_t parity_ = 0;
-};
-
-// What the teams know of an item's rows at its end.
-template <int kTeams, int kMaxRows>
-struct TeamStats {
-  float maxima[kTeams][kMaxRows];   // then the weights of the teams' results
-  float sums[kTeams][4][kMaxRows];  // a warp each
-  int64_t out[kMaxRows];            // the row's place in out, in elements; -1: none
-};
-
-// The end of an item, by all teams. A warp merges fragments as the products leave them: a lane has
-// rows 2 (lane % 4) + j of tile t, of dimensions dimension_of(lane, k, 0) and (.., 1), as values j
-// and j + 2.
-template <typename Tile>
-struct TeamEnd {
-  static constexpr int kTeams = Tile::kTeams;
-  const PagedAttentionParams& p;
-  const TeamShape& shape;
-  const DecodeWorkspace& workspace;
-  const WorkItem& item;
-  const ItemRows& rows;
-  TeamStats<kTeams, Tile::kTiles * 8>& stats;
-  bool& is_last;
-  uint32_t scratch;  // shared memory: [kTeams][tiles][128] of 16 bytes
-  int tiles;
-  int warp, lane;
-
-  // Of the teams' maxima and sums, a thread each row.
-  __device__ __forceinline__ void merge_stats() const {
-    const int row = warp * 32 + lane;
-    if (row >= tiles * 8) return;
-    float maximum = stats.maxima[0][row], sum = 0.0f;
-#pragma unroll
-    for (int team = 1; team < kTeams; ++team) maximum = fmaxf(maximum, stats.maxima[team][row]);
-    float weights[kTeams];
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
-      weights[team] = exp2_approx(stats.maxima[team][row] - maximum);
-      float of_team = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < 4; ++warp) of_team += stats.sums[team][warp][row];
-      sum += weights[team] * of_team;
-    }
-    float scale = 1.0f;
-    if (item.pieces == 1) {
-      scale = finish_row(row, maximum, sum, true);
-    } else {
-      *stats_of(item.piece, row) = {maximum, sum};
-    }
-    const RowPlace place = place_of_row(shape.work, item, rows, row);
-    stats.out[row] = row >= rows.count ? -1
-                                       : (item.sequence.first_query + place.token) * p.out_stride +
-                                             static_cast<int64_t>(place.head) * p.kv.head_size;
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) stats.maxima[team][row] = weights[team] * scale;
-  }
-
-  // Half a head of the teams, which lies in `scratch`.
-  __device__ __forceinline__ void merge_teams(int half) const {
-#pragma unroll 1
-    for (int i = warp; i < tiles * 4; i += 4 * kTeams) {
-      float values[4] = {};
-#pragma unroll
-      for (int team = 0; team < kTeams; ++team) {
-        const float4 out = load_shared<float4>(scratch + ((team * tiles * 4 + i) * 32 + lane) * 16);
-        add(values, row_pair(stats.maxima[team], i / 4), out);
-      }
-      if (item.pieces == 1) {
-        write(half, i, values);
-      } else {
-        *outs_of(item.piece, half, i) = {values[0], values[1], values[2], values[3]};
-      }
-    }
-  }
-
-  // All pieces of the segment, from the workspace.
-  __device__ __forceinline__ void merge_pieces() const {
-#pragma unroll 1
-    for (int i = warp; i < Tile::kHalves * tiles * 4; i += 4 * kTeams) {
-      const int half = i / (tiles * 4), in_half = i % (tiles * 4);
-      const int row = Tile::row_of(lane, in_half / 4, 0);
-      float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
-      constexpr int kBatch = 8;  // pieces under way
-#pragma unroll 1
-      for (int first = 0; first < item.pieces; first += kBatch) {
-        float4 pairs[kBatch], outs[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int piece = min(first + b, item.pieces - 1);
-          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, row)));
-          outs[b] = __ldcg(outs_of(piece, half, in_half));
-        }
-        float updated[2] = {maximum[0], maximum[1]};
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          updated[0] = fmaxf(updated[0], pairs[b].x);
-          updated[1] = fmaxf(updated[1], pairs[b].z);
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float factor = exp2_approx(maximum[j] - updated[j]);
-          maximum[j] = updated[j];
-          sum[j] *= factor;
-          values[j] *= factor;
-          values[j + 2] *= factor;
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          // Weights of nothing are 0: a branch would make the loads wait for one another.
-          const bool there = first + b < item.pieces;
-          const float2 weight = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
-                                 there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
-          sum[0] += weight.x * pairs[b].y;
-          sum[1] += weight.y * pairs[b].w;
-          add(values, weight, outs[b]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float scale = finish_row(row + j, maximum[j], sum[j], i % 4 == 0 && lane < 4);
-        values[j] *= scale;
-        values[j + 2] *= scale;
-      }
-      write(half, in_half, values);
-    }
-  }
-
- private:
-  // The scale of a row's output, of all tokens; where asked to it writes its log-sum-exp.
-  __device__ __forceinline__ float finish_row(int row, float maximum, float sum,
-                                              bool writes) const {
-    if (row >= rows.count) return 0.0f;
-    const RowPlace place = place_of_row(shape.work, item, rows, row);
-    const RowResult result = row_result(p, item.kv_head, place.head, maximum, sum);
-    if (p.lse != nullptr && writes) {
-      p.lse[(item.sequence.first_query + place.token) * int64_t{p.num_heads} + place.head] =
-          result.lse;
-    }
-    return result.scale;
-  }
-  __device__ __forceinline__ float2 row_pair(const float* of_rows, int t) const {
-    return *reinterpret_cast<const float2*>(&of_rows[Tile::row_of(lane, t, 0)]);
-  }
-  static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
-    values[0] += weight.x * out.x;
-    values[1] += weight.y * out.y;
-    values[2] += weight.x * out.z;
-    values[3] += weight.y * out.w;
-  }
-  // In the workspace.
-  __device__ __forceinline__ float4* outs_of(int piece, int half, int i) const {
-    const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.work.row_shift;
-    const int place = (half * tiles * 4 + i) * 32 + lane;
-    return reinterpret_cast<float4*>(&workspace.out[slot * (Tile::kHalves * 64) + place * 4]);
-  }
-  __device__ __forceinline__ float2* stats_of(int piece, int row) const {
-    const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.work.row_shift;
-    return &workspace.stats[slot + row];
-  }
-
-  // Fragment i = 4 t + member of half a head, final.
-  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
-    if (p.dtype == DType::kFloat16) {
-      write<__half>(half, i, values);
-    } else {
-      write<__nv_bfloat16>(half, i, values);
-    }
-  }
-  template <typename T>
-  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
-    // Dimensions x rows -> rows x dimensions.
-    const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
-    const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
-    const int64_t row_start = stats.out[i / 4 * 8 + lane / 4];
-    const int d = (half * 4 + i % 4) * 16;
-    if (row_start < 0 || d >= p.kv.head_size) return;
-    char* to = static_cast<char*>(p.out) + 2 * (row_start + d);
-    if constexpr (Tile::kRows && !Tile::kWide) {  // even dimensions, odd dimensions
-      const uint2 four = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
-      *reinterpret_cast<uint2*>(to + lane % 4 * 8) = four;
-    } else {
-      *reinterpret_cast<uint32_t*>(to + lane % 4 * 4) = low;
-      if (d + 8 < p.kv.head_size) *reinterpret_cast<uint32_t*>(to + 16 + lane % 4 * 4) = high;
-    }
-  }
-};
-
-template <typename Tile>
-__device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile, int thread) {
-  constexpr int kTeams = Tile::kTeams;
-  const WorkItem& item = end.item;
-  tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], end.lane);
-  const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
-  teams_barrier<kTeams>();  // the operands have been read
-  end.merge_stats();
-  tile.template store_half<0>(mine, thread);
-  teams_barrier<kTeams>();
-  end.merge_teams(0);
-  if constexpr (Tile::kHalves == 2) {
-    teams_barrier<kTeams>();
-    tile.template store_half<1>(mine, thread);
-    teams_barrier<kTeams>();
-    end.merge_teams(1);
-  }
-  if (item.pieces == 1) return;
-  teams_barrier<kTeams>();
-  if (end.warp == 0 && end.lane == 0) {
-    end.is_last = atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==
-                  static_cast<uint32_t>(item.pieces - 1);
-  }
-  teams_barrier<kTeams>();
-  if (end.is_last) end.merge_pieces();
-}
-
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-__device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
-                                       const DecodeWorkspace& workspace, StageReader ring,
-                                       ItemQueue& queue,
-                                       TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats,
-                                       uint32_t row_scales, bool& is_last, uint32_t scratch,
-                                       int team, int thread) {
+__device__ __forceinline__ void attend(
+    const PagedAttentionParams& p, const TeamShape& shape, const DecodeWorkspace& workspace,
+    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue& queue,
+    TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales, bool& is_last,
+    const TeamsBarrier& barrier, uint32_t scratch, int team, int thread) {
   using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kTeams = Tile::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
@@ -429,12 +173,13 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
   Tile tile;
   tile.head_size = p.kv.head_size;
   tile.team = team;
-  tile.member = in_register(thread / 32);
+  tile.member = same_in_warp(thread / 32);
   tile.query = scratch;
   tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
                  team * weight_bytes(shape.work.rows());
   tile.set_addresses(shape.tile, lane);
   wait_for_predecessor();
+  barrier.arrive();
 #pragma unroll 1
   for (int number = 0;; ++number) {
     const int slot = number % kItemQueue;
@@ -455,15 +200,14 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
       };
       tile.template store_query<Query>(start, row_scales, team * 128 + thread, kTeams * 128);
     };
-    teams_barrier<kTeams>();  // the results of the item before, which lie in the same place, are
-                              // read
+    barrier.wait<0>();  // the results of the item before, which lie in the same place, are read
     if constexpr (Tile::kWide) {
       load_query(Cache{});
     } else {
       p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
     }
     fence_async_proxy();
-    teams_barrier<kTeams>();
+    barrier.sync<1>();
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
@@ -490,7 +234,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                             score);
     };
 #pragma unroll 1
-    for (int i = team; i < stages; i += kTeams, ring.next()) {
+    for (int i = team; i < stages; i += kTeams) {
       ring.wait();
       uint64_t tokens = ring.present();
       const bool plain = tokens == ~uint64_t{0} && static_cast<uint32_t>(first - plain_begin) <=
@@ -499,7 +243,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
         if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
         if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
       }
-      const auto release = [&] { ring.release(lane); };
+      const auto release = [&] { ring.release(); };
       if (tokens != 0) {
         tile.step(ring.key(), ring.value(), tokens, plain, adjust, release, shape.tile, lane);
       } else {
@@ -508,7 +252,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
       first += kTeams << kShift;
     }
     const TeamEnd<Tile> finish = {.p = p,
-                                  .shape = shape,
+                                  .shape = shape.work,
                                   .workspace = workspace,
                                   .item = item,
                                   .rows = rows,
@@ -518,8 +262,8 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                                   .tiles = tile.tiles,
                                   .warp = team * 4 + tile.member,
                                   .lane = lane};
-    finish_item(finish, tile, thread);
-    __syncwarp();
+    finish_item(finish, tile, barrier, thread);
+    barrier.arrive();  // all lanes are behind the item
     if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
   }
 }
@@ -540,9 +284,12 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
   __shared__ ItemQueue queue;
+  __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
+  // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
+  static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
   launch_dependents();
-  const int warp = in_register(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
@@ -554,6 +301,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       barrier_init(shared_address(&queue.empty[slot]), 4 * kTeams + kTeams);
     }
     barrier_init(shared_address(&queue.wanted), 1);
+    barrier_init(shared_address(&teams_barrier), 4 * kTeams);
     fence_barrier_init();
   }
   if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
@@ -577,10 +325,12 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
     const int team = warp / 4;
-    const StageReader reader(shape.ring, shared_address(shared) + team * ring_bytes,
-                             shared_address(barriers[team]));
+    Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
+              shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
+              false, lane);
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
-        p, shape, workspace, reader, queue, stats, shared_address(row_scales), is_last,
+        p, shape, workspace, ring, queue, stats, shared_address(row_scales), is_last,
+        TeamsBarrier{shared_address(&teams_barrier), lane},
         shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
   }
 #endif
@@ -605,7 +355,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
-  shape.ring.stages = std::clamp(memory / kTeams / shape.ring.stage_bytes, 2, kMaxRingStages);
+  shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
                 dim3(team_threads(kMaxTiles)),
                 kTeams * shape.ring.stages * shape.ring.stage_bytes + scratch, stream, p, shape,

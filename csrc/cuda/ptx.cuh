@@ -20,6 +20,12 @@ __device__ __forceinline__ int in_register(int value) {
   return value;
 }
 
+// A value that is the same in all lanes, so that the compiler knows it, and that branches on it do
+// not part them.
+__device__ __forceinline__ int same_in_warp(int value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 // The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.

@@ -18,6 +18,21 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t alo
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
+// Registers, or arrays of them, that products under way read or write. Named ahead of wgmma_fence()
+// and after wgmma_wait(): else the compiler may set them behind the one, or use them before the
+// other, for it knows of no product but the instruction that starts it.
+__device__ __forceinline__ void settle(uint32_t& x) {
+  asm volatile("" : "+r"(x)::"memory");
+}
+__device__ __forceinline__ void settle(float& x) {
+  asm volatile("" : "+f"(x)::"memory");
+}
+template <typename T, int kCount>
+__device__ __forceinline__ void settle(T (&array)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) settle(array[i]);
+}
+
 // Before the first product after registers were written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -102,7 +102,7 @@ class Arguments {
  public:
   template <std::same_as<Argument>... Some>
   void add(const Some&... arguments) {
-    ((arguments_[count_++] = arguments), ...);
+    ((arguments_.at(count_++) = arguments), ...);
   }
   auto begin() const { return arguments_.begin(); }
   auto end() const { return arguments_.begin() + count_; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import product
 
 import torch
 
@@ -95,6 +96,68 @@ def paged_attention(version: int) -> None:
         vk.check()
 
 
+def general_attention() -> None:
+    """paged_attention: 8 to 64 query rows a KV head, pages of 16 and 64 tokens, 16 and 8 bits."""
+    caches = (torch.bfloat16, torch.float8_e4m3fn)
+    for count, page, stored, layout in product((1, 2, 4, 8), (16, 64), caches, ("vllm", "NHD")):
+        several_query_tokens(count, page, stored, layout)
+
+
+def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str) -> None:
+    """4 sequences of `count` query tokens. With split_tokens the others change no bit of one."""
+    torch.manual_seed(1)
+    num_blocks, x = 4 * 384 // page, 16 // stored.itemsize
+    rows = torch.randn(2, num_blocks, page, 2, 128, device=CUDA)
+
+    def cache(rows: torch.Tensor, is_key: bool) -> torch.Tensor:
+        rows = rows.to(stored)
+        if layout == "NHD":
+            return rows
+        if is_key:
+            return rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
+        return rows.permute(0, 2, 3, 1).contiguous()
+
+    query = torch.randn(4 * count, 16, 128, device=CUDA, dtype=torch.bfloat16)
+    keys, values, ones = cache(rows[0], True), cache(rows[1], False), cache(rows[1] * 0 + 1, False)
+    tables = torch.randperm(num_blocks, device=CUDA).view(4, -1).int()
+    lengths = [20, 300, 130, 50]
+    starts = [seq * count for seq in range(5)]
+
+    def run(lengths=lengths, tables=tables, starts=starts, values=values) -> torch.Tensor:
+        ints = [torch.tensor(list_, device=CUDA, dtype=torch.int32) for list_ in (lengths, starts)]
+        out = torch.full_like(query, float("nan"))
+        vk.paged_attention(
+            query, keys, values, tables, ints[0], query_start_loc=ints[1], max_query_len=count,
+            layout=layout, split_tokens=256, out=out,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return out.view(4, count, 16, 128)
+
+    want = run()
+    assert want.isfinite().all()
+    assert torch.equal(run([20, 5000, 130, 50]), run([20, 384, 130, 50]))  # past the table
+    reported("seq_lens[1] = 5000")
+    got = run([20, -3, 130, 50])  # negative: as 0
+    assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]]) and not got[1].any()
+    reported("seq_lens[1] = -3")
+    for bad in (-1, num_blocks, 2**31 - 1, -(2**31)):
+        broken = tables.clone()
+        broken[2, 1] = bad
+        assert torch.equal(run(tables=broken)[[0, 1, 3]], want[[0, 1, 3]])
+        reported("block_tables[2, 1] =")
+        # Its tokens have no weight: those of the others still add up to 1.
+        torch.testing.assert_close(run(tables=broken, values=ones), torch.ones_like(want))
+        reported("block_tables[2, 1] =")
+    # Sequence 3 begins behind all query tokens: it has none, and what was its output stays.
+    got = run(starts=[*starts[:3], 10**6, starts[4]])
+    assert torch.equal(got[:3], want[:3]) and got[3].isnan().all()
+    reported("query_start_loc[3] = 1000000")
+    # Sequence 0 ends before it begins, and 1 begins at the first query token.
+    got = run(starts=[0, -5, *starts[2:]])
+    assert torch.equal(got[2:], want[2:])
+    reported("query_start_loc[1] = -5")
+
+
 def rotary_embedding() -> None:
     query = torch.randn(6, 4, 64, device=CUDA)
     key = torch.randn(6, 2, 64, device=CUDA)
@@ -145,6 +208,7 @@ def copy_blocks() -> None:
 CASES = {
     "paged_attention_v1": lambda: paged_attention(1),
     "paged_attention_v2": lambda: paged_attention(2),
+    "paged_attention": general_attention,
     "rotary_embedding": rotary_embedding,
     "reshape_and_cache": lambda: reshape_and_cache(False),
     "reshape_and_cache_flash": lambda: reshape_and_cache(True),

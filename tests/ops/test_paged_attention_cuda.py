@@ -141,6 +141,27 @@ def test_split_tokens_need_slots():
         replace(case, block_tables=wide).run()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pieces_of_overlapping_sequences_stay_in_the_workspace(layout):
+    """A query_start_loc that falls: more pieces than the launcher can know of, so none is cut."""
+    alone = make_case("cuda", BF16, [1024], [64], heads=8, kv_heads=1, head_size=128, layout=layout)
+    size = vllm_kernels.paged_attention_workspace("cuda").numel()
+    workspace = torch.zeros(size + (64 << 20), dtype=torch.uint8, device="cuda")
+    workspace[size:] = 85
+    many = replace(
+        alone,
+        block_tables=alone.block_tables.expand(300, -1).contiguous(),
+        seq_lens=alone.seq_lens.expand(300).contiguous(),
+    ).with_options(
+        query_start_loc=torch.tensor([0, 64] * 150 + [0], dtype=torch.int32, device="cuda"),
+        split_tokens=512,
+        workspace=workspace,
+    )
+    for _ in range(2):  # the second time with the counters as the first left them
+        assert_right(alone, many.run())
+        assert (workspace[size:] == 85).all()
+
+
 @pytest.mark.parametrize("early_pages", [False, True], ids=["default", "early_pages"])
 def test_behind_a_kernel_that_writes_the_query(early_pages):
     """Programmatic dependent launch: what the kernel before writes is read after it has ended."""

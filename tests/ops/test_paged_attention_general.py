@@ -522,6 +522,22 @@ def test_tokens_a_query_does_not_see_have_no_influence(device, layout):
     assert got[3:].isnan().any(-1).all()
 
 
+def test_nan_of_a_later_query_token_stays_in_its_kv_head(device, dtype, layout):
+    """K never reaches the query tokens before it; V in 16 bits on CUDA may, for 0 * NaN is NaN."""
+    case = make_case(device, dtype, [37, 40], [6, 3], layout=layout)
+    want = case.run()
+    block = case.block_tables[0, 2]
+    for name in ("key_cache", "value_cache"):
+        rows = reference._rows(getattr(case, name), layout).clone()
+        rows[block, 36 % 16, 0] = NAN  # the last of the 6, KV head 0
+        poisoned = {name: to_layout(rows, layout, name == "key_cache")}
+        got = replace(case, **poisoned).run()
+        assert got[5, :4].isnan().all()
+        assert torch.equal(got[:, 4:], want[:, 4:]) and torch.equal(got[6:], want[6:])
+        if name == "key_cache" or dtype == torch.float32 or device == "cpu":
+            assert torch.equal(got[:5], want[:5])
+
+
 def test_nan_stays_in_its_row(device, dtype, layout):
     case = make_case(device, dtype, [40, 130, 70], [2, 1, 3], layout=layout)
     want, want_lse = case.run_with_lse()
