@@ -29,6 +29,17 @@ __device__ __forceinline__ To bits_as(From from) {
   return to;
 }
 
+// A store whose line the caches give up first; of 1, 2, 4 or 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* to, T x) {
+  static_assert(sizeof(T) == 16 || sizeof(T) <= 4);
+  using Word =
+      std::conditional_t<sizeof(T) == 16, uint4,
+                         std::conditional_t<sizeof(T) == 4, uint32_t,
+                                            std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>>;
+  __stcs(reinterpret_cast<Word*>(to), bits_as<Word>(x));
+}
+
 template <typename T, int kWidth>
 __device__ __forceinline__ void widen(const Pack<T, kWidth>& pack, float (&values)[kWidth]) {
   if constexpr (sizeof(T) == 4) {

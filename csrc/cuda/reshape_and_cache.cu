@@ -6,6 +6,7 @@
 #include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/pack.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/types.cuh"
 #include "cuda/write_rows.cuh"
@@ -13,16 +14,22 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Up to here a block writes its part of scattered tokens from what it has loaded.
+// Up to here a block writes its part of scattered tokens from what it has loaded. So that enough
+// blocks write, a part is at most kFewChunks, and kFewBlocks blocks share its tokens.
 constexpr int kFewTokens = 64;
+constexpr int kFewChunks = 4;
+constexpr int kFewBlocks = 4;
+
+// Blocks of 256 threads that a multiprocessor is to hold; from float32 to 8 bits more would spill.
+template <typename T, typename C, bool kMany>
+constexpr int kResident = kMany && kVectorWidth<C> <= 2 * kVectorWidth<T> ? 4 : 2;
 
 // Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
-// which lies in a sector of its own.
+// which lies in a sector of its own, seldom touched again.
 template <typename T, typename C>
 __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, FastDivisor head_size,
                                             int64_t token, Place at, int thread, int threads) {
   const PagedKv& kv = p.kv;
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
   const T* key = static_cast<const T*>(p.key) + token * p.key_token_stride;
   const T* value = static_cast<const T*>(p.value) + token * p.value_token_stride;
@@ -43,9 +50,11 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (from + j * threads < count) *to[j] = to_cache<C>(loaded[j], v_scale);
+      if (from + j * threads < count) store_streaming(to[j], to_cache<C>(loaded[j], v_scale));
     }
   }
+  // Read here: above, it would take the register that spills on sm_80.
+  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kVectors = kWidth / kVectorWidth<T>;
 #pragma unroll 1
@@ -56,8 +65,8 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
     for (int j = 0; j < kVectors; ++j) {
       k[j] = reinterpret_cast<const Vector<T>*>(key + head * p.key_head_stride + d)[j];
     }
-    *reinterpret_cast<Vector<C>*>(keys + head * kv.key_head_stride +
-                                  d / kWidth * kv.key_chunk_stride) = narrow<T, C>(k, k_scale);
+    C* to = keys + head * kv.key_head_stride + d / kWidth * kv.key_chunk_stride;
+    store_streaming(reinterpret_cast<Vector<C>*>(to), narrow<T, C>(k, k_scale));
   }
 }
 
@@ -67,10 +76,12 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
 //   an aligned run of kRun neighbours    16 bytes a store
 //   few neighbourhoods                   neighbouring threads on neighbouring slots of one value
 //   scattered                            neighbouring threads on neighbouring values of one slot;
-//                                        with kMany the block then writes some with all heads
-// blockDim = (chunks of a part, kRun), gridDim.y = heads * parts.
+//                                        the block then writes some tokens: with kMany their
+//                                        whole rows, otherwise its part of every kFewBlocks-th
+// blockDim = (chunks of a part, kRun), gridDim.y = heads * parts, gridDim.z = 1 with kMany, else
+// kFewBlocks.
 template <typename T, typename C, int kRun, bool kMany>
-__global__ void __launch_bounds__(kRun * 16, 32 / kRun)
+__global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
     write_pages_kernel(ReshapeAndCacheParams p, FastDivisor block_size, FastDivisor parts,
                        FastDivisor head_size) {
   launch_dependents();
@@ -123,12 +134,13 @@ __global__ void __launch_bounds__(kRun * 16, 32 / kRun)
   const int32_t start = __shfl_sync(0xffffffffu, lane_slot, 0);
   const bool neighbours = follows == kAll >> 1;
   const bool scattered = __popc(follows) < kRun - 4;
+  if (!kMany && !scattered && blockIdx.z > 0) return;
 
   OwnSlots own{.start = start, .count = neighbours ? kRun : 0u, .list = own_slots};
   if (!neighbours) own.end = kRun;
-  if (kMany && scattered) {  // this block's tokens only
-    own.from = blockIdx.y;
-    own.step = gridDim.y;
+  if (scattered) {  // this block's tokens only
+    own.from = kMany ? blockIdx.y : blockIdx.z;
+    own.step = kMany ? gridDim.y : kFewBlocks;
   }
   if (thread < kRun) own_slots[thread] = lane_slot;
   __syncthreads();
@@ -148,7 +160,8 @@ __global__ void __launch_bounds__(kRun * 16, 32 / kRun)
   const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
   const int32_t slot = own_slots[row];
-  if (has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
+  const bool own_row = !scattered || row % kFewBlocks == own.from;
+  if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
     const Place at = place_of(slot, block_size, kv.block_size);
     C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
             chunk * kv.key_chunk_stride + at.token * kWidth;
@@ -178,16 +191,18 @@ __global__ void __launch_bounds__(kRun * 16, 32 / kRun)
     }
     return;
   }
-  const int lanes = scattered ? 32 : kRun;  // that divide the work on one row of the tile's
+  // That divide the work on one row of the tile's: at most as many as it has values.
+  const int lanes = scattered ? min(32, static_cast<int>(blockDim.x) * kWidth) : kRun;
   const int outer = thread / lanes, inner = thread % lanes, step = threads / lanes;
 #pragma unroll 1
-  for (int r = scattered ? outer : inner; r < kRun; r += scattered ? step : kRun) {
+  for (int r = scattered ? own.from + outer * own.step : inner; r < kRun;
+       r += scattered ? step * own.step : kRun) {
     const int32_t to_slot = own_slots[r];
     if (to_slot < 0 || (repeated >> r & 1)) continue;
     const Place at = place_of(to_slot, block_size, kv.block_size);
     C* to = values + at.block * kv.value_block_stride + at.token;
 #pragma unroll 2
-    for (int d = scattered ? inner : outer; d < dims; d += scattered ? 32 : step) {
+    for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
       to[d * kv.value_dim_stride] = tile[r * pitch + d];
     }
   }
@@ -198,7 +213,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
 }
 
 // Block shape: whole warps, at most 16 chunks a token, fewer where that leaves multiprocessors
-// idle.
+// idle. For few tokens 2 or 4 chunks: a power of two, as the kernel divides warps by it.
 struct PagesShape {
   int lanes;
   int parts;
@@ -209,7 +224,8 @@ PagesShape shape_of(const ReshapeAndCacheParams& p, int run) {
   const int chunks = p.kv.head_size / p.kv.x;
   const int step = 32 / run;
   const int64_t groups = ceil_div(p.num_tokens, run);
-  int64_t parts = ceil_div(chunks, 16);
+  const bool few = p.num_tokens <= kFewTokens;
+  int64_t parts = ceil_div(chunks, few ? kFewChunks : 16);
   while (groups * p.kv.num_kv_heads * parts < current_device_info().multiprocessors &&
          chunks >= 16 * parts) {
     parts *= 2;
@@ -219,7 +235,7 @@ PagesShape shape_of(const ReshapeAndCacheParams& p, int run) {
   return {.lanes = lanes,
           .parts = static_cast<int>(parts),
           .grid = dim3(static_cast<unsigned>(groups),
-                       static_cast<unsigned>(p.kv.num_kv_heads * parts))};
+                       static_cast<unsigned>(p.kv.num_kv_heads * parts), few ? kFewBlocks : 1)};
 }
 
 template <int kRun>
