@@ -531,7 +531,9 @@ def paged_attention(
             the longest sequence. A CPU then leaves sequences uncut.
         early_pages: lets CUDA read tables, lengths and pages while the kernel before is still
             running. Only for callers who know that neither that kernel nor the one before it writes
-            any of them: not behind the cache writer of the same layer.
+            any of them: not behind the cache writer of the same layer. Without it nothing that the
+            result depends on is read before that kernel has ended: tables and lengths of up to 32
+            sequences are looked at to guess what will be asked for, and read again.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.

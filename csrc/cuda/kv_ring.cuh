@@ -62,6 +62,33 @@ constexpr int kPrefetchLength = 4;
 template <typename Cache, int kTokens>
 constexpr int kPartTokens = sizeof(Cache) == 1 ? std::min(kTokens, 32) : 16;
 
+// Whether a stage has whole pages that prefetch_page() knows.
+template <PageForm kForm, int kTokens>
+__device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {
+  return kForm != PageForm::kParts && layout.page_shift <= kStageShift<kTokens>;
+}
+
+// Asks the second-level cache for K and V of one page of one head. All lanes.
+template <typename Cache, PageForm kForm>
+__device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayout& layout,
+                                              const char* key, const char* value, int lane) {
+  if constexpr (kForm == PageForm::kPages) {
+#pragma unroll 1
+    for (int byte = lane * 128; byte < layout.page_bytes; byte += 32 * 128) {
+      prefetch_line(key + byte);
+      prefetch_line(value + byte);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = lane; i < layout.columns << layout.page_shift; i += 32) {
+      const int64_t token = i & (1 << layout.page_shift) - 1;
+      const int byte = (i >> layout.page_shift) * kColumnBytes;
+      prefetch_line(key + token * kv.key_token_stride * sizeof(Cache) + byte);
+      prefetch_line(value + token * kv.value_token_stride * sizeof(Cache) + byte);
+    }
+  }
+}
+
 // kTokens: of a stage, 16, 32 or 64.
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
@@ -134,15 +161,12 @@ class KvRing {
   // Asks the second-level cache for the first `stages` stages' pages where many more come. They are
   // not read, so this may be done before the predecessor has ended.
   __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages) const {
-    if (kForm != PageForm::kPages || to_fill_ < kPrefetchLength * stages) return;
+    if (!may_prefetch<kForm, kTokens>(layout_) || to_fill_ < kPrefetchLength * stages) return;
 #pragma unroll 1
     for (int i = 0; i < stages << layout_.split_shift; ++i) {
-      const int32_t block = __shfl_sync(0xffffffffu, blocks_, i);
-      if (static_cast<uint32_t>(block) >= static_cast<uint32_t>(kv.num_blocks)) continue;
-      for (int byte = lane_ * 128; byte < layout_.page_bytes; byte += 32 * 128) {
-        prefetch_line(key_page(block) + byte);
-        prefetch_line(value_page(block) + byte);
-      }
+      const uint32_t block = __shfl_sync(0xffffffffu, blocks_, i);
+      if (block >= kv.num_blocks) continue;
+      prefetch_page<Cache, kForm>(kv, layout_, key_page(block), value_page(block), lane_);
     }
   }
 

@@ -56,9 +56,11 @@ struct ItemQueue {
 
 // Asks the second-level cache for the pages that an item's rings will have first, where it is long.
 // They are not read, so this may be done before the predecessor has ended.
+template <typename Cache, PageForm kForm>
 __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
                                                const RingLayout& ring, const WorkItem& item,
                                                int teams, int lane) {
+  if (!may_prefetch<kForm, kTeamTokens>(ring)) return;
   if (item.stages < kPrefetchLength * teams * ring.stages) return;
   const int page = ((item.sequence.first_stage + item.stage) << ring.split_shift) + lane;
   uint32_t block = ~0u;
@@ -66,26 +68,22 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
       page << ring.page_shift < item.sequence.seq_len) {
     block = __ldcg(&p.block_tables[item.seq * p.block_table_stride + page]);
   }
-  const int bytes = ring.page_bytes;
 #pragma unroll 1
   for (uint32_t left = __ballot_sync(0xffffffffu, block < p.kv.num_blocks); left != 0;
        left &= left - 1) {
     const uint64_t of = __shfl_sync(0xffffffffu, block, __ffs(left) - 1);
     const uint64_t head = item.kv_head;
-    const char* key =
-        static_cast<const char*>(p.kv.key) + (of * ring.key_block + head * ring.key_head) * 16;
-    const char* value = static_cast<const char*>(p.kv.value) +
-                        (of * ring.value_block + head * ring.value_head) * 16;
-#pragma unroll 1
-    for (int byte = lane * 128; byte < bytes; byte += 32 * 128) {
-      prefetch_line(key + byte);
-      prefetch_line(value + byte);
-    }
+    prefetch_page<Cache, kForm>(
+        p.kv, ring,
+        static_cast<const char*>(p.kv.key) + (of * ring.key_block + head * ring.key_head) * 16,
+        static_cast<const char*>(p.kv.value) +
+            (of * ring.value_block + head * ring.value_head) * 16,
+        lane);
   }
 }
 
 // One warp: which items this block takes.
-template <PageForm kForm, int kTeams>
+template <typename Cache, PageForm kForm, int kTeams>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
                                             ItemQueue& queue, uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
@@ -108,9 +106,9 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     }
     if (lane == 0) queue.ends[slot] = index >= plan.items();
     if (now == kGuess) {
-      if (kForm == PageForm::kPages && index < plan.items()) {
+      if (index < plan.items()) {
         __syncwarp();
-        prefetch_pages(p, shape.ring, queue.items[slot], kTeams, lane);
+        prefetch_pages<Cache, kForm>(p, shape.ring, queue.items[slot], kTeams, lane);
       }
       now = kPlan;
       wait_for_predecessor();
@@ -314,7 +312,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   if (warp >= kFirstServant) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
     if (warp == kQueueWarp) {
-      queue_items<kForm, kTeams>(p, shape, queue, workspace.next, lane);
+      queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
     } else if (warp < kQueueWarp) {
       const int team = warp - kFirstServant;
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,

@@ -176,3 +176,41 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
         normed.fill_(float("nan"))
         vllm_kernels.rms_norm(normed, query, weight, 1e-6)
         assert torch.equal(replace(case, query=normed).run(), want)
+
+
+@pytest.mark.parametrize("stale", ["seq_lens", "block_tables", "query_start_loc"])
+@pytest.mark.parametrize("heads", [8, 64], ids=["4_rows", "32_rows"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_behind_a_kernel_that_writes_the_indices(layout, heads, stale):
+    """A small batch's work is guessed early, from indices that a long copy replaces at its end."""
+    case = make_case(
+        "cuda", BF16, [900, 33, 4000], [1, 2, 1], heads=heads, kv_heads=2, layout=layout
+    )
+    want = case.run()
+    new = {
+        "seq_lens": case.seq_lens,
+        "query_start_loc": case.options["query_start_loc"],
+        "block_tables": case.block_tables,
+    }
+    old = {
+        "seq_lens": [4000, 3000, 70],
+        "query_start_loc": [0, 2, 3, 4],
+        "block_tables": case.block_tables.flip(0),
+    }
+    stale_value = torch.as_tensor(old[stale], dtype=torch.int32, device="cuda")
+    sizes = [value.numel() for value in new.values()]
+    pairs = torch.zeros(2, 16 << 20, dtype=torch.int32, device="cuda")  # copied in about 30 us
+    source, target = (block[-sum(sizes) :].split(sizes) for block in pairs)
+    views = {name: part.view(new[name].shape) for name, part in zip(new, target, strict=True)}
+    for part, value in zip(source, new.values(), strict=True):
+        part.copy_(value.flatten())
+    behind = replace(
+        case, seq_lens=views["seq_lens"], block_tables=views["block_tables"]
+    ).with_options(query_start_loc=views["query_start_loc"])
+    mapping = torch.tensor([[0, 1]])
+    for _ in range(5):
+        for name, value in {**new, stale: stale_value}.items():
+            views[name].copy_(value)
+        torch.cuda.synchronize()
+        vllm_kernels.copy_blocks([pairs], [torch.empty_like(pairs)], mapping)
+        assert torch.equal(behind.run(), want)
