@@ -20,6 +20,7 @@
 
 #include "cuda/fast_divisor.cuh"
 #include "cuda/paged_attention_workspace.h"
+#include "cuda/ptx.cuh"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -95,7 +96,16 @@ struct SequenceIndices {
 // Those of a batch that may be guessed are read past the first-level cache, which nobody tells what
 // the predecessor wrote.
 __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq) {
-  const auto load = [&](const int32_t* at) { return p.num_seqs <= 32 ? __ldcg(at) : *at; };
+  const auto load = [&](const int32_t* at) {
+    // In two registers: in one, the next load would wait for this one.
+    int32_t fresh = 0, cached = 0;
+    if (p.num_seqs <= 32) {
+      fresh = __ldcg(at);
+    } else {
+      cached = *at;
+    }
+    return in_register(fresh) | in_register(cached);
+  };
   SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
   if (p.query_start_loc != nullptr) {
     indices.first_query = load(&p.query_start_loc[seq]);

@@ -469,12 +469,20 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr PageForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
+    const DeviceInfo& device = current_device_info();
+    const bool few_rows = rows <= 8;
+    // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
+    // the rows that are not there; not with few segments, whose ends would count. (split_tokens
+    // asks for the same kernel in every batch.)
+    const bool fills_apart = kForm == PageForm::kRows && sizeof(Cache) == 2 &&
+                             p.split_tokens == 0 &&
+                             int64_t{p.num_seqs} * p.kv.num_kv_heads > device.multiprocessors;
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (current_device_info().has_wgmma) {
+      if (device.has_wgmma && (!few_rows || fills_apart)) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
       }
     }
+    if (few_rows) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
   const auto with_form = [&](auto form) {

@@ -96,15 +96,16 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
   for (uint32_t number = 0;;) {
     if (now != kGoOn) plan.make(p, shape.work, lane);
     const uint32_t slot = number % kItemQueue;
+    WorkItem item;
+    if (index < plan.items()) item = plan.find(p, shape.work, index, lane);
     barrier_wait(shared_address(&queue.empty[slot]), number / kItemQueue & 1 ^ 1);
-    if (index < plan.items()) {
-      const WorkItem item = plan.find(p, shape.work, index, lane);
-      if (lane == 0) {
+    if (lane == 0) {
+      if (index < plan.items()) {
         queue.items[slot] = item;
         queue.rows[slot] = item_rows(shape.work, item);
       }
+      queue.ends[slot] = index >= plan.items();
     }
-    if (lane == 0) queue.ends[slot] = index >= plan.items();
     if (now == kGuess) {
       if (index < plan.items()) {
         __syncwarp();
