@@ -81,10 +81,18 @@ struct SequenceWork {
   int chunks;       // of query rows; its segments are KV heads x chunks
 };
 
-// A batch that one round of a warp's lanes covers: its work may be guessed before the predecessor
-// has ended.
+// Whether one round of a warp's lanes covers the batch.
+__device__ __forceinline__ bool one_round(const PagedAttentionParams& p) {
+  return p.num_seqs <= 32;
+}
+
+// Whether its work is guessed before the predecessor has ended.
 __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
-  return p.num_seqs <= 32 && !p.early_pages;
+#if defined(VLLM_KERNELS_HAS_SM90)
+  return one_round(p) && !p.early_pages;
+#else
+  return false;
+#endif
 }
 
 // A sequence as memory has it.
@@ -99,7 +107,7 @@ __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionPara
   const auto load = [&](const int32_t* at) {
     // In two registers: in one, the next load would wait for this one.
     int32_t fresh = 0, cached = 0;
-    if (p.num_seqs <= 32) {
+    if (one_round(p)) {
       fresh = __ldcg(at);
     } else {
       cached = *at;
@@ -272,7 +280,7 @@ class WorkPlan {
   // Lane's sequence of a round; where there is one round only, it is loaded once.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
-    if (p.num_seqs <= 32 && !first) return;
+    if (one_round(p) && !first) return;
     const int seq = round * 32 + lane;
     work_ = {};
     if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq, load_indices(p, seq));

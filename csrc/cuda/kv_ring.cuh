@@ -118,7 +118,8 @@ class KvRing {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
       barrier_init(barriers + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
-      if constexpr (kShared) barrier_init(barriers + (kMaxRingStages + stage) * 8, members);
+      if constexpr (kShared)
+        barrier_init(barriers + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
@@ -250,9 +251,10 @@ class KvRing {
 
   // The oldest stage has been read by all lanes and may be filled again.
   __device__ __forceinline__ void release() {
-    __syncwarp();
     if constexpr (kShared) {
-      if (lane_ == 0) barrier_arrive(drained(drain_stage_));
+      barrier_arrive_warp(drained(drain_stage_), lane_);
+    } else {
+      __syncwarp();
     }
     if (++drain_stage_ == layout_.stages) {
       drain_stage_ = 0;

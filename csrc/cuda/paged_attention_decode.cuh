@@ -472,11 +472,12 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     const DeviceInfo& device = current_device_info();
     const bool few_rows = rows <= 8;
     // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
-    // the rows that are not there; not with few segments, whose ends would count. (split_tokens
-    // asks for the same kernel in every batch.)
+    // the rows that are not there; not with few segments, whose ends would count, nor where half as
+    // many slots might not do for their pieces. (split_tokens asks for one kernel for all batches.)
+    const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
     const bool fills_apart = kForm == PageForm::kRows && sizeof(Cache) == 2 &&
-                             p.split_tokens == 0 &&
-                             int64_t{p.num_seqs} * p.kv.num_kv_heads > device.multiprocessors;
+                             p.split_tokens == 0 && segments > device.multiprocessors &&
+                             segments < workspace_slots(4, kMaxHeadSize) / 2;
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
       if (device.has_wgmma && (!few_rows || fills_apart)) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);

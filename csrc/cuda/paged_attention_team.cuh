@@ -115,6 +115,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
       wait_for_predecessor();
       const int seq = in_register(min(lane, p.num_seqs - 1));  // keeps no address from before
       const SequenceIndices sequence = load_indices(p, seq);
+      __syncwarp();  // nobody reads the item any more
       if (!plan.holds(p, shape.work, sequence, lane)) continue;
     }
     now = kGoOn;
@@ -149,8 +150,7 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
     ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
                teams, stages);
     ring.look_up();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
+    barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       if (team == 0 && i == stages - 1 && lane == 0) barrier_arrive(shared_address(&queue.wanted));
@@ -262,8 +262,8 @@ __device__ __forceinline__ void attend(
                                   .warp = team * 4 + tile.member,
                                   .lane = lane};
     finish_item(finish, tile, barrier, thread);
-    barrier.arrive();  // all lanes are behind the item
-    if (lane == 0) barrier_arrive(shared_address(&queue.empty[slot]));
+    barrier.arrive();
+    barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
   }
 }
 
@@ -288,8 +288,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
   static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
   launch_dependents();
-  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
-  constexpr int kFirstServant = 4 * kTeams, kQueueWarp = kFirstServant + kTeams;
+  const int lane = threadIdx.x % 32;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
     Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
@@ -297,10 +296,10 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
       barrier_init(shared_address(&queue.full[slot]), 1);
-      barrier_init(shared_address(&queue.empty[slot]), 4 * kTeams + kTeams);
+      barrier_init(shared_address(&queue.empty[slot]), (4 * kTeams + kTeams) * kWarpArrivals);
     }
     barrier_init(shared_address(&queue.wanted), 1);
-    barrier_init(shared_address(&teams_barrier), 4 * kTeams);
+    barrier_init(shared_address(&teams_barrier), 4 * kTeams * kWarpArrivals);
     fence_barrier_init();
   }
   if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
@@ -310,12 +309,13 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     fence_async_proxy();
   }
   __syncthreads();  // the barriers, the zeros
-  if (warp >= kFirstServant) {
+  const int warpgroup = same_in_warp(threadIdx.x / 128);
+  if (warpgroup == kTeams) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
-    if (warp == kQueueWarp) {
+    const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
+    if (team == kTeams) {
       queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
-    } else if (warp < kQueueWarp) {
-      const int team = warp - kFirstServant;
+    } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
                 shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
                 true, lane);
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
-    const int team = warp / 4;
+    const int team = warpgroup;
     Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
               shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
               false, lane);

@@ -19,10 +19,7 @@ struct TeamsBarrier {
   uint32_t barrier;
   int lane;
 
-  __device__ __forceinline__ void arrive() const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
+  __device__ __forceinline__ void arrive() const { barrier_arrive_warp(barrier, lane); }
   template <uint32_t kParity>
   __device__ __forceinline__ void wait() const {
     barrier_wait(barrier, kParity);
@@ -143,7 +140,10 @@ struct TeamEnd {
                                  there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
           sum[0] += weight.x * pairs[b].y;
           sum[1] += weight.y * pairs[b].w;
-          add(values, weight, outs[b]);
+          const float4 out = outs[b];  // times 0 it may be NaN
+          add(values, weight,
+              {there ? out.x : 0.0f, there ? out.y : 0.0f, there ? out.z : 0.0f,
+               there ? out.w : 0.0f});
         }
       }
 #pragma unroll

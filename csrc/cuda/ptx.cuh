@@ -163,6 +163,17 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
                : "memory");
 }
+// A warp's arrivals, for what all its lanes have read and written: one, behind __syncwarp().
+// racecheck follows none but a thread's own, so code built for it has one a lane.
+#if defined(VLLM_KERNELS_RACECHECK)
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (kWarpArrivals == 32 || lane == 0) barrier_arrive(barrier);
+}
 // This lane's asynchronous copies so far, once they are done, count as one arrival.
 __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

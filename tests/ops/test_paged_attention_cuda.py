@@ -30,8 +30,14 @@ def lengths(count: int, most: int, *longer: int) -> list[int]:
 @pytest.mark.parametrize("stored", [None, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
     "lens",
-    [lengths(3, 40, 9000), lengths(17, 700), lengths(80, 300, 5000, 3000), lengths(300, 100, 4000)],
-    ids=["few", "about_the_blocks", "more_than_blocks", "no_room_for_pieces"],
+    [
+        lengths(3, 40, 9000),
+        lengths(17, 700),
+        lengths(80, 300, 5000, 3000),
+        lengths(300, 100, 4000),
+        lengths(1100, 20, 4000),  # more segments than slots
+    ],
+    ids=["few", "about_the_blocks", "more_than_blocks", "many", "no_room_for_pieces"],
 )
 def test_cuts(lens, stored, layout):
     """Fewer segments than blocks, about as many, more, and so many that none is split."""
@@ -174,18 +180,32 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
     want = replace(case, query=normed.clone()).run()
     for _ in range(20):
         normed.fill_(float("nan"))
-        vllm_kernels.rms_norm(normed, query, weight, 1e-6)
-        got = vllm_kernels.paged_attention(normed, *case.tensors()[1:], **case.options)
-        assert torch.equal(got, want)
+        out = torch.full_like(query, float("nan"))
+        vllm_kernels.rms_norm(normed, query, weight, 1e-6)  # and no kernel in between
+        vllm_kernels.paged_attention(normed, *case.tensors()[1:], **case.options, out=out)
+        assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("stale", ["seq_lens", "block_tables", "query_start_loc"])
-@pytest.mark.parametrize("heads", [8, 64], ids=["4_rows", "32_rows"])
+@pytest.mark.parametrize(
+    "stale", ["seq_lens", "block_tables", "query_start_loc", "garbage in all of them"]
+)
+@pytest.mark.parametrize(
+    "heads, kv_heads, lens",
+    [
+        (8, 2, [900, 33, 4000]),
+        (32, 8, [26000, 33, 4000]),
+        (32, 2, [26000, 33, 4000]),
+        (64, 2, [900, 33, 4000]),
+        (32, 8, [700] * 32),
+    ],
+    ids=["8_rows", "8_rows_long", "32_rows_long", "64_rows", "8_rows_of_32"],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_behind_a_kernel_that_writes_the_indices(layout, heads, stale):
+def test_behind_a_kernel_that_writes_the_indices(layout, heads, kv_heads, lens, stale):
     """A small batch's work is guessed early, from indices that a long copy replaces at its end."""
+    queries = [2 if i == 1 else 1 for i in range(len(lens))]
     case = make_case(
-        "cuda", BF16, [900, 33, 4000], [1, 2, 1], heads=heads, kv_heads=2, layout=layout
+        "cuda", BF16, lens, queries, heads=heads, kv_heads=kv_heads, head_size=128, layout=layout
     )
     want = case.run()
     new = {
@@ -193,28 +213,30 @@ def test_behind_a_kernel_that_writes_the_indices(layout, heads, stale):
         "query_start_loc": case.options["query_start_loc"],
         "block_tables": case.block_tables,
     }
-    old = {
-        "seq_lens": [4000, 3000, 70],
-        "query_start_loc": [0, 2, 3, 4],
-        "block_tables": case.block_tables.flip(0),
-    }
-    stale_value = torch.as_tensor(old[stale], dtype=torch.int32, device="cuda")
     sizes = [value.numel() for value in new.values()]
     pairs = torch.zeros(2, 16 << 20, dtype=torch.int32, device="cuda")  # copied in about 30 us
     source, target = (block[-sum(sizes) :].split(sizes) for block in pairs)
     views = {name: part.view(new[name].shape) for name, part in zip(new, target, strict=True)}
     for part, value in zip(source, new.values(), strict=True):
         part.copy_(value.flatten())
+    old = {name: value.flip(0) for name, value in new.items() if name == stale}
+    if stale == "query_start_loc":
+        old[stale] = new[stale].clamp(max=len(lens)) + 1
+    if not old:
+        old = {name: torch.full_like(value, -5) for name, value in new.items()}
+        for value in old.values():
+            value.view(-1)[::2] = torch.iinfo(torch.int32).max
     behind = replace(
         case, seq_lens=views["seq_lens"], block_tables=views["block_tables"]
     ).with_options(query_start_loc=views["query_start_loc"])
     other, mapping = torch.empty_like(pairs), torch.tensor([[0, 1]])
     for _ in range(5):
-        for name, value in {**new, stale: stale_value}.items():
+        for name, value in {**new, **old}.items():
             views[name].copy_(value)
+        out = torch.full_like(case.query, float("nan"))
         torch.cuda.synchronize()
-        vllm_kernels.copy_blocks([pairs], [other], mapping)
-        got = vllm_kernels.paged_attention(  # no kernel between the two
-            *behind.tensors(), **behind.options, max_query_len=behind.max_query_len
+        vllm_kernels.copy_blocks([pairs], [other], mapping)  # and no kernel in between
+        vllm_kernels.paged_attention(
+            *behind.tensors(), **behind.options, max_query_len=behind.max_query_len, out=out
         )
-        assert torch.equal(got, want)
+        assert torch.equal(out, want)
