@@ -87,8 +87,9 @@ inline unsigned grid_size(const char* op, int64_t blocks) {
 
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
 // refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
-// dependent launch), so every kernel launched here calls wait_for_predecessor() before it touches
-// memory. Code for older ones cannot wait, on whatever device it runs.
+// dependent launch), so every kernel launched here calls wait_for_predecessor() before it reads or
+// writes what counts. (paged_attention looks at indices earlier, and reads them again.) Code for
+// older ones cannot wait, on whatever device it runs.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t shared_bytes, void* stream, Arguments&&... arguments) {

@@ -8,7 +8,7 @@
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
-// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows.)
+// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows, and some others.)
 #pragma once
 #include <algorithm>
 
@@ -216,7 +216,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     if (plan.holds(p, shape.work, sequence, lane) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
-  // What the predecessor may be writing, the workspace included, is touched from here on only.
+  // The query and the workspace are touched from here on only.
   if (p.early_pages) wait_for_predecessor();
 
   const uint32_t count = plan.items();
@@ -473,11 +473,13 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     const bool few_rows = rows <= 8;
     // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
     // the rows that are not there; not with few segments, whose ends would count, nor where half as
-    // many slots might not do for their pieces. (split_tokens asks for one kernel for all batches.)
+    // many slots might not do: pieces are at most 1 / piece_share a block more than segments.
+    // (split_tokens asks for one kernel for all batches.)
     const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
-    const bool fills_apart = kForm == PageForm::kRows && sizeof(Cache) == 2 &&
-                             p.split_tokens == 0 && segments > device.multiprocessors &&
-                             segments < workspace_slots(4, kMaxHeadSize) / 2;
+    const bool fills_apart =
+        kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
+        segments > device.multiprocessors &&
+        segments + 2 * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
       if (device.has_wgmma && (!few_rows || fills_apart)) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);

@@ -1,5 +1,5 @@
-// paged_attention of more than 8 query rows a KV head on Hopper's warpgroup products: one launch of
-// one block a multiprocessor for any batch.
+// paged_attention of more than 8 query rows a KV head (of fewer where launch_decode says so) on
+// Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
 //
 // A block's first two or three warpgroups are teams (attention_team.cuh) that take an item's stages
 // in turn, each through a ring of its own (kv_ring.cuh). Of a last warpgroup, one warp fills each

@@ -77,7 +77,8 @@ struct PagedAttentionParams {
   // Tokens of a piece of a sequence, at most, whatever the batch; 0: cut as suits the batch. (The
   // CPU then does not cut a row at all.)
   int32_t split_tokens = 0;
-  bool early_pages = false;  // CUDA: pages, tables and lengths are read before the predecessor ends
+  // CUDA: pages, tables and lengths are read before the predecessor ends, and not again.
+  bool early_pages = false;
 };
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.
