@@ -7,7 +7,6 @@ import json
 import sys
 
 CEILING = 4.34e12  # bytes/s of a plain read (../shared/PEERS.md)
-OTHER_MODES = ("ours_pa_early", "ours_write_pa")
 
 
 def row(cells):
@@ -33,8 +32,8 @@ def decode_table(rows):
     for workload in dict.fromkeys(r["wl"] for r in rows):
         us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and "us" in r}
         kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
-        # In the default mode: not early, and without the cache writer's time.
-        best = min((us[p] for p in ours if p in us and p not in OTHER_MODES), default=None)
+        # In the default mode on layout vllm.
+        best = us.get("ours_pa")
         peer = min((us[p] for p in others if p in us), default=None)
         rate = kv / best * 1e6 if best else 0
         lines.append(

@@ -296,6 +296,9 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
             8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
         scale: of the 8-bit side.
         kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
     """
     _inference_only("convert_fp8", output, input)
     _ops.convert_fp8.default(output, input, scale, kv_dtype)
@@ -511,7 +514,8 @@ def paged_attention(
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
             0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
-        max_query_len: a bound on a sequence's query tokens, num_tokens by default.
+        max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
+            kernel by it, so give it wherever a batch has several tokens.
         alibi_slopes: [num_heads] float32.
         sliding_window: tokens a query token sees, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
@@ -529,15 +533,17 @@ def paged_attention(
             then the same bit for bit in every batch called with the same max_query_len
             (batch-invariant mode). On CUDA the workspace bounds the pieces: slice block_tables to
             the longest sequence. A CPU then leaves sequences uncut.
-        early_pages: lets CUDA read tables, lengths and pages while the kernel before is still
-            running. Only for callers who know that neither that kernel nor the one before it writes
-            any of them: not behind the cache writer of the same layer. Without it nothing that the
-            result depends on is read before that kernel has ended: tables and lengths of up to 32
-            sequences are looked at to guess what will be asked for, and read again.
+        early_pages: lets CUDA read tables, lengths, starts and pages before the kernels before it
+            have ended. Only for callers who know that nothing that may still be running writes any
+            of them: not behind the cache writer of the same layer. (This library's kernels let
+            their successor start early, so several in a row may be running; a copy or one of
+            torch's own kernels ends such a row.) By default results depend on nothing that is read
+            before all of them have ended: indices of up to 32 sequences are looked at early, to
+            guess which pages will be asked for, and read again after; a wrong guess costs time.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
-        (:func:`merge_attn_states` takes its transpose.)
+        (:func:`merge_attn_states` takes its transpose, contiguous.)
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
@@ -592,11 +598,14 @@ def merge_attn_states(
         output: [num_tokens, num_heads, head_size], written; may be prefix_output or suffix_output.
         prefix_output, suffix_output: the same shape and dtype; the strides of tokens and heads are
             free in all three.
-        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, natural logarithm. -inf (and +inf)
-            marks a part without keys, whose output is not looked at.
+        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, contiguous, natural logarithm. -inf
+            (and +inf) marks a part without keys, whose output is not looked at.
         output_lse: [num_heads, num_tokens] float32, written; may be prefix_lse or suffix_lse.
 
     Where both parts are empty the output is 0 and its lse -inf.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
     """
     _inference_only(
         "merge_attn_states", output, prefix_output, prefix_lse, suffix_output, suffix_lse,
