@@ -473,13 +473,14 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     const bool few_rows = rows <= 8;
     // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
     // the rows that are not there; not with few segments, whose ends would count, nor where half as
-    // many slots might not do: pieces are at most 1 / piece_share a block more than segments.
+    // many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
     // (split_tokens asks for one kernel for all batches.)
+    constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
     const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
     const bool fills_apart =
         kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
         segments > device.multiprocessors &&
-        segments + 2 * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
+        segments + kPieces * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
       if (device.has_wgmma && (!few_rows || fills_apart)) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);

@@ -25,6 +25,7 @@ __host__ __device__ constexpr int team_threads(int max_tiles) {
 }
 // Registers of a thread, of 65536 in all: the teams need more than their even share.
 constexpr int kServantRegisters = 56;
+constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
 __host__ __device__ constexpr int team_registers(int max_tiles) {
   return max_tiles <= 4 ? 152 : 224;
 }
@@ -349,7 +350,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
                 .stage_shift = kStageShift<kTeamTokens>,
                 .least_piece = kTeams,
                 .slots = workspace_slots(row_shift, kMaxHeadSize),
-                .piece_share = 0.5f,
+                .piece_share = kTeamPieceShare,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
