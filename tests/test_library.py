@@ -88,7 +88,7 @@ def test_check_waits_for_devices_with_scans_only(monkeypatch):
     scans = SimpleNamespace(default=lambda: [1, 3])
     raising = SimpleNamespace(default=lambda: raised.append(list(waited)))
     monkeypatch.setattr(
-        ops, "_ops", SimpleNamespace(scanned_devices=scans, raise_bad_index=raising)
+        ops, "library_ops", SimpleNamespace(scanned_devices=scans, raise_bad_index=raising)
     )
     monkeypatch.setattr(_library, "cuda_loaded", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

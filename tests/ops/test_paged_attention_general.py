@@ -507,7 +507,7 @@ def test_tokens_a_query_does_not_see_have_no_influence(device, layout):
     """Later tokens, and those before the window, may be NaN within pages that are read."""
     case = make_case(device, torch.float32, [37], [6], layout=layout, sliding_window=9)
     want = case.run()
-    rows = [reference._rows(cache, layout).clone() for cache in case.tensors()[1:3]]
+    rows = [reference.token_rows(cache, layout).clone() for cache in case.tensors()[1:3]]
     page = case.block_tables[0].tolist()
     for token in [*range(23), 34, 35, 36]:  # query token 2 at position 33 sees 25 .. 33
         for cache in rows:
@@ -528,7 +528,7 @@ def test_nan_of_a_later_query_token_stays_in_its_kv_head(device, dtype, layout):
     want = case.run()
     block = case.block_tables[0, 2]
     for name in ("key_cache", "value_cache"):
-        rows = reference._rows(getattr(case, name), layout).clone()
+        rows = reference.token_rows(getattr(case, name), layout).clone()
         rows[block, 36 % 16, 0] = NAN  # the last of the 6, KV head 0
         poisoned = {name: to_layout(rows, layout, name == "key_cache")}
         got = replace(case, **poisoned).run()

@@ -1,200 +1,11 @@
-"""What each op means, in plain PyTorch. Tests and benchmarks import it; nothing here is fast.
-
-Functions return their result instead of writing it, and compute in float64 where the op's own
-rounding steps allow, so that a comparison measures the kernel's error and not the reference's.
-"""
+"""Attention over the paged KV cache."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-# --- norms
-
-
-def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
-    x = input.double()
-    inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    normalised = x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
-    return (normalised.to(input.dtype).double() * weight.double()).to(input.dtype)
-
-
-def fused_add_rms_norm(
-    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """Two [..., hidden] -> (normed sum, sum), the sum rounded to the dtype before it is normed."""
-    total = (input.double() + residual.double()).to(input.dtype)
-    return rms_norm(total, weight, epsilon), total
-
-
-# --- rotary and activations
-
-
-def rotary_embedding(
-    positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
-) -> Tensor:
-    """Query or key, [..., heads * head_size] or [..., heads, head_size] -> turned, same shape."""
-    cos, sin = cos_sin_cache.double()[positions].unsqueeze(-2).chunk(2, dim=-1)
-    heads = x.double().reshape(*positions.shape, -1, head_size)
-    turned, rest = heads.split([2 * cos.size(-1), head_size - 2 * cos.size(-1)], dim=-1)
-    if is_neox:
-        a, b = turned.chunk(2, dim=-1)
-    else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-    new_a, new_b = a * cos - b * sin, b * cos + a * sin
-    if is_neox:
-        turned = torch.cat([new_a, new_b], dim=-1)
-    else:
-        turned = torch.stack([new_a, new_b], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1).reshape(x.shape).to(x.dtype)
-
-
-def silu(x: Tensor) -> Tensor:
-    return (x.double() * torch.sigmoid(x.double())).to(x.dtype)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """By erfc, which keeps its digits where 1 + erf cancels."""
-    return (x.double() * 0.5 * torch.erfc(-x.double() / math.sqrt(2))).to(x.dtype)
-
-
-def gelu_new(x: Tensor) -> Tensor:
-    """(1 + tanh(a)) / 2 written as sigmoid(2 a)."""
-    a = math.sqrt(2 / math.pi) * (x.double() + 0.044715 * x.double() ** 3)
-    return (x.double() * torch.sigmoid(2 * a)).to(x.dtype)
-
-
-gelu_fast = gelu_new
-
-
-def gelu_quick(x: Tensor) -> Tensor:
-    return (x.double() * torch.sigmoid(1.702 * x.double())).to(x.dtype)
-
-
-def _product(activated: Tensor, other: Tensor) -> Tensor:
-    return (activated.double() * other.double()).to(other.dtype)
-
-
-def silu_and_mul(input: Tensor) -> Tensor:
-    """[..., 2 d] -> [..., d]: the activation of the first half, rounded, times the second."""
-    gate, up = input.chunk(2, dim=-1)
-    return _product(silu(gate), up)
-
-
-def mul_and_silu(input: Tensor) -> Tensor:
-    """[..., 2 d] -> [..., d]: the first half times the rounded activation of the second."""
-    up, gate = input.chunk(2, dim=-1)
-    return _product(silu(gate), up)
-
-
-def gelu_and_mul(input: Tensor) -> Tensor:
-    gate, up = input.chunk(2, dim=-1)
-    return _product(gelu(gate), up)
-
-
-def gelu_tanh_and_mul(input: Tensor) -> Tensor:
-    gate, up = input.chunk(2, dim=-1)
-    return _product(gelu_new(gate), up)
-
-
-# --- cache
-
-FP8 = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
-
-def to_fp8(x: Tensor, scale: float, kv_dtype: str) -> Tensor:
-    """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
-    largest = torch.finfo(FP8[kv_dtype]).max
-    divisor = torch.tensor(scale, device=x.device)  # by a number, torch multiplies by its inverse
-    bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
-    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
-
-
-def from_fp8(x: Tensor, scale: float, kv_dtype: str, dtype: torch.dtype) -> Tensor:
-    """x * scale in float32, rounded to dtype."""
-    return (x.view(FP8[kv_dtype]).float() * scale).to(dtype)
-
-
-def _to_store(x: Tensor, kv_cache_dtype: str, scale: Tensor, cache: Tensor) -> Tensor:
-    if kv_cache_dtype == "auto":
-        return x
-    return to_fp8(x, scale.item(), kv_cache_dtype).view(cache.dtype)
-
-
-def _last_of_each_slot(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their blocks and places there: a slot gets the last token that names it."""
-    last = {slot: token for token, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
-    slots = torch.tensor(list(last), dtype=torch.int64)
-    tokens = torch.tensor(list(last.values()), dtype=torch.int64)
-    return tokens, slots // block_size, slots % block_size
-
-
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor,
-    v_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The caches afterwards. K [blocks, heads, D/x, block, x], V [blocks, heads, D, block]."""
-    keys, values = key_cache.clone(), value_cache.clone()
-    block_size, x = key_cache.shape[3:]
-    k = _to_store(key, kv_cache_dtype, k_scale, key_cache).unflatten(-1, (-1, x))
-    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
-    keys[blocks, :, :, places] = k[tokens]
-    values[blocks, :, :, places] = v[tokens]
-    return keys, values
-
-
-def reshape_and_cache_flash(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor,
-    v_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The caches afterwards. K, V [blocks, block, heads, D]."""
-    keys, values = key_cache.clone(), value_cache.clone()
-    block_size = key_cache.shape[1]
-    k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
-    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
-    keys[blocks, places] = k[tokens]
-    values[blocks, places] = v[tokens]
-    return keys, values
-
-
-def copy_blocks(cache: Tensor, block_mapping: Tensor) -> Tensor:
-    """One cache afterwards."""
-    out = cache.clone()
-    for source, destination in block_mapping.tolist():
-        out[destination] = cache[source]
-    return out
-
-
-def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
-    """dst afterwards."""
-    out = dst.clone()
-    for source, destination in block_mapping.tolist():
-        out[destination] = src[source].to(dst.device)
-    return out
-
-
-# --- attention
+from vllm_kernels.reference.cache import FP8
 
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
@@ -308,7 +119,7 @@ def naive_paged_attention(
     return out if partition_size is None else (out, exp_sums, max_logits, tmp_out)
 
 
-def _rows(cache: Tensor, layout: str) -> Tensor:
+def token_rows(cache: Tensor, layout: str) -> Tensor:
     """[num_blocks, ...] -> [num_blocks, block_size, num_kv_heads, head_size]."""
     if layout == "NHD":
         return cache
@@ -321,7 +132,7 @@ def _rows(cache: Tensor, layout: str) -> Tensor:
 
 def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
     """What the pages of one sequence stand for, [num_kv_heads, tokens, head_size] in float64."""
-    tokens = _rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1)
+    tokens = token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1)
     return tokens if scale is None else tokens * scale.double().reshape(-1, 1, 1)
 
 
@@ -348,7 +159,7 @@ def paged_attention(
     num_heads]. Tokens that no sequence owns give 0 and -inf.
     """
     num_tokens, num_heads, head_size = query.shape
-    block_size = _rows(value_cache[:0], layout).shape[1]
+    block_size = token_rows(value_cache[:0], layout).shape[1]
     scale = head_size**-0.5 if scale is None else scale
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)

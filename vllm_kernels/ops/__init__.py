@@ -1,0 +1,83 @@
+"""The ops as typed Python calls.
+
+Names and argument order are those of vLLM's ``_custom_ops``, so a call site moves over by changing
+the import. Every op runs on CPU and CUDA tensors, writes into tensors the caller owns, and is for
+inference only: under grad mode a tensor that requires grad is refused.
+
+``torch.ops.vllm_kernels.<op>`` are the same ops without the grad check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vllm_kernels import _library
+from vllm_kernels.ops import activation, attention, cache, norm, rotary
+from vllm_kernels.ops._common import library_ops
+from vllm_kernels.ops.activation import *  # noqa: F403
+from vllm_kernels.ops.attention import *  # noqa: F403
+from vllm_kernels.ops.cache import *  # noqa: F403
+from vllm_kernels.ops.norm import *  # noqa: F403
+from vllm_kernels.ops.rotary import *  # noqa: F403
+
+_rooms = (norm, rotary, activation, cache, attention)
+__all__ = ["check", *(name for room in _rooms for name in room.__all__)]
+
+OPS = [name for name in __all__ if name not in ("check", "paged_attention_workspace")]
+"""Every op of the library."""
+
+
+def check() -> None:
+    """Waits for the GPUs that have checks under way and raises what check mode has found there.
+
+    With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
+    (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is
+    raised by a later op, or at once by this call; under CUDA-graph replay too. On the CPU every
+    call checks its index tensors anyway, and this function does nothing.
+
+    Raises:
+        RuntimeError: naming op, argument, index and value.
+    """
+    if _library.cuda_loaded and torch.cuda.is_initialized():
+        for device in library_ops.scanned_devices.default():
+            torch.cuda.synchronize(device)
+        library_ops.raise_bad_index.default()
+
+
+def _fake(op: str) -> Callable[..., None]:
+    """What runs for fake and meta tensors. torch calls it for a call with any meta tensor, too."""
+    names = [argument.name for argument in getattr(library_ops, op).default._schema.arguments]
+
+    def fake(*args: object, **kwargs: object) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = [
+            (name, tensor)
+            for name, value in given.items()
+            if not (op == "copy_blocks" and name == "block_mapping")  # may be on the CPU
+            for tensor in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(tensor, Tensor)
+        ]
+        meta = next((name for name, tensor in tensors if tensor.is_meta), None)
+        real = next(((name, tensor) for name, tensor in tensors if not tensor.is_meta), None)
+        if meta is not None and real is not None:
+            raise RuntimeError(
+                f"{op}: {meta}: expected a tensor on {real[1].device} (from {real[0]}), got meta"
+            )
+
+    return fake
+
+
+def _register_fakes() -> None:
+    """All ops write into their arguments and return nothing."""
+    for name in OPS:
+        if name == "swap_blocks":  # its mapping is on the CPU, wherever the caches are
+            torch.library.register_fake("vllm_kernels::swap_blocks")(lambda *args, **kwargs: None)
+        else:
+            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(name))
+
+
+_register_fakes()
+_library.explain_missing_cuda(OPS)

@@ -1,0 +1,17 @@
+"""What every op's Python call shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+library_ops = torch.ops.vllm_kernels
+
+
+def inference_only(op: str, *tensors: Tensor | None) -> None:
+    """The stable C ABI cannot ask requires_grad, so the rule is kept here."""
+    if is_grad_enabled():
+        for tensor in tensors:
+            # What is not a tensor is refused by the op's schema, with its name.
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise RuntimeError(f"{op}: inference only: use torch.no_grad()")

@@ -1,0 +1,325 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from vllm_kernels import _C
+from vllm_kernels.ops._common import inference_only, library_ops
+
+__all__ = [
+    "merge_attn_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "paged_attention_workspace",
+]
+
+_traced_v1 = library_ops.paged_attention_v1.default
+_traced_v2 = library_ops.paged_attention_v2.default
+_traced = library_ops.paged_attention.default
+_direct_v1 = getattr(_traced_v1, "_op", _traced_v1)
+_direct_v2 = getattr(_traced_v2, "_op", _traced_v2)
+_direct = getattr(_traced, "_op", _traced)
+
+
+def paged_attention_v1(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """Decode attention over a paged KV cache, one pass over each sequence.
+
+    ``out[s, h] = softmax(scale * q[s, h] . K) V`` over the ``seq_lens[s]`` tokens that
+    ``block_tables[s]`` names (Kwon et al. 2023, arXiv:2309.06180; vLLM's op of the same name).
+    A sequence of length 0 gives 0. Every page is read once per KV head, not once per query head.
+
+    Args:
+        out: [num_seqs, num_heads, head_size], contiguous, written.
+        query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; the stride between
+            sequences is free.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth.
+        value_cache: [num_blocks, num_kv_heads, head_size, block_size].
+        num_kv_heads: a divisor of num_heads.
+        scale: of the product, usually head_size ** -0.5.
+        block_tables: [num_seqs, max_blocks_per_seq] int32; ids past a sequence's end are ignored.
+        seq_lens: [num_seqs] int32, in tokens.
+        block_size: 8, 16 or 32 tokens.
+        max_seq_len: a bound on seq_lens; needs no memory, so it may be any length.
+        alibi_slopes: [num_heads] float32; adds slope * (t - seq_len + 1) to the logit of token t.
+        kv_cache_dtype: "auto" (query's dtype), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 tensors).
+        k_scale, v_scale: one float32 on the same device; 8-bit elements stand for element * scale.
+        tp_rank ... blocksparse_head_sliding_step: vLLM's block-sparse pattern, on when
+            blocksparse_vert_stride > 1 (csrc/ops/paged_attention.h).
+
+    Head sizes: multiples of 8 from 32 to 256 (of 16 for 8-bit caches).
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
+    """
+    if is_grad_enabled():
+        try:  # asked here first: a call of inference_only() costs 0.5 us
+            asks_for_grad = (
+                out.requires_grad
+                or query.requires_grad
+                or key_cache.requires_grad
+                or value_cache.requires_grad
+                or k_scale.requires_grad
+                or v_scale.requires_grad
+                or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            )
+        except AttributeError:  # no tensor: the op's schema refuses it by name
+            asks_for_grad = False
+        if asks_for_grad:
+            inference_only(
+                "paged_attention_v1",
+                out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes,
+            )  # fmt: skip
+    op = _traced_v1 if is_dynamo_compiling() else _direct_v1
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        op(
+            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+        )  # fmt: skip
+        return
+    op(
+        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
+        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+        blocksparse_head_sliding_step,
+    )  # fmt: skip
+
+
+def paged_attention_v2(
+    out: Tensor,
+    exp_sum: Tensor,
+    max_logits: Tensor,
+    tmp_out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """:func:`paged_attention_v1` with the sequence cut in partitions of 512 tokens, merged after.
+
+    Better than v1 for few long sequences. The scratch holds what vLLM's holds afterwards.
+
+    Args (beside those of v1):
+        exp_sum: [num_seqs, num_heads, partitions] float32, written: sum of exp(logit - max_logits).
+        max_logits: [num_seqs, num_heads, partitions] float32, written: largest logit.
+        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
+            output of each partition. partitions >= ceil(max_seq_len / 512).
+    """
+    if is_grad_enabled():
+        inference_only(
+            "paged_attention_v2", out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache,
+            alibi_slopes, k_scale, v_scale,
+        )  # fmt: skip
+    op = _traced_v2 if is_dynamo_compiling() else _direct_v2
+    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+        op(
+            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+            block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
+            k_scale, v_scale,
+        )  # fmt: skip
+        return
+    op(
+        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
+        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
+        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
+        blocksparse_block_size, blocksparse_head_sliding_step,
+    )  # fmt: skip
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+    split_tokens: int = 0,
+    early_pages: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of any query tokens to the pages of their sequences.
+
+    A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
+    ``p = seq_len - n + i`` and sees the tokens t with ``p - sliding_window < t <= p``. That serves
+    decoding (n = 1), speculative verification, chunked prefill and prefill. With
+
+        s(t) = cap(scale * q . k[t]) + slope * (t - p),   cap(x) = softcap * tanh(x / softcap)
+
+    the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
+    ``lse = log(sum exp(s(t)) + exp(sink))``, the sink only where there is one. A query token that
+    sees nothing (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon et al. 2023,
+    arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
+
+    Slots that no query token of the sequence sees may hold anything. Those of V that one of them
+    sees should be finite: in 16 bits on CUDA a tile of query tokens is multiplied with V at once,
+    with weight 0 for what a token does not see, and 0 * NaN is NaN. So NaN or infinity in V of a
+    later query token may reach earlier ones of the same sequence and KV head, and nothing else.
+
+    Args:
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
+            tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
+        key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
+            "vllm"  K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth,
+                    V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
+            "NHD"   [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
+            "HND"   [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+            All other strides are free: slices of a packed tensor need no copy. block_size is a
+            power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
+        block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
+            sequence's end, before its window) are ignored.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included.
+        scale: of the product; head_size ** -0.5 by default.
+        query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
+            None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
+            0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
+        max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
+            kernel by it, so give it wherever a batch has several tokens.
+        alibi_slopes: [num_heads] float32.
+        sliding_window: tokens a query token sees, itself included; 0: all.
+        softcap: bound on the scaled product; 0: none.
+        sinks: [num_heads] float32.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
+            element or [num_kv_heads]; None stands for 1.
+        layout: "vllm", "NHD" or "HND".
+        out: like query, written; the stride between tokens is free. None: a new tensor.
+        return_lse: whether to return the log-sum-exp as well.
+        workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
+            one that belongs to the current stream. Calls that run at the same time need one each,
+            as the default gives them, but for graphs captured on one stream and replayed on two.
+        split_tokens: 0 cuts sequences into pieces as suits the batch. Else a piece has at most
+            about this many tokens (2048, say) whatever else is in the batch: a sequence's result is
+            then the same bit for bit in every batch called with the same max_query_len
+            (batch-invariant mode). On CUDA the workspace bounds the pieces: slice block_tables to
+            the longest sequence. A CPU then leaves sequences uncut.
+        early_pages: lets CUDA read tables, lengths, starts and pages before the kernels before it
+            have ended. Only for callers who know that nothing that may still be running writes any
+            of them: not behind the cache writer of the same layer. (This library's kernels let
+            their successor start early, so several in a row may be running; a copy or one of
+            torch's own kernels ends such a row.) By default results depend on nothing that is read
+            before all of them have ended: indices of up to 32 sequences are looked at early, to
+            guess which pages will be asked for, and read again after; a wrong guess costs time.
+
+    Returns:
+        out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
+        (:func:`merge_attn_states` takes its transpose, contiguous.)
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a length, block id or query_start_loc out of range, before anything is written; on CUDA
+            such a row is contained (clamped, skipped).
+    """
+    if is_grad_enabled():
+        inference_only(
+            "paged_attention",
+            out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
+        )  # fmt: skip
+    if not isinstance(query, Tensor):
+        raise RuntimeError(f"paged_attention: query: expected a tensor, got {query!r:.40}")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if max_query_len is None:
+        max_query_len = 1 if query_start_loc is None else query.shape[0]
+    if out is None:
+        out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    op = _traced if is_dynamo_compiling() else _direct
+    op(
+        out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
+        alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
+        workspace, split_tokens, early_pages,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
+    """Scratch for one :func:`paged_attention` at a time on a CUDA device: uint8, 32 MiB, zeros.
+
+    Every call leaves it zero where that matters, so it is made once.
+    """
+    return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
+
+
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
+    """Merges attention over two disjoint sets of keys by their log-sum-exp.
+
+    The registered op has output_lse second; this order is that of vLLM's wrapper. (Merging partial
+    softmax results: Milakov and Gimelshein 2018, arXiv:1805.02867.)
+
+    Args:
+        output: [num_tokens, num_heads, head_size], written; may be prefix_output or suffix_output.
+        prefix_output, suffix_output: the same shape and dtype; the strides of tokens and heads are
+            free in all three.
+        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, contiguous, natural logarithm. -inf
+            (and +inf) marks a part without keys, whose output is not looked at.
+        output_lse: [num_heads, num_tokens] float32, written; may be prefix_lse or suffix_lse.
+
+    Where both parts are empty the output is 0 and its lse -inf.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only(
+        "merge_attn_states", output, prefix_output, prefix_lse, suffix_output, suffix_lse,
+        output_lse,
+    )  # fmt: skip
+    library_ops.merge_attn_states.default(
+        output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
+    )

@@ -1,0 +1,97 @@
+"""The paged KV cache: writing, copying, converting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def to_fp8(x: Tensor, scale: float, kv_dtype: str) -> Tensor:
+    """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
+    largest = torch.finfo(FP8[kv_dtype]).max
+    divisor = torch.tensor(scale, device=x.device)  # by a number, torch multiplies by its inverse
+    bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
+    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
+
+
+def from_fp8(x: Tensor, scale: float, kv_dtype: str, dtype: torch.dtype) -> Tensor:
+    """x * scale in float32, rounded to dtype."""
+    return (x.view(FP8[kv_dtype]).float() * scale).to(dtype)
+
+
+def _to_store(x: Tensor, kv_cache_dtype: str, scale: Tensor, cache: Tensor) -> Tensor:
+    if kv_cache_dtype == "auto":
+        return x
+    return to_fp8(x, scale.item(), kv_cache_dtype).view(cache.dtype)
+
+
+def _last_of_each_slot(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their blocks and places there: a slot gets the last token that names it."""
+    last = {slot: token for token, slot in enumerate(slot_mapping.tolist()) if slot >= 0}
+    slots = torch.tensor(list(last), dtype=torch.int64)
+    tokens = torch.tensor(list(last.values()), dtype=torch.int64)
+    return tokens, slots // block_size, slots % block_size
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The caches afterwards. K [blocks, heads, D/x, block, x], V [blocks, heads, D, block]."""
+    keys, values = key_cache.clone(), value_cache.clone()
+    block_size, x = key_cache.shape[3:]
+    k = _to_store(key, kv_cache_dtype, k_scale, key_cache).unflatten(-1, (-1, x))
+    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
+    keys[blocks, :, :, places] = k[tokens]
+    values[blocks, :, :, places] = v[tokens]
+    return keys, values
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The caches afterwards. K, V [blocks, block, heads, D]."""
+    keys, values = key_cache.clone(), value_cache.clone()
+    block_size = key_cache.shape[1]
+    k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
+    v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
+    keys[blocks, places] = k[tokens]
+    values[blocks, places] = v[tokens]
+    return keys, values
+
+
+def copy_blocks(cache: Tensor, block_mapping: Tensor) -> Tensor:
+    """One cache afterwards."""
+    out = cache.clone()
+    for source, destination in block_mapping.tolist():
+        out[destination] = cache[source]
+    return out
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> Tensor:
+    """dst afterwards."""
+    out = dst.clone()
+    for source, destination in block_mapping.tolist():
+        out[destination] = src[source].to(dst.device)
+    return out
