@@ -5,50 +5,10 @@
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/rms_norm_rows.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
-
-template <typename T, int kWidth>
-__device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
-  float values[kWidth], square = 0.0f;
-  widen(pack, values);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) square += values[j] * values[j];
-  return square;
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> added(const Pack<T, kWidth>& a,
-                                                 const Pack<T, kWidth>& b) {
-  float sums[kWidth], others[kWidth];
-  widen(a, sums);
-  widen(b, others);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sums[j] += others[j];
-  return narrow<T>(sums);
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> normed(const Pack<T, kWidth>& x, float inverse,
-                                                  const Pack<T, kWidth>& weight) {
-  float values[kWidth], weights[kWidth];
-  widen(x, values);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
-  widen(narrow<T>(values), values);
-  widen(weight, weights);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] *= weights[j];
-  return narrow<T>(values);
-}
-
-// Stops the compiler from holding on to the elements' float copies, which take twice the registers.
-template <typename T>
-__device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
-#pragma unroll
-  for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
-}
 
 struct RmsNormRows {
   RowOffsets out, input, residual;
@@ -73,12 +33,6 @@ struct Row {
     weight = static_cast<const Pack<T, kWidth>*>(p.weight);
   }
 };
-
-// 0 for a row of zeros without an epsilon.
-__device__ __forceinline__ float inverse_root(const RmsNormParams& p, float square) {
-  const float mean = square / static_cast<float>(p.hidden_size) + p.epsilon;
-  return mean == 0.0f ? 0.0f : rsqrtf(mean);
-}
 
 // `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
 // residual added, rounded and stored where there is one. Zero past the row's end.

@@ -2,19 +2,10 @@
 
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
+#include "torch_ops/rms_norm.h"
 
 namespace vllm_kernels {
 namespace {
-
-void expect_epsilon(const Expect& expect, double epsilon) {
-  expect.that(epsilon >= 0, "epsilon: expected a number >= 0, got " + std::to_string(epsilon));
-}
-
-void expect_hidden_size(const Argument& input, int64_t hidden_size) {
-  if (hidden_size > INT32_MAX) {
-    input.fail("expected hidden_size < 2^31, got shape " + input.shape_text());
-  }
-}
 
 void rms_norm(const Tensor& out, const Tensor& input, const Tensor& weight, double epsilon) {
   Expect expect("rms_norm");
