@@ -1,6 +1,7 @@
 // From a DType to the storage type of this level's kernels, by function and lambda.
 #pragma once
 #include "cpu/fp8.h"
+#include "cpu/int8.h"
 #include "cpu/vec.h"
 #include "ops/dtype.h"
 
@@ -29,6 +30,8 @@ inline void dispatch_cache(DType cache, Body&& body) {
       return body(Fp8E4M3{});
     case DType::kFp8E5M2:
       return body(Fp8E5M2{});
+    case DType::kInt8:
+      return body(Int8{});
     default:
       return body(T{});
   }

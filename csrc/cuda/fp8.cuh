@@ -60,47 +60,4 @@ struct Divisor {
   __device__ __forceinline__ float divide(float x) const { return __fdiv_rn(x, scale); }
 };
 
-// One element of the cache.
-template <typename C, typename T>
-__device__ __forceinline__ C to_cache(T x, Divisor scale) {
-  if constexpr (kIsFp8<C>) {
-    return from_float<C>(scale.divide(to_float(x)));
-  } else {
-    return x;
-  }
-}
-
-// Sixteen bytes of the cache from the kVectorWidth<C> values they stand for, divided by `scale`;
-// T itself is stored as it is.
-template <typename T, typename C>
-__device__ __forceinline__ Vector<C> narrow(const Vector<T>* parts, Divisor scale) {
-  if constexpr (!kIsFp8<C>) {
-    return parts[0];
-  } else {
-    Vector<C> result;
-    auto* pairs = reinterpret_cast<uint16_t*>(result.data);
-#pragma unroll
-    for (int i = 0; i < kVectorWidth<C>; i += 2) {
-      const Vector<T>& part = parts[i / kVectorWidth<T>];
-      const int j = i % kVectorWidth<T>;
-      pairs[i / 2] =
-          narrow2<C>(scale.divide(to_float(part[j])), scale.divide(to_float(part[j + 1])));
-    }
-    return result;
-  }
-}
-
-// Calls body(C{}) with the stored type of a cache for a model of type T: T itself or an 8-bit type.
-template <typename T, typename Body>
-void dispatch_cache(DType cache, Body&& body) {
-  switch (cache) {
-    case DType::kFp8E4M3:
-      return body(Fp8E4M3{});
-    case DType::kFp8E5M2:
-      return body(Fp8E5M2{});
-    default:
-      return body(T{});
-  }
-}
-
 }  // namespace vllm_kernels::cuda

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
@@ -30,7 +30,6 @@ template <typename T, typename C>
 __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, FastDivisor head_size,
                                             int64_t token, Place at, int thread, int threads) {
   const PagedKv& kv = p.kv;
-  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
   const T* key = static_cast<const T*>(p.key) + token * p.key_token_stride;
   const T* value = static_cast<const T*>(p.value) + token * p.value_token_stride;
   C* keys = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + at.token * kv.x;
@@ -50,11 +49,13 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (from + j * threads < count) store_streaming(to[j], to_cache<C>(loaded[j], v_scale));
+      if (from + j * threads < count) {
+        const int head = head_size.divide(from + j * threads);
+        const Divisor scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
+        store_streaming(to[j], to_cache<C>(loaded[j], scale));
+      }
     }
   }
-  // Read here: above, it would take the register that spills on sm_80.
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kVectors = kWidth / kVectorWidth<T>;
 #pragma unroll 1
@@ -66,7 +67,8 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
       k[j] = reinterpret_cast<const Vector<T>*>(key + head * p.key_head_stride + d)[j];
     }
     C* to = keys + head * kv.key_head_stride + d / kWidth * kv.key_chunk_stride;
-    store_streaming(reinterpret_cast<Vector<C>*>(to), narrow<T, C>(k, k_scale));
+    store_streaming(reinterpret_cast<Vector<C>*>(to),
+                    narrow<T, C>(k, divisor_of<C>(kv.k_scale, kv.scale_stride, head)));
   }
 }
 
@@ -147,18 +149,21 @@ __global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
   const uint32_t repeated =
       repeated_in_warp(lane, lane_slot) | find_repeated<kRun>(p, from, threads, later, own);
   if constexpr (kMany) {
+    // Around the loop a branch, in which k and v need no registers: 8 bits spill without.
+    if (!kIs8Bit<C> || scattered) {
 #pragma unroll 1
-    for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
-      const int32_t slot = own_slots[r];
-      if (slot < 0 || (repeated >> r & 1)) continue;
-      write_token<T, C>(p, head_size, first + r, place_of(slot, block_size, kv.block_size), thread,
-                        threads);
+      for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
+        const int32_t slot = own_slots[r];
+        if (slot < 0 || (repeated >> r & 1)) continue;
+        write_token<T, C>(p, head_size, first + r, place_of(slot, block_size, kv.block_size),
+                          thread, threads);
+      }
+      if (scattered) return;
     }
-    if (scattered) return;
   }
 
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
-  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
+  const Divisor k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head);
+  const Divisor v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
   if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {

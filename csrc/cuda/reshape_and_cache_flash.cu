@@ -1,7 +1,7 @@
 #include <algorithm>
 
+#include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/slots.cuh"
@@ -15,10 +15,11 @@ namespace {
 // A block's tokens are kPerThread * blockDim.y neighbours, at most kOwn, of head blockIdx.y; thread
 // (x, y) moves chunk x, and x + blockDim.x and so on, of K and V of every blockDim.y-th of them. A
 // chunk is 16 bytes of the cache. Where all heads of a token lie in one row they count as one head
-// of `head_size` elements.
+// of `head_size` elements; `scaled_head` is the size of a KV head all the same.
 template <typename T, typename C, int kPerThread, int kOwn>
 __global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
-    write_rows_kernel(ReshapeAndCacheParams p, FastDivisor block_size, int head_size) {
+    write_rows_kernel(ReshapeAndCacheParams p, FastDivisor block_size, int head_size,
+                      FastDivisor scaled_head) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<C>;
@@ -64,8 +65,13 @@ __global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
   const int from = first + tokens + thread;
   LaterSlots later;
   later.load(p, from, threads);
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
-  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
+  Divisor k_scale, v_scale;
+  const auto fetch_scales = [&](int d) {
+    const int scale_head = head + static_cast<int>(scaled_head.divide(d));
+    k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, scale_head);
+    v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, scale_head);
+  };
+  fetch_scales(d);
   OwnSlots own{.start = only_slot, .count = only_slot >= 0};
   uint32_t repeated = 0;
   if constexpr (kOwn > 1) {
@@ -93,6 +99,7 @@ __global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
     d += blockDim.x * kWidth;
     if (d >= head_size) break;
     fetch(d);
+    fetch_scales(d);
   }
 }
 
@@ -110,10 +117,10 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
   const OwnSlots own{.start = slot, .count = slot >= 0};
   if (find_repeated<1>(p, from, blockDim.x, later, own) != 0 || slot < 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
-  const Divisor k_scale = kIsFp8<C> ? Divisor::of(*kv.k_scale) : Divisor{};
-  const Divisor v_scale = kIsFp8<C> ? Divisor::of(*kv.v_scale) : Divisor{};
   for (int i = threadIdx.x; i < kv.num_kv_heads * kv.head_size; i += blockDim.x) {
     const int64_t head = i / kv.head_size, d = i % kv.head_size;
+    const Divisor k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head);
+    const Divisor v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
     const T k =
         static_cast<const T*>(p.key)[first * p.key_token_stride + head * p.key_head_stride + d];
     const T v = static_cast<const T*>(
@@ -166,7 +173,7 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
                                        : write_rows_kernel<T, C, 1, 1>;
       const dim3 grid(static_cast<unsigned>((p.num_tokens + tokens - 1) / tokens), heads);
       launch_kernel(p.op(), kernel, grid, dim3(x, y), 0, stream, p, FastDivisor(kv.block_size),
-                    head_size);
+                    head_size, FastDivisor(kv.head_size));
     });
   });
 }

@@ -2,6 +2,8 @@
 // to slot slot_mapping[t] of the paged cache, where slot = block * block_size + token within the
 // block.
 //
+// An 8-bit cache stores key / k_scale and value / v_scale, to nearest even, saturating.
+//
 // A token with slot -1 is left out. Where a slot comes up more than once the last token wins, with
 // whole rows, on the CPU and on CUDA.
 #pragma once

@@ -32,6 +32,18 @@ void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DTyp
   kv.x = 16 / size_of(dtype);
 }
 
+// A scale that was checked to be float32; `elements` is that of the one before, or 0.
+void check_scale_size(const PagedKv& kv, const Argument& scale, int64_t elements) {
+  if (scale.numel() != 1 && !(scale.dim() == 1 && scale.size(0) == kv.num_kv_heads)) {
+    scale.fail("expected one element, or num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+               ", got shape " + scale.shape_text());
+  }
+  if (elements != 0 && scale.numel() != elements) {
+    scale.fail("expected " + std::to_string(elements) + " elements (from k_scale), got shape " +
+               scale.shape_text());
+  }
+}
+
 // Shapes and strides of caches whose dtype was checked.
 PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
   const int64_t x = 16 / size_of(dtype);
@@ -90,13 +102,16 @@ PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, 
 
 }  // namespace
 
-DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name) {
+DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name,
+                  Int8Cache int8) {
   if (text == "auto") return model;
   if (text == "fp8" || text == "fp8_e4m3") return DType::kFp8E4M3;
   if (text == "fp8_e5m2") return DType::kFp8E5M2;
-  expect.fail(std::string(name) +
-              ": expected \"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"" +
-              std::string(text) + "\"");
+  if (text == "int8" && int8 == Int8Cache::kTaken) return DType::kInt8;
+  const char* known = int8 == Int8Cache::kTaken
+                          ? "\"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\" or \"int8\""
+                          : "\"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\"";
+  expect.fail(std::string(name) + ": expected " + known + ", got \"" + std::string(text) + "\"");
 }
 
 PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
@@ -146,14 +161,7 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
       s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
              name_of(kv.dtype));
     }
-    if (s.numel() != 1 && !(s.dim() == 1 && s.size(0) == kv.num_kv_heads)) {
-      s.fail("expected one element, or num_kv_heads = " + std::to_string(kv.num_kv_heads) +
-             ", got shape " + s.shape_text());
-    }
-    if (elements != 0 && s.numel() != elements) {
-      s.fail("expected " + std::to_string(elements) + " elements (from k_scale), got shape " +
-             s.shape_text());
-    }
+    check_scale_size(kv, s, elements);
     elements = s.numel();
     read.add(s);
     return s.as<const float>();
@@ -170,6 +178,18 @@ void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
   }
   kv.k_scale = k_scale.as<const float>();
   kv.v_scale = v_scale.as<const float>();
+}
+
+void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+  int64_t elements = 0;
+  for (Argument* s : {&k_scale, &v_scale}) {
+    s->float32().contiguous();
+    check_scale_size(kv, *s, elements);
+    elements = s->numel();
+  }
+  kv.k_scale = k_scale.as<const float>();
+  kv.v_scale = v_scale.as<const float>();
+  kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
 }  // namespace vllm_kernels

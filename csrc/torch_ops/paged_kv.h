@@ -17,9 +17,10 @@ struct CacheSizes {
 };
 
 // What a kv_cache_dtype string stores for a model of dtype `model`:
-// "auto" the model's own; "fp8", "fp8_e4m3" e4m3; "fp8_e5m2" e5m2.
+// "auto" the model's own; "fp8", "fp8_e4m3" e4m3; "fp8_e5m2" e5m2; for ops that take it, "int8".
+enum class Int8Cache : uint8_t { kRefused, kTaken };
 DType cache_dtype(const Expect& expect, std::string_view text, DType model,
-                  std::string_view name = "kv_cache_dtype");
+                  std::string_view name = "kv_cache_dtype", Int8Cache int8 = Int8Cache::kRefused);
 
 // key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and
 // value_cache [num_blocks, num_kv_heads, head_size, block_size]; the pages of a head are
@@ -48,5 +49,8 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
 
 // k_scale, v_scale: float32 of one element on the cache's device; read for 8-bit caches only.
 void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+
+// The same, or both of them [num_kv_heads].
+void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
 
 }  // namespace vllm_kernels

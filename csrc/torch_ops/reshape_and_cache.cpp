@@ -22,7 +22,8 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
                          .same_dtype(k)
                          .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
                          .inner_contiguous();
-  const DType stored = cache_dtype(expect, kv_cache_dtype, k.dtype());
+  const DType stored = cache_dtype(expect, kv_cache_dtype, k.dtype(), "kv_cache_dtype",
+                                   Int8Cache::kTaken);
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
   PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(kc, vc, stored,
@@ -36,7 +37,7 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
                " (from key) slots, got shape " + slots.shape_text());
   }
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
-  set_scales(kv, ks, vs);
+  set_head_scales(kv, ks, vs);
   for (const Argument* cache : {&kc, &vc}) {
     expect.apart(*cache, k);
     expect.apart(*cache, v);

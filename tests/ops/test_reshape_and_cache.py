@@ -16,7 +16,7 @@ import vllm_kernels
 from vllm_kernels import reference
 
 OPS = ["reshape_and_cache", "reshape_and_cache_flash"]
-CACHE_DTYPES = ["auto", "fp8_e4m3", "fp8_e5m2"]
+CACHE_DTYPES = ["auto", "fp8_e4m3", "fp8_e5m2", "int8"]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -60,8 +60,15 @@ def scales(device: str) -> tuple[Tensor, Tensor]:
     return torch.tensor(0.37, device=device), torch.tensor([1.7], device=device)
 
 
-def check(op, key, value, key_cache, value_cache, slots, kv_cache_dtype="auto"):
+def head_scales(heads: int, device: str) -> tuple[Tensor, Tensor]:
+    k_scale, v_scale = torch.rand(2, heads, device=device) + 0.1
+    return k_scale, v_scale
+
+
+def check(op, key, value, key_cache, value_cache, slots, kv_cache_dtype="auto", by_head=False):
     k_scale, v_scale = scales(key_cache.device)
+    if by_head:
+        k_scale, v_scale = head_scales(key.size(1), key_cache.device)
     args = (key, value, key_cache, value_cache, slots, kv_cache_dtype, k_scale, v_scale)
     want_k, want_v = getattr(reference, op)(*args)
     getattr(vllm_kernels, op)(*args)
@@ -114,13 +121,26 @@ def test_head_sizes(op, device, dtype, kv_cache_dtype, size):
         check(op, key, value, *pools, slots, kv_cache_dtype)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("size", [32, 80, 128, 256])
+def test_one_scale_a_head(op, device, dtype, kv_cache_dtype, size):
+    for name in ("offset", "random", "pages"):
+        slots = slot_patterns(11 * 16, 16, device)[name]
+        key, value = tokens(len(slots), 3, size, dtype, device)
+        pools = caches(op, dtype, kv_cache_dtype, device, heads=3, size=size)
+        check(op, key, value, *pools, slots, kv_cache_dtype, by_head=True)
+
+
 # vLLM's kernel of the newer line drops what lies beyond 512 vectors of a token.
-@pytest.mark.parametrize(("heads", "size"), [(40, 128), (24, 128), (128, 128), (1, 64), (1, 8)])
-def test_many_and_few_heads(op, device, dtype, heads, size):
-    slots = torch.tensor([5, 40, 3, -1, 17], device=device)
-    key, value = tokens(5, heads, size, dtype, device)
-    pools = caches(op, dtype, "auto", device, blocks=4, heads=heads, size=size)
-    check(op, key, value, *pools, slots)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize(("heads", "size"), [(40, 128), (24, 128), (128, 128), (1, 64), (1, 16)])
+def test_many_and_few_heads(op, device, dtype, heads, size, kv_cache_dtype):
+    few = torch.tensor([5, 40, 3, -1, 17], device=device)
+    many = torch.arange(66, device=device) + 3  # on CUDA the kernel for more than 64 tokens
+    for slots in (few, many, many.flip(0)):
+        key, value = tokens(len(slots), heads, size, dtype, device)
+        pools = caches(op, dtype, kv_cache_dtype, device, blocks=5, heads=heads, size=size)
+        check(op, key, value, *pools, slots, kv_cache_dtype, by_head=True)
 
 
 def test_any_block_size(op, device, dtype):
@@ -169,11 +189,25 @@ def test_caches_of_a_packed_tensor(op, device, dtype):
         assert torch.equal(bits(layers[:, untouched]), before[:, untouched])
 
 
-def test_hnd_and_interleaved_caches(device, dtype):
+@pytest.mark.parametrize("kv_cache_dtype", CACHE_DTYPES)
+def test_layout_hnd_is_a_transposed_view(device, dtype, kv_cache_dtype):
+    stored = dtype if kv_cache_dtype == "auto" else torch.uint8
+    for slots in slot_patterns(11 * 16, 16, device).values():
+        key, value = tokens(len(slots), 2, 64, dtype, device)
+        hnd = [poisoned((11, 2, 16, 64), stored, device) for _ in range(2)]
+        nhd = [cache.transpose(1, 2).contiguous() for cache in hnd]
+        views = [cache.transpose(1, 2) for cache in hnd]
+        k_scale, v_scale = head_scales(2, device)
+        args = (slots, kv_cache_dtype, k_scale, v_scale)
+        want = reference.reshape_and_cache_flash(key, value, *nhd, *args)
+        vllm_kernels.reshape_and_cache_flash(key, value, *views, *args)
+        for cache, rows in zip(hnd, want):
+            assert torch.equal(bits(cache), bits(rows.transpose(1, 2)))
+
+
+def test_interleaved_caches(device, dtype):
     slots = slot_patterns(11 * 16, 16, device)["offset"]
     key, value = tokens(len(slots), 2, 64, dtype, device)
-    hnd = [poisoned((11, 2, 16, 64), dtype, device).transpose(1, 2) for _ in range(2)]
-    check(OPS[1], key, value, *hnd, slots)
     together = poisoned((11, 16, 2, 2, 64), dtype, device)  # K and V of a token side by side
     check(OPS[1], key, value, together[:, :, 0], together[:, :, 1], slots)
 
@@ -245,6 +279,7 @@ def test_many_tokens(op, device, dtype):
 def test_saturation_and_special_values(op, device, dtype):
     values = [0.0, -0.0, 1e-8, 448.0, 449.0, 464.0, 500.0, 65504.0, -65504.0, 57344.0]
     values += [float("inf"), float("-inf"), float("nan"), 2.0**-9, 2.0**-10, 2.0**-16, 0.0175]
+    values += [0.5, -0.5, 1.5, 2.5, -2.5, 126.5, 127.4, 127.5, 128.0, -127.5, -128.5, -129.0, -200.0]
     key = torch.tensor(values * 4, device=device, dtype=dtype)[:64].expand(3, 2, 64).contiguous()
     one = torch.ones(1, device=device)
     slots = torch.tensor([0, 1, 20], device=device)
@@ -256,10 +291,11 @@ def test_saturation_and_special_values(op, device, dtype):
         assert torch.equal(pools[0], want[0]) and torch.equal(pools[1], want[1])
 
 
-def test_float8_tensors_are_taken_as_well(op, device):
+def test_tensors_of_the_8_bit_dtype_are_taken_as_well(op, device):
     slots = torch.tensor([3, 9], device=device)
     key, value = tokens(2, 2, 64, torch.float16, device)
-    for name, dtype in (("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+    named = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+    for name, dtype in named.items():
         pools = [cache.view(dtype) for cache in caches(op, torch.float16, name, device)]
         check(op, key, value, *pools, slots, name)
 
@@ -314,7 +350,8 @@ def test_bad_input(op, device):
         ({"value": value.half()}, r"value: expected float32 \(from key\), got float16"),
         ({"value": value[:3]}, r"value: expected num_tokens = 4 \(from key\) at dimension 0"),
         ({"value": value[:, :1]}, r"value: expected num_kv_heads = 2 \(from key\)"),
-        ({"kv_cache_dtype": "int4"}, r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3" or'),
+        ({"kv_cache_dtype": "int4"}, r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or '
+         r'"int8", got "int4"$'),
         ({"kv_cache_dtype": "fp8"}, r"_cache: expected uint8 or float8_e4m3fn \(from kv_cache"),
         ({"key_cache": k8, "value_cache": v8}, r"_cache: expected float32 \(from kv_cache_dtype"),
         ({"key_cache": kc[:10]}, r"_cache: expected num_blocks = 1"),
@@ -331,8 +368,12 @@ def test_bad_input(op, device):
         ({"slot_mapping": torch.arange(8, device=device)[::2]},
          r"slot_mapping: expected stride 1 in the last dimension"),
         ({"k_scale": ks.double()}, r"k_scale: expected float32, got float64; cast it"),
+        ({"v_scale": torch.ones(3, device=device)},
+         r"v_scale: expected one element, or num_kv_heads = 2, got shape \[3\]$"),
         ({"v_scale": torch.ones(2, device=device)},
-         r"v_scale: expected one element, got shape \[2\]"),
+         r"v_scale: expected 1 elements \(from k_scale\), got shape \[2\]$"),
+        ({"k_scale": torch.ones(4, device=device)[::2], "v_scale": torch.ones(2, device=device)},
+         r"k_scale: expected a contiguous tensor, got strides \[2\]"),
     ]  # fmt: skip
     if op == "reshape_and_cache":
         cases += [

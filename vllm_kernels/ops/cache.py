@@ -39,8 +39,10 @@ def reshape_and_cache(
         value_cache: [num_blocks, num_kv_heads, head_size, block_size], written; likewise.
         slot_mapping: [n] int64, n <= num_tokens; tokens past n are ignored (CUDA-graph padding).
         kv_cache_dtype: "auto" (dtype of key), "fp8" or "fp8_e4m3", "fp8_e5m2" (uint8 or float8
-            tensors): x / scale to nearest even, saturating.
-        k_scale, v_scale: one float32 on the same device; for 8-bit caches.
+            tensors), "int8" (uint8 or int8): x / scale to nearest even, saturating. A NaN is stored
+            as NaN in fp8 and as 0 in int8.
+        k_scale, v_scale: float32 on the same device, both of one element or both [num_kv_heads];
+            for 8-bit caches.
 
     Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart.
     On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
@@ -73,7 +75,10 @@ def reshape_and_cache_flash(
 
     Args (where they differ):
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
-            strides of blocks, tokens and heads are free, so a permuted HND cache works as well.
+            strides of blocks, tokens and heads are free. A cache of layout HND,
+            [num_blocks, num_kv_heads, block_size, head_size], is written through its view
+            ``cache.transpose(1, 2)``, at the same speed. (Nothing can tell that the view was
+            forgotten where block_size = num_kv_heads.)
     """
     inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
     library_ops.reshape_and_cache_flash.default(

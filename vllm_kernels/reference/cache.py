@@ -12,10 +12,10 @@ FP8 = {
 }
 
 
-def to_fp8(x: Tensor, scale: float, kv_dtype: str) -> Tensor:
+def to_fp8(x: Tensor, scale: float | Tensor, kv_dtype: str) -> Tensor:
     """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
     largest = torch.finfo(FP8[kv_dtype]).max
-    divisor = torch.tensor(scale, device=x.device)  # by a number, torch multiplies by its inverse
+    divisor = torch.as_tensor(scale, device=x.device)  # torch multiplies by a number's inverse
     bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
     return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
 
@@ -25,10 +25,19 @@ def from_fp8(x: Tensor, scale: float, kv_dtype: str, dtype: torch.dtype) -> Tens
     return (x.view(FP8[kv_dtype]).float() * scale).to(dtype)
 
 
+def to_int8(x: Tensor, scale: float | Tensor) -> Tensor:
+    """x / scale to nearest even, saturating to [-128, 127]; NaN is 0."""
+    quotient = x.float() / torch.as_tensor(scale, device=x.device)
+    return quotient.nan_to_num(nan=0.0).round().clamp(-128, 127).to(torch.int8)
+
+
 def _to_store(x: Tensor, kv_cache_dtype: str, scale: Tensor, cache: Tensor) -> Tensor:
+    """x [tokens, heads, D]; scale of one element, or one a head."""
     if kv_cache_dtype == "auto":
         return x
-    return to_fp8(x, scale.item(), kv_cache_dtype).view(cache.dtype)
+    scale = scale.reshape(-1, 1)
+    stored = to_int8(x, scale) if kv_cache_dtype == "int8" else to_fp8(x, scale, kv_cache_dtype)
+    return stored.view(cache.dtype)
 
 
 def _last_of_each_slot(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
