@@ -13,6 +13,7 @@
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cpu {
@@ -51,6 +52,7 @@ VLLM_KERNELS_DECLARE(RmsNormParams)
 
 // --- rotary and activations
 VLLM_KERNELS_DECLARE(RotaryParams)
+VLLM_KERNELS_DECLARE(RopeAndCacheParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache

@@ -9,6 +9,7 @@
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cuda {
@@ -20,6 +21,7 @@ void launch(const RmsNormParams& params, Stream stream);
 
 // --- rotary and activations
 void launch(const RotaryParams& params, Stream stream);
+void launch(const RopeAndCacheParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
 
 // --- cache

@@ -4,26 +4,10 @@
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
+#include "cuda/rope_heads.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
-
-// kWidth elements of an array of any floating dtype, from element `first` on.
-template <int kWidth>
-__device__ __forceinline__ void load_as_float(const void* base, DType dtype, int64_t first,
-                                              float (&values)[kWidth]) {
-  const auto load = [&](auto tag) {
-    using C = decltype(tag);
-    widen(*reinterpret_cast<const Pack<C, kWidth>*>(static_cast<const C*>(base) + first), values);
-  };
-  if (dtype == DType::kFloat32) {
-    load(float{});
-  } else if (dtype == DType::kBFloat16) {
-    load(BFloat16{});
-  } else {
-    load(Half{});
-  }
-}
 
 constexpr int kMaxThreads = 320;
 
@@ -57,16 +41,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   load_as_float(p.cos_sin_cache, p.cache_dtype, row + half, sines);
   widen(packs[0], values[0]);
   widen(packs[1], values[1]);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    constexpr int kNext = kNeox ? kWidth : 1;  // from a pair's first element to its second
-    const int i = kNeox ? j : 2 * j;
-    float& x = values[i / kWidth][i % kWidth];
-    float& y = values[(i + kNext) / kWidth][(i + kNext) % kWidth];
-    const float turned = x * cosines[j] - y * sines[j];
-    y = y * cosines[j] + x * sines[j];
-    x = turned;
-  }
+  turn_pairs<kNeox>(values, cosines, sines);
   *first = narrow<T>(values[0]);
   *second = narrow<T>(values[1]);
 }

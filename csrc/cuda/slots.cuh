@@ -15,7 +15,19 @@ namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
 
-__device__ __forceinline__ int32_t slot_of(const ReshapeAndCacheParams& p, int token) {
+// What the functions below take for `p`: these members of ReshapeAndCacheParams, or this struct.
+struct SlotMapping {
+  const int64_t* slot_mapping;  // [num_tokens]
+  int64_t num_tokens;
+  int64_t limit;  // slots of the cache
+
+  __device__ __forceinline__ int32_t usable(int64_t slot) const {
+    return slot >= 0 && slot < limit ? static_cast<int32_t>(slot) : -1;
+  }
+};
+
+template <typename Slots>
+__device__ __forceinline__ int32_t slot_of(const Slots& p, int token) {
   return token < static_cast<int>(p.num_tokens) ? p.usable(p.slot_mapping[token]) : -1;
 }
 
@@ -26,7 +38,8 @@ struct LaterSlots {
   int64_t slot[kBatch];  // as given; -1 past the last token
 
   // Tokens from, from + threads, ...
-  __device__ __forceinline__ void load(const ReshapeAndCacheParams& p, int from, int threads) {
+  template <typename Slots>
+  __device__ __forceinline__ void load(const Slots& p, int from, int threads) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int token = from + i * threads;
@@ -49,10 +62,9 @@ struct OwnSlots {
 // Bit i: some token from `from` on has the slot of own token i < kOwn. By all threads of the block
 // together, each with its own `from` (that of the first thread + its number) and `later` loaded
 // there; a barrier after the list was written is the caller's.
-template <int kOwn>
-__device__ __forceinline__ uint32_t find_repeated(const ReshapeAndCacheParams& p, int from,
-                                                  int threads, LaterSlots later,
-                                                  const OwnSlots& own) {
+template <int kOwn, typename Slots>
+__device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
+                                                  LaterSlots later, const OwnSlots& own) {
   uint32_t mine = 0;
 #pragma unroll 1
   while (true) {

@@ -33,6 +33,17 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def(
       "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");
 
+  // --- a layer's heads between its QKV product and attention
+  library.def(
+      "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
+      "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+      "bool is_neox, Tensor position_ids) -> ()");
+  library.def(
+      "rope_and_cache(Tensor positions, Tensor! query, Tensor key, Tensor value, "
+      "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, "
+      "Tensor? q_weight=None, Tensor? k_weight=None, float epsilon=1e-6) -> ()");
+
   // --- attention
   library.def(
       "paged_attention_v1(Tensor! out, Tensor query, Tensor key_cache, Tensor value_cache, "

@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, alone and fused with its neighbours in a layer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from torch import Tensor
 
 from vllm_kernels.ops._common import inference_only, library_ops
 
-__all__ = [
-    "rotary_embedding",
-]
+__all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -41,3 +39,97 @@ def rotary_embedding(
     """
     inference_only("rotary_embedding", query, key, cos_sin_cache)
     library_ops.rotary_embedding.default(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def fused_qk_norm_rope(
+    qkv: Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    position_ids: Tensor,
+) -> None:
+    """RMS norm of every query and key head, then rotary embedding, in place (as Qwen3 does).
+
+    The signature is that of vLLM's op. Rounded where ``rms_norm`` and ``rotary_embedding`` round,
+    so that it stands for the two of them.
+
+    Args:
+        qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], written (query and
+            key); float32, float16 or bfloat16. Tokens may be strided.
+        num_heads_q, num_heads_k, num_heads_v: heads of query, key and value in ``qkv``.
+        head_dim: elements a head, at most 256.
+        eps: >= 0.
+        q_weight, k_weight: [head_dim], dtype of ``qkv``.
+        cos_sin_cache, is_neox: as ``rotary_embedding`` has them; partial rotary too.
+        position_ids: [num_tokens] int64.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. A position outside
+            of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
+    """
+    inference_only("fused_qk_norm_rope", qkv, q_weight, k_weight, cos_sin_cache)
+    library_ops.fused_qk_norm_rope.default(
+        qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight,
+        cos_sin_cache, is_neox, position_ids,
+    )  # fmt: skip
+
+
+def rope_and_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "vllm",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> None:
+    """A layer's step from its QKV product to attention in one launch.
+
+    Query is turned in place; key is turned and goes, with value, straight into the paged cache:
+    ``rotary_embedding`` and ``reshape_and_cache`` in one, with the RMS norm of query and key heads
+    before them where weights are given. Equal to these ops one after the other, but that ``key``
+    is not written.
+
+    Args:
+        positions: [num_tokens] int64.
+        query: [num_tokens, num_heads, head_size], written; float32, float16 or bfloat16; head_size
+            at most 256. Here and in key and value the strides of tokens and heads are free, so that
+            they may be slices of one packed tensor.
+        key, value: [num_tokens, num_kv_heads, head_size], dtype of ``query``.
+        cos_sin_cache, is_neox: as ``rotary_embedding`` has them.
+        key_cache, value_cache: written; shapes, dtypes and strides as ``paged_attention`` has them
+            for ``layout``.
+        slot_mapping: [n] int64, n <= num_tokens; -1 leaves a token out, and tokens past n are not
+            stored. Where a slot comes up more than once the last token is stored, with whole rows.
+        layout: "vllm", "NHD" or "HND".
+        k_scale, v_scale: for 8-bit caches, float32 of one element or one a KV head; None for 1.
+        q_weight, k_weight: [head_size], dtype of ``query``, of the RMS norm of every head; or None.
+        epsilon: of the norm, >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. A position or slot
+            out of range is an error on a CPU; on a GPU the token is left unchanged and not stored
+            (position), or turned and not stored (slot).
+    """
+    inference_only(
+        "rope_and_cache", query, key, value, cos_sin_cache, key_cache, value_cache, q_weight,
+        k_weight,
+    )  # fmt: skip
+    library_ops.rope_and_cache.default(
+        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
+        slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
+    )  # fmt: skip

@@ -90,6 +90,35 @@ def reshape_and_cache_flash(
     return keys, values
 
 
+def write_tokens(
+    cache: Tensor, rows: Tensor, slot_mapping: Tensor, layout: str, scale: Tensor | None
+) -> Tensor:
+    """One cache afterwards; layouts and scales as paged_attention has them.
+
+    rows [tokens, heads, head_size]; scale one element, one a head, or None for 1.
+    """
+    out = cache.clone()
+    if cache.dtype.itemsize == 1:
+        largest = torch.iinfo if cache.dtype == torch.int8 else torch.finfo
+        limits = largest(cache.dtype)
+        divisor = torch.ones(1) if scale is None else scale
+        quotient = rows.float() / divisor.to(rows.device).reshape(-1, 1)
+        quotient = quotient.round() if cache.dtype == torch.int8 else quotient
+        rows = quotient.clamp(limits.min, limits.max)
+    rows = rows.to(cache.dtype)
+    block_size = cache.shape[{"vllm": 3, "HND": 2, "NHD": 1}[layout]]
+    for token, block, place in zip(*_last_of_each_slot(slot_mapping, block_size)):
+        if layout == "NHD":
+            out[block, place] = rows[token]
+        elif layout == "HND":
+            out[block, :, place] = rows[token]
+        elif cache.dim() == 5:  # K [blocks, heads, D/x, block, x]
+            out[block, :, :, place] = rows[token].unflatten(-1, (-1, cache.shape[4]))
+        else:
+            out[block, :, :, place] = rows[token]
+    return out
+
+
 def copy_blocks(cache: Tensor, block_mapping: Tensor) -> Tensor:
     """One cache afterwards."""
     out = cache.clone()

@@ -1,0 +1,100 @@
+// One head turned by its position's angles, in place.
+#pragma once
+#include <cstdint>
+
+#include "cpu/vec.h"
+
+namespace vllm_kernels::cpu {
+namespace {
+
+// Two vectors as the even and the odd elements of the 2 * kLanes that follow each other, and back.
+inline void split_pairs(Vec low, Vec high, Vec& even, Vec& odd) {
+#if defined(__AVX512F__)
+  even =
+      __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  odd =
+      __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+  even = __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
+  odd = __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  even = __builtin_shufflevector(low, high, 0, 2, 4, 6);
+  odd = __builtin_shufflevector(low, high, 1, 3, 5, 7);
+#endif
+}
+inline void join_pairs(Vec even, Vec odd, Vec& low, Vec& high) {
+#if defined(__AVX512F__)
+  low = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  high = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
+                                 15, 31);
+#elif defined(__AVX2__)
+  low = __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+  high = __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  low = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+  high = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+#endif
+}
+
+inline void turn(Vec& x, Vec& y, Vec cosine, Vec sine) {
+  const Vec turned = fma(x, cosine, -(y * sine));
+  y = fma(y, cosine, x * sine);
+  x = turned;
+}
+
+// One head, pairs (i, i + n).
+template <typename T, typename Cache>
+inline void turn_neox(T* head, const Cache* cosines, int64_t n) {
+  const Cache* sines = cosines + n;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Vec x = load(head + i), y = load(head + n + i);
+    turn(x, y, load(cosines + i), load(sines + i));
+    store(head + i, x);
+    store(head + n + i, y);
+  }
+  if (i < n) {
+    Vec x = load_partial(head + i, n - i), y = load_partial(head + n + i, n - i);
+    turn(x, y, load_partial(cosines + i, n - i), load_partial(sines + i, n - i));
+    store_partial(head + i, x, n - i);
+    store_partial(head + n + i, y, n - i);
+  }
+}
+
+// One head, pairs (2i, 2i + 1).
+template <typename T, typename Cache>
+inline void turn_gptj(T* head, const Cache* cosines, int64_t n) {
+  const Cache* sines = cosines + n;
+  Vec x, y, low, high;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    split_pairs(load(head + 2 * i), load(head + 2 * i + kLanes), x, y);
+    turn(x, y, load(cosines + i), load(sines + i));
+    join_pairs(x, y, low, high);
+    store(head + 2 * i, low);
+    store(head + 2 * i + kLanes, high);
+  }
+  if (i < n) {
+    const int64_t left = 2 * (n - i);
+    const int64_t in_low = left < kLanes ? left : kLanes;
+    T* rest = head + 2 * i;
+    split_pairs(load_partial(rest, in_low), load_partial(rest + in_low, left - in_low), x, y);
+    turn(x, y, load_partial(cosines + i, n - i), load_partial(sines + i, n - i));
+    join_pairs(x, y, low, high);
+    store_partial(rest, low, in_low);
+    store_partial(rest + in_low, high, left - in_low);
+  }
+}
+
+// One head of either style; `half` cosines, then as many sines.
+template <typename T, typename Cache>
+inline void turn_head(T* head, const Cache* cosines, int64_t half, bool is_neox) {
+  if (is_neox) {
+    turn_neox(head, cosines, half);
+  } else {
+    turn_gptj(head, cosines, half);
+  }
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cpu

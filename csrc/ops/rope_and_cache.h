@@ -1,0 +1,47 @@
+// rope_and_cache and fused_qk_norm_rope: what a decoder layer does to its projected heads before
+// attention, one head of one token at a time:
+//   x = round(x + bias)                                         where there is a bias
+//   x = round(x / sqrt(mean(x^2) + epsilon)) * weight           query and key, where there is a
+//   weight x = x turned by the angle of the token's position           query and key
+//   (rotary_embedding.h)
+// The query stays where it is. Key and value go to the token's slot of the paged cache
+// (reshape_and_cache.h) and are only read; without a cache the key, too, is turned in place.
+#pragma once
+#include "ops/paged_kv.h"
+
+namespace vllm_kernels {
+
+constexpr int64_t kMaxRopeHeadSize = 256;
+
+// The heads of query, key or value.
+struct ProjectedHeads {
+  void* data = nullptr;          // [num_tokens, count, head_size]
+  int64_t token_stride = 0;      // elements
+  int64_t head_stride = 0;       // elements
+  const void* bias = nullptr;    // [count, head_size]
+  const void* weight = nullptr;  // [head_size] of the RMS norm
+  int32_t count = 0;
+};
+
+struct RopeAndCacheParams {
+  ProjectedHeads query;
+  ProjectedHeads key;
+  ProjectedHeads value;       // count 0 without a cache
+  const int64_t* positions;   // [num_tokens]
+  const void* cos_sin_cache;  // [max_position, rotary_size]: cosines, then sines
+  int64_t cos_sin_stride;     // elements from row to row
+  int64_t max_position;
+  const int64_t* slot_mapping;  // [num_slots], or null: no cache
+  int64_t num_slots;            // <= num_tokens; later tokens are not stored
+  int64_t num_tokens;
+  PagedKv kv;
+  int32_t head_size;    // <= kMaxRopeHeadSize
+  int32_t rotary_size;  // even, <= head_size
+  float epsilon;
+  bool is_neox;
+  DType dtype;  // of heads, biases, weights
+  DType cos_sin_dtype;
+  const char* op;  // whose error a refused launch is
+};
+
+}  // namespace vllm_kernels

@@ -1,0 +1,60 @@
+// What the bindings of rope_and_cache, fused_qk_norm_rope and fused_decode_attention share.
+#pragma once
+#include "ops/rope_and_cache.h"
+#include "torch_ops/check.h"
+
+namespace vllm_kernels {
+
+// Heads [num_tokens, count, head_size] whose tokens and heads may be strided.
+inline ProjectedHeads projected_heads(const Argument& x) {
+  ProjectedHeads heads;
+  heads.data = x.mutable_data();
+  heads.token_stride = x.stride(0);
+  heads.head_stride = x.stride(1);
+  heads.count = static_cast<int32_t>(x.size(1));
+  return heads;
+}
+
+// positions [num_tokens] int64 and cos_sin_cache [max_position, rotary_size].
+struct RopeTables {
+  Argument positions;
+  Argument cos_sin_cache;
+};
+
+inline RopeTables rope_tables(Expect& expect, const char* positions_name, const Tensor& positions,
+                              const Tensor& cos_sin_cache, Size& num_tokens, int64_t head_size) {
+  RopeTables tables{
+      .positions =
+          expect.tensor(positions_name, positions).int64().shape({&num_tokens}).inner_contiguous(),
+      .cos_sin_cache = expect.tensor("cos_sin_cache", cos_sin_cache).floating().rank(2, 2)};
+  const Argument& c = tables.cos_sin_cache.inner_contiguous();
+  const int64_t rotary_size = c.size(1);
+  if (rotary_size % 2 != 0 || rotary_size > head_size || rotary_size == 0) {
+    c.fail("expected an even rotary_size from 2 to head_size = " + std::to_string(head_size) +
+           " at dimension 1, got shape " + c.shape_text());
+  }
+  return tables;
+}
+
+inline void set_tables(RopeAndCacheParams& params, const RopeTables& tables) {
+  const Argument& c = tables.cos_sin_cache;
+  params.positions = tables.positions.as<const int64_t>();
+  params.cos_sin_cache = c.data();
+  params.cos_sin_stride = c.stride(0);
+  params.max_position = c.size(0);
+  params.rotary_size = static_cast<int32_t>(c.size(1));
+  params.cos_sin_dtype = c.dtype();
+}
+
+inline void expect_rope_head_size(const Expect& expect, const char* name, int64_t head_size) {
+  expect.that(head_size >= 1 && head_size <= kMaxRopeHeadSize,
+              std::string(name) + ": expected 1 to " + std::to_string(kMaxRopeHeadSize) + ", got " +
+                  std::to_string(head_size));
+}
+
+inline void expect_epsilon(const Expect& expect, const char* name, double epsilon) {
+  expect.that(epsilon >= 0,
+              std::string(name) + ": expected a number >= 0, got " + std::to_string(epsilon));
+}
+
+}  // namespace vllm_kernels
