@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_in_cache(const RopeAndCacheParams& p, Role
   const PagedKv& kv = p.kv;
   const float* scales = role == Role::kKey ? kv.k_scale : kv.v_scale;
   const Divisor scale =
-      kIsFp8<C> && scales != nullptr ? Divisor::of(scales[head * kv.scale_stride]) : Divisor{};
+      kIs8Bit<C> && scales != nullptr ? Divisor::of(scales[head * kv.scale_stride]) : Divisor{};
   float values[kWidth];
   widen(pack, values);
   struct alignas(kWidth * sizeof(C)) Stored {

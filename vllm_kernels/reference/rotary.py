@@ -14,7 +14,8 @@ def rotary_embedding(
 ) -> Tensor:
     """Query or key, [..., heads * head_size] or [..., heads, head_size] -> turned, same shape."""
     cos, sin = cos_sin_cache.double()[positions].unsqueeze(-2).chunk(2, dim=-1)
-    heads = x.double().reshape(*positions.shape, -1, head_size)
+    num_heads = x.shape[positions.dim() :].numel() // head_size
+    heads = x.double().reshape(*positions.shape, num_heads, head_size)
     turned, rest = heads.split([2 * cos.size(-1), head_size - 2 * cos.size(-1)], dim=-1)
     if is_neox:
         a, b = turned.chunk(2, dim=-1)
