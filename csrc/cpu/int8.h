@@ -1,5 +1,6 @@
 // Symmetric 8-bit integers of the cache. See cpu/vec.h for the anonymous namespace.
 #pragma once
+#include "cpu/fp8.h"
 #include "cpu/vec.h"
 
 namespace vllm_kernels::cpu {
@@ -19,6 +20,15 @@ inline Vec load(const Int8* from) {
   typedef int8_t VecInt8 __attribute__((vector_size(kLanes)));
   return __builtin_convertvector(load_raw<VecInt8>(from), Vec);
 #endif
+}
+
+// To nearest even, saturating to [-128, 127]; a NaN is stored as 0.
+inline void store(Int8* to, Vec value) {
+  const VecInt is_number = value == value;
+  const Vec clamped = maximum(minimum(value, splat(127.0f)), splat(-128.0f));
+  // Adding 1.5 * 2^23 leaves the integer, rounded, in the lower bits.
+  const VecUint bits = as_bits(clamped + splat(0x1.8p23f)) & (VecUint)is_number;
+  store_bytes(to, bits & 0xffu);
 }
 
 }  // namespace

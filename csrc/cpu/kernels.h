@@ -13,6 +13,8 @@
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm_quant.h"
 #include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cpu {
@@ -48,6 +50,8 @@ constexpr bool kHasBf16Kernel = false;
 
 // --- norms
 VLLM_KERNELS_DECLARE(RmsNormParams)
+VLLM_KERNELS_DECLARE(RmsNormGainParams)
+VLLM_KERNELS_DECLARE(RmsNormQuantParams)
 
 // --- rotary and activations
 VLLM_KERNELS_DECLARE(RotaryParams)

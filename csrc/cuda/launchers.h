@@ -9,6 +9,8 @@
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm_quant.h"
 #include "ops/rotary_embedding.h"
 
 namespace vllm_kernels::cuda {
@@ -17,6 +19,8 @@ using Stream = void*;  // cudaStream_t, without CUDA's headers
 
 // --- norms
 void launch(const RmsNormParams& params, Stream stream);
+void launch(const RmsNormGainParams& params, Stream stream);
+void launch(const RmsNormQuantParams& params, Stream stream);
 
 // --- rotary and activations
 void launch(const RotaryParams& params, Stream stream);

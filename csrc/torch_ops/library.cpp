@@ -6,6 +6,28 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
   library.def(
       "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()");
+  library.def("rms_norm_weightless(Tensor! out, Tensor input, float epsilon) -> ()");
+  library.def(
+      "fused_add_rms_norm_weightless(Tensor! input, Tensor! residual, float epsilon) -> ()");
+  library.def("gemma_rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
+  library.def(
+      "gemma_fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> "
+      "()");
+
+  // --- norms with 8-bit results
+  library.def(
+      "rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor weight, Tensor scale, "
+      "float epsilon) -> ()");
+  library.def(
+      "fused_add_rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor! residual, "
+      "Tensor weight, Tensor scale, float epsilon) -> ()");
+  library.def(
+      "rms_norm_dynamic_per_token_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+      "float epsilon, Tensor? scale_ub=None, Tensor!? residual=None) -> ()");
+  library.def(
+      "rms_norm_per_block_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+      "float epsilon, Tensor? scale_ub, Tensor!? residual, int group_size, "
+      "bool is_scale_transposed) -> ()");
 
   // --- rotary and activations
   library.def(

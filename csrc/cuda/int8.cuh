@@ -1,0 +1,29 @@
+// Symmetric 8-bit integers of the cache on the device. Stores round to nearest even and saturate to
+// [-128, 127]; a NaN is stored as 0.
+#pragma once
+#include <cstdint>
+
+#include "cuda/types.cuh"
+
+namespace vllm_kernels::cuda {
+
+template <>
+__device__ __forceinline__ int8_t from_float<int8_t>(float x) {
+  int32_t result;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(result) : "f"(x));
+  return static_cast<int8_t>(result);
+}
+
+// Four floats as four bytes; `a` is element 0.
+__device__ __forceinline__ uint32_t narrow4_int8(float a, float b, float c, float d) {
+  uint32_t high, bytes;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;"
+      : "=r"(high)
+      : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
+      : "=r"(bytes)
+      : "r"(__float2int_rn(b)), "r"(__float2int_rn(a)), "r"(high));
+  return bytes;
+}
+
+}  // namespace vllm_kernels::cuda
