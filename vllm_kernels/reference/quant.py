@@ -25,9 +25,7 @@ def quantize(values: Tensor, scale: Tensor, dtype: torch.dtype, divide: bool) ->
     return narrow(values / scale.where(scale.isfinite(), torch.nan), dtype)
 
 
-def scale_of(
-    values: Tensor, dtype: torch.dtype, magnitude_bound: Tensor | None = None
-) -> Tensor:
+def scale_of(values: Tensor, dtype: torch.dtype, magnitude_bound: Tensor | None = None) -> Tensor:
     """[..., n] -> [..., 1]: the scale from the largest magnitude; NaN where there is a NaN."""
     magnitude = values.float().abs().amax(-1, keepdim=True)
     if magnitude_bound is not None:
