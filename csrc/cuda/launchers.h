@@ -3,6 +3,7 @@
 // std::runtime_error when a launch is refused.
 #pragma once
 #include "ops/activation.h"
+#include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/merge_attn_states.h"
@@ -25,6 +26,8 @@ void launch(const RmsNormQuantParams& params, Stream stream);
 // --- rotary and activations
 void launch(const RotaryParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
+void launch(const GatedParams& params, Stream stream);
+void launch(const GatedQuantParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);

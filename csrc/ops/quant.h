@@ -6,8 +6,8 @@
 // q rounds to nearest even and saturates; of a NaN it makes a NaN in e4m3 and 0 in int8. A NaN
 // among the values makes the scale a NaN. All of it is float32 arithmetic, as in vLLM's kernels.
 #pragma once
+#include "ops/clamp.h"
 #include "ops/dtype.h"
-#include "ops/rows.h"
 
 namespace vllm_kernels {
 
@@ -35,16 +35,6 @@ constexpr float largest_of(DType dtype) {
 // The scale of nothing but zeros.
 constexpr float least_scale_of(DType dtype) {
   return dtype == DType::kInt8 ? 0x1p-23f : 1.0f / (448.0f * 512.0f);
-}
-
-// a where it is above b, or a NaN.
-VLLM_KERNELS_HOST_DEVICE static inline float at_least(float a, float b) {
-  return a < b ? b : a;
-}
-
-// a where it is below b, or a NaN.
-VLLM_KERNELS_HOST_DEVICE static inline float at_most(float a, float b) {
-  return a > b ? b : a;
 }
 
 }  // namespace vllm_kernels
