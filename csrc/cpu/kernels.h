@@ -7,6 +7,7 @@
 #include "cpu/paged_attention.h"
 #include "cpu/paged_attention_general.h"
 #include "ops/activation.h"
+#include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/merge_attn_states.h"
@@ -56,6 +57,8 @@ VLLM_KERNELS_DECLARE(RmsNormQuantParams)
 // --- rotary and activations
 VLLM_KERNELS_DECLARE(RotaryParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
+VLLM_KERNELS_DECLARE(GatedParams)
+VLLM_KERNELS_DECLARE(GatedQuantParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)

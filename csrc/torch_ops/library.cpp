@@ -37,6 +37,15 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("mul_and_silu(Tensor! out, Tensor input) -> ()");
   library.def("gelu_and_mul(Tensor! out, Tensor input) -> ()");
   library.def("gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()");
+  library.def("silu_and_mul_split(Tensor! out, Tensor gate, Tensor up) -> ()");
+  library.def("fatrelu_and_mul(Tensor! out, Tensor input, float threshold) -> ()");
+  library.def("silu_and_mul_with_clamp(Tensor! out, Tensor input, float limit) -> ()");
+  library.def(
+      "swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0) -> ()");
+  library.def("silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale) -> ()");
+  library.def(
+      "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
+      "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()");
   library.def("gelu_new(Tensor! out, Tensor input) -> ()");
   library.def("gelu_fast(Tensor! out, Tensor input) -> ()");
   library.def("gelu_quick(Tensor! out, Tensor input) -> ()");

@@ -49,7 +49,7 @@ def rms_norm_static_fp8_quant(
 def fused_add_rms_norm_static_fp8_quant(
     out: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
-    """``residual = round(residual + input)``, then ``out = e4m3(rms_norm(residual) * (1 / scale))``.
+    """``residual = round(residual + input)``; ``out = e4m3(rms_norm(residual) * (1 / scale))``.
 
     ``input`` stays as it is. Its shape and dtype are those of ``residual``, which is written; the
     rest as ``rms_norm_static_fp8_quant``.

@@ -47,3 +47,15 @@ def quantize_groups(
     """[..., n] -> ([..., n] of `dtype`, scales [..., n / group_size])."""
     elements, scales = quantize_rows(values.unflatten(-1, (-1, group_size)), dtype, scale_ub)
     return elements.flatten(-2), scales.squeeze(-1)
+
+
+def quantize_product_groups(
+    products: Tensor, dtype: torch.dtype, group_size: int, scale_ub: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As silu_and_mul_per_block_quant: the bound is one of the scale, both dtypes are divided."""
+    parts = products.unflatten(-1, (-1, group_size))
+    scale = parts.float().abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    if scale_ub is not None:
+        scale = scale.clamp(max=scale_ub.item())
+    scale = scale.clamp(min=LEAST_SCALE[dtype])
+    return quantize(parts, scale, dtype, divide=True).flatten(-2), scale.squeeze(-1)
