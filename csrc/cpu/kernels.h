@@ -7,12 +7,15 @@
 #include "cpu/paged_attention.h"
 #include "cpu/paged_attention_general.h"
 #include "ops/activation.h"
+#include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
 
@@ -49,11 +52,15 @@ constexpr bool kHasBf16Kernel = false;
 
 // --- norms
 VLLM_KERNELS_DECLARE(RmsNormParams)
+VLLM_KERNELS_DECLARE(RmsNormGainParams)
+VLLM_KERNELS_DECLARE(RmsNormQuantParams)
 
 // --- rotary and activations
 VLLM_KERNELS_DECLARE(RotaryParams)
 VLLM_KERNELS_DECLARE(RopeAndCacheParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
+VLLM_KERNELS_DECLARE(GatedParams)
+VLLM_KERNELS_DECLARE(GatedQuantParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)

@@ -2,7 +2,9 @@
 #pragma once
 #include <cmath>
 
+#include "cpu/dispatch.h"
 #include "cpu/vec.h"
+#include "ops/rms_norm.h"
 
 namespace vllm_kernels::cpu {
 namespace {
@@ -54,6 +56,41 @@ inline float mean_square(const T* x, T* residual, int64_t n) {
 inline float inverse_root(float mean, float epsilon) {
   const float square = mean + epsilon;
   return square == 0.0f ? 0.0f : 1.0f / std::sqrt(square);
+}
+
+// A row to be normed, its residual added and stored where there is one; data * inverse is
+// normalised.
+template <typename T>
+struct NormedRow {
+  const T* data;
+  float inverse;
+
+  NormedRow(const RmsNormParams& p, int64_t row) {
+    const T* input = static_cast<const T*>(p.input) + p.input_rows.offset(row);
+    float mean;
+    if (p.residual == nullptr) {
+      mean = mean_square<false, T>(input, nullptr, p.hidden_size);
+      data = input;
+    } else {
+      T* residual = static_cast<T*>(p.residual) + p.residual_rows.offset(row);
+      mean = mean_square<true, T>(input, residual, p.hidden_size);
+      data = residual;
+    }
+    inverse = inverse_root(mean, p.epsilon);
+  }
+};
+
+inline int64_t norm_rows_per_task(const RmsNormParams& p) {
+  const int64_t passes = p.residual == nullptr ? 2 : 4;
+  return rows_per_task(passes * p.hidden_size * size_of(p.dtype));
+}
+
+// Calls body(row) for the rows of tasks [begin, end).
+template <typename Body>
+inline void for_each_row(const RmsNormParams& p, int64_t begin, int64_t end, Body&& body) {
+  const int64_t chunk = norm_rows_per_task(p);
+  const int64_t last = end * chunk < p.input_rows.count ? end * chunk : p.input_rows.count;
+  for (int64_t row = begin * chunk; row < last; ++row) body(row);
 }
 
 }  // namespace

@@ -3,12 +3,15 @@
 // std::runtime_error when a launch is refused.
 #pragma once
 #include "ops/activation.h"
+#include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/rms_norm.h"
+#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
 
@@ -18,11 +21,15 @@ using Stream = void*;  // cudaStream_t, without CUDA's headers
 
 // --- norms
 void launch(const RmsNormParams& params, Stream stream);
+void launch(const RmsNormGainParams& params, Stream stream);
+void launch(const RmsNormQuantParams& params, Stream stream);
 
 // --- rotary and activations
 void launch(const RotaryParams& params, Stream stream);
 void launch(const RopeAndCacheParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
+void launch(const GatedParams& params, Stream stream);
+void launch(const GatedQuantParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);

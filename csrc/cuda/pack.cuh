@@ -84,6 +84,39 @@ __device__ __forceinline__ Pack<T, kWidth> narrow(const float (&values)[kWidth])
   return pack;
 }
 
+// Pack i of a row of `size` elements. Without kAligned the row may start and end anywhere: element
+// by element, zeros past its end.
+template <bool kAligned, int kWidth, typename T>
+__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t i, int64_t size) {
+  if constexpr (kAligned) {
+    return reinterpret_cast<const Pack<T, kWidth>*>(row)[i];
+  } else {
+    T elements[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      elements[j] = i * kWidth + j < size ? row[i * kWidth + j] : from_float<T>(0.0f);
+    }
+    Pack<T, kWidth> pack;
+    memcpy(&pack, elements, sizeof(pack));
+    return pack;
+  }
+}
+
+template <bool kAligned, typename T, int kWidth>
+__device__ __forceinline__ void store_pack(T* row, int64_t i, int64_t size,
+                                           const Pack<T, kWidth>& pack) {
+  if constexpr (kAligned) {
+    reinterpret_cast<Pack<T, kWidth>*>(row)[i] = pack;
+  } else {
+    T elements[kWidth];
+    memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if (i * kWidth + j < size) row[i * kWidth + j] = elements[j];
+    }
+  }
+}
+
 // Whether every row starts at a multiple of 16 bytes (`base` may be null: there are no rows).
 inline bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
   const int64_t width = 16 / size_of(dtype);

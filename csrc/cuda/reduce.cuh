@@ -1,5 +1,6 @@
 // Sums across a warp and across a block.
 #pragma once
+#include <cstdint>
 
 namespace vllm_kernels::cuda {
 
@@ -48,6 +49,18 @@ __device__ __forceinline__ float block_max(float value) {
   float largest = partial[0];
   for (int warp = 1; warp < warps; ++warp) largest = fmaxf(largest, partial[warp]);
   return largest;
+}
+
+// The same of unsigned integers, or of the bits of floats >= 0. One barrier, so a kernel may call
+// it once.
+__device__ __forceinline__ uint32_t block_max(uint32_t value) {
+  __shared__ uint32_t partial[32];
+  value = __reduce_max_sync(0xffffffffu, value);
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  const int lane = threadIdx.x % kWarpSize;
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  return __reduce_max_sync(0xffffffffu, lane < warps ? partial[lane] : 0);
 }
 
 }  // namespace vllm_kernels::cuda

@@ -153,6 +153,19 @@ Argument& Argument::uint8() {
   return *this;
 }
 
+Argument& Argument::one_of(std::initializer_list<DType> dtypes) {
+  const std::optional<DType> got = known_dtype(scalar_type_);
+  std::string expected;
+  for (DType dtype : dtypes) {
+    if (got == dtype) return *this;
+    expected += (expected.empty() ? "" : " or ") + std::string(name_of(dtype));
+  }
+  fail("expected " + expected + ", got " + dtype_text(scalar_type_) +
+       (scalar_type_ == aoti_torch_dtype_uint8()
+            ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
+            : ""));
+}
+
 Argument& Argument::rank(int64_t low, int64_t high) {
   if (dim() < low || dim() > high) {
     fail("expected " + std::to_string(low) + (high == low ? "" : " to " + std::to_string(high)) +

@@ -6,6 +6,28 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
   library.def(
       "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()");
+  library.def("rms_norm_weightless(Tensor! out, Tensor input, float epsilon) -> ()");
+  library.def(
+      "fused_add_rms_norm_weightless(Tensor! input, Tensor! residual, float epsilon) -> ()");
+  library.def("gemma_rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
+  library.def(
+      "gemma_fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> "
+      "()");
+
+  // --- norms with 8-bit results
+  library.def(
+      "rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor weight, Tensor scale, "
+      "float epsilon) -> ()");
+  library.def(
+      "fused_add_rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor! residual, "
+      "Tensor weight, Tensor scale, float epsilon) -> ()");
+  library.def(
+      "rms_norm_dynamic_per_token_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+      "float epsilon, Tensor? scale_ub=None, Tensor!? residual=None) -> ()");
+  library.def(
+      "rms_norm_per_block_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+      "float epsilon, Tensor? scale_ub, Tensor!? residual, int group_size, "
+      "bool is_scale_transposed) -> ()");
 
   // --- rotary and activations
   library.def(
@@ -15,6 +37,15 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("mul_and_silu(Tensor! out, Tensor input) -> ()");
   library.def("gelu_and_mul(Tensor! out, Tensor input) -> ()");
   library.def("gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()");
+  library.def("silu_and_mul_split(Tensor! out, Tensor gate, Tensor up) -> ()");
+  library.def("fatrelu_and_mul(Tensor! out, Tensor input, float threshold) -> ()");
+  library.def("silu_and_mul_with_clamp(Tensor! out, Tensor input, float limit) -> ()");
+  library.def(
+      "swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0) -> ()");
+  library.def("silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale) -> ()");
+  library.def(
+      "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
+      "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()");
   library.def("gelu_new(Tensor! out, Tensor input) -> ()");
   library.def("gelu_fast(Tensor! out, Tensor input) -> ()");
   library.def("gelu_quick(Tensor! out, Tensor input) -> ()");

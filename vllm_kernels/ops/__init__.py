@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from vllm_kernels import _library
-from vllm_kernels.ops import activation, attention, cache, norm, rotary
+from vllm_kernels.ops import activation, attention, cache, norm, norm_quant, rotary
 from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops.activation import *  # noqa: F403
 from vllm_kernels.ops.attention import *  # noqa: F403
 from vllm_kernels.ops.cache import *  # noqa: F403
 from vllm_kernels.ops.norm import *  # noqa: F403
+from vllm_kernels.ops.norm_quant import *  # noqa: F403
 from vllm_kernels.ops.rotary import *  # noqa: F403
 
-_rooms = (norm, rotary, activation, cache, attention)
+_rooms = (norm, norm_quant, rotary, activation, cache, attention)
 __all__ = ["check", *(name for room in _rooms for name in room.__all__)]
 
 OPS = [name for name in __all__ if name not in ("check", "paged_attention_workspace")]

@@ -7,6 +7,7 @@ from torch import Tensor
 from vllm_kernels.ops._common import inference_only, library_ops
 
 __all__ = [
+    "fatrelu_and_mul",
     "gelu_and_mul",
     "gelu_fast",
     "gelu_new",
@@ -14,6 +15,11 @@ __all__ = [
     "gelu_tanh_and_mul",
     "mul_and_silu",
     "silu_and_mul",
+    "silu_and_mul_per_block_quant",
+    "silu_and_mul_quant",
+    "silu_and_mul_split",
+    "silu_and_mul_with_clamp",
+    "swigluoai_and_mul",
 ]
 
 
@@ -58,6 +64,111 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     """
     inference_only("gelu_tanh_and_mul", out, input)
     library_ops.gelu_tanh_and_mul.default(out, input)
+
+
+def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
+    """``silu_and_mul`` of two tensors: ``out = round(silu(gate)) * up``.
+
+    Args:
+        out: [..., d], written; may be ``gate`` or ``up`` itself. Rows may be strided.
+        gate, up: [..., d], of one dtype: float32, float16 or bfloat16. Rows may be strided, each
+            tensor's in its own way.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("silu_and_mul_split", out, gate, up)
+    library_ops.silu_and_mul_split.default(out, gate, up)
+
+
+def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
+    """``out = (gate if gate > threshold else 0) * up``, the FATReLU of sparse models.
+
+    (Kurtz et al. 2020, ICML.) vLLM's op of the same name, but for a NaN gate, which stays one.
+    Shapes and errors as ``silu_and_mul``.
+    """
+    inference_only("fatrelu_and_mul", out, input)
+    library_ops.fatrelu_and_mul.default(out, input, threshold)
+
+
+def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
+    """``out = round(silu(min(gate, limit))) * min(max(up, -limit), limit)``.
+
+    vLLM's op of the same name, but for NaNs, which stay NaNs. ``limit`` >= 0 bounds in float32.
+    Shapes and errors as ``silu_and_mul``.
+    """
+    inference_only("silu_and_mul_with_clamp", out, input)
+    library_ops.silu_and_mul_with_clamp.default(out, input, limit)
+
+
+def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """gpt-oss' gated activation: ``out = g * sigmoid(alpha * g) * (u + 1)``.
+
+    ``g = min(gate, limit)`` and ``u = min(max(up, -limit), limit)``. In float32, rounded once.
+    vLLM's op of the same name, but for NaNs, which stay NaNs.
+
+    Args:
+        out: [..., d], written, apart from ``input``. Rows may be strided.
+        input: [..., 2 * d], gate in the even elements, up in the odd ones; float32, float16 or
+            bfloat16. Rows may be strided.
+        alpha: not NaN.
+        limit: >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("swigluoai_and_mul", out, input)
+    library_ops.swigluoai_and_mul.default(out, input, alpha, limit)
+
+
+def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
+    """``out = e4m3(silu_and_mul(input) * (1 / scale))``, the product rounded to the dtype before.
+
+    To nearest even, saturating; a NaN stays one. vLLM's op of the same name.
+
+    Args:
+        out: [..., d], float8_e4m3fn, written, apart from ``input``. Rows may be strided.
+        input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
+        scale: float32 of one element, on the device of ``input``.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("silu_and_mul_quant", input, scale)
+    library_ops.silu_and_mul_quant.default(out, input, scale)
+
+
+def silu_and_mul_per_block_quant(
+    out: Tensor,
+    input: Tensor,
+    scales: Tensor,
+    group_size: int,
+    scale_ub: Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> None:
+    """``silu(gate) * up``, quantised with a scale for every ``group_size`` neighbours of a row.
+
+    As vLLM's op of the same name: the product stays in float32 (neither factor is rounded), and
+    ``scale = max(min(magnitude / largest, scale_ub), least)``, with the group's largest magnitude,
+    largest 448 and least 1 / (448 * 512) for e4m3, 127 and 2**-23 for int8. An element is
+    product / scale, to nearest even, saturating. A NaN makes the group's scale NaN.
+
+    Args:
+        out: [..., d], float8_e4m3fn or int8, written, apart from ``input``; ``group_size`` divides
+            d. Rows may be strided.
+        input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
+        scales: [rows, d / group_size], float32, written; as in ``rms_norm_per_block_quant``.
+        group_size: 64 or 128.
+        scale_ub: float32 of one element: no scale exceeds it. For float8_e4m3fn only.
+        is_scale_transposed: which dimension of ``scales`` has stride 1: the last, or the first.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("silu_and_mul_per_block_quant", input, scale_ub)
+    library_ops.silu_and_mul_per_block_quant.default(
+        out, input, scales, group_size, scale_ub, is_scale_transposed
+    )
 
 
 def gelu_new(out: Tensor, input: Tensor) -> None:

@@ -8,7 +8,11 @@ from vllm_kernels.ops._common import inference_only, library_ops
 
 __all__ = [
     "fused_add_rms_norm",
+    "fused_add_rms_norm_weightless",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
     "rms_norm",
+    "rms_norm_weightless",
 ]
 
 
@@ -48,3 +52,57 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     """
     inference_only("fused_add_rms_norm", input, residual, weight)
     library_ops.fused_add_rms_norm.default(input, residual, weight, epsilon)
+
+
+def rms_norm_weightless(out: Tensor, input: Tensor, epsilon: float) -> None:
+    """``out = round(x / sqrt(mean(x²) + epsilon))``, row by row: vLLM's op of the same name.
+
+    Args:
+        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
+        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
+        epsilon: >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("rms_norm_weightless", out, input)
+    library_ops.rms_norm_weightless.default(out, input, epsilon)
+
+
+def fused_add_rms_norm_weightless(input: Tensor, residual: Tensor, epsilon: float) -> None:
+    """``residual = round(residual + input)``, then ``input = rms_norm_weightless(residual)``.
+
+    Shapes and errors as ``fused_add_rms_norm``.
+    """
+    inference_only("fused_add_rms_norm_weightless", input, residual)
+    library_ops.fused_add_rms_norm_weightless.default(input, residual, epsilon)
+
+
+def gemma_rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
+    """Gemma's norm: ``out = round(x / sqrt(mean(x²) + epsilon) * (1 + weight))``, row by row.
+
+    All in float32 and rounded once, as in Hugging Face's ``GemmaRMSNorm``, whose weights are stored
+    as their difference from 1.
+
+    Args:
+        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
+        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
+        weight: [hidden_size], dtype of ``input``.
+        epsilon: >= 0.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("gemma_rms_norm", out, input, weight)
+    library_ops.gemma_rms_norm.default(out, input, weight, epsilon)
+
+
+def gemma_fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> None:
+    """``residual = round(residual + input)``, then ``input = gemma_rms_norm(residual)``.
+
+    Shapes and errors as ``fused_add_rms_norm``.
+    """
+    inference_only("gemma_fused_add_rms_norm", input, residual, weight)
+    library_ops.gemma_fused_add_rms_norm.default(input, residual, weight, epsilon)

@@ -8,4 +8,5 @@ from vllm_kernels.reference.activation import *  # noqa: F403
 from vllm_kernels.reference.attention import *  # noqa: F403
 from vllm_kernels.reference.cache import *  # noqa: F403
 from vllm_kernels.reference.norm import *  # noqa: F403
+from vllm_kernels.reference.quant import *  # noqa: F403
 from vllm_kernels.reference.rotary import *  # noqa: F403

@@ -54,3 +54,26 @@ def gelu_and_mul(input: Tensor) -> Tensor:
 def gelu_tanh_and_mul(input: Tensor) -> Tensor:
     gate, up = input.chunk(2, dim=-1)
     return _product(gelu_new(gate), up)
+
+
+def silu_and_mul_split(gate: Tensor, up: Tensor) -> Tensor:
+    return _product(silu(gate), up)
+
+
+def fatrelu_and_mul(input: Tensor, threshold: float) -> Tensor:
+    gate, up = input.chunk(2, dim=-1)
+    return _product(gate.where(~(gate.float() <= threshold), 0), up)
+
+
+def silu_and_mul_with_clamp(input: Tensor, limit: float) -> Tensor:
+    gate, up = input.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated = (gate * torch.sigmoid(gate)).to(input.dtype)
+    return (activated.double() * up).to(input.dtype)
+
+
+def swigluoai_and_mul(input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """[..., 2 d] -> [..., d]: gate and up alternate; rounded once."""
+    gate, up = input.double()[..., ::2], input.double()[..., 1::2]
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(input.dtype)

@@ -6,12 +6,25 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
+def _normalised(input: Tensor, epsilon: float) -> Tensor:
     x = input.double()
     inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    normalised = x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
-    return (normalised.to(input.dtype).double() * weight.double()).to(input.dtype)
+    return x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
+
+
+def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
+    normalised = _normalised(input, epsilon).to(input.dtype)
+    return (normalised.double() * weight.double()).to(input.dtype)
+
+
+def rms_norm_weightless(input: Tensor, epsilon: float) -> Tensor:
+    return _normalised(input, epsilon).to(input.dtype)
+
+
+def gemma_rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """[..., hidden] -> [..., hidden]: normalised, times 1 + weight, rounded once."""
+    return (_normalised(input, epsilon) * (1 + weight.double())).to(input.dtype)
 
 
 def fused_add_rms_norm(
@@ -20,3 +33,17 @@ def fused_add_rms_norm(
     """Two [..., hidden] -> (normed sum, sum), the sum rounded to the dtype before it is normed."""
     total = (input.double() + residual.double()).to(input.dtype)
     return rms_norm(total, weight, epsilon), total
+
+
+def fused_add_rms_norm_weightless(
+    input: Tensor, residual: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    total = (input.double() + residual.double()).to(input.dtype)
+    return rms_norm_weightless(total, epsilon), total
+
+
+def gemma_fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    total = (input.double() + residual.double()).to(input.dtype)
+    return gemma_rms_norm(total, weight, epsilon), total
