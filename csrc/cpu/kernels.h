@@ -12,6 +12,7 @@
 #include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
+#include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
@@ -57,6 +58,7 @@ VLLM_KERNELS_DECLARE(ActivationParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
+VLLM_KERNELS_DECLARE(ReshapeAndCachePerTokenQuantParams)
 VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)

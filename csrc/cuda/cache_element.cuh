@@ -49,8 +49,7 @@ __device__ __forceinline__ Vector<C> narrow(const Vector<T>* parts, Divisor scal
       auto* words = reinterpret_cast<uint32_t*>(result.data);
 #pragma unroll
       for (int i = 0; i < kVectorWidth<C>; i += 4) {
-        words[i / 4] =
-            narrow4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
+        words[i / 4] = narrow4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
       }
     } else {
       auto* pairs = reinterpret_cast<uint16_t*>(result.data);

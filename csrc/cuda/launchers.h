@@ -8,6 +8,7 @@
 #include "ops/merge_attn_states.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
+#include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
@@ -26,6 +27,7 @@ void launch(const ActivationParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);
+void launch(const ReshapeAndCachePerTokenQuantParams& params, Stream stream);
 void launch(const CopyBlocksParams& params, Stream stream);
 void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);

@@ -65,6 +65,7 @@ class Argument {
                         std::string_view name = "kv_cache_dtype");
   Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
   Argument& uint8();
+  Argument& int8();
 
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);

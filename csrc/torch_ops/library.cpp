@@ -27,6 +27,10 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
       "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
   library.def(
+      "reshape_and_cache_per_token_quant(Tensor key, Tensor value, Tensor! key_cache, "
+      "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
+      "str layout) -> ()");
+  library.def(
       "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> "
       "()");
   library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");

@@ -279,7 +279,21 @@ def test_many_tokens(op, device, dtype):
 def test_saturation_and_special_values(op, device, dtype):
     values = [0.0, -0.0, 1e-8, 448.0, 449.0, 464.0, 500.0, 65504.0, -65504.0, 57344.0]
     values += [float("inf"), float("-inf"), float("nan"), 2.0**-9, 2.0**-10, 2.0**-16, 0.0175]
-    values += [0.5, -0.5, 1.5, 2.5, -2.5, 126.5, 127.4, 127.5, 128.0, -127.5, -128.5, -129.0, -200.0]
+    values += [
+        0.5,
+        -0.5,
+        1.5,
+        2.5,
+        -2.5,
+        126.5,
+        127.4,
+        127.5,
+        128.0,
+        -127.5,
+        -128.5,
+        -129.0,
+        -200.0,
+    ]
     key = torch.tensor(values * 4, device=device, dtype=dtype)[:64].expand(3, 2, 64).contiguous()
     one = torch.ones(1, device=device)
     slots = torch.tensor([0, 1, 20], device=device)

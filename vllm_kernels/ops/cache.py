@@ -11,6 +11,7 @@ __all__ = [
     "copy_blocks",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "reshape_and_cache_per_token_quant",
     "swap_blocks",
 ]
 
@@ -83,6 +84,46 @@ def reshape_and_cache_flash(
     inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
     library_ops.reshape_and_cache_flash.default(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
+
+
+def reshape_and_cache_per_token_quant(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "vllm",
+) -> None:
+    """Writes new keys and values into int8 caches, with one scale a token and head.
+
+    A row x of head_size values is stored as ``x / scale``, to nearest even, with
+    ``scale = max|x| / 127``: its error is at most scale / 2 an element, whatever the other tokens
+    hold. A row of zeros has scale 0. A row with a NaN or an infinity gets a scale of that kind, so
+    that it comes back as NaN and no other row does.
+
+    The scales lie beside the pages, [num_blocks, num_kv_heads, block_size]: copy and swap them with
+    their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later work
+    (``paged_attention`` takes one scale, or one a KV head).
+
+    Args (where they differ from :func:`reshape_and_cache`):
+        key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
+            block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,
+            head_size]; free strides as :func:`vllm_kernels.paged_attention` has them.
+        key_scales, value_scales: [num_blocks, num_kv_heads, block_size] float32, last stride 1,
+            written.
+
+    Raises:
+        RuntimeError: as :func:`reshape_and_cache`.
+    """
+    inference_only(
+        "reshape_and_cache_per_token_quant",
+        key, value, key_cache, value_cache, key_scales, value_scales,
+    )  # fmt: skip
+    library_ops.reshape_and_cache_per_token_quant.default(
+        key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout
     )
 
 

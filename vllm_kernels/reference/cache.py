@@ -119,6 +119,42 @@ def write_tokens(
     return out
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 rows, and the scale of each, [...]."""
+    scale = x.float().abs().amax(-1) / torch.tensor(127.0, device=x.device)
+    return to_int8(x, torch.where(scale > 0, scale, 1.0)[..., None]), scale
+
+
+def reshape_and_cache_per_token_quant(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "vllm",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The caches and scales afterwards."""
+    k, k_scales = quantise_rows(key)
+    v, v_scales = quantise_rows(value)
+    one = torch.ones(1)
+    if layout == "vllm":
+        keys, values = reshape_and_cache(
+            k, v, key_cache, value_cache, slot_mapping, "auto", one, one
+        )
+    else:
+        swap = layout == "HND"
+        pages = [c.transpose(1, 2) if swap else c for c in (key_cache, value_cache)]
+        written = reshape_and_cache_flash(k, v, *pages, slot_mapping, "auto", one, one)
+        keys, values = (c.transpose(1, 2) if swap else c for c in written)
+    key_scales, value_scales = key_scales.clone(), value_scales.clone()
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, key_scales.size(-1))
+    key_scales[blocks, :, places] = k_scales[tokens]
+    value_scales[blocks, :, places] = v_scales[tokens]
+    return keys, values, key_scales, value_scales
+
+
 def copy_blocks(cache: Tensor, block_mapping: Tensor) -> Tensor:
     """One cache afterwards."""
     out = cache.clone()
