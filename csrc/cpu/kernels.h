@@ -9,7 +9,9 @@
 #include "ops/activation.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
+#include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
+#include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
@@ -59,6 +61,10 @@ VLLM_KERNELS_DECLARE(ActivationParams)
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
 VLLM_KERNELS_DECLARE(ReshapeAndCachePerTokenQuantParams)
+VLLM_KERNELS_DECLARE(GatherCacheParams)
+VLLM_KERNELS_DECLARE(ConcatAndCacheMlaParams)
+VLLM_KERNELS_DECLARE(UpconvertMlaParams)
+VLLM_KERNELS_DECLARE(ConcatMlaQParams)
 VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)

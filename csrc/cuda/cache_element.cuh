@@ -77,4 +77,17 @@ void dispatch_cache(DType cache, Body&& body) {
   }
 }
 
+// Calls body(C{}) with the device type of an 8-bit dtype.
+template <typename Body>
+void dispatch_8_bit(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFp8E5M2:
+      return body(Fp8E5M2{});
+    case DType::kInt8:
+      return body(int8_t{});
+    default:
+      return body(Fp8E4M3{});
+  }
+}
+
 }  // namespace vllm_kernels::cuda

@@ -364,8 +364,8 @@ def test_bad_input(op, device):
         ({"value": value.half()}, r"value: expected float32 \(from key\), got float16"),
         ({"value": value[:3]}, r"value: expected num_tokens = 4 \(from key\) at dimension 0"),
         ({"value": value[:, :1]}, r"value: expected num_kv_heads = 2 \(from key\)"),
-        ({"kv_cache_dtype": "int4"}, r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or '
-         r'"int8", got "int4"$'),
+        ({"kv_cache_dtype": "int4"},
+         r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "int8", got "int4"$'),
         ({"kv_cache_dtype": "fp8"}, r"_cache: expected uint8 or float8_e4m3fn \(from kv_cache"),
         ({"key_cache": k8, "value_cache": v8}, r"_cache: expected float32 \(from kv_cache_dtype"),
         ({"key_cache": kc[:10]}, r"_cache: expected num_blocks = 1"),
