@@ -159,13 +159,12 @@ __global__ void __launch_bounds__(kThreads)
   const int split = blockIdx.x - seq * num_splits;
   const int lane = threadIdx.x % 32;
   const int64_t first_row = p.workspace_starts[seq];
-  const int length = p.seq_lens[seq];
+  const int64_t begin = max(-first_row, int64_t{0});  // tokens whose rows there are
+  const int64_t end = min(int64_t{p.seq_lens[seq]}, p.num_rows - first_row);
   const int step = num_splits * (kThreads / 32);
 #pragma unroll 1
-  for (int64_t i = split * (kThreads / 32) + threadIdx.x / 32; i < length; i += step) {
-    const int64_t at = first_row + i;
-    if (at < 0 || at >= p.num_rows) continue;
-    T* row = static_cast<T*>(p.rows) + at * p.row_stride;
+  for (int64_t i = begin + split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
+    T* row = static_cast<T*>(p.rows) + (first_row + i) * p.row_stride;
     const char* entry = p.entry(seq, i);
     RowPart<Fp8E4M3, kWidth> x[2] = {};
     RowPart<BFloat16, kWidth> rope = {};
