@@ -47,7 +47,7 @@ def rotary_and_activations() -> None:
 def cache() -> None:
     one = torch.ones(1, device=CUDA)
     for dtype in DTYPES:
-        for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        for cache_dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "int8"):
             size = dtype.itemsize if cache_dtype == "auto" else 1
             stored = dtype if cache_dtype == "auto" else torch.uint8
             for heads, head_size, block_size in ((2, 64, 16), (3, 128, 8), (1, 48, 32)):
@@ -62,8 +62,9 @@ def cache() -> None:
                 vllm = [torch.zeros(shape, device=CUDA, dtype=stored) for shape in shapes]
                 flash = torch.zeros(2, 8, block_size, heads, head_size, device=CUDA, dtype=stored)
                 repeated = torch.randint(-1, 30, (40,), device=CUDA)
-                for slots in (runs, single, repeated):
-                    arguments = (slots, cache_dtype, one, one)
+                by_head = torch.rand(heads, device=CUDA) + 0.1
+                for slots, scale in ((runs, one), (single, by_head), (repeated, one)):
+                    arguments = (slots, cache_dtype, scale, scale)
                     vllm_kernels.reshape_and_cache(key, value, *vllm, *arguments)
                     vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
                 pairs = torch.tensor([[0, 3], [1, 4]], device=CUDA)
@@ -100,6 +101,104 @@ def many_tokens(dtype: torch.dtype, cache_dtype: str) -> None:
             arguments = (slots, cache_dtype, one, one)
             vllm_kernels.reshape_and_cache(key, value, keys, values, *arguments)
             vllm_kernels.reshape_and_cache_flash(key, value, flash[0], flash[1], *arguments)
+
+
+def per_token_quant() -> None:
+    """reshape_and_cache_per_token_quant: few and many tokens, every layout, any alignment."""
+    for dtype in DTYPES:
+        for heads, head_size, block_size in ((2, 64, 16), (3, 128, 8), (1, 16, 32), (2, 40, 16)):
+            for tokens in (40, 150):
+                blocks = 160 // block_size
+                key, value = torch.randn(2, tokens, heads, head_size, device=CUDA, dtype=dtype)
+                scales = torch.zeros(2, blocks, heads, block_size, device=CUDA)
+                rows = torch.zeros(
+                    2, blocks, block_size, heads, head_size, device=CUDA, dtype=torch.int8
+                )
+                by_layout = {"NHD": rows, "HND": rows.transpose(2, 3).contiguous()}
+                if head_size % 16 == 0:
+                    by_layout["vllm"] = (
+                        rows[0].unflatten(-1, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous(),
+                        rows[1].permute(0, 2, 3, 1).contiguous(),
+                    )
+                runs = torch.arange(tokens, device=CUDA)
+                for layout, (keys, values) in by_layout.items():
+                    for slots in (runs, runs.flip(0), runs // 2):
+                        vllm_kernels.reshape_and_cache_per_token_quant(
+                            key, value, keys, values, scales[0], scales[1], slots, layout
+                        )
+
+
+def gathers() -> None:
+    """cp_gather_cache, gather_and_maybe_dequant_cache, gather_paged_kv: vectors and elements."""
+    table = torch.randperm(12, device=CUDA)[:9].view(3, 3).int()
+    cu = torch.tensor([0, 40, 40, 73], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([5, 0, 3], dtype=torch.int32, device=CUDA)
+    seqs = torch.arange(3, device=CUDA).repeat_interleave(cu.diff(), output_size=73).int()
+    one = torch.ones(1, device=CUDA)
+    for entry in (576, 7):
+        source = torch.randint(0, 100, (12, 16, entry), device=CUDA, dtype=torch.uint8)
+        rows = torch.zeros(75, entry, device=CUDA, dtype=torch.uint8)
+        vllm_kernels.cp_gather_cache(source, rows, table, cu, 3, starts)
+    for dtype in DTYPES:
+        for stored in (dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+            names = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+            for entry in (576, 7):
+                source = torch.randn(12, 16, entry, device=CUDA).to(stored)
+                rows = torch.zeros(75, entry, device=CUDA, dtype=dtype)
+                vllm_kernels.gather_and_maybe_dequant_cache(
+                    source, rows, table, cu, seqs, 73, names.get(stored, "auto"), one, starts
+                )
+            x = 16 // stored.itemsize
+            for head_size, unaligned in ((128, 0), (48, 1)):
+                pages = torch.randn(12, 16, 2, head_size, device=CUDA).to(stored)
+                by_layout = {
+                    "NHD": (pages, pages),
+                    "HND": (pages.transpose(1, 2).contiguous(),) * 2,
+                    "vllm": (
+                        pages.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(),
+                        pages.permute(0, 2, 3, 1).contiguous(),
+                    ),
+                }
+                out = torch.zeros(2, 75, 2, head_size + unaligned, device=CUDA, dtype=dtype)
+                key, value = out[..., unaligned:]
+                scales = (
+                    [None, None] if stored == dtype else [torch.rand(12, 2, 16, device=CUDA)] * 2
+                )
+                for layout, (keys, values) in by_layout.items():
+                    vllm_kernels.gather_paged_kv(
+                        key, value, keys, values, table, cu, seq_starts=starts,
+                        k_scale=scales[0], v_scale=scales[1], layout=layout,
+                    )  # fmt: skip
+
+
+def mla() -> None:
+    """The MLA cache's ops: few and many tokens, aligned rows and others."""
+    one = torch.ones(1, device=CUDA)
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=CUDA)
+    lengths = torch.tensor([30, 17], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 30], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for tokens in (40, 1200):
+            packed = torch.randn(tokens, 578, device=CUDA, dtype=dtype)
+            for kv_c, k_pe in (
+                (packed[:, 1:513], packed[:, 513:577]),
+                (packed[:, :512].contiguous(), packed[:, 512:576].contiguous()),
+            ):
+                order = torch.randperm(80 * 16, device=CUDA)[:tokens]
+                for slots in (order, order // 2):
+                    for name in ("auto", "fp8", "fp8_e5m2", "fp8_ds_mla"):
+                        stored = dtype if name == "auto" else torch.uint8
+                        width = 656 if name == "fp8_ds_mla" else 576
+                        cache = torch.zeros(80, 16, width, device=CUDA, dtype=stored)
+                        vllm_kernels.concat_and_cache_mla(kv_c, k_pe, cache, slots, name, one)
+        rows = torch.zeros(50, 576, device=CUDA, dtype=dtype)
+        vllm_kernels.cp_gather_and_upconvert_fp8_kv_cache(cache, rows, table, lengths, starts, 2)
+        for nope, rope in ((512, 64), (7, 3)):
+            query = torch.randn(5, 3, nope + rope, device=CUDA, dtype=dtype)
+            parts = (query[..., :nope].contiguous(), query[..., nope:].contiguous())
+            vllm_kernels.concat_mla_q(*parts, torch.empty_like(query))
+    pairs = torch.tensor([[0, 3], [1, 4]], device=CUDA)
+    vllm_kernels.copy_blocks_mla([torch.zeros(5, 16, 576, device=CUDA)], pairs)
 
 
 def attention() -> None:
@@ -173,7 +272,8 @@ def general_attention() -> None:
 
 
 def main() -> None:
-    for group in (general_attention, norms, rotary_and_activations, cache, attention):
+    groups = (general_attention, norms, rotary_and_activations, cache, per_token_quant, gathers)
+    for group in (*groups, mla, attention):
         group()
         torch.cuda.synchronize()
         print(group.__name__, "done", flush=True)

@@ -37,6 +37,19 @@ inline void dispatch_cache(DType cache, Body&& body) {
   }
 }
 
+// Calls body(C{}) with the storage type of an 8-bit dtype.
+template <typename Body>
+inline void dispatch_8_bit(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFp8E5M2:
+      return body(Fp8E5M2{});
+    case DType::kInt8:
+      return body(Int8{});
+    default:
+      return body(Fp8E4M3{});
+  }
+}
+
 constexpr int64_t kTaskBytes = 32768;  // traffic of one task
 
 // Rows per task when a row moves `row_bytes` bytes.

@@ -10,9 +10,12 @@
 #include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
+#include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
+#include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
+#include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
 #include "ops/rms_norm_gain.h"
 #include "ops/rms_norm_quant.h"
@@ -64,6 +67,11 @@ VLLM_KERNELS_DECLARE(GatedQuantParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
+VLLM_KERNELS_DECLARE(ReshapeAndCachePerTokenQuantParams)
+VLLM_KERNELS_DECLARE(GatherCacheParams)
+VLLM_KERNELS_DECLARE(ConcatAndCacheMlaParams)
+VLLM_KERNELS_DECLARE(UpconvertMlaParams)
+VLLM_KERNELS_DECLARE(ConcatMlaQParams)
 VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)

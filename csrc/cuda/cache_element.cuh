@@ -49,8 +49,7 @@ __device__ __forceinline__ Vector<C> narrow(const Vector<T>* parts, Divisor scal
       auto* words = reinterpret_cast<uint32_t*>(result.data);
 #pragma unroll
       for (int i = 0; i < kVectorWidth<C>; i += 4) {
-        words[i / 4] =
-            narrow4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
+        words[i / 4] = narrow4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
       }
     } else {
       auto* pairs = reinterpret_cast<uint16_t*>(result.data);
@@ -75,6 +74,19 @@ void dispatch_cache(DType cache, Body&& body) {
       return body(int8_t{});
     default:
       return body(T{});
+  }
+}
+
+// Calls body(C{}) with the device type of an 8-bit dtype.
+template <typename Body>
+void dispatch_8_bit(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kFp8E5M2:
+      return body(Fp8E5M2{});
+    case DType::kInt8:
+      return body(int8_t{});
+    default:
+      return body(Fp8E4M3{});
   }
 }
 

@@ -106,24 +106,4 @@ void launch(const CopyBlocksParams& p, Stream stream) {
   aligned ? launch_all<uint4>(p, stream) : launch_all<char>(p, stream);
 }
 
-// One copy for each stretch of pairs whose sources and destinations both follow one another.
-void launch(const SwapBlocksParams& p, Stream stream) {
-  const BlockCopy& copy = p.copy;
-  const bool joinable =
-      !p.one_tensor && copy.from_stride == p.block_bytes && copy.to_stride == p.block_bytes;
-  for (int64_t i = 0; i < p.num_pairs;) {
-    const int64_t from = p.pairs[2 * i], to = p.pairs[2 * i + 1];
-    int64_t count = 1;
-    while (joinable && i + count < p.num_pairs && p.pairs[2 * (i + count)] == from + count &&
-           p.pairs[2 * (i + count) + 1] == to + count) {
-      ++count;
-    }
-    check(cudaMemcpyAsync(copy.to + to * copy.to_stride, copy.from + from * copy.from_stride,
-                          count * p.block_bytes, cudaMemcpyDefault,
-                          static_cast<cudaStream_t>(stream)),
-          "swap_blocks");
-    i += count;
-  }
-}
-
 }  // namespace vllm_kernels::cuda

@@ -6,9 +6,12 @@
 #include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
+#include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
+#include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
+#include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
 #include "ops/rms_norm_gain.h"
 #include "ops/rms_norm_quant.h"
@@ -33,6 +36,11 @@ void launch(const GatedQuantParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);
+void launch(const ReshapeAndCachePerTokenQuantParams& params, Stream stream);
+void launch(const GatherCacheParams& params, Stream stream);
+void launch(const ConcatAndCacheMlaParams& params, Stream stream);
+void launch(const UpconvertMlaParams& params, Stream stream);
+void launch(const ConcatMlaQParams& params, Stream stream);
 void launch(const CopyBlocksParams& params, Stream stream);
 void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);

@@ -2,7 +2,8 @@
 // swap_blocks: block pairs[i][0] of one tensor is copied to block pairs[i][1] of another.
 //
 // No block may be both a source and a destination of one call, or a destination twice: the order of
-// the copies is not defined on CUDA (on the CPU they happen in the order of the list).
+// the copies is not defined on CUDA (on the CPU they happen in the order of the list, and where
+// swap_blocks copies within one tensor).
 #pragma once
 #include <cstdint>
 

@@ -52,7 +52,19 @@ struct IndexCheckParams {
   const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
   int32_t sliding_window = 0;                // tokens a query token sees; 0: all
 
+  // Or those of a row's tokens row_starts[row] and on, of which there are
+  // cumulative_lengths[row + 1] - cumulative_lengths[row].
+  const int32_t* cumulative_lengths = nullptr;  // [rows + 1], or null
+  const int32_t* row_starts = nullptr;          // [rows], or null: 0
+
   VLLM_KERNELS_HOST_DEVICE ColumnRange used_columns(int64_t row) const {
+    if (cumulative_lengths != nullptr) {
+      const int64_t start = row_starts == nullptr ? 0 : row_starts[row];
+      const int64_t length = int64_t{cumulative_lengths[row + 1]} - cumulative_lengths[row];
+      if (start < 0 || length <= 0) return {};
+      const int64_t end = (start + length + tokens_per_column - 1) / tokens_per_column;
+      return {.begin = start / tokens_per_column, .end = end < columns ? end : columns};
+    }
     if (row_lengths == nullptr) return {.begin = 0, .end = columns};
     const int64_t length = row_lengths[row];
     int64_t queries = 1;

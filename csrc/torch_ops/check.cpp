@@ -166,6 +166,13 @@ Argument& Argument::one_of(std::initializer_list<DType> dtypes) {
             : ""));
 }
 
+Argument& Argument::int8() {
+  if (scalar_type_ != aoti_torch_dtype_int8()) {
+    fail("expected int8, got " + dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
 Argument& Argument::rank(int64_t low, int64_t high) {
   if (dim() < low || dim() > high) {
     fail("expected " + std::to_string(low) + (high == low ? "" : " to " + std::to_string(high)) +

@@ -66,6 +66,7 @@ class Argument {
   Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
   Argument& uint8();
   Argument& one_of(std::initializer_list<DType> dtypes);
+  Argument& int8();
 
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);

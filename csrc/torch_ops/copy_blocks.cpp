@@ -1,5 +1,6 @@
 #include "ops/copy_blocks.h"
 
+#include <initializer_list>
 #include <vector>
 
 #include "torch_ops/check.h"
@@ -48,36 +49,34 @@ void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num
   }
 }
 
-void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
-                 const Tensor& block_mapping) {
-  Expect expect("copy_blocks");
-  expect.that(
-      key_caches.size() == value_caches.size(),
-      "value_caches: expected as many layers as key_caches = " + std::to_string(key_caches.size()) +
-          ", got " + std::to_string(value_caches.size()));
-  if (key_caches.empty()) return;
+struct NamedCaches {
+  const char* name;
+  const std::vector<Tensor>& caches;  // one a layer
+};
 
+// Within every cache of the lists, the first of which is not empty.
+void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
+                 const Tensor& block_mapping) {
+  const NamedCaches& front = *lists.begin();
   Size num_blocks("num_blocks");
   std::vector<BlockCopy> copies;
-  copies.reserve(2 * key_caches.size());
+  copies.reserve(lists.size() * front.caches.size());
   int64_t block_bytes = -1;
-  const auto add = [&](const char* name, const std::vector<Tensor>& caches) {
+  for (const auto& [name, caches] : lists) {
     for (const Tensor& tensor : caches) {
       const Argument cache = expect.tensor(name, tensor).rank(2, 8).at(0, num_blocks).written();
       const int64_t bytes = dense_block_bytes(cache);
       if (block_bytes < 0) block_bytes = bytes;
       if (bytes != block_bytes) {
-        cache.fail("expected blocks of " + std::to_string(block_bytes) +
-                   " bytes (from key_caches[0]), got " + std::to_string(bytes) + " for shape " +
+        cache.fail("expected blocks of " + std::to_string(block_bytes) + " bytes (from " +
+                   front.name + "[0]), got " + std::to_string(bytes) + " for shape " +
                    cache.shape_text());
       }
       char* start = cache.as<char>();
       const int64_t stride = block_stride_bytes(cache);
       copies.push_back({start, start, stride, stride});
     }
-  };
-  add("key_caches", key_caches);
-  add("value_caches", value_caches);
+  }
 
   const bool on_host =
       kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
@@ -95,7 +94,23 @@ void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor
                                 .pairs_on_host = on_host,
                                 .num_blocks = num_blocks,
                                 .block_bytes = block_bytes};
-  launch(params, key_caches[0]);
+  launch(params, front.caches[0]);
+}
+
+void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                 const Tensor& block_mapping) {
+  Expect expect("copy_blocks");
+  expect.that(
+      key_caches.size() == value_caches.size(),
+      "value_caches: expected as many layers as key_caches = " + std::to_string(key_caches.size()) +
+          ", got " + std::to_string(value_caches.size()));
+  if (key_caches.empty()) return;
+  copy_within(expect, {{"key_caches", key_caches}, {"value_caches", value_caches}}, block_mapping);
+}
+
+void copy_blocks_mla(const std::vector<Tensor>& kv_caches, const Tensor& block_mapping) {
+  Expect expect("copy_blocks_mla");
+  if (!kv_caches.empty()) copy_within(expect, {{"kv_caches", kv_caches}}, block_mapping);
 }
 
 // torch calls the CUDA library when either tensor is on a GPU, and this library's CPU side when
@@ -136,5 +151,6 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("copy_blocks", TORCH_BOX(&vllm_kernels::copy_blocks));
+  library.impl("copy_blocks_mla", TORCH_BOX(&vllm_kernels::copy_blocks_mla));
   library.impl("swap_blocks", TORCH_BOX(&vllm_kernels::swap_blocks));
 }

@@ -82,6 +82,17 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
   scan(params, values);
 }
 
+void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
+                 const GatheredColumns& used) {
+  IndexCheckParams params = pack(expect, values, bounds);
+  params.rows = used.rows;
+  params.row_lengths = used.row_lengths;
+  params.tokens_per_column = used.tokens_per_column;
+  params.cumulative_lengths = used.cumulative_lengths;
+  params.row_starts = used.row_starts;
+  scan(params, values);
+}
+
 void raise_bad_index() {
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
   if (!cuda::check_mode()) return;

@@ -14,6 +14,15 @@ struct UsedColumns {
   int32_t sliding_window = 0;                // 0: none
 };
 
+// The columns of the tokens that a gather takes of each row; there may be more rows in the table.
+struct GatheredColumns {
+  int64_t rows;
+  int32_t tokens_per_column;                    // block_size
+  const int32_t* row_lengths = nullptr;         // [rows], or
+  const int32_t* cumulative_lengths = nullptr;  // [rows + 1]
+  const int32_t* row_starts = nullptr;          // [rows], or null; with cumulative_lengths
+};
+
 // `values`: [n] or [rows, columns], int32 or int64, stride 1 in the last dimension.
 //   CPU   scans at every call and throws, before anything is written:
 //         reshape_and_cache: slot_mapping[5] = 999: expected -1 (skipped) or a slot in [0, 512)
@@ -22,6 +31,8 @@ struct UsedColumns {
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds);
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used);
+void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
+                 const GatheredColumns& used);
 
 // Throws what finished scans of earlier CUDA ops have found. launch() calls it; no sync.
 void raise_bad_index();

@@ -58,8 +58,31 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
       "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
   library.def(
+      "reshape_and_cache_per_token_quant(Tensor key, Tensor value, Tensor! key_cache, "
+      "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
+      "str layout) -> ()");
+  library.def(
+      "cp_gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
+      "int batch_size, Tensor? seq_starts=None) -> ()");
+  library.def(
+      "gather_and_maybe_dequant_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
+      "Tensor cu_seq_lens, Tensor token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, "
+      "Tensor? seq_starts=None) -> ()");
+  library.def(
+      "gather_paged_kv(Tensor! key, Tensor! value, Tensor key_cache, Tensor value_cache, "
+      "Tensor block_tables, Tensor cu_seq_lens, Tensor? seq_starts, Tensor? k_scale, "
+      "Tensor? v_scale, str layout) -> ()");
+  library.def(
+      "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, "
+      "str kv_cache_dtype, Tensor scale) -> ()");
+  library.def(
+      "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
+      "Tensor seq_lens, Tensor workspace_starts, int batch_size) -> ()");
+  library.def("concat_mla_q(Tensor ql_nope, Tensor q_pe, Tensor! q_out) -> ()");
+  library.def(
       "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> "
       "()");
+  library.def("copy_blocks_mla(Tensor(a!)[] kv_caches, Tensor block_mapping) -> ()");
   library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");
   library.def(
       "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");

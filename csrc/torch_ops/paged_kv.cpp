@@ -135,14 +135,18 @@ KvLayout cache_layout(const Expect& expect, std::string_view text) {
   expect.fail("layout: expected \"vllm\", \"NHD\" or \"HND\", got \"" + std::string(text) + "\"");
 }
 
+PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
+                    CacheSizes& sizes) {
+  return layout == KvLayout::kVllm ? vllm_pages(key_cache, value_cache, dtype, sizes)
+                                   : row_pages(key_cache, value_cache, dtype, layout, sizes);
+}
+
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes) {
   key_cache.cache_of(query);
   value_cache.same_dtype(key_cache);
   const DType dtype = key_cache.dtype();
-  const PagedKv kv = layout == KvLayout::kVllm
-                         ? vllm_pages(key_cache, value_cache, dtype, sizes)
-                         : row_pages(key_cache, value_cache, dtype, layout, sizes);
+  const PagedKv kv = cache_pages(key_cache, value_cache, dtype, layout, sizes);
   const int64_t block_size = sizes.block_size;
   if (block_size < 1 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
     key_cache.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +

@@ -42,6 +42,10 @@ KvLayout cache_layout(const Expect& expect, std::string_view text);
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes);
 
+// Caches of any layout and page size whose dtype was checked.
+PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
+                    CacheSizes& sizes);
+
 // k_scale, v_scale of an 8-bit cache: float32 of one element, or one a KV head; null stands for 1.
 // `read` gets those given.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,

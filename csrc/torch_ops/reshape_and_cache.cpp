@@ -1,4 +1,5 @@
 #include "ops/reshape_and_cache.h"
+#include "ops/reshape_and_cache_per_token_quant.h"
 
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
@@ -8,60 +9,83 @@
 namespace vllm_kernels {
 namespace {
 
+// What every writer of tokens takes: key and value [num_tokens, num_kv_heads, head_size], and
+// slots of the first of them. The dtype of the caches is checked by the caller.
+struct Tokens {
+  Tokens(const char* op, const Tensor& key_tensor, const Tensor& value_tensor)
+      : expect(op),
+        key(expect.tensor("key", key_tensor)
+                .floating()
+                .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
+                .inner_contiguous()),
+        value(expect.tensor("value", value_tensor)
+                  .same_dtype(key)
+                  .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
+                  .inner_contiguous()) {}
+
+  Argument slots(const Tensor& slot_mapping) {
+    const Argument slots =
+        expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
+    if (slots.numel() > num_tokens) {
+      slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
+                 " (from key) slots, got shape " + slots.shape_text());
+    }
+    return slots;
+  }
+
+  // After the other checks: fills the struct, for the caller to launch.
+  ReshapeAndCacheParams pack(const PagedKv& kv, const Argument& slots) const {
+    const int64_t num_slots = kv.num_blocks * kv.block_size;
+    expect.that(num_slots <= INT32_MAX, "key_cache: expected num_blocks * block_size < 2^31, got " +
+                                            std::to_string(num_slots));
+    const bool nothing = slots.numel() == 0 || key.numel() == 0;
+    if (!nothing) {
+      check_index(expect, slots,
+                  {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
+    }
+    return {.key = key.data(),
+            .value = value.data(),
+            .key_token_stride = key.stride(0),
+            .key_head_stride = key.stride(1),
+            .value_token_stride = value.stride(0),
+            .value_head_stride = value.stride(1),
+            .kv = kv,
+            .slot_mapping = slots.as<const int64_t>(),
+            .num_tokens = nothing ? 0 : slots.numel(),
+            .dtype = key.dtype()};
+  }
+
+  Expect expect;
+  Size num_tokens{"num_tokens"};
+  CacheSizes sizes;
+  Argument key;
+  Argument value;
+};
+
 void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& value,
            const Tensor& key_cache, const Tensor& value_cache, const Tensor& slot_mapping,
            const Text& kv_cache_dtype, const Tensor& k_scale, const Tensor& v_scale) {
-  Expect expect(op);
-  Size num_tokens("num_tokens");
-  CacheSizes sizes;
-  const Argument k = expect.tensor("key", key)
-                         .floating()
-                         .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
-                         .inner_contiguous();
-  const Argument v = expect.tensor("value", value)
-                         .same_dtype(k)
-                         .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
-                         .inner_contiguous();
-  const DType stored = cache_dtype(expect, kv_cache_dtype, k.dtype(), "kv_cache_dtype",
-                                   Int8Cache::kTaken);
+  Tokens tokens(op, key, value);
+  Expect& expect = tokens.expect;
+  const DType stored =
+      cache_dtype(expect, kv_cache_dtype, tokens.key.dtype(), "kv_cache_dtype", Int8Cache::kTaken);
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
-  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(kc, vc, stored,
-                                                                        kv_cache_dtype, sizes);
+  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(
+      kc, vc, stored, kv_cache_dtype, tokens.sizes);
   kc.written();
   vc.written();
-  const Argument slots =
-      expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
-  if (slots.numel() > num_tokens) {
-    slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
-               " (from key) slots, got shape " + slots.shape_text());
-  }
+  const Argument slots = tokens.slots(slot_mapping);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
   set_head_scales(kv, ks, vs);
   for (const Argument* cache : {&kc, &vc}) {
-    expect.apart(*cache, k);
-    expect.apart(*cache, v);
+    expect.apart(*cache, tokens.key);
+    expect.apart(*cache, tokens.value);
     expect.apart(*cache, slots);
   }
   expect.apart(kc, vc);
-  const int64_t num_slots = kv.num_blocks * kv.block_size;
-  expect.that(num_slots <= INT32_MAX, "key_cache: expected num_blocks * block_size < 2^31, got " +
-                                          std::to_string(num_slots));
-  if (slots.numel() == 0 || k.numel() == 0) return;
-  check_index(expect, slots,
-              {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
-
-  const ReshapeAndCacheParams params{.key = k.data(),
-                                     .value = v.data(),
-                                     .key_token_stride = k.stride(0),
-                                     .key_head_stride = k.stride(1),
-                                     .value_token_stride = v.stride(0),
-                                     .value_head_stride = v.stride(1),
-                                     .kv = kv,
-                                     .slot_mapping = slots.as<const int64_t>(),
-                                     .num_tokens = slots.numel(),
-                                     .dtype = k.dtype()};
-  launch(params, key);
+  const ReshapeAndCacheParams params = tokens.pack(kv, slots);
+  if (params.num_tokens > 0) launch(params, key);
 }
 
 void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache,
@@ -79,10 +103,49 @@ void reshape_and_cache_flash(const Tensor& key, const Tensor& value, const Tenso
         kv_cache_dtype, k_scale, v_scale);
 }
 
+void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
+                                       const Tensor& key_cache, const Tensor& value_cache,
+                                       const Tensor& key_scales, const Tensor& value_scales,
+                                       const Tensor& slot_mapping, const Text& layout) {
+  Tokens tokens("reshape_and_cache_per_token_quant", key, value);
+  Expect& expect = tokens.expect;
+  CacheSizes& sizes = tokens.sizes;
+  const KvLayout kv_layout = cache_layout(expect, layout);
+  Argument kc = expect.tensor("key_cache", key_cache).int8();
+  Argument vc = expect.tensor("value_cache", value_cache).int8();
+  const PagedKv kv = cache_pages(kc, vc, DType::kInt8, kv_layout, sizes);
+  Arguments all;
+  all.add(tokens.key, tokens.value);
+  const auto scales = [&](const char* name, const Tensor& tensor) {
+    return expect.tensor(name, tensor)
+        .float32()
+        .shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.block_size})
+        .inner_contiguous()
+        .written();
+  };
+  const Argument ks = scales("key_scales", key_scales), vs = scales("value_scales", value_scales);
+  const Argument slots = tokens.slots(slot_mapping);
+  all.add(slots);
+  for (const Argument& out : {kc.written(), vc.written(), ks, vs}) {
+    expect.apart(out, all);
+    all.add(out);
+  }
+  const ReshapeAndCachePerTokenQuantParams params{.write = tokens.pack(kv, slots),
+                                                  .key_scales = ks.as<float>(),
+                                                  .value_scales = vs.as<float>(),
+                                                  .key_scales_block_stride = ks.stride(0),
+                                                  .key_scales_head_stride = ks.stride(1),
+                                                  .value_scales_block_stride = vs.stride(0),
+                                                  .value_scales_head_stride = vs.stride(1)};
+  if (params.write.num_tokens > 0) launch(params, key);
+}
+
 }  // namespace
 }  // namespace vllm_kernels
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("reshape_and_cache", TORCH_BOX(&vllm_kernels::reshape_and_cache));
   library.impl("reshape_and_cache_flash", TORCH_BOX(&vllm_kernels::reshape_and_cache_flash));
+  library.impl("reshape_and_cache_per_token_quant",
+               TORCH_BOX(&vllm_kernels::reshape_and_cache_per_token_quant));
 }

@@ -40,6 +40,24 @@ def test_matches_reference(device, dtype, shapes):
     check(layers(shapes[0], dtype, device), layers(shapes[1], dtype, device), pairs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_blocks_mla(device, dtype):
+    pairs = torch.tensor([[3, 7], [3, 8], [19, 0], [5, 5]], device=device)
+    caches = layers((20, 16, 576), dtype, device)
+    want = [reference.copy_blocks(cache, pairs) for cache in caches]
+    vllm_kernels.copy_blocks_mla(caches, pairs)
+    assert all(torch.equal(got, expected) for got, expected in zip(caches, want))
+    vllm_kernels.copy_blocks_mla([], pairs)
+    opcheck("copy_blocks_mla", caches, pairs)
+    assert_compiles(vllm_kernels.copy_blocks_mla, caches, pairs)
+    with raises(
+        r"^copy_blocks_mla: kv_caches: expected blocks of \d+ bytes \(from kv_caches\[0\]\)"
+    ):
+        vllm_kernels.copy_blocks_mla([caches[0], caches[1][..., :575].contiguous()], pairs)
+    with raises(r"^copy_blocks_mla: block_mapping\[0, 1\] = 20: expected a block in \[0, 20\)$"):
+        vllm_kernels.copy_blocks_mla(caches, torch.tensor([[0, 20]]))
+
+
 def test_many_layers_and_pairs(device):
     order = torch.randperm(600)
     pairs = torch.stack([order[:300], order[300:]], 1).to(device)

@@ -279,7 +279,21 @@ def test_many_tokens(op, device, dtype):
 def test_saturation_and_special_values(op, device, dtype):
     values = [0.0, -0.0, 1e-8, 448.0, 449.0, 464.0, 500.0, 65504.0, -65504.0, 57344.0]
     values += [float("inf"), float("-inf"), float("nan"), 2.0**-9, 2.0**-10, 2.0**-16, 0.0175]
-    values += [0.5, -0.5, 1.5, 2.5, -2.5, 126.5, 127.4, 127.5, 128.0, -127.5, -128.5, -129.0, -200.0]
+    values += [
+        0.5,
+        -0.5,
+        1.5,
+        2.5,
+        -2.5,
+        126.5,
+        127.4,
+        127.5,
+        128.0,
+        -127.5,
+        -128.5,
+        -129.0,
+        -200.0,
+    ]
     key = torch.tensor(values * 4, device=device, dtype=dtype)[:64].expand(3, 2, 64).contiguous()
     one = torch.ones(1, device=device)
     slots = torch.tensor([0, 1, 20], device=device)
@@ -350,8 +364,8 @@ def test_bad_input(op, device):
         ({"value": value.half()}, r"value: expected float32 \(from key\), got float16"),
         ({"value": value[:3]}, r"value: expected num_tokens = 4 \(from key\) at dimension 0"),
         ({"value": value[:, :1]}, r"value: expected num_kv_heads = 2 \(from key\)"),
-        ({"kv_cache_dtype": "int4"}, r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or '
-         r'"int8", got "int4"$'),
+        ({"kv_cache_dtype": "int4"},
+         r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "int8", got "int4"$'),
         ({"kv_cache_dtype": "fp8"}, r"_cache: expected uint8 or float8_e4m3fn \(from kv_cache"),
         ({"key_cache": k8, "value_cache": v8}, r"_cache: expected float32 \(from kv_cache_dtype"),
         ({"key_cache": kc[:10]}, r"_cache: expected num_blocks = 1"),

@@ -54,6 +54,56 @@ def test_pinned_memory():
     check(gpu, host, pairs)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("direction", ["out", "in", "on the GPU"])
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+def test_side_stream_beside_computing(direction, pinned):
+    """Single blocks in random order, many of them: one batched copy where the memory is pinned."""
+    blocks = 400
+    host, gpu = pool(blocks, "cpu"), pool(blocks, "cuda")
+    host = host.pin_memory() if pinned else host
+    src, dst = {"out": (gpu, host), "in": (host, gpu), "on the GPU": (gpu, gpu.clone())}[direction]
+    dst = dst.pin_memory() if pinned and dst.device.type == "cpu" else dst
+    order = torch.randperm(blocks)
+    pairs = torch.stack([order[:150], torch.randperm(blocks)[:150]], 1)
+    want = reference.swap_blocks(src, dst, pairs)
+    copies = torch.cuda.Stream()
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    copies.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(copies):
+        vllm_kernels.swap_blocks(src, dst, pairs)
+    for _ in range(4):
+        busy = busy @ busy * 1e-3
+    torch.cuda.current_stream().wait_stream(copies)
+    torch.cuda.synchronize()
+    assert torch.equal(dst, want)
+    # And again after the stream was written to: the copies come in the stream's order.
+    with torch.cuda.stream(copies):
+        if src.device.type == "cuda":
+            src.add_(1)
+        vllm_kernels.swap_blocks(src, dst, pairs)
+    copies.synchronize()
+    assert torch.equal(dst, reference.swap_blocks(src, dst, pairs))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_side_stream_does_not_wait_for_the_host():
+    """With pinned memory the call returns while the stream is still held up."""
+    host, gpu = pool(400, "cpu").pin_memory(), pool(400, "cuda")
+    pairs = torch.stack([torch.randperm(400)[:150], torch.randperm(400)[:150]], 1)
+    want = reference.swap_blocks(gpu, host, pairs)
+    copies, done = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        vllm_kernels.swap_blocks(gpu, host, pairs)
+        done.record()
+    assert not done.query()
+    copies.synchronize()
+    assert torch.equal(host, want)
+
+
 def test_packed_tensors(route):
     src, dst = pool(30, route[0]), pool(40, route[1])
     packed_src = torch.stack([src, src + 1], 1)

@@ -57,7 +57,7 @@ def _fake(op: str) -> Callable[..., None]:
         tensors = [
             (name, tensor)
             for name, value in given.items()
-            if not (op == "copy_blocks" and name == "block_mapping")  # may be on the CPU
+            if not (op.startswith("copy_blocks") and name == "block_mapping")  # may be on the CPU
             for tensor in (value if isinstance(value, (list, tuple)) else [value])
             if isinstance(tensor, Tensor)
         ]

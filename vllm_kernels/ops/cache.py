@@ -7,10 +7,18 @@ from torch import Tensor
 from vllm_kernels.ops._common import inference_only, library_ops
 
 __all__ = [
+    "concat_and_cache_mla",
+    "concat_mla_q",
     "convert_fp8",
     "copy_blocks",
+    "copy_blocks_mla",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "gather_and_maybe_dequant_cache",
+    "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "reshape_and_cache_per_token_quant",
     "swap_blocks",
 ]
 
@@ -86,6 +94,255 @@ def reshape_and_cache_flash(
     )
 
 
+def reshape_and_cache_per_token_quant(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "vllm",
+) -> None:
+    """Writes new keys and values into int8 caches, with one scale a token and head.
+
+    A row x of head_size values is stored as ``x / scale``, to nearest even, with
+    ``scale = max|x| / 127``: its error is at most scale / 2 an element, whatever the other tokens
+    hold. A row of zeros has scale 0. A row with a NaN or an infinity gets a scale of that kind, so
+    that it comes back as NaN and no other row does.
+
+    The scales lie beside the pages, [num_blocks, num_kv_heads, block_size]: copy and swap them with
+    their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later work
+    (``paged_attention`` takes one scale, or one a KV head).
+
+    Args (where they differ from :func:`reshape_and_cache`):
+        key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
+            block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,
+            head_size]; free strides as :func:`vllm_kernels.paged_attention` has them.
+        key_scales, value_scales: [num_blocks, num_kv_heads, block_size] float32, last stride 1,
+            written.
+
+    Raises:
+        RuntimeError: as :func:`reshape_and_cache`.
+    """
+    inference_only(
+        "reshape_and_cache_per_token_quant",
+        key, value, key_cache, value_cache, key_scales, value_scales,
+    )  # fmt: skip
+    library_ops.reshape_and_cache_per_token_quant.default(
+        key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout
+    )
+
+
+def cp_gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """Gathers the entries of paged sequences into rows, one sequence after the other, bit for bit.
+
+    Row ``cu_seq_lens[s] + i`` of dst gets token ``seq_starts[s] + i`` of sequence s; rows of no
+    sequence are left alone.
+
+    Args:
+        src_cache: [num_blocks, block_size, ...], any dtype; the strides of blocks and tokens are
+            free.
+        dst: [num_rows, ...] in src_cache's dtype, entries of as many elements, written; the stride
+            of rows is free.
+        block_table: [>= batch_size, blocks_per_seq] int32; garbage behind what is read is fine.
+        cu_seq_lens: [batch_size + 1] int32, ascending, at most num_rows.
+        batch_size: number of sequences.
+        seq_starts: [batch_size] int32, a sequence's first token to gather, at any place in its
+            block; None: 0.
+
+    Source: vLLM's op of this name (its newest line).
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a block out of range and for tokens behind the block table, before anything is written.
+            On CUDA the rows of such tokens are zeros, and bad values are reported with
+            VLLM_KERNELS_CHECK=1 (but for a start and a length that are too long only together).
+    """
+    inference_only("cp_gather_cache", src_cache, dst)
+    library_ops.cp_gather_cache.default(
+        src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts
+    )
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    token_to_seq: Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """:func:`cp_gather_cache` that turns an 8-bit cache into dst's dtype: element * scale.
+
+    Args (where they differ):
+        dst: [num_rows, ...] float32, float16 or bfloat16, entries of as many elements, written.
+        token_to_seq: [>= num_tokens] int32, the sequence of each row: what cu_seq_lens says, known
+            to the caller, so that it need not be searched for. A row that cu_seq_lens does not give
+            to this sequence is left alone.
+        num_tokens: rows of dst to look at.
+        kv_cache_dtype: "auto" (src_cache is in dst's dtype), "fp8" or "fp8_e4m3", "fp8_e5m2",
+            "int8". (Entries of "fp8_ds_mla" are for :func:`cp_gather_and_upconvert_fp8_kv_cache`.)
+        scale: one float32; for 8-bit caches.
+
+    Source: vLLM's op of this name (its newest line), there for entries of 576 elements only.
+
+    Raises:
+        RuntimeError: as :func:`cp_gather_cache`. On CUDA the row of a sequence out of range is
+            zeros.
+    """
+    inference_only("gather_and_maybe_dequant_cache", src_cache, dst, scale)
+    library_ops.gather_and_maybe_dequant_cache.default(
+        src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale,
+        seq_starts,
+    )  # fmt: skip
+
+
+def gather_paged_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+) -> None:
+    """Gathers the K and V of paged sequences, of any layout, into rows: what attention kernels for
+    contiguous keys read.
+
+    Row ``cu_seq_lens[s] + i`` gets token ``seq_starts[s] + i`` of sequence s; rows of no sequence
+    are left alone. Elements of 8-bit caches are multiplied by their scale and rounded to the dtype
+    of the rows.
+
+    Args:
+        key, value: [num_rows, num_kv_heads, head_size], float32, float16 or bfloat16, written; the
+            strides of rows and heads are free.
+        key_cache, value_cache: of that dtype, float8_e4m3fn, float8_e5m2 or int8; shapes by layout
+            as in :func:`vllm_kernels.paged_attention`.
+        block_tables: [>= num_seqs, blocks_per_seq] int32; garbage behind what is read is fine.
+        cu_seq_lens: [num_seqs + 1] int32, ascending, at most num_rows.
+        seq_starts: [num_seqs] int32, a sequence's first token to gather; None: 0.
+        k_scale, v_scale: for 8-bit caches, float32, both of one element, or [num_kv_heads], or
+            [num_blocks, num_kv_heads, block_size] (what :func:`reshape_and_cache_per_token_quant`
+            wrote).
+        layout: "vllm", "NHD" or "HND".
+
+    Raises:
+        RuntimeError: as :func:`cp_gather_cache`.
+    """
+    inference_only("gather_paged_kv", key, value, key_cache, value_cache, k_scale, v_scale)
+    library_ops.gather_paged_kv.default(
+        key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale, v_scale,
+        layout,
+    )  # fmt: skip
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+) -> None:
+    """Writes tokens into the cache of multi-head latent attention (DeepSeek-V2 and on): one entry a
+    token, its latent followed by the rotated key part that all heads share.
+
+    Slots are as in :func:`reshape_and_cache`: -1 leaves a token out, the last token of a slot wins.
+
+    Args:
+        kv_c: [num_tokens, kv_lora_rank], float32, float16 or bfloat16; the stride of tokens is
+            free.
+        k_pe: [num_tokens, pe_dim], likewise.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + pe_dim], written; the strides of blocks
+            and tokens are free. For "fp8_ds_mla" uint8 [num_blocks, block_size, 656], entries at
+            multiples of 16 bytes.
+        slot_mapping: [n] int64, n <= num_tokens.
+        kv_cache_dtype: "auto", "fp8" or "fp8_e4m3", "fp8_e5m2" (x / scale), or "fp8_ds_mla": 512
+            e4m3 values of kv_c, then one float32 scale for each 128 of them,
+            max(max|x| / 448, 2^-126), then k_pe [64] as bfloat16.
+        scale: one float32; for "fp8", "fp8_e4m3", "fp8_e5m2".
+
+    Source: DeepSeek-V2 (arXiv 2405.04434); vLLM's op of this name; the entry of "fp8_ds_mla" is
+    FlashMLA's. Attention over these caches is later work.
+
+    Raises:
+        RuntimeError: as :func:`reshape_and_cache`.
+    """
+    inference_only("concat_and_cache_mla", kv_c, k_pe, kv_cache, scale)
+    library_ops.concat_and_cache_mla.default(
+        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
+    )
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+) -> None:
+    """Gathers entries of "fp8_ds_mla" (see :func:`concat_and_cache_mla`) into rows of a model's
+    dtype: the latent times its scales, then the rope part.
+
+    Token i of sequence s goes to row ``workspace_starts[s] + i``; the other rows are left alone.
+
+    Args:
+        src_cache: [num_blocks, block_size, 656] uint8, entries at multiples of 16 bytes.
+        dst: [num_rows, 576], bfloat16 (or float16, float32), rows at multiples of 16 bytes,
+            written.
+        block_table: [>= batch_size, blocks_per_seq] int32; garbage behind the lengths is fine.
+        seq_lens: [batch_size] int32.
+        workspace_starts: [batch_size] int32. Sequences must not share rows.
+        batch_size: number of sequences.
+
+    Source: vLLM's op of this name.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a block, a length or a row out of range, before anything is written. On CUDA the row of
+            a bad block is zeros, and tokens that would go past dst are left out.
+    """
+    inference_only("cp_gather_and_upconvert_fp8_kv_cache", src_cache, dst)
+    library_ops.cp_gather_and_upconvert_fp8_kv_cache.default(
+        src_cache, dst, block_table, seq_lens, workspace_starts, batch_size
+    )
+
+
+def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
+    """q_out[..., :nope_dim] = ql_nope and q_out[..., nope_dim:] = q_pe: the query that attention
+    over an MLA cache takes.
+
+    Args:
+        ql_nope: [num_tokens, num_heads, nope_dim], float32, float16 or bfloat16; the strides of
+            tokens and heads are free.
+        q_pe: [num_tokens, num_heads, pe_dim], likewise.
+        q_out: [num_tokens, num_heads, nope_dim + pe_dim], likewise, written.
+
+    Source: vLLM's op of this name, there for 512 + 64 only.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("concat_mla_q", ql_nope, q_pe, q_out)
+    library_ops.concat_mla_q.default(ql_nope, q_pe, q_out)
+
+
 def copy_blocks(
     key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
 ) -> None:
@@ -108,17 +365,38 @@ def copy_blocks(
     library_ops.copy_blocks.default(key_caches, value_caches, block_mapping)
 
 
+def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """:func:`copy_blocks` for caches that hold keys and values together, one a layer."""
+    inference_only("copy_blocks_mla", *kv_caches)
+    library_ops.copy_blocks_mla.default(kv_caches, block_mapping)
+
+
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """Copies blocks between two caches, each on the CPU or on one GPU.
 
     Args:
         src: [num_src_blocks, ...], any dtype.
         dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written.
-        block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst).
+        block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst). No block of dst
+            may come up twice: the copies have no order on CUDA (within one tensor they have).
 
-    Neighbouring pairs travel as one copy, on the current stream of the GPU. A copy from or to
-    pageable memory may wait for its turn; pinned memory does not, and must then stay untouched
-    until the stream gets there.
+    Neighbouring pairs travel as one stretch. Several stretches are one batched copy
+    (cudaMemcpyBatchAsync, CUDA 12.8 and on) where the memory on the CPU is pinned and the current
+    stream is neither the default stream, which takes none, nor captured; else they are copied one
+    by one, which costs about a microsecond of the CPU's time each. All of it is asynchronous,
+    except that a copy from or to pageable memory may wait for its turn. Pinned memory must stay
+    untouched until the stream gets there.
+
+    To overlap with computing, give the copies a stream of their own and let the two wait for each
+    other where one needs what the other did::
+
+        copies = torch.cuda.Stream()
+        host = torch.empty_like(key_cache, device="cpu").pin_memory()
+        copies.wait_stream(torch.cuda.current_stream())  # the blocks are written
+        with torch.cuda.stream(copies):
+            swap_blocks(key_cache, host, block_mapping)  # while the model goes on elsewhere
+        ...
+        torch.cuda.current_stream().wait_stream(copies)  # before the blocks are written again
 
     Raises:
         RuntimeError: also for a block out of range, before anything is copied.

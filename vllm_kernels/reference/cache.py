@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,11 @@ def to_fp8(x: Tensor, scale: float | Tensor, kv_dtype: str) -> Tensor:
     """x / scale to nearest even, saturating, as uint8; NaN is 0x7f."""
     largest = torch.finfo(FP8[kv_dtype]).max
     divisor = torch.as_tensor(scale, device=x.device)  # torch multiplies by a number's inverse
-    bytes_ = (x.float() / divisor).clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
-    return torch.where(x.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_)
+    quotient = x.float() / divisor
+    bytes_ = quotient.clamp(-largest, largest).to(FP8[kv_dtype]).view(torch.uint8)
+    return torch.where(
+        quotient.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), bytes_
+    )
 
 
 def from_fp8(x: Tensor, scale: float, kv_dtype: str, dtype: torch.dtype) -> Tensor:
@@ -117,6 +122,187 @@ def write_tokens(
         else:
             out[block, :, :, place] = rows[token]
     return out
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 rows, and the scale of each, [...]."""
+    scale = x.float().abs().amax(-1) / torch.tensor(127.0, device=x.device)
+    return to_int8(x, torch.where(scale > 0, scale, 1.0)[..., None]), scale
+
+
+def reshape_and_cache_per_token_quant(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "vllm",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The caches and scales afterwards."""
+    k, k_scales = quantise_rows(key)
+    v, v_scales = quantise_rows(value)
+    one = torch.ones(1)
+    if layout == "vllm":
+        keys, values = reshape_and_cache(
+            k, v, key_cache, value_cache, slot_mapping, "auto", one, one
+        )
+    else:
+        swap = layout == "HND"
+        pages = [c.transpose(1, 2) if swap else c for c in (key_cache, value_cache)]
+        written = reshape_and_cache_flash(k, v, *pages, slot_mapping, "auto", one, one)
+        keys, values = (c.transpose(1, 2) if swap else c for c in written)
+    key_scales, value_scales = key_scales.clone(), value_scales.clone()
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, key_scales.size(-1))
+    key_scales[blocks, :, places] = k_scales[tokens]
+    value_scales[blocks, :, places] = v_scales[tokens]
+    return keys, values, key_scales, value_scales
+
+
+def _gather(cache: Tensor, rows: Tensor, block_table: Tensor, cu_seq_lens: Tensor,
+            seq_starts: Tensor | None) -> Tensor:  # fmt: skip
+    """rows afterwards, of a cache [blocks, block, ...]."""
+    out = rows.clone()
+    block_size, ends = cache.size(1), cu_seq_lens.tolist()
+    for seq, (begin, end) in enumerate(pairwise(ends)):
+        start = 0 if seq_starts is None else int(seq_starts[seq])
+        positions = torch.arange(start, start + end - begin, device=cache.device)
+        blocks = block_table[seq].long()[positions // block_size]
+        out[begin:end] = cache[blocks, positions % block_size].to(out.dtype)
+    return out
+
+
+def cp_gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> Tensor:
+    """dst afterwards."""
+    return _gather(src_cache, dst, block_table[:batch_size], cu_seq_lens, seq_starts)
+
+
+def _dequantised(cache: Tensor, scale: Tensor | None) -> Tensor:
+    """In float32; `scale` broadcasts."""
+    return cache.float() if scale is None else cache.float() * scale
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    token_to_seq: Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    seq_starts: Tensor | None = None,
+) -> Tensor:
+    """dst afterwards."""
+    if kv_cache_dtype == "auto":
+        wide = src_cache
+    else:
+        stored = {**FP8, "int8": torch.int8}[kv_cache_dtype]
+        wide = _dequantised(src_cache.view(stored), scale)
+    out = _gather(wide, dst, block_table, cu_seq_lens, seq_starts)
+    out[num_tokens:] = dst[num_tokens:]
+    return out
+
+
+def _rows_of_pages(cache: Tensor, layout: str, is_key: bool) -> Tensor:
+    """[blocks, block, heads, D], whatever the layout."""
+    if layout == "vllm":
+        return cache.permute(0, 3, 1, 2, 4).flatten(3) if is_key else cache.permute(0, 3, 1, 2)
+    return cache.transpose(1, 2) if layout == "HND" else cache
+
+
+def gather_paged_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+) -> tuple[Tensor, Tensor]:
+    """key and value afterwards."""
+
+    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None, is_key: bool) -> Tensor:
+        pages = _rows_of_pages(cache, layout, is_key)
+        if scale is not None and scale.dim() == 3:  # a scale a token and head
+            scale = scale.transpose(1, 2)[..., None]
+        elif scale is not None:
+            scale = scale.reshape(-1, 1)
+        wide = pages if scale is None else _dequantised(pages, scale)
+        return _gather(wide, rows, block_tables, cu_seq_lens, seq_starts)
+
+    keys = gathered(key, key_cache, k_scale, True)
+    return keys, gathered(value, value_cache, v_scale, False)
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+) -> Tensor:
+    """kv_cache afterwards."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        entries = _ds_mla_entries(kv_c, k_pe)
+    else:
+        entries = torch.cat([kv_c, k_pe], -1)
+        if kv_cache_dtype != "auto":
+            entries = to_fp8(entries, scale.reshape(()), kv_cache_dtype).view(kv_cache.dtype)
+    out = kv_cache.clone()
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, kv_cache.size(1))
+    out[blocks, places] = entries[tokens]
+    return out
+
+
+def _ds_mla_entries(kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    """[tokens, 656] uint8."""
+    tiles = kv_c.float().unflatten(-1, (4, 128))
+    largest = tiles.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1)
+    scales = (largest / torch.tensor(448.0, device=kv_c.device)).clamp_min(2.0**-126)
+    latent = to_fp8(tiles, scales[..., None], "fp8").flatten(1)
+    return torch.cat([latent, scales.view(torch.uint8), k_pe.bfloat16().view(torch.uint8)], -1)
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+) -> Tensor:
+    """dst afterwards."""
+    out = dst.clone()
+    block_size = src_cache.size(1)
+    for seq, (start, length) in enumerate(zip(workspace_starts.tolist(), seq_lens.tolist())):
+        positions = torch.arange(length, device=src_cache.device)
+        blocks = block_table[seq].long()[positions // block_size]
+        entries = src_cache[blocks, positions % block_size]
+        latent = entries[:, :512].contiguous().view(torch.float8_e4m3fn).float()
+        scales = entries[:, 512:528].contiguous().view(torch.float32)
+        rope = entries[:, 528:].contiguous().view(torch.bfloat16)
+        wide = (latent.unflatten(-1, (4, 128)) * scales[..., None]).flatten(1)
+        out[start : start + length] = torch.cat([wide.to(dst.dtype), rope.to(dst.dtype)], -1)
+    return out
+
+
+def concat_mla_q(ql_nope: Tensor, q_pe: Tensor) -> Tensor:
+    """q_out."""
+    return torch.cat([ql_nope, q_pe], -1)
 
 
 def copy_blocks(cache: Tensor, block_mapping: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+// Where the rows that a block gathers lie in the cache.
+#pragma once
+#include <cstdint>
+
+#include "ops/gather_cache.h"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kMostTokens = 16;  // rows of a block
+
+// How many of the ascending values[0], .., values[count - 1] are <= bound; in rounds of 32 probes.
+// By a whole warp.
+__device__ __forceinline__ int count_up_to(const int32_t* values, int count, int bound) {
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = count;  // what is looked for lies between, both included
+  while (low < high) {
+    const int step = (high - low + 31) / 32;
+    const int at = low + (lane + 1) * step - 1;  // the last of this lane's piece
+    const bool within = at < high && values[at] <= bound;
+    const uint32_t beyond = ~__ballot_sync(0xffffffffu, within);
+    low += (beyond == 0 ? 32 : __ffs(beyond) - 1) * step;
+    high = min(low + step - 1, high);
+  }
+  return low;
+}
+
+// places[i] of rows first + i, i < tokens <= kMostTokens. By the first warp of the block.
+__device__ __forceinline__ void locate_rows(const PagedTokens& p, int first, int tokens,
+                                            TokenPlace* places) {
+  int seq = -1;  // of row `first`
+  if (p.token_to_seq == nullptr) seq = count_up_to(p.cu_seq_lens, p.num_seqs + 1, first) - 1;
+  const int row = first + static_cast<int>(threadIdx.x % 32);
+  if (row >= first + tokens) return;
+  TokenPlace place{TokenPlace::kUnwritten, 0};
+  if (row < p.num_rows) {
+    if (p.token_to_seq != nullptr) {
+      seq = p.token_to_seq[row];
+    } else {
+      while (seq < p.num_seqs && p.cu_seq_lens[seq + 1] <= row) ++seq;
+    }
+    place = p.locate(row, seq);
+  }
+  places[row - first] = place;
+}
+
+}  // namespace vllm_kernels::cuda

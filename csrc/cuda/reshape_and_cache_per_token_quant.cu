@@ -1,0 +1,282 @@
+#include "ops/reshape_and_cache_per_token_quant.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/cache_element.cuh"
+#include "cuda/fast_divisor.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/launchers.h"
+#include "cuda/slots.cuh"
+#include "cuda/types.cuh"
+#include "cuda/write_rows.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+using Params = ReshapeAndCachePerTokenQuantParams;
+
+constexpr int kMostTokens = 32;    // of a block
+constexpr int kMostThreads = 512;  // of a block
+constexpr int kFewTokens = 64;     // up to here blocks are as small as they can be
+constexpr int kWidth = kVectorWidth<int8_t>;
+
+// The bits of a float's magnitude order as integers do, with a NaN above infinity.
+__device__ __forceinline__ uint32_t magnitude_bits(float x) {
+  return __float_as_uint(x) & 0x7fffffffu;
+}
+
+// The largest of `lanes` neighbouring lanes, a power of two, for all of them. By a whole warp.
+__device__ __forceinline__ uint32_t group_max(uint32_t value, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+struct RowScale {
+  float scale;      // stored
+  Divisor divisor;  // what elements are divided by
+};
+
+__device__ __forceinline__ RowScale row_scale(uint32_t largest_bits) {
+  const float scale = __fdiv_rn(__uint_as_float(largest_bits), 127.0f);
+  return {.scale = scale, .divisor = Divisor::of(scale > 0.0f ? scale : 1.0f)};
+}
+
+template <typename T, int kVectors>
+__device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVectorWidth<T>; ++j) {
+      largest = max(largest, magnitude_bits(to_float(parts[i][j])));
+    }
+  }
+  return largest;
+}
+
+// Thread (x, y) quantises chunk x (16 elements) of K and V of the block's token y, of head
+// blockIdx.y; blockDim.x is a power of two, so that a row's threads are lanes of one warp. With
+// kTransposed (layout vllm) V goes through shared memory: where the tokens' slots are an aligned
+// run of neighbours, 8 tokens of a value are stored at once; else neighbouring threads store
+// neighbouring values of one token, each of which costs a sector in that layout.
+template <typename T, bool kTransposed>
+__global__ void __launch_bounds__(kMostThreads)
+    quantise_rows_kernel(Params p, FastDivisor block_size) {
+  launch_dependents();
+  wait_for_predecessor();
+  constexpr int kVectors = kWidth / kVectorWidth<T>;
+  extern __shared__ __align__(16) char tile_bytes[];
+  __shared__ int32_t own_slots[kMostTokens];
+  __shared__ uint32_t repeated_here;
+  __shared__ bool neighbours;
+
+  const ReshapeAndCacheParams& w = p.write;
+  const PagedKv& kv = w.kv;
+  const int tokens = blockDim.y;
+  const int first = blockIdx.x * tokens;  // within this launch
+  const int head = blockIdx.y;
+  const int chunk = threadIdx.x, row = threadIdx.y;
+  const int thread = row * blockDim.x + chunk;
+  const int threads = blockDim.x * tokens;
+  const bool has_chunk = chunk * kWidth < kv.head_size;
+
+  // Without a branch, so that all loads of the prologue are under way at once.
+  Vector<T> k[kVectors], v[kVectors];
+  {
+    const int64_t token = min(first + row, static_cast<int>(w.num_tokens) - 1);
+    const int d = min(chunk * kWidth, kv.head_size - kWidth);
+    const auto* key = reinterpret_cast<const Vector<T>*>(
+        static_cast<const T*>(w.key) + token * w.key_token_stride + head * w.key_head_stride + d);
+    const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(w.value) +
+                                                           token * w.value_token_stride +
+                                                           head * w.value_head_stride + d);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) k[i] = key[i];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) v[i] = value[i];
+  }
+  const int from = first + tokens + thread;
+  LaterSlots later;
+  later.load(w, from, threads);
+  if (thread < 32) {
+    const int32_t slot = thread < tokens ? slot_of(w, first + thread) : -1;
+    own_slots[thread] = slot;
+    const uint32_t repeated = repeated_in_warp(thread, slot);
+    const int32_t next = __shfl_down_sync(0xffffffffu, slot, 1);
+    const uint32_t follows = __ballot_sync(0xffffffffu, slot >= 0 && next == slot + 1);
+    const uint32_t all = (1u << (tokens - 1)) - 1;
+    if (thread == 0) {
+      repeated_here = repeated;
+      neighbours = tokens % 8 == 0 && kv.block_size % tokens == 0 && (follows & all) == all &&
+                   slot >= 0 && slot % tokens == 0;
+    }
+  }
+  // A lane without a chunk holds another's values: they change no maximum.
+  const RowScale k_scale = row_scale(group_max(largest_of(k), blockDim.x));
+  const RowScale v_scale = row_scale(group_max(largest_of(v), blockDim.x));
+  __syncthreads();
+  const OwnSlots own{.list = own_slots, .end = tokens};
+  const uint32_t repeated =
+      repeated_here | find_repeated<kMostTokens>(w, from, threads, later, own);
+
+  const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
+  auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
+  const int32_t slot = own_slots[row];
+  if (slot >= 0 && (repeated >> row & 1) == 0) {
+    const Place at = place_of(slot, block_size, kv.block_size);
+    if (chunk == 0) {
+      p.key_scales[at.block * p.key_scales_block_stride + head * p.key_scales_head_stride +
+                   at.token] = k_scale.scale;
+      p.value_scales[at.block * p.value_scales_block_stride + head * p.value_scales_head_stride +
+                     at.token] = v_scale.scale;
+    }
+    if (has_chunk) {
+      int8_t* key = static_cast<int8_t*>(kv.key) + at.block * kv.key_block_stride +
+                    head * kv.key_head_stride + at.token * kv.key_token_stride +
+                    chunk * kv.key_chunk_stride;
+      *reinterpret_cast<Vector<int8_t>*>(key) = narrow<T, int8_t>(k, k_scale.divisor);
+      int8_t* value = kTransposed
+                          ? tile + row * pitch + chunk * kWidth
+                          : static_cast<int8_t*>(kv.value) + at.block * kv.value_block_stride +
+                                head * kv.value_head_stride + at.token * kv.value_token_stride +
+                                chunk * kWidth;
+      *reinterpret_cast<Vector<int8_t>*>(value) = narrow<T, int8_t>(v, v_scale.divisor);
+    }
+  }
+  if constexpr (kTransposed) {
+    __syncthreads();
+    int8_t* values = static_cast<int8_t*>(kv.value) + head * kv.value_head_stride;
+    if (neighbours && repeated == 0) {
+      const Place at = place_of(own_slots[0], block_size, kv.block_size);
+      values += at.block * kv.value_block_stride + at.token;
+      const int stores = tokens / 8;  // of one value index: 1 or 2 or 4
+      const int shift = stores == 1 ? 0 : stores == 2 ? 1 : 2;
+#pragma unroll 1
+      for (int i = thread; i < kv.head_size << shift; i += threads) {
+        const int d = i >> shift, token = (i - (d << shift)) * 8;
+        struct alignas(8) Tokens {
+          int8_t data[8];
+        } gathered;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) gathered.data[j] = tile[(token + j) * pitch + d];
+        *reinterpret_cast<Tokens*>(values + d * kv.value_dim_stride + token) = gathered;
+      }
+      return;
+    }
+    const int lane = thread % 32;
+#pragma unroll 1
+    for (int r = thread / 32; r < tokens; r += threads / 32) {
+      const int32_t to_slot = own_slots[r];
+      if (to_slot < 0 || (repeated >> r & 1)) continue;
+      const Place at = place_of(to_slot, block_size, kv.block_size);
+      int8_t* to = values + at.block * kv.value_block_stride + at.token;
+      for (int d = lane; d < kv.head_size; d += 32)
+        to[d * kv.value_dim_stride] = tile[r * pitch + d];
+    }
+  }
+}
+
+// One token a block, one row a warp, an element a lane: any layout, alignment and size.
+template <typename T>
+__global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
+  launch_dependents();
+  wait_for_predecessor();
+  const ReshapeAndCacheParams& w = p.write;
+  const PagedKv& kv = w.kv;
+  const int first = blockIdx.x;
+  const int32_t slot = slot_of(w, first);
+  const int from = first + 1 + threadIdx.x;
+  LaterSlots later;
+  later.load(w, from, blockDim.x);
+  const OwnSlots own{.start = slot, .count = slot >= 0};
+  if (find_repeated<1>(w, from, blockDim.x, later, own) != 0 || slot < 0) return;
+  const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < 2 * kv.num_kv_heads; row += blockDim.x / 32) {
+    const int64_t head = row / 2;
+    const bool is_key = row % 2 == 0;
+    const T* x = is_key ? static_cast<const T*>(w.key) + first * w.key_token_stride +
+                              head * w.key_head_stride
+                        : static_cast<const T*>(w.value) + first * w.value_token_stride +
+                              head * w.value_head_stride;
+    uint32_t largest = 0;
+    for (int d = lane; d < kv.head_size; d += 32) {
+      largest = max(largest, magnitude_bits(to_float(x[d])));
+    }
+    const RowScale scale = row_scale(group_max(largest, 32));
+    int8_t* to = static_cast<int8_t*>(is_key ? kv.key : kv.value);
+    for (int d = lane; d < kv.head_size; d += 32) {
+      to[is_key ? kv.key_offset(block, head, token, d) : kv.value_offset(block, head, token, d)] =
+          to_cache<int8_t>(x[d], scale.divisor);
+    }
+    if (lane == 0) {
+      float* scales = is_key ? p.key_scales + block * p.key_scales_block_stride +
+                                   head * p.key_scales_head_stride
+                             : p.value_scales + block * p.value_scales_block_stride +
+                                   head * p.value_scales_head_stride;
+      scales[token] = scale.scale;
+    }
+  }
+}
+
+// Every wide access of quantise_rows_kernel is aligned, and its grid can be launched.
+bool rows_aligned(const ReshapeAndCacheParams& w) {
+  const PagedKv& kv = w.kv;
+  const auto aligned = [](int64_t block, int64_t head, int64_t token) {
+    return block % kWidth == 0 && head % kWidth == 0 && token % kWidth == 0;
+  };
+  const bool transposed = kv.layout == KvLayout::kVllm;
+  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && inputs_aligned(w) &&
+         aligned16(kv.key) && aligned16(kv.value) &&
+         aligned(kv.key_block_stride, kv.key_head_stride, kv.key_token_stride) &&
+         aligned(kv.value_block_stride, kv.value_head_stride,
+                 transposed ? 0 : kv.value_token_stride) &&
+         kv.num_kv_heads <= 65535;
+}
+
+void launch_once(const Params& p, Stream stream) {
+  const ReshapeAndCacheParams& w = p.write;
+  const PagedKv& kv = w.kv;
+  dispatch_float(w.dtype, [&](auto model) {
+    using T = decltype(model);
+    if (!rows_aligned(w)) {
+      launch_kernel("reshape_and_cache_per_token_quant", quantise_elements_kernel<T>,
+                    dim3(static_cast<unsigned>(w.num_tokens)), dim3(256), 0, stream, p);
+      return;
+    }
+    const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kv.head_size / kWidth)));
+    const bool transposed = kv.layout == KvLayout::kVllm;
+    // Whole warps. Many tokens: as many as a page has, so that runs of slots are seen.
+    const int warp_tokens = 32 / lanes;
+    int tokens = warp_tokens;
+    if (w.num_tokens > kFewTokens) {
+      const int run = !transposed || kv.block_size % 16 == 0 ? 16 : kv.block_size % 8 == 0 ? 8 : 1;
+      tokens = std::max(run, warp_tokens);
+    }
+    const int64_t tile_bytes = transposed ? int64_t{tokens} * (lanes + 1) * kWidth : 0;
+    const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
+    launch_kernel("reshape_and_cache_per_token_quant",
+                  transposed ? quantise_rows_kernel<T, true> : quantise_rows_kernel<T, false>, grid,
+                  dim3(lanes, tokens), tile_bytes, stream, p, FastDivisor(kv.block_size));
+  });
+}
+
+}  // namespace
+
+void launch(const Params& params, Stream stream) {
+  Params part = params;
+  const ReshapeAndCacheParams& all = params.write;
+  const int64_t size = size_of(all.dtype);
+  for (int64_t done = 0; done < all.num_tokens; done += kTokensPerLaunch) {
+    part.write.num_tokens = std::min(kTokensPerLaunch, all.num_tokens - done);
+    part.write.slot_mapping = all.slot_mapping + done;
+    part.write.key = static_cast<const char*>(all.key) + done * all.key_token_stride * size;
+    part.write.value = static_cast<const char*>(all.value) + done * all.value_token_stride * size;
+    launch_once(part, stream);
+  }
+}
+
+}  // namespace vllm_kernels::cuda

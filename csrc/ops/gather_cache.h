@@ -1,0 +1,71 @@
+// Gathers tokens of paged sequences into rows, one sequence after the other:
+//   cp_gather_cache, gather_and_maybe_dequant_cache   one cache of entries, as they are or times
+//   scale gather_paged_kv                                   the K and V of a cache of any layout
+//
+// Row r of the destination belongs to sequence s where cu_seq_lens[s] <= r < cu_seq_lens[s + 1],
+// and gets its token seq_starts[s] + r - cu_seq_lens[s]. Rows of no sequence are left alone; a row
+// whose token lies behind its block table, or in a block that is none, is filled with zeros.
+#pragma once
+#include "ops/paged_kv.h"
+
+namespace vllm_kernels {
+
+struct TokenPlace {
+  int32_t block;  // or one of:
+  int32_t token;  // in the block
+
+  static constexpr int32_t kZeros = -1;      // the row gets zeros
+  static constexpr int32_t kUnwritten = -2;  // the row is of no sequence
+};
+
+struct PagedTokens {
+  const int32_t* block_table;  // [>= num_seqs, blocks_per_seq]
+  int64_t block_table_stride;  // elements
+  int32_t blocks_per_seq;
+  const int32_t* cu_seq_lens;   // [num_seqs + 1]
+  const int32_t* seq_starts;    // [num_seqs], or null: 0
+  const int32_t* token_to_seq;  // [num_rows], or null: from cu_seq_lens
+  int32_t num_seqs;
+  int32_t num_rows;  // of the destination
+  int64_t num_blocks;
+  int32_t block_size;
+
+  // Of a row of sequence `seq` < 2^31, which may be any number.
+  VLLM_KERNELS_HOST_DEVICE TokenPlace locate(int32_t row, int32_t seq) const {
+    constexpr TokenPlace zeros{TokenPlace::kZeros, 0}, unwritten{TokenPlace::kUnwritten, 0};
+    if (seq < 0 || seq >= num_seqs) return token_to_seq == nullptr ? unwritten : zeros;
+    const int32_t first = cu_seq_lens[seq];
+    if (row < first || row >= cu_seq_lens[seq + 1]) return unwritten;
+    int64_t position = int64_t{row} - first;
+    if (seq_starts != nullptr) position += seq_starts[seq];
+    if (position < 0 || position >= int64_t{blocks_per_seq} * block_size) return zeros;
+    const auto column = static_cast<int32_t>(position / block_size);
+    const int32_t block = block_table[seq * block_table_stride + column];
+    if (block < 0 || block >= num_blocks) return zeros;
+    return {block, static_cast<int32_t>(position - int64_t{column} * block_size)};
+  }
+};
+
+struct GatherCacheParams {
+  const char* op;
+  PagedTokens tokens;
+  // Of the source. Entries are the K of one head in layout NHD; without scales they are bytes.
+  PagedKv kv;
+  void* key;                   // [num_rows, num_kv_heads, head_size]
+  void* value;                 // likewise, or null
+  int64_t key_row_stride;      // elements
+  int64_t key_head_stride;     // elements
+  int64_t value_row_stride;    // elements
+  int64_t value_head_stride;   // elements
+  DType dtype;                 // of the rows: kv.dtype, or float32, float16, bfloat16
+  int64_t scale_block_stride;  // of kv.k_scale and kv.v_scale, in place of kv.scale_stride
+  int64_t scale_head_stride;
+  int64_t scale_token_stride;
+
+  VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenPlace at, int64_t head) const {
+    return scales[at.block * scale_block_stride + head * scale_head_stride +
+                  at.token * scale_token_stride];
+  }
+};
+
+}  // namespace vllm_kernels

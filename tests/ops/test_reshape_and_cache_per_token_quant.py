@@ -1,0 +1,233 @@
+"""reshape_and_cache_per_token_quant against its reference, bit for bit: every slot and scale that
+was not written keeps what it held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_compiles, opcheck, raises
+from torch import Tensor
+
+import vllm_kernels
+from vllm_kernels import reference
+
+OP = "reshape_and_cache_per_token_quant"
+LAYOUTS = ["vllm", "NHD", "HND"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def cache_shapes(layout: str, blocks: int, block: int, heads: int, size: int):
+    if layout == "vllm":
+        return (blocks, heads, size // 16, block, 16), (blocks, heads, size, block)
+    return ((blocks, block, heads, size) if layout == "NHD" else (blocks, heads, block, size),) * 2
+
+
+def caches(layout, device, *, blocks=11, block=16, heads=2, size=64) -> list[Tensor]:
+    """Keys, values and their scales, full of noise."""
+    shapes = cache_shapes(layout, blocks, block, heads, size)
+    pages = [torch.randint(-128, 128, s, device=device, dtype=torch.int8) for s in shapes]
+    return [*pages, *torch.randn(2, blocks, heads, block, device=device)]
+
+
+def tokens(n: int, heads: int, size: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Rows whose sizes differ by orders of magnitude."""
+    size_of_row = 10.0 ** torch.randint(-3, 3, (2, n, heads, 1), device=device)
+    return list((torch.randn(2, n, heads, size, device=device) * size_of_row).to(dtype))
+
+
+def check(key: Tensor, value: Tensor, out: list[Tensor], slots: Tensor, layout: str) -> None:
+    want = getattr(reference, OP)(key, value, *out, slots, layout)
+    getattr(vllm_kernels, OP)(key, value, *out, slots, layout)
+    for name, got, expected in zip(("key", "value", "key_scales", "value_scales"), out, want):
+        assert torch.equal(got.nan_to_num(nan=7e7), expected.nan_to_num(nan=7e7)), name
+
+
+def slot_patterns(block: int, device: str) -> list[Tensor]:
+    random = torch.randperm(11 * block)
+    pages = torch.randperm(11)
+    run = (pages[:6, None] * block + torch.arange(block)).flatten()
+    hole = run.clone()
+    hole[block + 3] = -1
+    patterns = [random[:40], random[:3], run, run[: 5 * block - 3], run[3:], hole, run.flip(0)]
+    patterns += [torch.cat([random[:5], run]), torch.cat([run, run[:9]]), torch.full((9,), -1)]
+    return [slots.to(device) for slots in patterns]
+
+
+@pytest.mark.parametrize("block", [8, 16, 32])
+@pytest.mark.parametrize("size", [16, 64, 80, 128])
+def test_matches_reference(layout, device, dtype, block, size):
+    for slots in slot_patterns(block, device):
+        key, value = tokens(len(slots) + 2, 2, size, dtype, device)
+        out = caches(layout, device, block=block, size=size)
+        check(key, value, out, slots, layout)
+
+
+@pytest.mark.parametrize("size", [32, 96, 112, 256, 512, 576])
+def test_head_sizes(layout, device, dtype, size):
+    slots = torch.cat([torch.arange(16, 100), torch.tensor([3, 170, -1])]).to(device)
+    key, value = tokens(len(slots), 3, size, dtype, device)
+    check(key, value, caches(layout, device, heads=3, size=size), slots, layout)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_head_sizes_that_fit_no_vector(device, dtype, layout):
+    for size in (1, 7, 40, 100):
+        slots = torch.tensor([5, 4, 30, 5], device=device)
+        key, value = tokens(4, 3, size, dtype, device)
+        check(key, value, caches(layout, device, heads=3, size=size), slots, layout)
+
+
+def test_many_heads(layout, device, dtype):
+    slots = torch.arange(70, device=device) + 5
+    key, value = tokens(70, 40, 128, dtype, device)
+    check(key, value, caches(layout, device, heads=40, size=128), slots, layout)
+
+
+def test_any_block_size(layout, device, dtype):
+    for block in (1, 5, 24, 64):
+        slots = torch.randperm(6 * block)[: 3 * block].to(device)
+        key, value = tokens(len(slots), 2, 32, dtype, device)
+        check(key, value, caches(layout, device, blocks=6, block=block, size=32), slots, layout)
+
+
+def test_strided_inputs_caches_and_scales(layout, device, dtype):
+    slots = torch.cat([torch.randperm(176)[:5], torch.arange(70)]).to(device)
+    qkv = torch.randn(75, 8 + 4, 64, device=device, dtype=dtype)
+    unaligned = torch.randn(75, 3 + 2 * 2 * 64, device=device, dtype=dtype)[:, 3:]
+    unaligned = unaligned.unflatten(1, (2, 2, 64)).unbind(1)
+    for key, value in ((qkv[:, 8:10], qkv[:, 10:]), unaligned):
+        out = caches(layout, device)
+        # Pages of two layers together, K and V scales side by side.
+        packed = [torch.stack([t, t], 1) for t in out[:2]] + [torch.stack(out[2:], 1)]
+        before = [t.clone() for t in packed]
+        views = [packed[0][:, 1], packed[1][:, 1], packed[2][:, 0], packed[2][:, 1]]
+        check(key, value, views, slots, layout)
+        assert torch.equal(packed[0][:, 0], before[0][:, 0])
+        assert torch.equal(packed[1][:, 0], before[1][:, 0])
+
+
+def test_round_trip_error(layout, device, dtype):
+    slots = torch.randperm(176, device=device)
+    key, value = tokens(176, 2, 64, dtype, device)
+    out = caches(layout, device)
+    getattr(vllm_kernels, OP)(key, value, *out, slots, layout)
+    blocks, places = slots // 16, slots % 16
+    for x, cache, scales, is_key in ((key, out[0], out[2], True), (value, out[1], out[3], False)):
+        if layout == "vllm":
+            cache = cache.permute(0, 3, 1, 2, 4).flatten(3) if is_key else cache.permute(0, 3, 1, 2)
+        elif layout == "HND":
+            cache = cache.transpose(1, 2)
+        scale = scales[blocks, :, places][..., None].double()
+        error = (cache[blocks, places].double() * scale - x.double()).abs()
+        assert (error <= scale * 0.50001).all()
+        assert (error.amax(-1) / x.double().abs().amax(-1)).max() < 1 / 250
+
+
+def test_zero_nan_and_infinite_rows(layout, device, dtype):
+    slots = torch.arange(70, device=device)
+    key, value = tokens(70, 2, 64, dtype, device)
+    key[3] = 0
+    value[4, 1] = -0.0
+    key[5, 0, 7], key[6, 1, 63], value[7, 0, 0] = float("nan"), float("inf"), float("-inf")
+    tiny = torch.finfo(dtype).smallest_normal
+    value[8] = tiny
+    out = caches(layout, device)
+    check(key, value, out, slots, layout)
+    k_scales, v_scales = (scales.transpose(1, 2).flatten(0, 1) for scales in out[2:])
+    assert not k_scales[3].any() and v_scales[4, 1] == 0
+    assert k_scales[5, 0].isnan() and k_scales[6, 1].isinf() and v_scales[7, 0].isinf()
+    assert (~k_scales.isfinite()).sum() == 2 and (~v_scales.isfinite()).sum() == 1
+
+
+@pytest.mark.parametrize("n", [2, 50, 300, 9000])
+def test_repeated_slots_keep_the_last_token_whole(layout, device, n):
+    slots = torch.randint(-1, 40, (n,), device=device)
+    slots[n // 2 : n // 2 + 16] = torch.arange(16, device=device)[: n - n // 2]
+    key, value = tokens(n, 2, 64, torch.bfloat16, device)
+    check(key, value, caches(layout, device, blocks=3), slots, layout)
+
+
+def test_nothing_to_do(layout, device, dtype):
+    key, value = tokens(4, 2, 64, dtype, device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    check(key, value, caches(layout, device), none, layout)
+    check(key[:0], value[:0], caches(layout, device), none, layout)
+
+
+@pytest.mark.parametrize("bad", [-2, 11 * 16, 2**40])
+def test_bad_slots(layout, device, bad):
+    out = caches(layout, device)
+    key, value = tokens(4, 2, 64, torch.float32, device)
+    slots = torch.tensor([5, 6, bad, 8], device=device)
+    if device == "cpu":
+        before = [t.clone() for t in out]
+        with raises(rf"^{OP}: slot_mapping\[2\] = {bad}: expected -1 \(skipped\) or a slot in"):
+            getattr(vllm_kernels, OP)(key, value, *out, slots, layout)
+        assert all(torch.equal(a, b) for a, b in zip(out, before))
+    else:  # contained: the others are written
+        good = torch.tensor([5, 6, -1, 8], device=device)
+        want = getattr(reference, OP)(key, value, *out, good, layout)
+        getattr(vllm_kernels, OP)(key, value, *out, slots, layout)
+        assert all(torch.equal(a, b) for a, b in zip(out, want))
+
+
+def test_bad_input(device):
+    key, value = tokens(4, 2, 64, torch.float32, device)
+    kc, vc, ks, vs = caches("NHD", device)
+    slots = torch.arange(4, device=device)
+    good = {
+        "key": key, "value": value, "key_cache": kc, "value_cache": vc, "key_scales": ks,
+        "value_scales": vs, "slot_mapping": slots, "layout": "NHD",
+    }  # fmt: skip
+    cases = [
+        ({"layout": "HN"}, r'layout: expected "vllm", "NHD" or "HND", got "HN"$'),
+        ({"layout": "HND"}, r"key_cache: expected num_kv_heads = 2 \(from key\) at dimension 1"),
+        ({"layout": "vllm"}, r"value_cache: expected num_kv_heads = 2 \(from key\) at dimension 1"),
+        ({"key_cache": kc.view(torch.uint8)}, r"key_cache: expected int8, got uint8$"),
+        ({"value_cache": vc.float()}, r"value_cache: expected int8, got float32$"),
+        ({"key": key.half()}, r"value: expected float16 \(from key\), got float32$"),
+        ({"key_scales": ks.double()}, r"key_scales: expected float32, got float64"),
+        ({"key_scales": ks[:, :, :8]}, r"key_scales: expected block_size = 16 \(from key_cache\)"),
+        ({"value_scales": vs[:10]}, r"value_scales: expected num_blocks = 11 \(from key_cache\)"),
+        ({"value_scales": vs[:1].expand(11, -1, -1)}, r"value_scales: is written, so its elements"),
+        ({"value_scales": ks}, r"value_scales and key_scales overlap in memory$"),
+        ({"value_cache": kc}, r"value_cache and key_cache overlap in memory$"),
+        ({"slot_mapping": slots.int()}, r"slot_mapping: expected int64, got int32"),
+    ]
+    before = [t.clone() for t in (kc, vc, ks, vs)]
+    for change, message in cases:
+        with raises(rf"^{OP}: {message}"):
+            getattr(vllm_kernels, OP)(**{**good, **change})
+    assert all(torch.equal(a, b) for a, b in zip((kc, vc, ks, vs), before))
+    with raises(rf"^{OP}: inference only: use torch.no_grad\(\)$"):
+        getattr(vllm_kernels, OP)(**{**good, "key": key.requires_grad_()})
+
+
+def test_opcheck_and_compile(layout, device, dtype):
+    key, value = tokens(4, 2, 64, dtype, device)
+    args = (key, value, *caches(layout, device), torch.arange(4, device=device), layout)
+    opcheck(OP, *args)
+    assert_compiles(getattr(vllm_kernels, OP), *args)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graph_replay(layout, dtype):
+    key, value = tokens(80, 8, 128, dtype, "cuda")
+    out = caches(layout, "cuda", blocks=40, heads=8, size=128)
+    slots = torch.randperm(600, device="cuda")[:80]
+    args = (key, value, *out, slots, layout)
+    getattr(vllm_kernels, OP)(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        getattr(vllm_kernels, OP)(*args)
+    for refill in (torch.randperm(600)[:80], torch.arange(48, 128), torch.full((80,), -1)):
+        slots.copy_(refill)
+        key.normal_()
+        want = getattr(reference, OP)(*args)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(out, want))
