@@ -87,7 +87,6 @@ __global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
     write_pages_kernel(ReshapeAndCacheParams p, FastDivisor block_size, FastDivisor parts,
                        FastDivisor head_size) {
   launch_dependents();
-  wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
   constexpr int kVectors = kWidth / kVectorWidth<T>;     // of T that make a chunk
   constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store of V
@@ -120,6 +119,12 @@ __global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
     const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
                                                            token * p.value_token_stride +
                                                            head * p.value_head_stride + d);
+    if (num_tokens <= 1024) {  // few: under way before the wait
+      prefetch_l2(key);
+      prefetch_l2(value);
+      prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
+    }
+    wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll

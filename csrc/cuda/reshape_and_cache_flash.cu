@@ -4,6 +4,7 @@
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/pack.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/types.cuh"
 #include "cuda/write_rows.cuh"
@@ -21,7 +22,6 @@ __global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
     write_rows_kernel(ReshapeAndCacheParams p, FastDivisor block_size, int head_size,
                       FastDivisor scaled_head) {
   launch_dependents();
-  wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kParts = kWidth / kVectorWidth<T>;
   const PagedKv& kv = p.kv;
@@ -50,6 +50,15 @@ __global__ void __launch_bounds__(256, kPerThread == 1 ? 3 : 2)
     }
   };
   int d = threadIdx.x * kWidth;
+  if constexpr (kPerThread == 1) {  // few tokens: under way before the wait
+    const int token = min(first + static_cast<int>(threadIdx.y), num_tokens - 1);
+    prefetch_l2(static_cast<const T*>(p.key) + token * p.key_token_stride +
+                head * p.key_head_stride + d);
+    prefetch_l2(static_cast<const T*>(p.value) + token * p.value_token_stride +
+                head * p.value_head_stride + d);
+    prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
+  }
+  wait_for_predecessor();
   fetch(d);
   __shared__ int32_t own_slots[kOwn];
   __shared__ uint32_t repeated_here;

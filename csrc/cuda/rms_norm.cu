@@ -1,3 +1,4 @@
+#define PFX 1
 #include "ops/rms_norm.h"
 
 #include "cuda/fast_divisor.cuh"
@@ -12,8 +13,12 @@ namespace {
 
 struct RmsNormRows {
   RowOffsets out, input, residual;
+  float inverse_size;  // 1 / hidden_size
   explicit RmsNormRows(const RmsNormParams& p)
-      : out(p.out_rows), input(p.input_rows), residual(p.residual_rows) {}
+      : out(p.out_rows),
+        input(p.input_rows),
+        residual(p.residual_rows),
+        inverse_size(1.0f / static_cast<float>(p.hidden_size)) {}
 };
 
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
@@ -50,7 +55,7 @@ __device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Ro
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) {
       const int i = first + v * blockDim.x + threadIdx.x;
-      x[v] = added(x[v], r[v]);
+      x[v] = x[v] + r[v];
       if (i < num_packs) row.residual[i] = x[v];
     }
   }
@@ -58,7 +63,9 @@ __device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Ro
 
 // Threads of the widest block, and blocks of that size that registers must leave room for.
 template <int kVectors>
-constexpr int kMaxThreads = kVectors == 2 ? 512 : 1024;
+constexpr int kMaxThreads = kVectors == 1   ? 1024
+                            : kVectors == 2 ? 512
+                                            : 896;  // of 1024, float16 would spill
 template <int kVectors>
 constexpr int kMinBlocks = kVectors == 1   ? 2
                            : kVectors == 2 ? 3
@@ -69,38 +76,32 @@ template <typename T, bool kAdd, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     rms_norm_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
-  wait_for_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
+  // Few rows: what this one needs is under way before the wait, as far as the second-level cache.
+  // Many: they keep memory busy as it is.
+  if (kVectors == 1 && threadIdx.x % 2 == 0 &&
+      threadIdx.x < num_vectors) {  // a sector is two packs
+    prefetch_l2(row.input + threadIdx.x);
+    if constexpr (kAdd) prefetch_l2(row.residual + threadIdx.x);
+    prefetch_l2(row.weight + threadIdx.x);
+  }
+  wait_for_predecessor();
   Pack<T, kWidth> x[kVectors];
   take_tile<kAdd>(x, row, 0, num_vectors);
 
-  // Short rows have registers to spare to load the weight before the reduction.
-  constexpr bool kEarlyWeight = kVectors <= 2;
-  Pack<T, kWidth> weight[kEarlyWeight ? kVectors : 1];
-  if constexpr (kEarlyWeight) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int i = v * blockDim.x + threadIdx.x;
-      weight[v] = i < num_vectors ? row.weight[i] : Pack<T, kWidth>{};
-    }
-  }
   float square = 0.0f;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) square += sum_of_squares(x[v]);
-  const float inverse = inverse_root(p, block_sum(square));
-#pragma unroll
   for (int v = 0; v < kVectors; ++v) {
+    square += sum_of_squares(x[v]);
     keep_packed(x[v]);
-    if constexpr (kEarlyWeight) keep_packed(weight[v]);
   }
+  const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = v * blockDim.x + threadIdx.x;
-    if (i < num_vectors) {
-      row.out[i] = normed(x[v], inverse, kEarlyWeight ? weight[v] : row.weight[i]);
-    }
+    if (i < num_vectors) row.out[i] = normed(x[v], inverse, row.weight[i]);
   }
 }
 
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(256)
     x = row.input[i];
     weight = row.weight[i];
     if constexpr (kAdd) {
-      x = added(x, row.residual[i]);
+      x = x + row.residual[i];
       row.residual[i] = x;
     }
   }
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(256)
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     square += __shfl_xor_sync(0xffffffffu, square, distance);
   }
-  if (inside) row.out[i] = normed(x, inverse_root(p, square), weight);
+  if (inside) row.out[i] = normed(x, inverse_root(square, rows.inverse_size, p.epsilon), weight);
 }
 
 // Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, Rm
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) square += sum_of_squares(x[v]);
   }
-  const float inverse = inverse_root(p, block_sum(square));
+  const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
   const auto* sums = kAdd ? row.residual : row.input;
   for (int first = 0; first < num_packs; first += tile) {
 #pragma unroll
@@ -198,10 +199,9 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
                lanes);
   }
-  const int64_t one_each = rows < 1024 ? 1024 : kAdd ? 512 : 256;
-  if (vectors <= one_each) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
-  if (vectors <= 2 * 512) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
-  if (vectors <= 4 * 1024) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
+  if (rows < 1024 && vectors <= kMaxThreads<1>) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
+  if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
   run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);
 }
 

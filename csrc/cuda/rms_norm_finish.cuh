@@ -95,7 +95,7 @@ struct RmsNormTile {
 #pragma unroll
     for (int v = 0; v < kPacks; ++v) {
       const int i = index(first, v);
-      x[v] = added(x[v], r[v]);
+      x[v] = x[v] + r[v];
       if (i < num_packs) store_pack<kAligned>(residual, i, size, x[v]);
     }
   }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(1024)
     for (int v = 0; v < kPacks; ++v) square += sum_of_squares(tile.x[v]);
   });
   finish.prepare();
-  const float inverse = inverse_root(p, row_sum(square));
+  const float inverse = inverse_root(row_sum(square), __frcp_rn(p.hidden_size), p.epsilon);
 
   const T* sums = p.residual != nullptr ? residual : input;
   const auto norm = [&](int first) {

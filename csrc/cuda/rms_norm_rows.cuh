@@ -13,29 +13,15 @@ __device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
   return square;
 }
 
+// The normalised value is rounded before the product.
 template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> added(const Pack<T, kWidth>& a,
-                                                 const Pack<T, kWidth>& b) {
-  float sums[kWidth], others[kWidth];
-  widen(a, sums);
-  widen(b, others);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sums[j] += others[j];
-  return narrow<T>(sums);
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> normed(const Pack<T, kWidth>& x, float inverse,
-                                                  const Pack<T, kWidth>& weight) {
-  float values[kWidth], weights[kWidth];
+__device__ __forceinline__ Pack<T, kWidth> normed(Pack<T, kWidth> x, float inverse,
+                                                  Pack<T, kWidth> weight) {
+  float values[kWidth];
   widen(x, values);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
-  widen(narrow<T>(values), values);
-  widen(weight, weights);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] *= weights[j];
-  return narrow<T>(values);
+  return narrow<T>(values) * weight;
 }
 
 // Stops the compiler from holding on to the elements' float copies, which take twice the registers.
@@ -45,10 +31,10 @@ __device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
   for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
 }
 
-// 0 for a row of zeros without an epsilon.
-template <typename Params>
-__device__ __forceinline__ float inverse_root(const Params& p, float square) {
-  const float mean = square / static_cast<float>(p.hidden_size) + p.epsilon;
+// 1 / sqrt(mean square + epsilon) of a row; 0 for a row of zeros without an epsilon.
+// `inverse_size`: 1 / hidden_size.
+__device__ __forceinline__ float inverse_root(float square, float inverse_size, float epsilon) {
+  const float mean = fmaf(square, inverse_size, epsilon);
   return mean == 0.0f ? 0.0f : rsqrtf(mean);
 }
 

@@ -15,7 +15,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 384;
 
 // What the kernel does to a head of query, key or value.
 enum class Role : uint8_t { kQuery, kKey, kValue };
@@ -35,12 +35,15 @@ __device__ __forceinline__ void store_in_cache(const RopeAndCacheParams& p, Role
   } stored;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) stored.data[j] = to_cache<C>(from_float<T>(values[j]), scale);
+  constexpr int kX = 16 / sizeof(C);  // PagedKv's x
   if (role == Role::kKey) {
-    C* to = static_cast<C*>(kv.key) + kv.key_offset(at.block, head, at.token, d);
+    C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
+            at.token * kv.key_token_stride + d / kX * kv.key_chunk_stride + d % kX;
     *reinterpret_cast<Stored*>(to) = stored;
     return;
   }
-  C* to = static_cast<C*>(kv.value) + kv.value_offset(at.block, head, at.token, d);
+  C* to = static_cast<C*>(kv.value) + at.block * kv.value_block_stride +
+          head * kv.value_head_stride + at.token * kv.value_token_stride + d * kv.value_dim_stride;
   if (kv.value_dim_stride == 1) {
     *reinterpret_cast<Stored*>(to) = stored;
   } else {
@@ -51,8 +54,8 @@ __device__ __forceinline__ void store_in_cache(const RopeAndCacheParams& p, Role
 
 // A block takes one token and a tile of its heads, of query, then key, then value; blockDim.x
 // neighbouring lanes (a power of two) one head, each with kItems pairs of packs.
-template <typename T, typename C, int kWidth, int kItems>
-__global__ void __launch_bounds__(kMaxThreads)
+template <typename T, typename C, typename A, int kWidth, int kItems>
+__global__ void __launch_bounds__(kMaxThreads, kWidth == 1 ? 1 : 3)
     rope_and_cache_kernel(RopeAndCacheParams p, FastDivisor block_size) {
   launch_dependents();
   const int token = blockIdx.x;
@@ -75,24 +78,33 @@ __global__ void __launch_bounds__(kMaxThreads)
   T* row = static_cast<T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
   const HeadItems<kWidth, kItems> items(p.head_size, role == Role::kValue ? 0 : p.rotary_size,
                                         p.is_neox, threadIdx.x, blockDim.x, inside);
+  HeadPacks<T, kWidth, kItems> x;
+  x.prefetch(items, row);
+  prefetch_l2(p.positions + token);
   wait_for_predecessor();
 
-  HeadPacks<T, kWidth, kItems> x;
   x.load(items, row);
   const int64_t position = p.positions[token];
   const bool stores = p.slot_mapping != nullptr && first_head + blockDim.y > p.query.count;
+  const SlotMapping slots{p.slot_mapping, p.num_slots, p.kv.num_blocks * p.kv.block_size};
+  const int threads = blockDim.x * blockDim.y;
+  const int from = token + 1 + threadIdx.y * blockDim.x + threadIdx.x;
   int32_t slot = -1;
-  uint32_t repeated = 0;
+  LaterSlots later;
   if (stores) {  // the same for the whole block
-    const int threads = blockDim.x * blockDim.y;
-    const int from = token + 1 + threadIdx.y * blockDim.x + threadIdx.x;
-    const SlotMapping slots{p.slot_mapping, p.num_slots, p.kv.num_blocks * p.kv.block_size};
     slot = slot_of(slots, token);
-    LaterSlots later;
     later.load(slots, from, threads);
-    repeated = find_repeated<1>(slots, from, threads, later, {.start = slot, .count = slot >= 0});
   }
   const bool good = position >= 0 && position < p.max_position;
+  HeadAngles<A, kWidth, kItems> angles;
+  if (good) {
+    angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
+                p.rotary_size / 2);
+  }
+  uint32_t repeated = 0;
+  if (stores) {
+    repeated = find_repeated<1>(slots, from, threads, later, {.start = slot, .count = slot >= 0});
+  }
 
   if (heads.bias != nullptr) {
     x.add(items, static_cast<const T*>(heads.bias) + static_cast<int64_t>(head) * p.head_size);
@@ -101,10 +113,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     const float inverse = x.inverse_root(p.head_size, blockDim.x, p.epsilon);
     if (heads.weight != nullptr) x.norm(items, static_cast<const T*>(heads.weight), inverse);
   }
-  if (role != Role::kValue && good) {
-    x.turn(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride, p.rotary_size / 2,
-           p.is_neox);
-  }
+  if (good) x.turn(items, angles, p.is_neox);
   if (!good) return;  // the token stays as it is, and is not stored
 
   if (role == Role::kQuery || p.slot_mapping == nullptr) {
@@ -117,7 +126,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-template <typename T, typename C, int kWidth>
+template <typename T, typename C, typename A, int kWidth>
 void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t heads = int64_t{p.query.count} + p.key.count + p.value.count;
@@ -128,7 +137,7 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const dim3 grid(grid_size(p.op, p.num_tokens), static_cast<unsigned>(tiles));
   // With single elements a head of 256 has 128 pairs.
   constexpr int kItems = kWidth == 1 ? 4 : 1;
-  launch_kernel(p.op, rope_and_cache_kernel<T, C, kWidth, kItems>, grid, block, 0, stream, p,
+  launch_kernel(p.op, rope_and_cache_kernel<T, C, A, kWidth, kItems>, grid, block, 0, stream, p,
                 FastDivisor(std::max(p.kv.block_size, 1)));
 }
 
@@ -150,7 +159,8 @@ bool packs_fit(const RopeAndCacheParams& p) {
                                kv.value_dim_stride == 1 ? kv.value_token_stride : 0}) {
     cache_fits = cache_fits && stride % width == 0;
   }
-  return fits(p.query) && fits(p.key) && fits(p.value) && p.head_size % width == 0 &&
+  return (p.cos_sin_dtype == p.dtype || p.cos_sin_dtype == DType::kFloat32) && fits(p.query) &&
+         fits(p.key) && fits(p.value) && p.head_size % width == 0 &&
          p.rotary_size / 2 % width == 0 && aligned(p.cos_sin_cache, p.cos_sin_dtype) &&
          p.cos_sin_stride % width == 0 && cache_fits && aligned(kv.key, kv.dtype) &&
          aligned(kv.value, kv.dtype);
@@ -161,8 +171,13 @@ void launch_once(const RopeAndCacheParams& p, Stream stream) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      packs_fit(p) ? launch_width<T, C, kVectorWidth<T>>(p, stream)
-                   : launch_width<T, C, 1>(p, stream);
+      if (!packs_fit(p)) {
+        launch_width<T, C, float, 1>(p, stream);
+      } else if (p.cos_sin_dtype == p.dtype) {
+        launch_width<T, C, T, kVectorWidth<T>>(p, stream);
+      } else {
+        launch_width<T, C, float, kVectorWidth<T>>(p, stream);
+      }
     });
   });
 }

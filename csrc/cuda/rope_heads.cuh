@@ -10,13 +10,20 @@
 
 namespace vllm_kernels::cuda {
 
-// kWidth elements of an array of any floating dtype, from element `first` on.
+// kWidth cosines and as many sines, from elements `cosine` and `sine` on of an array of any
+// floating dtype.
 template <int kWidth>
-__device__ __forceinline__ void load_as_float(const void* base, DType dtype, int64_t first,
-                                              float (&values)[kWidth]) {
+__device__ __forceinline__ void load_angles(const void* base, DType dtype, int64_t cosine,
+                                            int64_t sine, float (&cosines)[kWidth],
+                                            float (&sines)[kWidth]) {
   const auto load = [&](auto tag) {
     using C = decltype(tag);
-    widen(*reinterpret_cast<const Pack<C, kWidth>*>(static_cast<const C*>(base) + first), values);
+    // Copied first: two accesses, both under way before the first is used.
+    const auto* elements = static_cast<const C*>(base);
+    const auto first = *reinterpret_cast<const Pack<C, kWidth>*>(elements + cosine);
+    const auto second = *reinterpret_cast<const Pack<C, kWidth>*>(elements + sine);
+    widen(first, cosines);
+    widen(second, sines);
   };
   if (dtype == DType::kFloat32) {
     load(float{});
@@ -58,12 +65,40 @@ struct HeadItems {
     for (int i = 0; i < kItems; ++i) {
       const int first = (lane + i * lanes) * kWidth;  // pair, while there are any
       const bool turned = first < half;
-      pair[i] = turned ? first : -1;
+      pair[i] = turned && inside ? first : -1;
       place[i][0] = turned && is_neox ? first : 2 * first;
       place[i][1] = turned && is_neox ? half + first : 2 * first + kWidth;
 #pragma unroll
       for (int& d : place[i]) {
         if (!inside || d >= head_size) d = -1;
+      }
+    }
+  }
+};
+
+// Of a lane's pairs, as they are stored: of type A, but single elements, whose type is known at run
+// time, as float.
+template <typename A, int kWidth, int kItems>
+struct HeadAngles {
+  Pack<A, kWidth> cosines[kItems];
+  Pack<A, kWidth> sines[kItems];
+
+  // `row`: where the position's cosines start; the sines follow `half` later.
+  __device__ __forceinline__ void load(const HeadItems<kWidth, kItems>& items, const void* cos_sin,
+                                       DType dtype, int64_t row, int half) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items.pair[i] < 0) continue;
+      const int64_t first = row + items.pair[i];
+      if constexpr (kWidth == 1) {
+        float cosine[1], sine[1];
+        load_angles(cos_sin, dtype, first, first + half, cosine, sine);
+        cosines[i] = narrow<float>(cosine);
+        sines[i] = narrow<float>(sine);
+      } else {
+        const A* start = static_cast<const A*>(cos_sin) + first;
+        cosines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start);
+        sines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start + half);
       }
     }
   }
@@ -86,6 +121,15 @@ struct HeadPacks {
     }
   }
 
+  __device__ __forceinline__ void prefetch(const Items& items, const T* row) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int d : items.place[i]) {
+        if (d >= 0) prefetch_l2(row + d);
+      }
+    }
+  }
   __device__ __forceinline__ void load(const Items& items, const T* row) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) packs[i][0] = packs[i][1] = {};
@@ -97,7 +141,7 @@ struct HeadPacks {
     });
   }
   __device__ __forceinline__ void add(const Items& items, const T* bias) {
-    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = added(pack, at(bias, d)); });
+    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = pack + at(bias, d); });
   }
 
   // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. By a whole
@@ -111,27 +155,23 @@ struct HeadPacks {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       square += __shfl_xor_sync(0xffffffffu, square, distance);
     }
-    const struct {
-      int hidden_size;
-      float epsilon;
-    } row{head_size, epsilon};
-    return cuda::inverse_root(row, square);
+    return cuda::inverse_root(square, __frcp_rn(head_size), epsilon);
   }
   __device__ __forceinline__ void norm(const Items& items, const T* weight, float inverse) {
     each(items, [&](Pack<T, kWidth>& pack, int d) { pack = normed(pack, inverse, at(weight, d)); });
   }
 
-  // `row`: where the position's cosines start; the sines follow `half` later.
-  __device__ __forceinline__ void turn(const Items& items, const void* cos_sin, DType dtype,
-                                       int64_t row, int half, bool is_neox) {
+  template <typename A>
+  __device__ __forceinline__ void turn(const Items& items,
+                                       const HeadAngles<A, kWidth, kItems>& angles, bool is_neox) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (items.pair[i] < 0 || items.place[i][0] < 0) continue;
-      float cosines[kWidth], sines[kWidth], values[2][kWidth];
-      load_as_float(cos_sin, dtype, row + items.pair[i], cosines);
-      load_as_float(cos_sin, dtype, row + half + items.pair[i], sines);
+      if (items.pair[i] < 0) continue;
+      float values[2][kWidth], cosines[kWidth], sines[kWidth];
       widen(packs[i][0], values[0]);
       widen(packs[i][1], values[1]);
+      widen(angles.cosines[i], cosines);
+      widen(angles.sines[i], sines);
       if (is_neox) {
         turn_pairs<true>(values, cosines, sines);
       } else {
@@ -143,7 +183,7 @@ struct HeadPacks {
   }
 
  private:
-  __device__ __forceinline__ static const Pack<T, kWidth>& at(const T* row, int d) {
+  __device__ __forceinline__ static Pack<T, kWidth> at(const T* row, int d) {
     return *reinterpret_cast<const Pack<T, kWidth>*>(row + d);
   }
 };

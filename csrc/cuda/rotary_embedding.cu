@@ -19,26 +19,28 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
     rotary_embedding_kernel(RotaryParams p, RowOffsets position_rows, RowOffsets query_tokens,
                             RowOffsets key_tokens) {
   launch_dependents();
-  wait_for_predecessor();
   const uint32_t token = blockIdx.x;
   const int head = blockIdx.y * blockDim.y + threadIdx.y;
   const int pair = (blockIdx.z * blockDim.x + threadIdx.x) * kWidth;
   const int half = static_cast<int>(p.rotary_size / 2);
   if (head >= p.query.count + p.key.count || pair >= half) return;
-  const int64_t position = p.positions[position_rows.of(token)];
-
+  const int64_t* position_at = p.positions + position_rows.of(token);
   const bool is_query = head < p.query.count;
   const RotaryHeads& heads = is_query ? p.query : p.key;
   T* start = static_cast<T*>(heads.data) + (is_query ? query_tokens : key_tokens).of(token) +
              (is_query ? head : head - p.query.count) * heads.stride + (kNeox ? pair : 2 * pair);
   auto* first = reinterpret_cast<Pack<T, kWidth>*>(start);
   auto* second = reinterpret_cast<Pack<T, kWidth>*>(start + (kNeox ? half : kWidth));
+  prefetch_l2(position_at);
+  prefetch_l2(first);
+  prefetch_l2(second);
+  wait_for_predecessor();
+  const int64_t position = *position_at;
   const Pack<T, kWidth> packs[2] = {*first, *second};      // under way before the position is known
   if (position < 0 || position >= p.max_position) return;  // the token stays as it is
   const int64_t row = position * p.cache_stride + pair;
   float cosines[kWidth], sines[kWidth], values[2][kWidth];
-  load_as_float(p.cos_sin_cache, p.cache_dtype, row, cosines);
-  load_as_float(p.cos_sin_cache, p.cache_dtype, row + half, sines);
+  load_angles(p.cos_sin_cache, p.cache_dtype, row, row + half, cosines, sines);
   widen(packs[0], values[0]);
   widen(packs[1], values[1]);
   turn_pairs<kNeox>(values, cosines, sines);
