@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
@@ -15,130 +16,286 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kMaxThreads = 384;
+constexpr int kThreads = 256;
+constexpr int kOwnTokens = 32;  // of a block that stores
 
-// What the kernel does to a head of query, key or value.
-enum class Role : uint8_t { kQuery, kKey, kValue };
+// How the rows (one head of one token) are dealt out: first blocks that store keys and values, then
+// blocks that turn in place. A block takes blockDim.y rows at a time, `rounds` times where it
+// stores.
+struct RowBlocks {
+  int storing = 0;  // blocks
+  int rounds = 1;
+  FastDivisor stored_heads;   // of a token: of key and value
+  FastDivisor inplace_heads;  // of query; without a cache of key, too
+  FastDivisor block_size;
+};
 
-// Stores two packs of one head of a token into the cache.
-template <typename T, typename C, int kWidth>
-__device__ __forceinline__ void store_in_cache(const RopeAndCacheParams& p, Role role, int head,
-                                               Place at, const Pack<T, kWidth>& pack, int d) {
-  const PagedKv& kv = p.kv;
-  const float* scales = role == Role::kKey ? kv.k_scale : kv.v_scale;
-  const Divisor scale =
-      kIs8Bit<C> && scales != nullptr ? Divisor::of(scales[head * kv.scale_stride]) : Divisor{};
-  float values[kWidth];
-  widen(pack, values);
-  struct alignas(kWidth * sizeof(C)) Stored {
-    C data[kWidth];
-  } stored;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) stored.data[j] = to_cache<C>(from_float<T>(values[j]), scale);
-  constexpr int kX = 16 / sizeof(C);  // PagedKv's x
-  if (role == Role::kKey) {
-    C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
-            at.token * kv.key_token_stride + d / kX * kv.key_chunk_stride + d % kX;
-    *reinterpret_cast<Stored*>(to) = stored;
-    return;
+// One head of one token: where it lies and what is done to it.
+template <typename T>
+struct HeadRow {
+  T* start;
+  const T* bias;
+  const T* weight;
+  int token;
+  int head;
+  bool is_second;  // of `second` instead of `first`
+
+  __device__ __forceinline__ HeadRow(const ProjectedHeads& first, const ProjectedHeads& second,
+                                     FastDivisor heads, int row) {
+    token = heads.divide(row);
+    head = row - token * (first.count + second.count);
+    is_second = head >= first.count;
+    const ProjectedHeads& own = is_second ? second : first;
+    if (is_second) head -= first.count;
+    start = static_cast<T*>(own.data) + token * own.token_stride + head * own.head_stride;
+    bias = static_cast<const T*>(own.bias);
+    weight = static_cast<const T*>(own.weight);
   }
-  C* to = static_cast<C*>(kv.value) + at.block * kv.value_block_stride +
-          head * kv.value_head_stride + at.token * kv.value_token_stride + d * kv.value_dim_stride;
-  if (kv.value_dim_stride == 1) {
-    *reinterpret_cast<Stored*>(to) = stored;
-  } else {
+};
+
+// Bias, norm and rotation of the packs. By whole warps.
+template <typename T, typename A, int kWidth, int kItems>
+__device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                        const HeadItems<kWidth, kItems>& items,
+                                        const HeadAngles<A, kWidth, kItems>& angles,
+                                        HeadPacks<T, kWidth, kItems>& x) {
+  if (row.bias != nullptr) x.add(items, row.bias + row.head * p.head_size);
+  if (p.query.weight != nullptr || p.key.weight != nullptr) {
+    const float inverse = x.inverse_root(p.head_size, blockDim.x, p.epsilon);
+    if (row.weight != nullptr) x.norm(items, row.weight, inverse);
+  }
+  x.turn(items, angles, p.is_neox);
+}
+
+// The element that a head's row starts with in the cache, and what lies between
+// its elements.
+template <typename C>
+struct CacheRow {
+  C* start;
+  int64_t stride;  // from chunk to chunk of K, from element to element of V
+  Divisor scale;
+  bool is_key;
+
+  __device__ __forceinline__ CacheRow(const PagedKv& kv, bool is_key, int head, Place at)
+      : is_key(is_key) {
+    C* data = static_cast<C*>(is_key ? kv.key : kv.value);
+    start = data + at.block * (is_key ? kv.key_block_stride : kv.value_block_stride) +
+            head * (is_key ? kv.key_head_stride : kv.value_head_stride) +
+            at.token * (is_key ? kv.key_token_stride : kv.value_token_stride);
+    stride = is_key ? kv.key_chunk_stride : kv.value_dim_stride;
+    if constexpr (kIs8Bit<C>) {
+      const float* scales = is_key ? kv.k_scale : kv.v_scale;
+      if (scales != nullptr) scale = Divisor::of(scales[head * kv.scale_stride]);
+    }
+  }
+
+  template <typename T, int kWidth>
+  __device__ __forceinline__ void store(const Pack<T, kWidth>& pack, int d) const {
+    struct alignas(kWidth * sizeof(C)) Stored {
+      C data[kWidth];
+    } stored;
+    if constexpr (kIs8Bit<C>) {
+      float values[kWidth];
+      widen(pack, values);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) to[j * kv.value_dim_stride] = stored.data[j];
+      for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
+    } else {
+      memcpy(&stored, &pack, sizeof(stored));
+    }
+    constexpr int kX = 16 / sizeof(C);  // elements of a chunk
+    if (is_key || stride == 1) {
+      C* to = is_key ? start + d / kX * stride + d % kX : start + d;
+      *reinterpret_cast<Stored*>(to) = stored;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];
+    }
+  }
+};
+
+// What a lane works with. blockDim.x neighbouring lanes (a power of two) hold one row.
+template <typename T, typename A, int kWidth, int kItems>
+struct Lane {
+  using Items = HeadItems<kWidth, kItems>;
+  HeadPacks<T, kWidth, kItems> x;
+  HeadAngles<A, kWidth, kItems> angles{};
+
+  __device__ __forceinline__ static Items items(const RopeAndCacheParams& p, bool is_value,
+                                                bool inside) {
+    return Items(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, threadIdx.x, blockDim.x,
+                 inside);
+  }
+  // Under way, as far as the second-level cache, before the wait.
+  __device__ __forceinline__ void prefetch(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                           const Items& items) {
+    x.prefetch(items, row.start);
+    prefetch_l2(p.positions + row.token);
+  }
+  // Whether the row's position is one.
+  __device__ __forceinline__ bool load(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                       const Items& items) {
+    x.load(items, row.start);
+    const int64_t position = p.positions[row.token];
+    const bool good = position >= 0 && position < p.max_position;
+    if (good) {
+      angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
+                  p.rotary_size / 2);
+    }
+    return good;
+  }
+};
+
+template <typename T, typename A, int kWidth, int kItems, bool kFew>
+__device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
+                                              const RowBlocks& blocks) {
+  const ProjectedHeads second = p.slot_mapping == nullptr ? p.key : ProjectedHeads{};
+  const int rows = static_cast<int>(p.num_tokens) * (p.query.count + second.count);
+  const int r = (blockIdx.x - blocks.storing) * blockDim.y + threadIdx.y;
+  const bool inside = r < rows;
+  const HeadRow<T> row(p.query, second, blocks.inplace_heads, inside ? r : 0);
+  Lane<T, A, kWidth, kItems> lane;
+  const auto items = lane.items(p, false, inside);
+  if constexpr (kFew) lane.prefetch(p, row, items);
+  wait_for_predecessor();
+  const bool good = lane.load(p, row, items);
+  prepare(p, row, items, lane.angles, lane.x);
+  if (good) lane.x.store(items, row.start);  // else the token stays as it is
+}
+
+// Whether a token after `token` has its slot. By a whole warp, all of whose rows are that token's.
+__device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token, int64_t slot,
+                                            int lane) {
+  bool again = false;
+#pragma unroll 1
+  for (int from = token + 1 + lane; from < static_cast<int>(slots.num_tokens); from += 4 * 32) {
+    int64_t later[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      later[i] = from + i * 32 < slots.num_tokens ? slots.slot_mapping[from + i * 32] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) again |= later[i] == slot;
+  }
+  return __any_sync(0xffffffffu, again);
+}
+
+// Few tokens, and a warp's rows are one token's: every warp finds out for itself whether the slot
+// comes up again, without a barrier.
+template <typename T, typename C, typename A, int kWidth, int kItems>
+__device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const RowBlocks& blocks,
+                                          const SlotMapping& slots) {
+  const int rows = static_cast<int>(p.num_tokens) * (p.key.count + p.value.count);
+  const int r = blockIdx.x * blockDim.y + threadIdx.y;
+  const bool inside = r < rows;
+  const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : 0);
+  Lane<T, A, kWidth, kItems> lane;
+  const auto items = lane.items(p, row.is_second, inside);
+  lane.prefetch(p, row, items);
+  prefetch_l2(p.slot_mapping + row.token);
+  wait_for_predecessor();
+  const int32_t slot = slot_of(slots, row.token);
+  const bool good = lane.load(p, row, items);
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const bool again = comes_again(slots, row.token, slot, thread % 32);
+  prepare(p, row, items, lane.angles, lane.x);
+  if (!good || slot < 0 || again) return;
+  const CacheRow<C> to(p.kv, !row.is_second, row.head,
+                       place_of(slot, blocks.block_size, p.kv.block_size));
+  lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
+}
+
+// The block looks through the later slots once for all its rounds.
+template <typename T, typename C, typename A, int kWidth, int kItems>
+__device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const RowBlocks& blocks,
+                                           const SlotMapping& slots) {
+  const int rows = static_cast<int>(p.num_tokens) * (p.key.count + p.value.count);
+  const int first_row = blockIdx.x * blocks.rounds * blockDim.y;
+  const int end_row = min(rows, first_row + blocks.rounds * static_cast<int>(blockDim.y));
+  const int first_token = blocks.stored_heads.divide(first_row);
+  const int end_token = static_cast<int>(blocks.stored_heads.divide(end_row - 1)) + 1;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int threads = blockDim.x * blockDim.y;
+  __shared__ int32_t own_slots[kOwnTokens];
+  __shared__ uint32_t repeated_here;
+  wait_for_predecessor();
+  const int from = end_token + thread;
+  LaterSlots later;
+  later.load(slots, from, threads);
+  if (thread < 32) {
+    const int token = first_token + thread;
+    const int32_t slot = token < end_token ? slot_of(slots, token) : -1;
+    own_slots[thread] = slot;
+    const uint32_t repeated = repeated_in_warp(thread, slot);
+    if (thread == 0) repeated_here = repeated;
+  }
+  uint32_t repeated = 0;
+#pragma unroll 1
+  for (int round = 0; round < blocks.rounds; ++round) {
+    const int r = first_row + round * blockDim.y + threadIdx.y;
+    const bool inside = r < end_row;
+    const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : first_row);
+    Lane<T, A, kWidth, kItems> lane;
+    const auto items = lane.items(p, row.is_second, inside);
+    const bool good = lane.load(p, row, items);
+    if (round == 0) {
+      __syncthreads();
+      const OwnSlots own{.list = own_slots, .end = end_token - first_token};
+      repeated = repeated_here | find_repeated<kOwnTokens>(slots, from, threads, later, own);
+    }
+    const int own = row.token - first_token;
+    const int32_t slot = own_slots[own];
+    prepare(p, row, items, lane.angles, lane.x);
+    if (!good || slot < 0 || (repeated >> own & 1)) continue;
+    const CacheRow<C> to(p.kv, !row.is_second, row.head,
+                         place_of(slot, blocks.block_size, p.kv.block_size));
+    lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
   }
 }
 
-// A block takes one token and a tile of its heads, of query, then key, then value; blockDim.x
-// neighbouring lanes (a power of two) one head, each with kItems pairs of packs.
-template <typename T, typename C, typename A, int kWidth, int kItems>
-__global__ void __launch_bounds__(kMaxThreads, kWidth == 1 ? 1 : 3)
-    rope_and_cache_kernel(RopeAndCacheParams p, FastDivisor block_size) {
+template <typename T, typename C, typename A, int kWidth, int kItems, bool kFew>
+__global__ void __launch_bounds__(kThreads, kWidth == 1 ? 2 : 4)
+    rope_and_cache_kernel(RopeAndCacheParams p, RowBlocks blocks) {
   launch_dependents();
-  const int token = blockIdx.x;
-  const int first_head = blockIdx.y * blockDim.y;
-  int head = first_head + threadIdx.y;
-  const bool inside = head < p.query.count + p.key.count + p.value.count;
-  Role role = Role::kQuery;
-  ProjectedHeads heads = p.query;
-  if (head >= p.query.count) {
-    head -= p.query.count;
-    role = Role::kKey;
-    heads = p.key;
-    if (head >= p.key.count) {
-      head -= p.key.count;
-      role = Role::kValue;
-      heads = p.value;
-    }
+  if (static_cast<int>(blockIdx.x) >= blocks.storing) {
+    turn_in_place<T, A, kWidth, kItems, kFew>(p, blocks);
+    return;
   }
-  if (!inside) head = 0;
-  T* row = static_cast<T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
-  const HeadItems<kWidth, kItems> items(p.head_size, role == Role::kValue ? 0 : p.rotary_size,
-                                        p.is_neox, threadIdx.x, blockDim.x, inside);
-  HeadPacks<T, kWidth, kItems> x;
-  x.prefetch(items, row);
-  prefetch_l2(p.positions + token);
-  wait_for_predecessor();
-
-  x.load(items, row);
-  const int64_t position = p.positions[token];
-  const bool stores = p.slot_mapping != nullptr && first_head + blockDim.y > p.query.count;
   const SlotMapping slots{p.slot_mapping, p.num_slots, p.kv.num_blocks * p.kv.block_size};
-  const int threads = blockDim.x * blockDim.y;
-  const int from = token + 1 + threadIdx.y * blockDim.x + threadIdx.x;
-  int32_t slot = -1;
-  LaterSlots later;
-  if (stores) {  // the same for the whole block
-    slot = slot_of(slots, token);
-    later.load(slots, from, threads);
-  }
-  const bool good = position >= 0 && position < p.max_position;
-  HeadAngles<A, kWidth, kItems> angles;
-  if (good) {
-    angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
-                p.rotary_size / 2);
-  }
-  uint32_t repeated = 0;
-  if (stores) {
-    repeated = find_repeated<1>(slots, from, threads, later, {.start = slot, .count = slot >= 0});
-  }
-
-  if (heads.bias != nullptr) {
-    x.add(items, static_cast<const T*>(heads.bias) + static_cast<int64_t>(head) * p.head_size);
-  }
-  if (p.query.weight != nullptr || p.key.weight != nullptr) {  // every lane of the block
-    const float inverse = x.inverse_root(p.head_size, blockDim.x, p.epsilon);
-    if (heads.weight != nullptr) x.norm(items, static_cast<const T*>(heads.weight), inverse);
-  }
-  if (good) x.turn(items, angles, p.is_neox);
-  if (!good) return;  // the token stays as it is, and is not stored
-
-  if (role == Role::kQuery || p.slot_mapping == nullptr) {
-    x.store(items, row);
-  } else if (slot >= 0 && repeated == 0) {
-    const Place at = place_of(slot, block_size, p.kv.block_size);
-    x.each(items, [&](const Pack<T, kWidth>& pack, int d) {
-      store_in_cache<T, C, kWidth>(p, role, head, at, pack, d);
-    });
+  if constexpr (kFew) {
+    store_few<T, C, A, kWidth, kItems>(p, blocks, slots);
+  } else {
+    store_many<T, C, A, kWidth, kItems>(p, blocks, slots);
   }
 }
 
 template <typename T, typename C, typename A, int kWidth>
 void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t heads = int64_t{p.query.count} + p.key.count + p.value.count;
+  const bool stores = p.slot_mapping != nullptr;
+  const int64_t stored = stores ? p.key.count + p.value.count : 0;
+  const int64_t inplace = p.query.count + (stores ? 0 : p.key.count);
   const auto items = static_cast<unsigned>(ceil_div(p.head_size, 2 * kWidth));
   const int64_t lanes = std::min(32u, std::bit_ceil(items));
-  const int64_t tiles = ceil_div(heads, kMaxThreads / lanes);
-  const dim3 block(static_cast<unsigned>(lanes), static_cast<unsigned>(ceil_div(heads, tiles)));
-  const dim3 grid(grid_size(p.op, p.num_tokens), static_cast<unsigned>(tiles));
+  int64_t rows = kThreads / lanes;  // of a block, at a time
+  constexpr bool kMayBeFew = kWidth > 1;
+  const bool few = kMayBeFew && p.num_tokens <= 256 && stored * lanes % 32 == 0;
+  RowBlocks blocks;
+  if (stored > 0) {
+    if (!few) rows = std::min(rows, (kOwnTokens - 1) * stored);
+    const int64_t tokens = p.num_tokens > 1024 ? 8 : 1;  // of a block
+    blocks.rounds = static_cast<int>(std::max<int64_t>(1, tokens * stored / rows));
+    blocks.storing = static_cast<int>(ceil_div(p.num_tokens * stored, blocks.rounds * rows));
+  }
+  blocks.stored_heads = FastDivisor(std::max<int64_t>(stored, 1));
+  blocks.inplace_heads = FastDivisor(std::max<int64_t>(inplace, 1));
+  blocks.block_size = FastDivisor(std::max(p.kv.block_size, 1));
   // With single elements a head of 256 has 128 pairs.
   constexpr int kItems = kWidth == 1 ? 4 : 1;
-  launch_kernel(p.op, rope_and_cache_kernel<T, C, A, kWidth, kItems>, grid, block, 0, stream, p,
-                FastDivisor(std::max(p.kv.block_size, 1)));
+  const auto kernel = few ? rope_and_cache_kernel<T, C, A, kWidth, kItems, kMayBeFew>
+                          : rope_and_cache_kernel<T, C, A, kWidth, kItems, false>;
+  launch_kernel(
+      p.op, kernel, grid_size(p.op, blocks.storing + ceil_div(p.num_tokens * inplace, rows)),
+      dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(rows)), 0, stream, p, blocks);
 }
 
 // Whether packs of 16 bytes fit heads, weights, cosines and cache.
@@ -184,8 +341,9 @@ void launch_once(const RopeAndCacheParams& p, Stream stream) {
 
 }  // namespace
 
+// Rows are numbered in 31 bits, and slots that come up again are looked for
+// within a launch.
 void launch(const RopeAndCacheParams& params, Stream stream) {
-  if (params.slot_mapping == nullptr) return launch_once(params, stream);
   RopeAndCacheParams part = params;
   const int64_t size = size_of(params.dtype);
   const auto advance = [&](ProjectedHeads& heads, const ProjectedHeads& all, int64_t tokens) {
@@ -194,7 +352,7 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   for (int64_t done = 0; done < params.num_tokens; done += kTokensPerLaunch) {
     part.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
     part.num_slots = std::clamp<int64_t>(params.num_slots - done, 0, part.num_tokens);
-    part.slot_mapping = params.slot_mapping + done;
+    if (params.slot_mapping != nullptr) part.slot_mapping = params.slot_mapping + done;
     part.positions = params.positions + done;
     advance(part.query, params.query, done);
     advance(part.key, params.key, done);
