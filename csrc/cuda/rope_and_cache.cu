@@ -283,7 +283,7 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   if (stored > 0) {
     if (!few) rows = std::min(rows, (kOwnTokens - 1) * stored);
     const int64_t tokens = p.num_tokens > 1024 ? 8 : 1;  // of a block
-    blocks.rounds = static_cast<int>(std::max<int64_t>(1, tokens * stored / rows));
+    if (!few) blocks.rounds = static_cast<int>(std::max<int64_t>(1, tokens * stored / rows));
     blocks.storing = static_cast<int>(ceil_div(p.num_tokens * stored, blocks.rounds * rows));
   }
   blocks.stored_heads = FastDivisor(std::max<int64_t>(stored, 1));
