@@ -204,7 +204,7 @@ def gathers(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
     one = torch.ones(1, device=device)
     elements = tokens * KV_HEADS * HEAD_SIZE
     size = 4 * elements * dtype.itemsize
-    copies = copies_for(device, size)
+    copies = min(copies_for(device, size), 1024)  # few tokens: far more pages than are read
     nhd = torch.randn(copies, 2, pages, PAGE, KV_HEADS, HEAD_SIZE, device=device).to(dtype)
     out = torch.empty(copies, 2, tokens, KV_HEADS, HEAD_SIZE, device=device, dtype=dtype)
     x = 16 // dtype.itemsize
@@ -253,7 +253,7 @@ def gathers(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
 def mla(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
     """Single tokens into the cache of latent attention, and the gather of its fp8 entries."""
     size = tokens * 576 * dtype.itemsize
-    copies = copies_for(device, 2 * size)
+    copies = min(copies_for(device, 2 * size), 4096)
     packed = torch.randn(copies, tokens, 576, device=device, dtype=dtype)
     kv_c, k_pe = packed[..., :512].contiguous(), packed[..., 512:].contiguous()
     blocks = -(-2 * tokens // 64)
@@ -279,13 +279,14 @@ def mla(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
         entry = cache.size(-1) * cache.element_size()
         return f"concat_and_cache_mla {name[:6]}", size + tokens * entry, copies, calls
 
+    sources = torch.zeros(copies, blocks, 64, 656, device=device, dtype=torch.uint8)
     table = torch.randperm(blocks, device=device)[None].int()
     rows = torch.empty(copies, tokens, 576, device=device, dtype=dtype)
     length = torch.tensor([tokens], dtype=torch.int32, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
     upconvert: dict[str, Call] = {
         "ours": lambda i: vllm_kernels.cp_gather_and_upconvert_fp8_kv_cache(
-            caches["fp8_ds_mla"], rows[i], table, length, start, 1
+            sources[i], rows[i], table, length, start, 1
         )
     }
     return [

@@ -1,5 +1,7 @@
 #include "ops/gather_cache.h"
 
+#include <algorithm>
+
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
 #include "torch_ops/index_check.h"

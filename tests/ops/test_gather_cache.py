@@ -225,8 +225,7 @@ def test_nan_stays_in_its_row(device, dtype):
 
 
 FAULTS = {
-    "block": (lambda b: b.table.index_put_((torch.tensor([1]), torch.tensor([1])),
-                                           torch.tensor(b.num_blocks, dtype=torch.int32)),
+    "block": (lambda b: b.table[1].__setitem__(1, b.num_blocks),
               r"block_tables?\[1, 1\] = \d+: expected a block in \[0, \d+\)$"),
     "negative": (lambda b: b.table[1].__setitem__(0, -1),
                  r"block_tables?\[1, 0\] = -1: expected a block in \[0, \d+\)$"),

@@ -53,6 +53,7 @@ def slot_patterns(block: int, device: str) -> list[Tensor]:
     hole = run.clone()
     hole[block + 3] = -1
     patterns = [random[:40], random[:3], run, run[: 5 * block - 3], run[3:], hole, run.flip(0)]
+    patterns.append(torch.arange(11 * block))  # runs that go on over the end of a page
     patterns += [torch.cat([random[:5], run]), torch.cat([run, run[:9]]), torch.full((9,), -1)]
     return [slots.to(device) for slots in patterns]
 
