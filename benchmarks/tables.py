@@ -1,6 +1,7 @@
-"""Markdown tables of RESULTS.md from what the kit's bench.py, prefill.py and small.py write.
+"""Markdown tables of RESULTS.md from what the kit's bench.py, prefill.py and small.py write, and
+bench_layer.py.
 
-python -m benchmarks.tables decode.json|prefill.json|small.json [...]
+python -m benchmarks.tables decode.json|prefill.json|small.json|layer.json [...]
 """
 
 import json
@@ -100,10 +101,44 @@ def small_table(rows):
     return lines
 
 
+def layer_table(rows):
+    """A row a batch: us a layer of each candidate, GB/s of the best of ours, best peer over it."""
+    names = list(dict.fromkeys(r["candidate"] for r in rows))
+    lines = [
+        row(["batch", "MB", "us at 4.34 TB/s", *names, "GB/s", "% of ceiling", "best peer / ours"])
+    ]
+    lines.append(row("---" for _ in range(len(names) + 6)))
+    for batch in dict.fromkeys(r["batch"] for r in rows):
+        right = [r for r in rows if r["batch"] == batch and r.get("right")]
+        us = {r["candidate"]: r["us"] for r in right}
+        size = next(r["bytes"] for r in rows if r["batch"] == batch)
+        best = min((us[n] for n in us if n.startswith("ours")), default=None)
+        peer = min((us[n] for n in us if not n.startswith("ours")), default=None)
+        lines.append(
+            row(
+                [
+                    batch,
+                    f"{size / 1e6:.1f}",
+                    f"{size / CEILING * 1e6:.1f}",
+                    *(f"{us[n]:.2f}" if n in us else "-" for n in names),
+                    f"{size / best * 1e-3:.0f}" if best else "-",
+                    f"{size / best * 1e8 / CEILING:.0f}" if best else "-",
+                    f"{peer / best:.2f}" if best and peer else "-",
+                ]
+            )
+        )
+    return lines
+
+
+def table_for(first):
+    """What a file holds shows in the keys of its first record."""
+    if "candidate" in first:
+        return layer_table
+    return verify_table if "maxq" in first else decode_table if "wl" in first else small_table
+
+
 if __name__ == "__main__":
     for path in sys.argv[1:]:
         with open(path) as file:
             records = json.load(file)
-        first = records[0]
-        table = verify_table if "maxq" in first else decode_table if "wl" in first else small_table
-        print("\n".join(table(records)))
+        print("\n".join(table_for(records[0])(records)))
