@@ -23,6 +23,29 @@ def norms() -> None:
             weight = torch.randn(hidden, device=CUDA, dtype=dtype)
             vllm_kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
             vllm_kernels.fused_add_rms_norm(x, torch.randn_like(x), weight, 1e-6)
+            other_norms(x, weight)
+
+
+def other_norms(x: torch.Tensor, weight: torch.Tensor) -> None:
+    residual, hidden = torch.randn_like(x), x.size(-1)
+    vllm_kernels.rms_norm_weightless(torch.empty_like(x), x, 1e-6)
+    vllm_kernels.gemma_rms_norm(torch.empty_like(x), x, weight, 1e-6)
+    vllm_kernels.fused_add_rms_norm_weightless(x, residual, 1e-6)
+    vllm_kernels.gemma_fused_add_rms_norm(x, residual, weight, 1e-6)
+    one = torch.ones(1, device=CUDA)
+    fp8 = torch.empty(x.shape, device=CUDA, dtype=torch.float8_e4m3fn)
+    vllm_kernels.rms_norm_static_fp8_quant(fp8, x, weight, one, 1e-6)
+    vllm_kernels.fused_add_rms_norm_static_fp8_quant(fp8, x, residual, weight, one, 1e-6)
+    for out in (fp8, fp8.view(torch.int8)):
+        bound = one if out is fp8 else None
+        scales = torch.empty(3, 1, device=CUDA)
+        vllm_kernels.rms_norm_dynamic_per_token_quant(out, x, weight, scales, 1e-6, bound, residual)
+        for group in (64, 128):
+            if hidden % group == 0:
+                scales = torch.empty(hidden // group, 3, device=CUDA).t()
+                vllm_kernels.rms_norm_per_block_quant(
+                    out, x, weight, scales, 1e-6, bound, residual, group, True
+                )
 
 
 def rotary_and_activations() -> None:
@@ -42,6 +65,18 @@ def rotary_and_activations() -> None:
                 getattr(vllm_kernels, name)(out, x)
             for name in ("gelu_new", "gelu_fast", "gelu_quick"):
                 getattr(vllm_kernels, name)(torch.empty_like(x), x)
+            vllm_kernels.silu_and_mul_split(out, x[:, :width], x[:, width:])
+            vllm_kernels.fatrelu_and_mul(out, x, 0.1)
+            vllm_kernels.silu_and_mul_with_clamp(out, x, 1.0)
+            vllm_kernels.swigluoai_and_mul(out, x)
+        for width in (7, 256):
+            x = torch.randn(3, 2 * width, device=CUDA, dtype=dtype)
+            fp8 = torch.empty(3, width, device=CUDA, dtype=torch.float8_e4m3fn)
+            vllm_kernels.silu_and_mul_quant(fp8, x, torch.ones(1, device=CUDA))
+            for group in (64, 128) if width == 256 else ():
+                scales = torch.empty(3, width // group, device=CUDA)
+                vllm_kernels.silu_and_mul_per_block_quant(fp8, x, scales, group)
+                vllm_kernels.silu_and_mul_per_block_quant(fp8.view(torch.int8), x, scales, group)
 
 
 def cache() -> None:

@@ -1,4 +1,4 @@
-"""The gated activations with parameters, two inputs or interleaved ones, against their references."""
+"""The gated activations with parameters, two inputs or interleaved ones, and their references."""
 
 from __future__ import annotations
 
