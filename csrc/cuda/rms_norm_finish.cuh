@@ -58,8 +58,6 @@ __device__ __forceinline__ uint32_t row_max(uint32_t value) {
   return blockDim.x > kWarpSize ? block_max(value) : lanes_max(value, blockDim.x);
 }
 
-constexpr int kRmsNormTilePacks = 2;  // a thread
-
 // `kPacks` packs a thread of one row's tile.
 template <typename T, bool kAligned, int kPacks>
 struct RmsNormTile {
@@ -103,13 +101,13 @@ struct RmsNormTile {
 
 // A row of one tile is read once, into registers. Of a longer one every step reads all tiles again,
 // mostly from the caches.
-template <typename T, typename Finish, bool kAligned, bool kOneTile>
+template <typename T, typename Finish, bool kAligned, int kPacks, bool kOneTile>
 __global__ void __launch_bounds__(1024)
     rms_norm_finish_kernel(RmsNormParams p, RmsNormFinishRows rows, Finish finish) {
   launch_dependents();
   wait_for_predecessor();
   using Out = typename Finish::template Out<T>;
-  constexpr int kPacks = kRmsNormTilePacks, kWidth = kVectorWidth<T>;
+  constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kWeighted = Finish::kWeighting != Weighting::kNone;
   const uint32_t index = blockIdx.x * blockDim.y + threadIdx.y;
   const bool inside = index < p.input_rows.count;  // of the last block's rows
@@ -198,11 +196,11 @@ void launch_finish(const char* op, const RmsNormParams& p, const Finish& finish,
     threads = static_cast<unsigned>(std::min<int64_t>((wanted + 31) / 32 * 32, 1024));
   }
   const auto blocks = static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block);
-  const bool one_tile = packs <= kRmsNormTilePacks * int64_t{threads};
   launch_kernel(op,
-                !aligned   ? rms_norm_finish_kernel<T, Finish, false, false>
-                : one_tile ? rms_norm_finish_kernel<T, Finish, true, true>
-                           : rms_norm_finish_kernel<T, Finish, true, false>,
+                !aligned               ? rms_norm_finish_kernel<T, Finish, false, 2, false>
+                : packs <= threads     ? rms_norm_finish_kernel<T, Finish, true, 1, true>
+                : packs <= 2 * threads ? rms_norm_finish_kernel<T, Finish, true, 2, true>
+                                       : rms_norm_finish_kernel<T, Finish, true, 2, false>,
                 dim3(blocks), dim3(threads, rows_per_block), 0, stream, p, RmsNormFinishRows(p),
                 finish);
 }
