@@ -159,11 +159,11 @@ __global__ void __launch_bounds__(kThreads)
   const int split = blockIdx.x - seq * num_splits;
   const int lane = threadIdx.x % 32;
   const int64_t first_row = p.workspace_starts[seq];
-  const int64_t begin = max(-first_row, int64_t{0});  // tokens whose rows there are
+  if (first_row < 0) return;
   const int64_t end = min(int64_t{p.seq_lens[seq]}, p.num_rows - first_row);
   const int step = num_splits * (kThreads / 32);
 #pragma unroll 1
-  for (int64_t i = begin + split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
+  for (int64_t i = split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
     T* row = static_cast<T*>(p.rows) + (first_row + i) * p.row_stride;
     const char* entry = p.entry(seq, i);
     RowPart<Fp8E4M3, kWidth> x[2] = {};

@@ -101,7 +101,7 @@ struct DivideByScale {
       const float x = value;
       value *= inverse;
       value = fmaf(fmaf(-scale, value, x), inverse, value);
-      value = fmaf(fmaf(-scale, value, x), inverse, value);
+      value = copysignf(fmaf(fmaf(-scale, value, x), inverse, value), x);  // -0 stays -0
     }
     return narrow8<Q>(values);
   }

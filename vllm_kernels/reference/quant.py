@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-LARGEST = {FP8: 448.0, INT8: 127.0}
-LEAST_SCALE = {FP8: 1 / (448 * 512), INT8: 2.0**-23}
+_E4M3, _INT8 = torch.float8_e4m3fn, torch.int8
+LARGEST = {_E4M3: 448.0, _INT8: 127.0}
+LEAST_SCALE = {_E4M3: 1 / (448 * 512), _INT8: 2.0**-23}
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 -> 8 bits: to nearest even, saturating; a NaN stays one in e4m3 and is 0 in int8."""
-    if dtype == INT8:
-        return values.nan_to_num(nan=0.0).round().clamp(-128, 127).to(INT8)
-    return values.clamp(-448, 448).to(FP8)
+    if dtype == _INT8:
+        return values.nan_to_num(nan=0.0).round().clamp(-128, 127).to(_INT8)
+    return values.clamp(-448, 448).to(_E4M3)
 
 
 def quantize(values: Tensor, scale: Tensor, dtype: torch.dtype, divide: bool) -> Tensor:
@@ -30,7 +30,8 @@ def scale_of(values: Tensor, dtype: torch.dtype, magnitude_bound: Tensor | None 
     magnitude = values.float().abs().amax(-1, keepdim=True)
     if magnitude_bound is not None:
         magnitude = magnitude.clamp(max=magnitude_bound.item())
-    return (magnitude / LARGEST[dtype]).clamp(min=LEAST_SCALE[dtype])
+    largest = torch.full_like(magnitude, LARGEST[dtype])  # by a number, CUDA takes its inverse
+    return (magnitude / largest).clamp(min=LEAST_SCALE[dtype])
 
 
 def quantize_rows(
@@ -38,7 +39,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """[..., n] -> ([..., n] of `dtype`, scales [..., 1])."""
     scale = scale_of(values, dtype, scale_ub)
-    return quantize(values, scale, dtype, divide=dtype == FP8), scale
+    return quantize(values, scale, dtype, divide=dtype == _E4M3), scale
 
 
 def quantize_groups(
