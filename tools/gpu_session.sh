@@ -27,7 +27,7 @@ step_racecheck() {  # a process a dtype: it is slow, and mostly on the CPU
   done
   wait
   for dtype in float16 bfloat16 float32; do
-    echo "racecheck $dtype: $(grep -c done "$OUT/racecheck_$dtype.log") of 5 groups, $(grep -E 'RACECHECK SUMMARY|not supported' "$OUT/racecheck_$dtype.log" | tail -1)"
+    echo "racecheck $dtype: $(grep -c done "$OUT/racecheck_$dtype.log") groups, $(grep -E 'RACECHECK SUMMARY|not supported' "$OUT/racecheck_$dtype.log" | tail -1)"
   done
 }
 step_peers_small() {

@@ -319,6 +319,35 @@ def test_bad_input(device):
     assert dev
 
 
+def test_bad_indices_are_contained(device):
+    """On a GPU: no fault, the other tokens are right, and nothing else is written."""
+    if device == "cpu":
+        pytest.skip("an error on a CPU")
+    for layout in LAYOUTS:
+        case = make_case(device, torch.bfloat16, layout=layout)
+        good = replace(case, query=case.query.clone(), key_cache=case.key_cache.clone(),
+                       value_cache=case.value_cache.clone(), slot_mapping=case.slot_mapping.clone(),
+                       positions=case.positions.clone())  # fmt: skip
+        good.slot_mapping[1] = -1
+        case.slot_mapping[1] = 2**40
+        case.slot_mapping[3] = good.slot_mapping[3] = -1
+        query = case.query.clone()
+        case.positions[3] = MAX_POSITION
+        case.positions[5] = -1
+        good.run()
+        case.run()
+        turned = [0, 1, 2, 4, 6]
+        assert torch.equal(case.query[turned], good.query[turned])
+        assert torch.equal(case.query[[3, 5]], query[[3, 5]])
+        assert torch.equal(bits(case.value_cache), bits(good.value_cache))
+        # Token 5's key is not stored: its slot alone differs.
+        rows = [reference.token_rows(x, layout) for x in (case.key_cache, good.key_cache)]
+        slot = case.slot_mapping[5]
+        rows[1] = rows[1].clone()
+        rows[1][slot // 16, slot % 16] = float("nan")
+        assert torch.equal(rows[0].nan_to_num(9), rows[1].nan_to_num(9))
+
+
 def test_inference_only(device):
     case = make_case(device, torch.float32)
     with raises("rope_and_cache: inference only"):

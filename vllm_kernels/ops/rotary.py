@@ -97,7 +97,7 @@ def rope_and_cache(
     k_weight: Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """A layer's step from its QKV product to attention in one launch.
+    """A layer's step from its QKV product to attention: on a GPU one launch (layout "vllm": two).
 
     Query is turned in place; key is turned and goes, with value, straight into the paged cache:
     ``rotary_embedding`` and ``reshape_and_cache`` in one, with the RMS norm of query and key heads
@@ -122,8 +122,8 @@ def rope_and_cache(
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. A position or slot
-            out of range is an error on a CPU; on a GPU the token is left unchanged and not stored
-            (position), or turned and not stored (slot).
+            out of range is an error on a CPU. On a GPU a position out of range leaves the token's
+            query unchanged and its key unstored, a slot out of range stores nothing.
     """
     inference_only(
         "rope_and_cache", query, key, value, cos_sin_cache, key_cache, value_cache, q_weight,
