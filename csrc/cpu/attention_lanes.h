@@ -124,7 +124,7 @@ struct KeyLanes {
     for (int i = 0; i < kParts; ++i) parts[i] = load(from + i * kLanes);
   }
   static Part query(const float* packed) { return broadcast<kWidth>(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) { return fma(key, query, sum); }
+  static Vec multiply_add(Part key, Part query, Vec sum) { return fma_in_order(key, query, sum); }
 };
 
 // bfloat16 in pairs: the even one of a 32-bit word is widened by a shift, the odd one by a mask.
@@ -150,7 +150,7 @@ struct KeyLanes<BFloat16> {
     widen_pairs(load_raw<VecUint>(from), parts);
   }
   static Part query(const float* packed) { return broadcast<kWidth>(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) { return fma(key, query, sum); }
+  static Vec multiply_add(Part key, Part query, Vec sum) { return fma_in_order(key, query, sum); }
 };
 #else
 // Dot products of bfloat16 pairs. The packed query holds a pair in the bits of one float.
@@ -228,7 +228,7 @@ struct Fp8KeyLanes {
     widen_fp8<T>(load_raw<__m128i>(from), parts);
   }
   static Part query(const float* packed) { return load(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) { return fma(key, query, sum); }
+  static Vec multiply_add(Part key, Part query, Vec sum) { return fma_in_order(key, query, sum); }
 };
 template <>
 struct KeyLanes<Fp8E4M3> : Fp8KeyLanes<Fp8E4M3> {};
@@ -294,7 +294,9 @@ struct ValueLanes {
   }
   static void pack(const Vec* weights, Part* parts) { parts[0] = weights[0]; }
   static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) { return fma(value, weight, sum); }
+  static Vec multiply_add(Part value, Part weight, Vec sum) {
+    return fma_in_order(value, weight, sum);
+  }
 };
 
 #if !defined(__AVX512BF16__)
@@ -323,7 +325,9 @@ struct ValueLanes<BFloat16> {
 #endif
   }
   static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) { return fma(value, weight, sum); }
+  static Vec multiply_add(Part value, Part weight, Vec sum) {
+    return fma_in_order(value, weight, sum);
+  }
 };
 #else
 // Weights are rounded to bfloat16, and summed as rounded, so that the result stays a mean.
@@ -360,7 +364,9 @@ struct Fp8ValueLanes {
     for (int i = 0; i < kParts; ++i) parts[i] = weights[i];
   }
   static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) { return fma(value, weight, sum); }
+  static Vec multiply_add(Part value, Part weight, Vec sum) {
+    return fma_in_order(value, weight, sum);
+  }
 };
 template <>
 struct ValueLanes<Fp8E4M3> : Fp8ValueLanes<Fp8E4M3> {};

@@ -93,6 +93,17 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The same, in the order of the source: left alone, GCC moves the products of a block of sums about
+// until sums are spilled.
+inline Vec fma_in_order(Vec a, Vec b, Vec c) {
+#if defined(__AVX2__)
+  asm volatile("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 template <typename V>
 inline V load_raw(const void* from) {
   V value;
