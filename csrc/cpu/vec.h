@@ -239,6 +239,16 @@ inline void store_pair(T* to, VecPair pair) {
   }
 }
 
+// Stores what round_to<T>() gave.
+template <typename T>
+inline void store_rounded_pair(T* to, VecPair pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    store_raw(to, (as_bits(pair.a) >> 16) | as_bits(pair.b));
+  } else {
+    store_pair(to, pair);
+  }
+}
+
 // --- tails: the first `count` < kLanes elements, the rest as zero --------------------------------
 
 template <typename T>
