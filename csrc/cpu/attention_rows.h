@@ -8,6 +8,8 @@ namespace {
 constexpr int kTileTokens = 128;  // at most; scores of a tile are kept while its V is read
 constexpr int kMinBlockSize = 8;
 constexpr int kMaxTilePages = kTileTokens / kMinBlockSize;
+constexpr int kOpenPages = 32;  // 1% faster than 8 to 16, as fast as 64
+constexpr int kMemoryPage = 4096;
 
 inline int32_t least(int64_t a, int64_t b) {
   return static_cast<int32_t>(a < b ? a : b);
@@ -126,6 +128,7 @@ class Tiles {
           least(partition_end, static_cast<int64_t>(tile.partition + 1) * p_.partition_size);
     }
     const int32_t* table = p_.block_tables + segment_.seq * p_.block_table_stride;
+    if (tile.starts_segment || token_ >= opened_) open_pages(table);
     const int32_t most = tile_tokens_ / kv.block_size;
     int32_t pages = 0, tokens = 0;
     while (token_ < partition_end && pages < most) {
@@ -158,9 +161,30 @@ class Tiles {
   }
 
  private:
+  // Asks for a line of each of the segment's next pages. Every one misses the TLB; in a burst these
+  // misses are served side by side, where the products' own prefetches would meet them one by one.
+  void open_pages(const int32_t* table) {
+    const PagedKv& kv = p_.kv;
+    const int64_t element = size_of(kv.dtype);
+    const int64_t bytes = element * kv.head_size * kv.block_size;
+    opened_ = least(segment_.end, token_ + int64_t{kOpenPages} * kv.block_size);
+    for (int32_t token = token_; token < opened_; token += kv.block_size) {
+      const int64_t block = table[token / kv.block_size];
+      const char* key =
+          static_cast<const char*>(kv.key) + element * kv.key_offset(block, segment_.kv_head, 0, 0);
+      const char* value = static_cast<const char*>(kv.value) +
+                          element * kv.value_offset(block, segment_.kv_head, 0, 0);
+      for (int64_t at = 0; at < bytes; at += kMemoryPage) {
+        __builtin_prefetch(key + at, 0, 2);
+        __builtin_prefetch(value + at, 0, 2);
+      }
+    }
+  }
+
   const PagedAttentionParams& p_;
   Segments segments_;
   int32_t tile_tokens_;
+  int32_t opened_ = 0;  // of the segment, tokens whose pages were asked for
   Segment segment_{};
   int32_t token_ = 0;
   bool more_ = false;

@@ -17,7 +17,7 @@ inline VecPair take(const T* x, T* residual) {
   if constexpr (kAdd) {
     const VecPair other = load_pair(residual);
     value = {round_to<T>(value.a + other.a), round_to<T>(value.b + other.b)};
-    store_pair(residual, value);
+    store_rounded_pair(residual, value);
   }
   return value;
 }

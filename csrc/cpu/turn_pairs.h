@@ -1,6 +1,7 @@
 // One head turned by its position's angles, in place.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/vec.h"
 
@@ -47,6 +48,16 @@ template <typename T, typename Cache>
 inline void turn_neox(T* head, const Cache* cosines, int64_t n) {
   const Cache* sines = cosines + n;
   int64_t i = 0;
+  if constexpr (std::is_same_v<T, Cache>) {  // all in the order that pairs of T have
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      VecPair x = load_pair(head + i), y = load_pair(head + n + i);
+      const VecPair cosine = load_pair(cosines + i), sine = load_pair(sines + i);
+      turn(x.a, y.a, cosine.a, sine.a);
+      turn(x.b, y.b, cosine.b, sine.b);
+      store_pair(head + i, x);
+      store_pair(head + n + i, y);
+    }
+  }
   for (; i + kLanes <= n; i += kLanes) {
     Vec x = load(head + i), y = load(head + n + i);
     turn(x, y, load(cosines + i), load(sines + i));
@@ -68,11 +79,18 @@ inline void turn_gptj(T* head, const Cache* cosines, int64_t n) {
   Vec x, y, low, high;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    split_pairs(load(head + 2 * i), load(head + 2 * i + kLanes), x, y);
-    turn(x, y, load(cosines + i), load(sines + i));
-    join_pairs(x, y, low, high);
-    store(head + 2 * i, low);
-    store(head + 2 * i + kLanes, high);
+    const Vec cosine = load(cosines + i), sine = load(sines + i);
+    if constexpr (std::is_same_v<T, BFloat16>) {  // pairs are even and odd elements already
+      VecPair pair = load_pair(head + 2 * i);
+      turn(pair.a, pair.b, cosine, sine);
+      store_pair(head + 2 * i, pair);
+    } else {
+      split_pairs(load(head + 2 * i), load(head + 2 * i + kLanes), x, y);
+      turn(x, y, cosine, sine);
+      join_pairs(x, y, low, high);
+      store(head + 2 * i, low);
+      store(head + 2 * i + kLanes, high);
+    }
   }
   if (i < n) {
     const int64_t left = 2 * (n - i);

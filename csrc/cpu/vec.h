@@ -93,6 +93,17 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The same, in the order of the source: left alone, GCC moves the products of a block of sums about
+// until sums are spilled.
+inline Vec fma_in_order(Vec a, Vec b, Vec c) {
+#if defined(__AVX2__)
+  asm volatile("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 template <typename V>
 inline V load_raw(const void* from) {
   V value;
@@ -225,6 +236,16 @@ inline void store_pair(T* to, VecPair pair) {
   } else {
     store(to, pair.a);
     store(to + kLanes, pair.b);
+  }
+}
+
+// Stores what round_to<T>() gave.
+template <typename T>
+inline void store_rounded_pair(T* to, VecPair pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    store_raw(to, (as_bits(pair.a) >> 16) | as_bits(pair.b));
+  } else {
+    store_pair(to, pair);
   }
 }
 
