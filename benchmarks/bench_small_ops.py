@@ -31,7 +31,7 @@ Call = Callable[[int], object]
 # One op: name, bytes a call moves, sets of buffers, candidates (ours first).
 Row = tuple[str, int, int, dict[str, Call]]
 
-flashinfer = rivals.flashinfer
+flashinfer, vllm = rivals.flashinfer, rivals.vllm_ops
 
 
 def vllm_library(device: str) -> object | None:

@@ -56,6 +56,7 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Fast
       }
     }
   }
+  if (p.values_only) return;
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kVectors = kWidth / kVectorWidth<T>;
 #pragma unroll 1
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
     const Place at = place_of(slot, block_size, kv.block_size);
     C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
             chunk * kv.key_chunk_stride + at.token * kWidth;
-    *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
+    if (!p.values_only) *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
     *reinterpret_cast<Vector<C>*>(tile + row * pitch + threadIdx.x * kWidth) =
         narrow<T, C>(v, v_scale);
   }

@@ -134,7 +134,9 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
         static_cast<const T*>(p.key)[first * p.key_token_stride + head * p.key_head_stride + d];
     const T v = static_cast<const T*>(
         p.value)[first * p.value_token_stride + head * p.value_head_stride + d];
-    static_cast<C*>(kv.key)[kv.key_offset(block, head, token, d)] = to_cache<C>(k, k_scale);
+    if (!p.values_only) {
+      static_cast<C*>(kv.key)[kv.key_offset(block, head, token, d)] = to_cache<C>(k, k_scale);
+    }
     static_cast<C*>(kv.value)[kv.value_offset(block, head, token, d)] = to_cache<C>(v, v_scale);
   }
 }

@@ -198,7 +198,7 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const bool again = comes_again(slots, row.token, slot, thread % 32);
   prepare(p, row, items, lane.angles, lane.x);
-  if (!good || slot < 0 || again) return;
+  if ((!good && !row.is_second) || slot < 0 || again) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
   lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
     const int own = row.token - first_token;
     const int32_t slot = own_slots[own];
     prepare(p, row, items, lane.angles, lane.x);
-    if (!good || slot < 0 || (repeated >> own & 1)) continue;
+    if ((!good && !row.is_second) || slot < 0 || (repeated >> own & 1)) continue;
     const CacheRow<C> to(p.kv, !row.is_second, row.head,
                          place_of(slot, blocks.block_size, p.kv.block_size));
     lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
@@ -323,6 +323,24 @@ bool packs_fit(const RopeAndCacheParams& p) {
          aligned(kv.value, kv.dtype);
 }
 
+// Layout vllm has a token's values a page row apart: the cache writer's kernel for them, which
+// gathers tokens and starts while this one's queries are turned, stores whole sectors where slots
+// allow.
+void launch_values(const RopeAndCacheParams& p, Stream stream) {
+  launch(ReshapeAndCacheParams{.key = p.value.data,
+                               .value = p.value.data,
+                               .key_token_stride = p.value.token_stride,
+                               .key_head_stride = p.value.head_stride,
+                               .value_token_stride = p.value.token_stride,
+                               .value_head_stride = p.value.head_stride,
+                               .kv = p.kv,
+                               .slot_mapping = p.slot_mapping,
+                               .num_tokens = p.num_slots,
+                               .dtype = p.dtype,
+                               .values_only = true},
+         stream);
+}
+
 void launch_once(const RopeAndCacheParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
@@ -345,6 +363,12 @@ void launch_once(const RopeAndCacheParams& p, Stream stream) {
 // within a launch.
 void launch(const RopeAndCacheParams& params, Stream stream) {
   RopeAndCacheParams part = params;
+  // A bias has to be added on the way.
+  if (params.slot_mapping != nullptr && params.kv.value_dim_stride != 1 &&
+      params.value.bias == nullptr) {
+    part.value.count = 0;
+    if (params.num_slots > 0) launch_values(params, stream);
+  }
   const int64_t size = size_of(params.dtype);
   const auto advance = [&](ProjectedHeads& heads, const ProjectedHeads& all, int64_t tokens) {
     heads.data = static_cast<char*>(all.data) + tokens * all.token_stride * size;

@@ -22,6 +22,8 @@ struct ReshapeAndCacheParams {
   const int64_t* slot_mapping;  // [num_tokens]
   int64_t num_tokens;
   DType dtype;  // of key and value
+  // Layout vllm on CUDA, within rope_and_cache: key is value again and is not stored.
+  bool values_only = false;
 
   // `slot`, or -1 where nothing is to be written. A cache holds fewer than 2^31 tokens.
   VLLM_KERNELS_HOST_DEVICE int32_t usable(int64_t slot) const {
