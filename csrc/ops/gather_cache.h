@@ -19,16 +19,16 @@ struct TokenPlace {
 };
 
 struct PagedTokens {
-  const int32_t* block_table;  // [>= num_seqs, blocks_per_seq]
-  int64_t block_table_stride;  // elements
-  int32_t blocks_per_seq;
-  const int32_t* cu_seq_lens;   // [num_seqs + 1]
-  const int32_t* seq_starts;    // [num_seqs], or null: 0
-  const int32_t* token_to_seq;  // [num_rows], or null: from cu_seq_lens
-  int32_t num_seqs;
-  int32_t num_rows;  // of the destination
-  int64_t num_blocks;
-  int32_t block_size;
+  const int32_t* block_table = nullptr;  // [>= num_seqs, blocks_per_seq]
+  int64_t block_table_stride = 0;        // elements
+  int32_t blocks_per_seq = 0;
+  const int32_t* cu_seq_lens = nullptr;   // [num_seqs + 1]
+  const int32_t* seq_starts = nullptr;    // [num_seqs], or null: 0
+  const int32_t* token_to_seq = nullptr;  // [num_rows], or null: from cu_seq_lens
+  int32_t num_seqs = 0;
+  int32_t num_rows = 0;  // of the destination
+  int64_t num_blocks = 0;
+  int32_t block_size = 0;
 
   // Of a row of sequence `seq` < 2^31, which may be any number.
   VLLM_KERNELS_HOST_DEVICE TokenPlace locate(int32_t row, int32_t seq) const {
@@ -47,20 +47,20 @@ struct PagedTokens {
 };
 
 struct GatherCacheParams {
-  const char* op;
-  PagedTokens tokens;
+  const char* op = nullptr;
+  PagedTokens tokens{};
   // Of the source. Entries are the K of one head in layout NHD; without scales they are bytes.
-  PagedKv kv;
-  void* key;                   // [num_rows, num_kv_heads, head_size]
-  void* value;                 // likewise, or null
-  int64_t key_row_stride;      // elements
-  int64_t key_head_stride;     // elements
-  int64_t value_row_stride;    // elements
-  int64_t value_head_stride;   // elements
-  DType dtype;                 // of the rows: kv.dtype, or float32, float16, bfloat16
-  int64_t scale_block_stride;  // of kv.k_scale and kv.v_scale, in place of kv.scale_stride
-  int64_t scale_head_stride;
-  int64_t scale_token_stride;
+  PagedKv kv{};
+  void* key = nullptr;             // [num_rows, num_kv_heads, head_size]
+  void* value = nullptr;           // likewise, or null
+  int64_t key_row_stride = 0;      // elements
+  int64_t key_head_stride = 0;     // elements
+  int64_t value_row_stride = 0;    // elements
+  int64_t value_head_stride = 0;   // elements
+  DType dtype = DType::kFloat32;   // of the rows: kv.dtype, or float32, float16, bfloat16
+  int64_t scale_block_stride = 0;  // of kv.k_scale and kv.v_scale, in place of kv.scale_stride
+  int64_t scale_head_stride = 0;
+  int64_t scale_token_stride = 0;
 
   VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenPlace at, int64_t head) const {
     return scales[at.block * scale_block_stride + head * scale_head_stride +
