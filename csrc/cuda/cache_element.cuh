@@ -14,11 +14,11 @@ template <typename C>
 constexpr bool kIs8Bit = sizeof(C) == 1;
 
 // What the elements of a KV head are divided by. `scale`, `stride`: PagedKv's k_scale or v_scale,
-// and scale_stride; not looked at where the cache stores T itself.
+// and scale_stride (null for 1); not looked at where the cache stores T itself.
 template <typename C>
 __device__ __forceinline__ Divisor divisor_of(const float* scale, int32_t stride, int32_t head) {
   if constexpr (kIs8Bit<C>) {
-    return Divisor::of(scale[head * stride]);
+    return scale == nullptr ? Divisor{} : Divisor::of(scale[head * stride]);
   } else {
     return Divisor{};
   }

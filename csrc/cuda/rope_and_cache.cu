@@ -83,10 +83,7 @@ struct CacheRow {
             head * (is_key ? kv.key_head_stride : kv.value_head_stride) +
             at.token * (is_key ? kv.key_token_stride : kv.value_token_stride);
     stride = is_key ? kv.key_chunk_stride : kv.value_dim_stride;
-    if constexpr (kIs8Bit<C>) {
-      const float* scales = is_key ? kv.k_scale : kv.v_scale;
-      if (scales != nullptr) scale = Divisor::of(scales[head * kv.scale_stride]);
-    }
+    scale = divisor_of<C>(is_key ? kv.k_scale : kv.v_scale, kv.scale_stride, head);
   }
 
   template <typename T, int kWidth>
@@ -253,7 +250,9 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
 }
 
 template <typename T, typename C, typename A, int kWidth, int kItems, bool kFew>
-__global__ void __launch_bounds__(kThreads, kWidth == 1 ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, kWidth == 1  ? 2
+                                            : kIs8Bit<C> ? 3
+                                                         : 4)
     rope_and_cache_kernel(RopeAndCacheParams p, RowBlocks blocks) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {

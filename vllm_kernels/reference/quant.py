@@ -55,7 +55,8 @@ def quantize_product_groups(
 ) -> tuple[Tensor, Tensor]:
     """As silu_and_mul_per_block_quant: the bound is one of the scale, both dtypes are divided."""
     parts = products.unflatten(-1, (-1, group_size))
-    scale = parts.float().abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    magnitude = parts.float().abs().amax(-1, keepdim=True)
+    scale = magnitude / torch.full_like(magnitude, LARGEST[dtype])
     if scale_ub is not None:
         scale = scale.clamp(max=scale_ub.item())
     scale = scale.clamp(min=LEAST_SCALE[dtype])
