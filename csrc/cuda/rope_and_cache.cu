@@ -249,10 +249,14 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
   }
 }
 
+// Blocks that registers must leave room for; one more, and conversions or wide angles would spill.
+template <typename T, typename C, typename A, int kWidth>
+constexpr int kMinBlocks = kWidth == 1                           ? 2
+                           : kIs8Bit<C> || sizeof(A) > sizeof(T) ? 3
+                                                                 : 4;
+
 template <typename T, typename C, typename A, int kWidth, int kItems, bool kFew>
-__global__ void __launch_bounds__(kThreads, kWidth == 1  ? 2
-                                            : kIs8Bit<C> ? 3
-                                                         : 4)
+__global__ void __launch_bounds__(kThreads, kMinBlocks<T, C, A, kWidth>)
     rope_and_cache_kernel(RopeAndCacheParams p, RowBlocks blocks) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {
