@@ -80,19 +80,17 @@ def unfused(layer: Layer, layout: str, i: int, caches, workspace) -> None:
 
 
 def one_launch(layer: Layer, layout: str, i: int, caches, workspace) -> None:
-    """fused_decode_attention for the whole of it. (The one place to change with its signature.)"""
+    """fused_decode_attention for the whole of it."""
     vk.fused_decode_attention(
-        layer.qkv[i], layer.shape.heads, layer.shape.kv_heads, layer.positions, layer.cos_sin, True,
-        *caches, layer.slots, layer.block_tables, layer.seq_lens, scale=layer.scale, layout=layout,
-        out=layer.attended[i],
+        layer.qkv[i], layer.positions, layer.cos_sin, *caches, layer.slots, layer.block_tables,
+        layer.seq_lens, scale=layer.scale, layout=layout, out=layer.attended[i],
+        workspace=workspace,
     )  # fmt: skip
 
 
 def candidates(device: str) -> dict[str, Prepare]:
     """Name -> prepare(layer)."""
-    kinds = {"ours_fused": fused, "ours_unfused": unfused}
-    if hasattr(vk, "fused_decode_attention"):
-        kinds = {"ours_one_launch": one_launch, **kinds}
+    kinds = {"ours_one_launch": one_launch, "ours_fused": fused, "ours_unfused": unfused}
     found: dict[str, Prepare] = {
         name + suffix: functools.partial(ours, layout=layout, attend_after_product=kind)
         for name, kind in kinds.items()

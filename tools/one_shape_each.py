@@ -332,9 +332,45 @@ def general_attention() -> None:
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 
+def decode_steps() -> None:
+    """fused_decode_attention: every layout and pair of types, aligned tokens and others."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    lens = torch.tensor([300, 0, 33, 1], dtype=torch.int32, device=CUDA)
+    positions = torch.tensor([299, 0, 32, 0], device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            x = 16 // stored.itemsize
+            for head_size, page, shift in ((128, 16, 0), (64, 32, 1)):
+                pages = -(-300 // page)
+                tables = torch.randperm(4 * pages, device=CUDA).view(4, pages).int()
+                blocks = tables.gather(1, positions[:, None] // page).squeeze(1)
+                slots = torch.where(lens > 0, blocks * page + positions % page, -1)
+                cos_sin = torch.randn(300, head_size, device=CUDA, dtype=dtype)
+                rows = torch.randn(4 * pages, page, 2, head_size, device=CUDA).to(stored)
+                by_layout = {
+                    "NHD": (rows, rows.clone()),
+                    "HND": tuple(rows.transpose(1, 2).contiguous() for _ in range(2)),
+                    "vllm": (
+                        rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(),
+                        rows.permute(0, 2, 3, 1).contiguous(),
+                    ),
+                }
+                width = 12 * head_size
+                packed = torch.randn(4, width + shift, device=CUDA, dtype=dtype)
+                extras = torch.randn(width + 2 * head_size, device=CUDA, dtype=dtype)
+                bias, q_weight, k_weight = extras.split([width, head_size, head_size])
+                for layout, caches in by_layout.items():
+                    for norms in ({}, {"bias": bias, "q_weight": q_weight, "k_weight": k_weight}):
+                        vllm_kernels.fused_decode_attention(
+                            packed[:, shift:], positions, cos_sin, *caches, slots, tables, lens,
+                            is_neox=not norms, layout=layout, **norms,
+                        )  # fmt: skip
+
+
 def main() -> None:
     groups = (
         general_attention,
+        decode_steps,
         norms,
         rotary_and_activations,
         fused_rope,

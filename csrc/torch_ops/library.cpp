@@ -119,6 +119,14 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
       "int split_tokens=0, bool early_pages=False) -> ()");
   library.def(
+      "fused_decode_attention(Tensor! out, Tensor! qkv, Tensor? bias, Tensor positions, "
+      "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
+      "Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, float scale, "
+      "str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_weight=None, "
+      "Tensor? k_weight=None, float epsilon=1e-6, Tensor? alibi_slopes=None, "
+      "int sliding_window=0, float softcap=0.0, Tensor? sinks=None, Tensor!? workspace=None, "
+      "int split_tokens=0) -> ()");
+  library.def(
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
 

@@ -1,5 +1,7 @@
 // What the ops over paged attention share.
 #pragma once
+#include <optional>
+
 #include "ops/paged_attention.h"
 #include "torch_ops/check.h"
 
@@ -7,5 +9,41 @@ namespace vllm_kernels {
 
 // Runs the kernel of v1 and v2: layout vllm, one query token a sequence.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query);
+
+// Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. It throws no
+// finding of check mode: the caller does, before its first launch.
+void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
+                            const Argument* workspace);
+
+// --- the arguments of paged_attention and fused_decode_attention
+
+// Heads [num_tokens, num_heads, head_size] of which only the stride of the tokens is free.
+void require_contiguous_heads(const Argument& heads, const Size& num_tokens);
+
+// Of the cache; `named` is the argument to name where it does not fit.
+void check_head_size(const Argument& named, const PagedKv& kv);
+
+void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
+                   int64_t split_tokens);
+
+// Numbers of tokens whose size beyond 2^31 does not matter.
+int32_t at_most_int32(int64_t value);
+
+// float32 [num_heads], or null; `read` gets it where it is given.
+const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
+                           Size& num_heads, Arguments& read);
+
+// uint8, and on CUDA large enough.
+std::optional<Argument> read_workspace(Expect& expect, const std::optional<Tensor>& workspace);
+
+struct Pages {
+  Argument tables;  // [num_seqs, max_blocks_per_seq] int32
+  Argument lens;    // [num_seqs] int32
+  int32_t max_blocks;
+};
+
+// Looked at last: with shapes, strides and query_start_loc (or null) known to be right.
+Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens, Size& num_seqs,
+                 const PagedKv& kv, const int32_t* query_start_loc, int32_t sliding_window);
 
 }  // namespace vllm_kernels

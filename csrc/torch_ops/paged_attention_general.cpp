@@ -22,22 +22,15 @@ struct Queries {
   Size num_seqs{"num_seqs"};
 };
 
-void require_contiguous_heads(const Argument& a) {
-  if (a.stride(2) != 1 || (a.size(1) > 1 && a.stride(1) != a.size(2))) {
-    a.fail("expected contiguous heads (only the stride of num_tokens is free), got shape " +
-           a.shape_text() + " with stride " + std::to_string(a.stride(1)) + " between heads");
-  }
-}
-
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
                      const Tensor& query, Size& head_size) {
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
   queries.query =
       expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
-  require_contiguous_heads(queries.query);
+  require_contiguous_heads(queries.query, num_tokens);
   queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
-  require_contiguous_heads(queries.out);
+  require_contiguous_heads(queries.out, num_tokens);
   queries.out.written();
   if (lse) {
     queries.lse = expect.tensor("lse", *lse)
@@ -75,64 +68,7 @@ void check_sizes(const Queries& queries, const PagedKv& kv) {
         "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
         " (from key_cache), got shape " + queries.query.shape_text());
   }
-  const int32_t step = size_of(kv.dtype) == 1 ? 16 : 8;
-  if (kv.head_size < 32 || kv.head_size > 256 || kv.head_size % step != 0) {
-    queries.query.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) +
-                       " for a " + name_of(kv.dtype) + " cache, got " +
-                       std::to_string(kv.head_size));
-  }
-}
-
-const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
-                           Size& num_heads, Arguments& read) {
-  if (!values) return nullptr;
-  const Argument argument = expect.tensor(name, *values).float32().shape({&num_heads}).contiguous();
-  read.add(argument);
-  return argument.as<const float>();
-}
-
-void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
-                   int64_t max_query_len) {
-  if (sliding_window < 0) {
-    expect.fail("sliding_window: expected a number of tokens >= 0 (0: none), got " +
-                std::to_string(sliding_window));
-  }
-  if (!(softcap >= 0.0) || std::isinf(softcap)) {
-    expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
-  }
-  if (max_query_len < 0) {
-    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
-  }
-}
-
-int32_t at_most_int32(int64_t value) {
-  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
-}
-
-// Table and lengths are looked at last: with shapes, strides and query_start_loc known to be right.
-struct Pages {
-  Argument tables;
-  Argument lens;
-  int32_t max_blocks;
-};
-
-Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens,
-                 Queries& queries, const PagedKv& kv, int32_t sliding_window) {
-  Size max_blocks("max_blocks_per_seq");
-  const Argument tables = expect.tensor("block_tables", block_tables)
-                              .int32()
-                              .shape({&queries.num_seqs, &max_blocks})
-                              .inner_contiguous();
-  const Argument lens =
-      expect.tensor("seq_lens", seq_lens).int32().shape({&queries.num_seqs}).contiguous();
-  check_index(expect, lens,
-              {.noun = "a length that fits block_tables", .high = max_blocks * kv.block_size + 1});
-  check_index(expect, tables, {.noun = "a block", .high = kv.num_blocks},
-              {.row_lengths = lens,
-               .tokens_per_column = kv.block_size,
-               .query_start_loc = queries.query_start_loc,
-               .sliding_window = sliding_window});
-  return {.tables = tables, .lens = lens, .max_blocks = static_cast<int32_t>(max_blocks)};
+  check_head_size(queries.query, kv);
 }
 
 // What is written lies apart from what is read, and from what else is written.
@@ -146,36 +82,6 @@ void require_apart(const Expect& expect, const Queries& queries,
   }
   if (scratch) expect.apart(*scratch, others);
 }
-
-#if defined(VLLM_KERNELS_DEVICE_CUDA)
-void compute(const PagedAttentionParams& params, const Tensor& query, const Argument* workspace) {
-  if (workspace != nullptr) {
-    constexpr int64_t bytes = kPagedAttentionWorkspaceBytes;
-    if (workspace->numel() < bytes || reinterpret_cast<uintptr_t>(workspace->data()) % 256 != 0) {
-      workspace->fail("expected at least " + std::to_string(bytes) +
-                      " bytes, aligned to 256 (vllm_kernels.paged_attention_workspace gives them), "
-                      "got shape " +
-                      workspace->shape_text());
-    }
-  }
-  if (cuda::check_mode()) raise_bad_index();
-  const int32_t device = query.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  cuda::launch_paged_attention(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
-                               current_stream(device));
-}
-#else
-void compute(const PagedAttentionParams& params, const Tensor& query, const Argument*) {
-  if (cpu::is_plain_decode(params)) return launch_decode(params, query);
-  cpu::GeneralAttentionWork work =
-      cpu::cut_general_attention(params, torch::stable::get_num_threads());
-  if (work.tasks == 1) return launch(work, query);
-  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
-  work.partials = partials.get();
-  launch(work, query);
-  launch(cpu::GeneralAttentionMerge{work}, query);
-}
-#endif
 
 void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
                      const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
@@ -196,19 +102,18 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   check_sizes(queries, kv);
   Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
-  check_numbers(expect, sliding_window, softcap, max_query_len);
-  if (split_tokens < 0) {
-    expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
-                std::to_string(split_tokens));
+  check_numbers(expect, sliding_window, softcap, split_tokens);
+  if (max_query_len < 0) {
+    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
   }
   const float* slopes =
       read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads, read);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
-  std::optional<Argument> scratch;
-  if (workspace) scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
+  const std::optional<Argument> scratch = read_workspace(expect, workspace);
   read_query_start_loc(expect, queries, query_start_loc, max_query_len, read);
   const int32_t window = at_most_int32(sliding_window);
-  const Pages pages = read_pages(expect, block_tables, seq_lens, queries, kv, window);
+  const Pages pages = read_pages(expect, block_tables, seq_lens, queries.num_seqs, kv,
+                                 queries.query_start_loc, window);
   read.add(queries.query, k, v, pages.tables, pages.lens);
   require_apart(expect, queries, scratch, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
@@ -244,10 +149,111 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
       .softcap = static_cast<float>(softcap),
       .split_tokens = at_most_int32(split_tokens),
       .early_pages = early_pages};
-  compute(params, query, scratch ? &*scratch : nullptr);
+  raise_bad_index();
+  launch_paged_attention(params, query, scratch ? &*scratch : nullptr);
 }
 
 }  // namespace
+
+// --- what fused_decode_attention shares (torch_ops/paged_attention.h)
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
+                            const Argument* workspace) {
+  const int32_t device = query.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  cuda::launch_paged_attention(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
+                               current_stream(device));
+}
+#else
+void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
+                            const Argument*) {
+  if (cpu::is_plain_decode(params)) return launch_decode(params, query);
+  cpu::GeneralAttentionWork work =
+      cpu::cut_general_attention(params, torch::stable::get_num_threads());
+  if (work.tasks == 1) return launch(work, query);
+  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
+  work.partials = partials.get();
+  launch(work, query);
+  launch(cpu::GeneralAttentionMerge{work}, query);
+}
+#endif
+
+void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {
+  if (heads.stride(2) != 1 || (heads.size(1) > 1 && heads.stride(1) != heads.size(2))) {
+    heads.fail(std::string("expected contiguous heads (only the stride of ") + num_tokens.name +
+               " is free), got shape " + heads.shape_text() + " with stride " +
+               std::to_string(heads.stride(1)) + " between heads");
+  }
+}
+
+void check_head_size(const Argument& named, const PagedKv& kv) {
+  const int32_t step = size_of(kv.dtype) == 1 ? 16 : 8;
+  if (kv.head_size < 32 || kv.head_size > 256 || kv.head_size % step != 0) {
+    named.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) + " for a " +
+               name_of(kv.dtype) + " cache, got " + std::to_string(kv.head_size));
+  }
+}
+
+void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
+                   int64_t split_tokens) {
+  if (sliding_window < 0) {
+    expect.fail("sliding_window: expected a number of tokens >= 0 (0: none), got " +
+                std::to_string(sliding_window));
+  }
+  if (!(softcap >= 0.0) || std::isinf(softcap)) {
+    expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
+  }
+  if (split_tokens < 0) {
+    expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
+                std::to_string(split_tokens));
+  }
+}
+
+int32_t at_most_int32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
+                           Size& num_heads, Arguments& read) {
+  if (!values) return nullptr;
+  const Argument argument = expect.tensor(name, *values).float32().shape({&num_heads}).contiguous();
+  read.add(argument);
+  return argument.as<const float>();
+}
+
+std::optional<Argument> read_workspace(Expect& expect, const std::optional<Tensor>& workspace) {
+  if (!workspace) return std::nullopt;
+  const Argument scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
+  constexpr int64_t bytes = kPagedAttentionWorkspaceBytes;
+  if (!kOnCpu &&
+      (scratch.numel() < bytes || reinterpret_cast<uintptr_t>(scratch.data()) % 256 != 0)) {
+    scratch.fail("expected at least " + std::to_string(bytes) +
+                 " bytes, aligned to 256 (vllm_kernels.paged_attention_workspace gives them), got "
+                 "shape " +
+                 scratch.shape_text());
+  }
+  return scratch;
+}
+
+Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens, Size& num_seqs,
+                 const PagedKv& kv, const int32_t* query_start_loc, int32_t sliding_window) {
+  Size max_blocks("max_blocks_per_seq");
+  const Argument tables = expect.tensor("block_tables", block_tables)
+                              .int32()
+                              .shape({&num_seqs, &max_blocks})
+                              .inner_contiguous();
+  const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
+  check_index(expect, lens,
+              {.noun = "a length that fits block_tables", .high = max_blocks * kv.block_size + 1});
+  check_index(expect, tables, {.noun = "a block", .high = kv.num_blocks},
+              {.row_lengths = lens,
+               .tokens_per_column = kv.block_size,
+               .query_start_loc = query_start_loc,
+               .sliding_window = sliding_window});
+  return {.tables = tables, .lens = lens, .max_blocks = static_cast<int32_t>(max_blocks)};
+}
+
 }  // namespace vllm_kernels
 
 VLLM_KERNELS_IMPL(library) {

@@ -158,6 +158,64 @@ def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str
     reported("query_start_loc[1] = -5")
 
 
+def fused_decode_attention(layout: str, stored: torch.dtype) -> None:
+    """Rows with bad positions, slots, lengths and blocks; the others come out as without them."""
+    torch.manual_seed(1)
+    shapes = {
+        "vllm": [(40, 2, 8, 16, 8), (40, 2, 64, 16)],
+        "NHD": [(40, 16, 2, 64)] * 2,
+        "HND": [(40, 2, 16, 64)] * 2,
+    }[layout]
+    if stored.itemsize == 1 and layout == "vllm":
+        shapes = [(40, 2, 4, 16, 16), (40, 2, 64, 16)]
+    caches = [torch.randn(shape, device=CUDA).to(stored) for shape in shapes]
+    packed = torch.randn(4, 12 * 64, device=CUDA, dtype=torch.bfloat16)
+    bias = torch.randn(12 * 64, device=CUDA, dtype=torch.bfloat16)
+    cos_sin = torch.randn(200, 64, device=CUDA, dtype=torch.bfloat16)
+    tables = torch.randperm(40, device=CUDA)[:32].view(4, 8).int()
+    lengths, positions = [20, 128, 33, 50], [19, 127, 32, 49]
+    slots = [tables[seq, at // 16].item() * 16 + at % 16 for seq, at in enumerate(positions)]
+
+    def run(
+        slots=slots, positions=positions, lengths=lengths, tables=tables
+    ) -> tuple[torch.Tensor, ...]:
+        keys, values = (cache.clone() for cache in caches)
+        ints = [torch.tensor(list_, device=CUDA) for list_ in (positions, slots, lengths)]
+        # split_tokens: the other rows change no bit of one.
+        out = vk.fused_decode_attention(
+            packed.clone(), ints[0], cos_sin, keys, values, ints[1], tables, ints[2].int(),
+            bias=bias, layout=layout, split_tokens=256,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return out, keys.view(torch.uint8), values.view(torch.uint8)
+
+    def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], rows) -> None:
+        assert torch.equal(got[0][rows], want[0][rows])
+        assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:]))
+
+    want = run()
+    vk.check()
+    assert want[0].isfinite().all()
+    left_out = run(slots=[slots[0], -1, *slots[2:]])
+    for bad in (40 * 16, -2, 2**40, -(2**40)):  # the token is not stored
+        same(run(slots=[slots[0], bad, *slots[2:]]), left_out, slice(None))
+        reported("fused_decode_attention: slot_mapping[1] =")
+    for bad in (200, -1, 2**40):
+        same(run(positions=[19, bad, *positions[2:]]), left_out, [0, 2, 3])
+        reported("fused_decode_attention: positions[1] =")
+    same(run(lengths=[20, 5000, 33, 50]), want, slice(None))  # past the table: as all of it
+    reported("seq_lens[1] = 5000")
+    got = run(lengths=[20, -3, 33, 50])  # negative: as 0
+    same(got, want, [0, 2, 3])
+    assert not got[0][1].any()
+    reported("seq_lens[1] = -3")
+    for bad in (-1, 40, 2**31 - 1, -(2**31)):
+        broken = tables.clone()
+        broken[2, 1] = bad
+        same(run(tables=broken), want, [0, 1, 3])
+        reported("block_tables[2, 1] =")
+
+
 def rotary_embedding() -> None:
     query = torch.randn(6, 4, 64, device=CUDA)
     key = torch.randn(6, 2, 64, device=CUDA)
@@ -312,6 +370,11 @@ CASES = {
     "paged_attention_v1": lambda: paged_attention(1),
     "paged_attention_v2": lambda: paged_attention(2),
     "paged_attention": general_attention,
+    "fused_decode_attention": lambda: [
+        fused_decode_attention(layout, stored)
+        for layout in ("vllm", "NHD", "HND")
+        for stored in (torch.bfloat16, torch.float8_e4m3fn)
+    ],
     "rotary_embedding": rotary_embedding,
     "reshape_and_cache": lambda: reshape_and_cache(False),
     "reshape_and_cache_flash": lambda: reshape_and_cache(True),

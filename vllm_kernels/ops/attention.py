@@ -10,6 +10,7 @@ from vllm_kernels import _C
 from vllm_kernels.ops._common import inference_only, library_ops
 
 __all__ = [
+    "fused_decode_attention",
     "merge_attn_states",
     "paged_attention",
     "paged_attention_v1",
@@ -20,9 +21,11 @@ __all__ = [
 _traced_v1 = library_ops.paged_attention_v1.default
 _traced_v2 = library_ops.paged_attention_v2.default
 _traced = library_ops.paged_attention.default
+_traced_fused = library_ops.fused_decode_attention.default
 _direct_v1 = getattr(_traced_v1, "_op", _traced_v1)
 _direct_v2 = getattr(_traced_v2, "_op", _traced_v2)
 _direct = getattr(_traced, "_op", _traced)
+_direct_fused = getattr(_traced_fused, "_op", _traced_fused)
 
 
 def paged_attention_v1(
@@ -282,9 +285,124 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
-    """Scratch for one :func:`paged_attention` at a time on a CUDA device: uint8, 32 MiB, zeros.
+def fused_decode_attention(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    is_neox: bool = True,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    split_tokens: int = 0,
+) -> Tensor:
+    """A decode step from the QKV product to the result of attention, one token a sequence.
 
+    The token's heads of ``qkv`` get their bias; query and key are normed (where there are weights)
+    and turned; key and value go to the token's slot of the paged cache; then the query attends to
+    the pages of its sequence, the new token among them. As the decoder masked multi-head attention
+    of FasterTransformer and RTP-LLM, and equal to the ops apart: an addition of the bias,
+    :func:`rope_and_cache` and :func:`paged_attention`. Today it is two launches, theirs.
+
+    The new token's slot is to be where tables and lengths say that the last token lies,
+
+        slot_mapping[s] = block_tables[s, (seq_lens[s] - 1) // block_size] * block_size
+                        + (seq_lens[s] - 1) % block_size
+
+    in a block that no other sequence of the batch reads. That is the caller's to keep and is not
+    looked at: attention reads what the cache holds at the place that the tables name, and with
+    another sequence's place in ``slot_mapping`` it is not said whether that one sees the old token
+    or the new. A padded row of a CUDA graph has length 0, slot -1 and any good position, and
+    gives 0.
+
+    Args:
+        qkv: [num_seqs, (num_heads + 2 * num_kv_heads) * head_size], the heads of query, then of
+            key, then of value; float32, float16 or bfloat16; tokens may be strided. The query's
+            part is scratch: it holds nothing of use afterwards. Key's and value's are only read.
+        positions: [num_seqs] int64, of the new tokens.
+        cos_sin_cache, is_neox: as :func:`rotary_embedding` has them; partial rotary too.
+        key_cache, value_cache: written; as :func:`paged_attention` has them. num_kv_heads and
+            head_size are theirs.
+        slot_mapping: [num_seqs] int64; -1: the token is not stored, and attention reads what the
+            cache holds.
+        block_tables: [num_seqs, max_blocks_per_seq] int32.
+        seq_lens: [num_seqs] int32, in tokens, the new one included.
+        scale: of the product; head_size ** -0.5 by default.
+        bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
+        q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
+        epsilon: of the norm, >= 0.
+        alibi_slopes, sliding_window, softcap, sinks, layout, workspace, split_tokens: as
+            :func:`paged_attention` has them.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
+            element or [num_kv_heads]; None stands for 1.
+        out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
+            a new tensor.
+
+    Returns:
+        out.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a position, slot, length or block id out of range, before anything is written. On CUDA
+            such a row is contained: with a bad position or slot the token is not stored (with a bad
+            position its query, too, stays as it was given), lengths are clamped, blocks skipped.
+    """
+    if is_grad_enabled():
+        inference_only(
+            "fused_decode_attention",
+            out, qkv, bias, cos_sin_cache, key_cache, value_cache, q_weight, k_weight, alibi_slopes,
+            sinks, k_scale, v_scale,
+        )  # fmt: skip
+    for name, tensor in (("qkv", qkv), ("value_cache", value_cache)):
+        if not isinstance(tensor, Tensor):
+            raise RuntimeError(
+                f"fused_decode_attention: {name}: expected a tensor, got {tensor!r:.40}"
+            )
+    shape = _heads_of_query(qkv, value_cache, layout)
+    if scale is None:
+        scale = max(1, shape[2]) ** -0.5
+    if out is None:
+        out = qkv.new_empty(shape)
+    op = _traced_fused if is_dynamo_compiling() else _direct_fused
+    op(
+        out, qkv, bias, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
+        block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
+        alibi_slopes, sliding_window, softcap, sinks, workspace, split_tokens,
+    )  # fmt: skip
+    return out
+
+
+def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int, int, int]:
+    """[num_seqs, num_heads, head_size]; zeros for shapes that the op refuses before it sees out."""
+    if qkv.dim() != 2 or value_cache.dim() != 4:
+        return 0, 0, 0
+    head_size = value_cache.shape[2 if layout == "vllm" else 3]
+    num_kv_heads = value_cache.shape[2 if layout == "NHD" else 1]
+    if head_size == 0 or qkv.shape[1] // head_size < 2 * num_kv_heads:
+        return 0, 0, 0
+    return qkv.shape[0], qkv.shape[1] // head_size - 2 * num_kv_heads, head_size
+
+
+def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
+    """Scratch on a CUDA device: uint8, 32 MiB, zeros.
+
+    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time.
     Every call leaves it zero where that matters, so it is made once.
     """
     return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)

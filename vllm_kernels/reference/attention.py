@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kernels.reference.cache import FP8
+from vllm_kernels.reference.rotary import rope_and_cache
 
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
@@ -189,6 +190,45 @@ def paged_attention(
             weights = weights[:, :tokens].view(kv_heads, num_heads // kv_heads, tokens)
             out[token] = (weights @ value).flatten(0, 1)
     return out, lse
+
+
+def fused_decode_attention(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    is_neox: bool = True,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "vllm",
+    **options: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rope_and_cache, then paged_attention -> (out in float64, key cache, value cache afterwards).
+
+    options: scale, alibi_slopes, sliding_window, softcap and sinks of paged_attention.
+    """
+    num_kv_heads, head_size = token_rows(value_cache[:0], layout).shape[2:]
+    qkv = qkv if bias is None else qkv + bias
+    num_heads = qkv.shape[1] // head_size - 2 * num_kv_heads
+    heads = qkv.unflatten(1, (-1, head_size)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    query, keys, values = rope_and_cache(
+        positions, *heads, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping, layout,
+        k_scale, v_scale, q_weight, k_weight, epsilon,
+    )  # fmt: skip
+    out, _ = paged_attention(
+        query, keys, values, block_tables, seq_lens, k_scale=k_scale, v_scale=v_scale,
+        layout=layout, **options,
+    )  # fmt: skip
+    return out, keys, values
 
 
 def merge_attn_states(
