@@ -360,8 +360,8 @@ def fused_decode_attention(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a position, slot, length or block id out of range, before anything is written. On CUDA
-            such a row is contained: with a bad position or slot the token is not stored (with a bad
-            position its query, too, stays as it was given), lengths are clamped, blocks skipped.
+            such a row is contained: with a bad position or slot the token is not stored (and with a
+            bad position its result means nothing), lengths are clamped, blocks skipped.
     """
     if is_grad_enabled():
         inference_only(
