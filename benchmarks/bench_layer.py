@@ -80,7 +80,7 @@ def unfused(layer: Layer, layout: str, i: int, caches, workspace) -> None:
 
 
 def one_launch(layer: Layer, layout: str, i: int, caches, workspace) -> None:
-    """fused_decode_attention for the whole of it."""
+    """fused_decode_attention for the whole of it (in the launches of `fused`, as yet)."""
     vk.fused_decode_attention(
         layer.qkv[i], layer.positions, layer.cos_sin, *caches, layer.slots, layer.block_tables,
         layer.seq_lens, scale=layer.scale, layout=layout, out=layer.attended[i],

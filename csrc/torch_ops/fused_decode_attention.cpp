@@ -10,8 +10,8 @@
 namespace vllm_kernels {
 namespace {
 
-// Today two launches on either device, those of rope_and_cache and paged_attention. A kernel that
-// does the whole in one takes their place here.
+// Today two launches on either device, those of rope_and_cache (which may have one more for values)
+// and paged_attention. A kernel that does the whole in one takes their place here.
 void launch_rope_then_attention(const FusedDecodeAttentionParams& params, const Tensor& qkv,
                                 const Argument* workspace) {
   launch(params.rope, qkv);

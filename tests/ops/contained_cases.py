@@ -201,7 +201,10 @@ def fused_decode_attention(layout: str, stored: torch.dtype) -> None:
         same(run(slots=[slots[0], bad, *slots[2:]]), left_out, slice(None))
         reported("fused_decode_attention: slot_mapping[1] =")
     for bad in (200, -1, 2**40):
-        same(run(positions=[19, bad, *positions[2:]]), left_out, [0, 2, 3])
+        got = run(positions=[19, bad, *positions[2:]])
+        assert torch.equal(got[0][[0, 2, 3]], want[0][[0, 2, 3]])
+        assert torch.equal(got[1], left_out[1])  # the key is not stored; its value may be
+        assert any(torch.equal(got[2], values) for values in (left_out[2], want[2]))
         reported("fused_decode_attention: positions[1] =")
     same(run(lengths=[20, 5000, 33, 50]), want, slice(None))  # past the table: as all of it
     reported("seq_lens[1] = 5000")

@@ -318,7 +318,8 @@ def fused_decode_attention(
     and turned; key and value go to the token's slot of the paged cache; then the query attends to
     the pages of its sequence, the new token among them. As the decoder masked multi-head attention
     of FasterTransformer and RTP-LLM, and equal to the ops apart: an addition of the bias,
-    :func:`rope_and_cache` and :func:`paged_attention`. Today it is two launches, theirs.
+    :func:`rope_and_cache` and :func:`paged_attention`. Today it is two launches, those of the two
+    ops (one more where :func:`rope_and_cache` has one for the values of layout "vllm").
 
     The new token's slot is to be where tables and lengths say that the last token lies,
 
@@ -360,8 +361,8 @@ def fused_decode_attention(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
             a position, slot, length or block id out of range, before anything is written. On CUDA
-            such a row is contained: with a bad position or slot the token is not stored (and with a
-            bad position its result means nothing), lengths are clamped, blocks skipped.
+            such a row is contained: with a bad slot the token is not stored; with a bad position
+            its key is not, and its result means nothing; lengths are clamped, blocks skipped.
     """
     if is_grad_enabled():
         inference_only(
