@@ -25,7 +25,8 @@ def test_smoke(device, tmp_path):
     records = json.loads(out.read_text())
     assert {r["batch"] for r in records} == {1, 3}
     names = {r["candidate"] for r in records}
-    assert names >= {"ours_fused", "ours_fused_nhd", "ours_unfused", "ours_unfused_nhd"}
+    kinds = ("ours_one_launch", "ours_fused", "ours_unfused")
+    assert names >= {kind + suffix for kind in kinds for suffix in ("", "_nhd")}
     wrong = [r for r in records if not r.get("right")]
     assert not wrong, wrong
 
