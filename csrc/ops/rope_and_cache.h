@@ -1,9 +1,8 @@
 // rope_and_cache and fused_qk_norm_rope: what a decoder layer does to its projected heads before
 // attention, one head of one token at a time:
-//   x = round(x + bias)                                         where there is a bias
-//   x = round(x / sqrt(mean(x^2) + epsilon)) * weight           query and key, where there is a
-//   weight x = x turned by the angle of the token's position           query and key
-//   (rotary_embedding.h)
+//   x = round(x + bias)              where there is a bias
+//   x = rms_norm(x) * weight         query and key, where there is a weight (rms_norm.h)
+//   x turned by the token's position query and key (rotary_embedding.h)
 // The query stays where it is. Key and value go to the token's slot of the paged cache
 // (reshape_and_cache.h) and are only read; without a cache the key, too, is turned in place.
 #pragma once
