@@ -83,25 +83,25 @@ def fused_rope() -> None:
     """rope_and_cache and fused_qk_norm_rope: few and many tokens, packs and single elements."""
     for dtype in DTYPES:
         for stored in (dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-            for tokens, size, rotary in ((5, 128, 128), (300, 64, 32), (7, 48, 18)):
+            for tokens, size, rotary in ((5, 128, 128), (1100, 128, 64), (7, 48, 18)):
                 x = 16 // stored.itemsize
                 cos_sin = torch.randn(32, rotary, device=CUDA, dtype=dtype)
                 positions = torch.randint(0, 32, (tokens,), device=CUDA)
-                qkv = torch.randn(tokens, 8, size, device=CUDA, dtype=dtype)
+                qkv = torch.randn(tokens, 12, size, device=CUDA, dtype=dtype)
                 weight = torch.randn(size, device=CUDA, dtype=dtype)
-                rows = torch.zeros(40, 16, 2, size, device=CUDA).to(stored)
+                rows = torch.zeros(80, 16, 4, size, device=CUDA).to(stored)
                 vllm = rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
                 for layout, key, value in (
                     ("NHD", rows, rows.clone()),
                     ("vllm", vllm, rows.permute(0, 2, 3, 1).contiguous()),
                 ):
-                    slots = torch.randperm(640, device=CUDA)[:tokens]
+                    slots = torch.randperm(1280, device=CUDA)[:tokens]
                     vllm_kernels.rope_and_cache(
-                        positions, qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], cos_sin, layout == "NHD",
+                        positions, qkv[:, :4], qkv[:, 4:8], qkv[:, 8:], cos_sin, layout == "NHD",
                         key, value, slots, layout, q_weight=weight, k_weight=weight,
                     )  # fmt: skip
             vllm_kernels.fused_qk_norm_rope(
-                qkv.flatten(1), 4, 2, 2, size, 1e-6, weight, weight, cos_sin, True, positions
+                qkv.flatten(1), 4, 4, 4, size, 1e-6, weight, weight, cos_sin, True, positions
             )
 
 

@@ -103,14 +103,14 @@ struct Runner {
 
   void run_heads(const ProjectedHeads& heads, bool is_key, int64_t task) const {
     const int64_t first = task * heads_per_task(p), end = first + heads_per_task(p);
-    const int64_t tokens = p.slot_mapping == nullptr ? p.num_tokens : p.num_slots;
+    const int64_t tokens = !p.stores ? p.num_tokens : p.num_slots;
     for (int64_t token = 0; token < tokens; ++token) {
-      const int64_t slot = p.slot_mapping == nullptr ? 0 : p.slot_mapping[token];
+      const int64_t slot = !p.stores ? 0 : p.slot_mapping[token];
       if (slot < 0) continue;
       const Cosine* cosines = is_key ? cosines_of(token) : nullptr;
       for (int64_t head = first; head < (end < heads.count ? end : heads.count); ++head) {
         T* from = head_of<T>(heads, token, head);
-        if (p.slot_mapping == nullptr) {
+        if (!p.stores) {
           prepare(from, heads, head, p, cosines);
           continue;
         }

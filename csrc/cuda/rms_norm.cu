@@ -1,4 +1,3 @@
-#define PFX 1
 #include "ops/rms_norm.h"
 
 #include "cuda/fast_divisor.cuh"

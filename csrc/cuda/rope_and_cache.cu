@@ -145,7 +145,7 @@ struct Lane {
 template <typename T, typename A, int kWidth, int kItems, bool kFew>
 __device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
                                               const RowBlocks& blocks) {
-  const ProjectedHeads second = p.slot_mapping == nullptr ? p.key : ProjectedHeads{};
+  const ProjectedHeads second = p.stores ? ProjectedHeads{} : p.key;
   const int rows = static_cast<int>(p.num_tokens) * (p.query.count + second.count);
   const int r = (blockIdx.x - blocks.storing) * blockDim.y + threadIdx.y;
   const bool inside = r < rows;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   Lane<T, A, kWidth, kItems> lane;
   const auto items = lane.items(p, row.is_second, inside);
   lane.prefetch(p, row, items);
-  prefetch_l2(p.slot_mapping + row.token);
+  prefetch_l2(p.slot_mapping + min(row.token, static_cast<int>(p.num_slots) - 1));
   wait_for_predecessor();
   const int32_t slot = slot_of(slots, row.token);
   const bool good = lane.load(p, row, items);
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, C, A, kWidth>)
 template <typename T, typename C, typename A, int kWidth>
 void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const bool stores = p.slot_mapping != nullptr;
+  const bool stores = p.stores;
   const int64_t stored = stores ? p.key.count + p.value.count : 0;
   const int64_t inplace = p.query.count + (stores ? 0 : p.key.count);
   const auto items = static_cast<unsigned>(ceil_div(p.head_size, 2 * kWidth));
@@ -284,7 +284,10 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const bool few = kMayBeFew && p.num_tokens <= 256 && stored * lanes % 32 == 0;
   RowBlocks blocks;
   if (stored > 0) {
-    if (!few) rows = std::min(rows, (kOwnTokens - 1) * stored);
+    if (!few) {  // whole warps, of at most kOwnTokens tokens
+      const int64_t of_warp = 32 / lanes;
+      rows = std::max(std::min(rows, (kOwnTokens - 1) * stored) / of_warp, int64_t{1}) * of_warp;
+    }
     const int64_t tokens = p.num_tokens > 1024 ? 8 : 1;  // of a block
     if (!few) blocks.rounds = static_cast<int>(std::max<int64_t>(1, tokens * stored / rows));
     blocks.storing = static_cast<int>(ceil_div(p.num_tokens * stored, blocks.rounds * rows));
@@ -327,7 +330,7 @@ bool packs_fit(const RopeAndCacheParams& p) {
 }
 
 // Layout vllm has a token's values a page row apart: the cache writer's kernel for them, which
-// gathers tokens and starts while this one's queries are turned, stores whole sectors where slots
+// gathers tokens, stores whole sectors where slots
 // allow.
 void launch_values(const RopeAndCacheParams& p, Stream stream) {
   launch(ReshapeAndCacheParams{.key = p.value.data,
@@ -367,7 +370,7 @@ void launch_once(const RopeAndCacheParams& p, Stream stream) {
 void launch(const RopeAndCacheParams& params, Stream stream) {
   RopeAndCacheParams part = params;
   // Not for one token (2.3 us for 2.9), nor where a bias has to be added on the way.
-  if (params.slot_mapping != nullptr && params.kv.value_dim_stride != 1 && params.num_tokens > 1 &&
+  if (params.stores && params.kv.value_dim_stride != 1 && params.num_tokens > 1 &&
       params.value.bias == nullptr) {
     part.value.count = 0;
     if (params.num_slots > 0) launch_values(params, stream);
@@ -379,7 +382,7 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   for (int64_t done = 0; done < params.num_tokens; done += kTokensPerLaunch) {
     part.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
     part.num_slots = std::clamp<int64_t>(params.num_slots - done, 0, part.num_tokens);
-    if (params.slot_mapping != nullptr) part.slot_mapping = params.slot_mapping + done;
+    if (params.stores) part.slot_mapping = params.slot_mapping + done;
     part.positions = params.positions + done;
     advance(part.query, params.query, done);
     advance(part.key, params.key, done);

@@ -1,6 +1,7 @@
 // Gathers tokens of paged sequences into rows, one sequence after the other:
-//   cp_gather_cache, gather_and_maybe_dequant_cache   one cache of entries, as they are or times
-//   scale gather_paged_kv                                   the K and V of a cache of any layout
+//   cp_gather_cache                  one cache of entries, as they are
+//   gather_and_maybe_dequant_cache   likewise, or times a scale
+//   gather_paged_kv                  the K and V of a cache of any layout
 //
 // Row r of the destination belongs to sequence s where cu_seq_lens[s] <= r < cu_seq_lens[s + 1],
 // and gets its token seq_starts[s] + r - cu_seq_lens[s]. Rows of no sequence are left alone; a row

@@ -3,6 +3,7 @@
 //   scale computed   from the largest magnitude of a row, or of a group of neighbours in a row:
 //     scale = max(magnitude / largest_of(dtype), least_scale_of(dtype))
 //     element = q(value / scale) for e4m3, q(value * (1 / scale)) for int8
+//     (silu_and_mul_per_block_quant divides for both)
 // q rounds to nearest even and saturates; of a NaN it makes a NaN in e4m3 and 0 in int8. A NaN
 // among the values makes the scale a NaN. All of it is float32 arithmetic, as in vLLM's kernels.
 #pragma once

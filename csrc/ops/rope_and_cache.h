@@ -30,7 +30,8 @@ struct RopeAndCacheParams {
   const void* cos_sin_cache;  // [max_position, rotary_size]: cosines, then sines
   int64_t cos_sin_stride;     // elements from row to row
   int64_t max_position;
-  const int64_t* slot_mapping;  // [num_slots], or null: no cache
+  bool stores;                  // into the cache; otherwise the key is turned in place
+  const int64_t* slot_mapping;  // [num_slots]
   int64_t num_slots;            // <= num_tokens; later tokens are not stored
   int64_t num_tokens;
   PagedKv kv;

@@ -123,6 +123,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   rope.key = heads(num_heads, kv.num_kv_heads, key_weight);
   rope.value = heads(num_heads + kv.num_kv_heads, kv.num_kv_heads, nullptr);
   set_tables(rope, tables);
+  rope.stores = true;
   rope.slot_mapping = slots.as<const int64_t>();
   rope.num_slots = num_seqs;
   rope.num_tokens = num_seqs;

@@ -15,8 +15,7 @@ void fused_qk_norm_rope(const Tensor& qkv, int64_t num_heads_q, int64_t num_head
   for (const auto& [name, count] :
        {std::pair{"num_heads_q", num_heads_q}, std::pair{"num_heads_k", num_heads_k},
         std::pair{"num_heads_v", num_heads_v}}) {
-    expect.that(count >= 0 && count <= INT32_MAX / head_dim / 4,
-                std::string(name) + ": expected a number of heads, got " + std::to_string(count));
+    expect_rope_heads(expect, name, count, 0);
   }
   Size num_tokens("num_tokens"), head_size("head_dim", head_dim, nullptr);
   Size width("(num_heads_q + num_heads_k + num_heads_v) * head_dim",

@@ -96,6 +96,7 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
   tables.apart_from(out);
   expect.apart(out, src);
   expect.apart(out, seqs);
+  expect.apart(out, s);
   if (out.numel() == 0 || num_tokens == 0 || !tables.any()) return;
   params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
   params.tokens.num_rows = static_cast<int32_t>(num_tokens);
@@ -107,7 +108,8 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
 
 // k_scale, v_scale: of one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size].
 void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& sizes,
-                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                       Arguments& read) {
   PagedKv& kv = params.kv;
   const bool wanted = kv.dtype != params.dtype;
   int64_t elements = 0;
@@ -133,6 +135,7 @@ void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& si
              s.shape_text());
     }
     elements = s.numel();
+    read.add(s);
     if (s.dim() == 3) {
       params.scale_block_stride = int64_t{kv.num_kv_heads} * kv.block_size;
       params.scale_head_stride = kv.block_size;
@@ -173,12 +176,14 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
                            .dtype = k.dtype()};
   expect.that(params.kv.num_blocks * params.kv.block_size <= INT32_MAX,
               "key_cache: expected num_blocks * block_size < 2^31, got shape " + kc.shape_text());
-  set_gather_scales(expect, params, sizes, k_scale, v_scale);
+  Arguments scales;
+  set_gather_scales(expect, params, sizes, k_scale, v_scale, scales);
   GatherTables tables(expect, "block_tables", block_tables, cu_seq_lens, seq_starts);
   for (const Argument* rows : {&k, &v}) {
     tables.apart_from(*rows);
     expect.apart(*rows, kc);
     expect.apart(*rows, vc);
+    expect.apart(*rows, scales);
   }
   expect.apart(k, v);
   if (k.numel() == 0 || !tables.any()) return;

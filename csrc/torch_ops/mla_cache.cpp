@@ -66,10 +66,11 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& 
   if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
   for (const Argument& read : {latent, rope, slots, s}) expect.apart(cache, read);
   check_slots(expect, num_blocks * block_size);
-  if (slots.numel() == 0 || cache.numel() == 0) return;
+  if (slots.numel() == 0) return;
   check_index(
       expect, slots,
       {.noun = "a slot", .low = 0, .high = num_blocks * block_size, .skip = true, .unique = true});
+  if (cache.numel() == 0) return;
 
   const ConcatAndCacheMlaParams params{.kv_c = latent.data(),
                                        .k_pe = rope.data(),

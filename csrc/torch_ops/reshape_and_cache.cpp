@@ -82,6 +82,8 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
     expect.apart(*cache, tokens.key);
     expect.apart(*cache, tokens.value);
     expect.apart(*cache, slots);
+    expect.apart(*cache, ks);
+    expect.apart(*cache, vs);
   }
   expect.apart(kc, vc);
   const ReshapeAndCacheParams params = tokens.pack(kv, slots);

@@ -23,10 +23,12 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
                          .inner_contiguous()
                          .written();
   expect_rope_head_size(expect, "query: head_size", sizes.head_size);
+  expect_rope_heads(expect, "query: num_heads", num_heads);
   const Argument k = expect.tensor("key", key)
                          .same_dtype(q)
                          .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
                          .inner_contiguous();
+  expect_rope_heads(expect, "key: num_kv_heads", sizes.num_kv_heads);
   const Argument v = expect.tensor("value", value)
                          .same_dtype(q)
                          .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
@@ -77,8 +79,10 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
               {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
 
   set_tables(params, tables);
+  params.stores = true;
   params.slot_mapping = slots.as<const int64_t>();
   params.num_slots = slots.numel();
+  if (params.num_slots == 0) params.key.count = params.value.count = 0;  // nothing is stored
   params.num_tokens = num_tokens;
   params.kv = kv;
   params.head_size = static_cast<int32_t>(sizes.head_size);

@@ -52,6 +52,16 @@ inline void expect_rope_head_size(const Expect& expect, const char* name, int64_
                   std::to_string(head_size));
 }
 
+// The kernels number the heads of 8192 tokens in 31 bits.
+constexpr int64_t kMaxRopeHeads = 65536;
+
+inline void expect_rope_heads(const Expect& expect, const char* name, int64_t count,
+                              int64_t least = 1) {
+  expect.that(count >= least && count <= kMaxRopeHeads,
+              std::string(name) + ": expected " + std::to_string(least) + " to " +
+                  std::to_string(kMaxRopeHeads) + " heads, got " + std::to_string(count));
+}
+
 inline void expect_epsilon(const Expect& expect, const char* name, double epsilon) {
   expect.that(epsilon >= 0,
               std::string(name) + ": expected a number >= 0, got " + std::to_string(epsilon));

@@ -91,7 +91,7 @@ def test_bad_input(device):
 
     bad(r"qkv: expected \(num_heads_q \+ num_heads_k \+ num_heads_v\) \* head_dim = 1152 at "
         r"dimension 1, got shape \[5, 1024\]", 1, 5)  # fmt: skip
-    bad(r"num_heads_k: expected a number of heads, got -1", 2, -1)
+    bad(r"num_heads_k: expected 0 to 65536 heads, got -1", 2, -1)
     bad(r"head_dim: expected 1 to 256, got 0", 4, 0)
     bad(r"eps: expected a number >= 0, got nan", 5, float("nan"))
     bad(r"q_weight: expected head_dim = 128", 6, args[6][:64])

@@ -52,7 +52,7 @@ class Case:
         key, value = self.key.clone(), self.value.clone()
         self.run()
         ulps, floor = ULPS[self.query.dtype], FLOOR
-        if self.q_weight is not None and self.query.numel() > 0:
+        if (self.q_weight is not None or self.k_weight is not None) and self.query.numel() > 0:
             # The norm's sum has an order of its own, so that a normalised value may be the
             # neighbour of the reference's: an error of the pair's size.
             ulps, floor = 2, 2 * EPSILON[self.query.dtype] * want_query.abs().max().item()
@@ -180,6 +180,25 @@ def test_tokens_and_pages(device, dtype, layout, block, tokens):
     case.check()
 
 
+@all_layouts
+def test_prompt(device, layout):
+    """More tokens than a block takes at a time; also with repeated slots, and unaligned."""
+    for repeated, first in ((False, 0), (True, 0), (False, 1)):
+        case = make_case(device, torch.bfloat16, 1500, 8, 8, 128, layout=layout)
+        if repeated:
+            case.slot_mapping = torch.randint(0, 1400, (1500,), device=device)
+        wide = torch.randn(1500, 8, 136, device=device, dtype=torch.bfloat16)
+        case.key = wide[..., first : first + 128]
+        case.check()
+
+
+@pytest.mark.parametrize("which", ["q_weight", "k_weight"])
+def test_one_weight(device, dtype, which):
+    case = make_case(device, dtype)
+    setattr(case, which, torch.randn(64, device=device, dtype=dtype))
+    case.check()
+
+
 def test_equal_to_the_ops_apart(device, dtype):
     """Bit for bit where no sum is taken."""
     case = make_case(device, dtype, 9, 8, 2, 128)
@@ -228,6 +247,9 @@ def test_many_heads(device, dtype):
 
 
 def test_slots_left_out_and_shorter_mapping(device, dtype):
+    case = make_case(device, dtype)
+    case.slot_mapping = case.slot_mapping[:0]  # only the query is turned
+    case.check()
     case = make_case(device, dtype)
     case.slot_mapping[2] = -1
     case.slot_mapping = case.slot_mapping[:5]
@@ -289,7 +311,6 @@ def test_2_31_elements(device):
 
 def test_bad_input(device):
     case = make_case(device, torch.bfloat16)
-    dev = "cuda:0" if device == "cuda" else "cpu"
 
     def bad(message: str, **changes: object) -> None:
         with raises("^rope_and_cache: " + message):
@@ -308,6 +329,8 @@ def test_bad_input(device):
     bad(r"k_scale: expected None: only 8-bit caches", k_scale=torch.ones(1, device=device))
     bad(r"q_weight: expected head_size = 64", q_weight=case.query[0, 0, :32])
     bad(r"epsilon: expected a number >= 0, got -1", epsilon=-1.0)
+    bad(r"query: num_heads: expected 1 to 65536 heads, got 0", query=case.query[:, :0])
+    bad(r"key: num_kv_heads: expected 1 to 65536 heads, got 0", key=case.key[:, :0])
     bad(r"query: head_size: expected 1 to 256, got 512",
         query=torch.zeros(7, 4, 512, device=device, dtype=torch.bfloat16))  # fmt: skip
     bad(r"query and key overlap in memory", query=case.key)
@@ -316,7 +339,6 @@ def test_bad_input(device):
             slot_mapping=torch.tensor([9999]))  # fmt: skip
         bad(r"positions\[0\] = 64: expected a position in \[0, 64\)",
             positions=torch.full((7,), 64))  # fmt: skip
-    assert dev
 
 
 def test_bad_indices_are_contained(device):

@@ -148,7 +148,8 @@ def silu_and_mul_per_block_quant(
 ) -> None:
     """``silu(gate) * up``, quantised with a scale for every ``group_size`` neighbours of a row.
 
-    As vLLM's op of the same name: the product stays in float32 (neither factor is rounded), and
+    As vLLM's op of the same name: the product stays in float32 (neither factor is rounded; on a GPU
+    silu of 16-bit values is taken to about 2^-20), and
     ``scale = max(min(magnitude / largest, scale_ub), least)``, with the group's largest magnitude,
     largest 448 and least 1 / (448 * 512) for e4m3, 127 and 2**-23 for int8. An element is
     product / scale, to nearest even, saturating. A NaN makes the group's scale NaN.

@@ -18,6 +18,8 @@ __all__ = [
     "paged_attention_workspace",
 ]
 
+# The op's __call__ only calls its `_op`, and costs 0.3 us: called directly, once a layer and token.
+# torch.compile knows the op, not its `_op`.
 _traced_v1 = library_ops.paged_attention_v1.default
 _traced_v2 = library_ops.paged_attention_v2.default
 _traced = library_ops.paged_attention.default
