@@ -97,13 +97,12 @@ def rope_and_cache(
     k_weight: Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """A layer's step from its QKV product to attention: on a GPU one launch (layout "vllm": two from
-    two tokens on).
+    """A layer's step from its QKV product to attention, on a GPU in one launch.
 
     Query is turned in place; key is turned and goes, with value, straight into the paged cache:
     ``rotary_embedding`` and ``reshape_and_cache`` in one, with the RMS norm of query and key heads
     before them where weights are given. Equal to these ops one after the other, but that ``key``
-    is not written.
+    is not written. (With layout "vllm" two launches from two tokens on.)
 
     Args:
         positions: [num_tokens] int64.
@@ -115,7 +114,8 @@ def rope_and_cache(
         key_cache, value_cache: written; shapes, dtypes and strides as ``paged_attention`` has them
             for ``layout``.
         slot_mapping: [n] int64, n <= num_tokens: block * block_size + position in the block, as
-            ``reshape_and_cache`` has it; -1 leaves a token out, and tokens past n are not stored. Where a slot comes up more than once the last token is stored, with whole rows.
+            ``reshape_and_cache`` has it; -1 leaves a token out, and tokens past n are not stored.
+            Where a slot comes up more than once the last token is stored, with whole rows.
         layout: "vllm", "NHD" or "HND".
         k_scale, v_scale: for 8-bit caches, float32 of one element or one a KV head; None for 1.
         q_weight, k_weight: [head_size], dtype of ``query``, of the RMS norm of every head; or None.
