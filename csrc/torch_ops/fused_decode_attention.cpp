@@ -6,6 +6,7 @@
 #include "torch_ops/paged_attention.h"
 #include "torch_ops/paged_kv.h"
 #include "torch_ops/rope_and_cache.h"
+#include "torch_ops/slots.h"
 
 namespace vllm_kernels {
 namespace {
@@ -80,15 +81,12 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   const void* biases = optional("bias", bias, width);
   const void* query_weight = optional("q_weight", q_weight, sizes.head_size);
   const void* key_weight = optional("k_weight", k_weight, sizes.head_size);
-  expect_epsilon(expect, "epsilon", epsilon);
+  expect_epsilon(expect, epsilon);
   const RopeTables tables =
       rope_tables(expect, "positions", positions, cos_sin_cache, num_seqs, sizes.head_size);
   const Argument slots =
       expect.tensor("slot_mapping", slot_mapping).int64().shape({&num_seqs}).inner_contiguous();
-  const int64_t num_slots = kv.num_blocks * kv.block_size;
-  if (num_slots > INT32_MAX) {
-    k.fail("expected num_blocks * block_size < 2^31, got " + std::to_string(num_slots));
-  }
+  const int64_t num_slots = count_slots(k, kv.num_blocks, kv.block_size);
   set_scales(expect, kv, k_scale, v_scale, read);
   check_numbers(expect, sliding_window, softcap, split_tokens);
   const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, read);
@@ -100,8 +98,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   const Argument* scratch_or_null = scratch ? &*scratch : nullptr;
   check_index(expect, tables.positions,
               {.noun = "a position", .low = 0, .high = tables.cos_sin_cache.size(0)});
-  check_index(expect, slots,
-              {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
+  check_slots(expect, slots, num_slots);
   const int32_t window = at_most_int32(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, num_seqs, kv, nullptr, window);
   read.add(tables.positions, tables.cos_sin_cache, slots, pages.tables, pages.lens);

@@ -31,7 +31,7 @@ void fused_qk_norm_rope(const Tensor& qkv, int64_t num_heads_q, int64_t num_head
       expect.tensor("k_weight", k_weight).same_dtype(x).shape({&head_size}).inner_contiguous();
   const RopeTables tables =
       rope_tables(expect, "position_ids", position_ids, cos_sin_cache, num_tokens, head_dim);
-  expect_epsilon(expect, "eps", eps);
+  expect_epsilon(expect, eps, "eps");
   Arguments read;
   read.add(qw, kw, tables.positions, tables.cos_sin_cache);
   expect.apart(x, read);

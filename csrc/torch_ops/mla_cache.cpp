@@ -4,6 +4,7 @@
 #include "torch_ops/device.h"
 #include "torch_ops/index_check.h"
 #include "torch_ops/paged_kv.h"
+#include "torch_ops/slots.h"
 
 namespace vllm_kernels {
 namespace {
@@ -19,11 +20,6 @@ void check_ds_mla(Argument& cache, Size& num_blocks, Size& block_size) {
     cache.fail("expected entries at multiples of 16 bytes, got strides " +
                std::to_string(cache.stride(0)) + ", " + std::to_string(cache.stride(1)));
   }
-}
-
-void check_slots(const Expect& expect, int64_t num_slots) {
-  expect.that(num_slots <= INT32_MAX, "kv_cache: expected num_blocks * block_size < 2^31, got " +
-                                          std::to_string(num_slots));
 }
 
 void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& kv_cache,
@@ -56,20 +52,13 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& 
   }
   cache.written();
   if (block_size < 1) cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
-  const Argument slots =
-      expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
-  if (slots.numel() > num_tokens) {
-    slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
-               " (from kv_c) slots, got shape " + slots.shape_text());
-  }
+  const Argument slots = read_slots(expect, slot_mapping, num_tokens);
   const Argument s = expect.tensor("scale", scale).float32();
   if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
   for (const Argument& read : {latent, rope, slots, s}) expect.apart(cache, read);
-  check_slots(expect, num_blocks * block_size);
+  const int64_t num_slots = count_slots(cache, num_blocks, block_size);
   if (slots.numel() == 0) return;
-  check_index(
-      expect, slots,
-      {.noun = "a slot", .low = 0, .high = num_blocks * block_size, .skip = true, .unique = true});
+  check_slots(expect, slots, num_slots);
   if (cache.numel() == 0) return;
 
   const ConcatAndCacheMlaParams params{.kv_c = latent.data(),

@@ -3,14 +3,14 @@
 
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
-#include "torch_ops/index_check.h"
 #include "torch_ops/paged_kv.h"
+#include "torch_ops/slots.h"
 
 namespace vllm_kernels {
 namespace {
 
-// What every writer of tokens takes: key and value [num_tokens, num_kv_heads, head_size], and
-// slots of the first of them. The dtype of the caches is checked by the caller.
+// What every writer of tokens takes: key and value [num_tokens, num_kv_heads, head_size]. The dtype
+// of the caches is checked by the caller.
 struct Tokens {
   Tokens(const char* op, const Tensor& key_tensor, const Tensor& value_tensor)
       : expect(op),
@@ -23,26 +23,12 @@ struct Tokens {
                   .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
                   .inner_contiguous()) {}
 
-  Argument slots(const Tensor& slot_mapping) {
-    const Argument slots =
-        expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
-    if (slots.numel() > num_tokens) {
-      slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
-                 " (from key) slots, got shape " + slots.shape_text());
-    }
-    return slots;
-  }
-
   // After the other checks: fills the struct, for the caller to launch.
-  ReshapeAndCacheParams pack(const PagedKv& kv, const Argument& slots) const {
-    const int64_t num_slots = kv.num_blocks * kv.block_size;
-    expect.that(num_slots <= INT32_MAX, "key_cache: expected num_blocks * block_size < 2^31, got " +
-                                            std::to_string(num_slots));
+  ReshapeAndCacheParams pack(const Argument& key_cache, const PagedKv& kv,
+                             const Argument& slots) const {
+    const int64_t num_slots = count_slots(key_cache, kv.num_blocks, kv.block_size);
     const bool nothing = slots.numel() == 0 || key.numel() == 0;
-    if (!nothing) {
-      check_index(expect, slots,
-                  {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
-    }
+    if (!nothing) check_slots(expect, slots, num_slots);
     return {.key = key.data(),
             .value = value.data(),
             .key_token_stride = key.stride(0),
@@ -75,7 +61,7 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
       kc, vc, stored, kv_cache_dtype, tokens.sizes);
   kc.written();
   vc.written();
-  const Argument slots = tokens.slots(slot_mapping);
+  const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
   set_head_scales(kv, ks, vs);
   for (const Argument* cache : {&kc, &vc}) {
@@ -86,7 +72,7 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
     expect.apart(*cache, vs);
   }
   expect.apart(kc, vc);
-  const ReshapeAndCacheParams params = tokens.pack(kv, slots);
+  const ReshapeAndCacheParams params = tokens.pack(kc, kv, slots);
   if (params.num_tokens > 0) launch(params, key);
 }
 
@@ -126,13 +112,13 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
         .written();
   };
   const Argument ks = scales("key_scales", key_scales), vs = scales("value_scales", value_scales);
-  const Argument slots = tokens.slots(slot_mapping);
+  const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
   all.add(slots);
   for (const Argument& out : {kc.written(), vc.written(), ks, vs}) {
     expect.apart(out, all);
     all.add(out);
   }
-  const ReshapeAndCachePerTokenQuantParams params{.write = tokens.pack(kv, slots),
+  const ReshapeAndCachePerTokenQuantParams params{.write = tokens.pack(kc, kv, slots),
                                                   .key_scales = ks.as<float>(),
                                                   .value_scales = vs.as<float>(),
                                                   .key_scales_block_stride = ks.stride(0),

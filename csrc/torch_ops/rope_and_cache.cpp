@@ -4,6 +4,7 @@
 #include "torch_ops/device.h"
 #include "torch_ops/index_check.h"
 #include "torch_ops/paged_kv.h"
+#include "torch_ops/slots.h"
 
 namespace vllm_kernels {
 namespace {
@@ -40,12 +41,7 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
   PagedKv kv = paged_cache(q, kc, vc, cache_layout(expect, layout), sizes);
   kc.written();
   vc.written();
-  const Argument slots =
-      expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
-  if (slots.numel() > num_tokens) {
-    slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) +
-               " (from query) slots, got shape " + slots.shape_text());
-  }
+  const Argument slots = read_slots(expect, slot_mapping, num_tokens);
   Arguments read;
   read.add(k, v, tables.positions, tables.cos_sin_cache, slots);
   set_scales(expect, kv, k_scale, v_scale, read);
@@ -62,21 +58,18 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
   params.value = projected_heads(v);
   params.query.weight = weight("q_weight", q_weight);
   params.key.weight = weight("k_weight", k_weight);
-  expect_epsilon(expect, "epsilon", epsilon);
+  expect_epsilon(expect, epsilon);
   expect.apart(q, read);
   expect.apart(kc, read);
   expect.apart(vc, read);
   expect.apart(kc, vc);
   expect.apart(q, kc);
   expect.apart(q, vc);
-  const int64_t num_slots = kv.num_blocks * kv.block_size;
-  expect.that(num_slots <= INT32_MAX, "key_cache: expected num_blocks * block_size < 2^31, got " +
-                                          std::to_string(num_slots));
+  const int64_t num_slots = count_slots(kc, kv.num_blocks, kv.block_size);
   if (num_tokens == 0) return;
   check_index(expect, tables.positions,
               {.noun = "a position", .low = 0, .high = tables.cos_sin_cache.size(0)});
-  check_index(expect, slots,
-              {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
+  check_slots(expect, slots, num_slots);
 
   set_tables(params, tables);
   params.stores = true;

@@ -2,6 +2,8 @@
 #pragma once
 #include "ops/rope_and_cache.h"
 #include "torch_ops/check.h"
+#include "torch_ops/rms_norm.h"
+#include "torch_ops/rotary_embedding.h"
 
 namespace vllm_kernels {
 
@@ -23,17 +25,10 @@ struct RopeTables {
 
 inline RopeTables rope_tables(Expect& expect, const char* positions_name, const Tensor& positions,
                               const Tensor& cos_sin_cache, Size& num_tokens, int64_t head_size) {
-  RopeTables tables{
+  return {
       .positions =
           expect.tensor(positions_name, positions).int64().shape({&num_tokens}).inner_contiguous(),
-      .cos_sin_cache = expect.tensor("cos_sin_cache", cos_sin_cache).floating().rank(2, 2)};
-  const Argument& c = tables.cos_sin_cache.inner_contiguous();
-  const int64_t rotary_size = c.size(1);
-  if (rotary_size % 2 != 0 || rotary_size > head_size || rotary_size == 0) {
-    c.fail("expected an even rotary_size from 2 to head_size = " + std::to_string(head_size) +
-           " at dimension 1, got shape " + c.shape_text());
-  }
-  return tables;
+      .cos_sin_cache = read_cos_sin_cache(expect, cos_sin_cache, head_size)};
 }
 
 inline void set_tables(RopeAndCacheParams& params, const RopeTables& tables) {
@@ -60,11 +55,6 @@ inline void expect_rope_heads(const Expect& expect, const char* name, int64_t co
   expect.that(count >= least && count <= kMaxRopeHeads,
               std::string(name) + ": expected " + std::to_string(least) + " to " +
                   std::to_string(kMaxRopeHeads) + " heads, got " + std::to_string(count));
-}
-
-inline void expect_epsilon(const Expect& expect, const char* name, double epsilon) {
-  expect.that(epsilon >= 0,
-              std::string(name) + ": expected a number >= 0, got " + std::to_string(epsilon));
 }
 
 }  // namespace vllm_kernels

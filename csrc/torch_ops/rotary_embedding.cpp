@@ -3,6 +3,7 @@
 #include "torch_ops/check.h"
 #include "torch_ops/device.h"
 #include "torch_ops/index_check.h"
+#include "torch_ops/rotary_embedding.h"
 
 namespace vllm_kernels {
 namespace {
@@ -44,23 +45,15 @@ void rotary_embedding(const Tensor& positions, const Tensor& query,
   const Argument t = expect.tensor("positions", positions).int64().rank(1, 2).inner_contiguous();
   Argument q = expect.tensor("query", query).floating();
   expect.that(head_size > 0, "head_size: expected a number > 0, got " + std::to_string(head_size));
-  Size max_position("max_position"), rotary_size("rotary_size");
-  const Argument c = expect.tensor("cos_sin_cache", cos_sin_cache)
-                         .floating()
-                         .shape({&max_position, &rotary_size})
-                         .inner_contiguous();
-  if (rotary_size % 2 != 0 || rotary_size > head_size || rotary_size == 0) {
-    c.fail("expected an even rotary_size from 2 to head_size = " + std::to_string(head_size) +
-           " at dimension 1, got shape " + c.shape_text());
-  }
+  const Argument c = read_cos_sin_cache(expect, cos_sin_cache, head_size);
   RotaryParams params{.query = heads_of(expect, q, t, head_size),
                       .key = {},
                       .positions = t.as<int64_t>(),
                       .position_rows = expect.rows(t, 0),
                       .cos_sin_cache = c.data(),
                       .cache_stride = c.stride(0),
-                      .max_position = max_position,
-                      .rotary_size = rotary_size,
+                      .max_position = c.size(0),
+                      .rotary_size = c.size(1),
                       .is_neox = is_neox,
                       .dtype = q.dtype(),
                       .cache_dtype = c.dtype()};
@@ -74,7 +67,7 @@ void rotary_embedding(const Tensor& positions, const Tensor& query,
     expect.apart(q, k);
   }
   if (t.numel() == 0 || params.query.count + params.key.count == 0) return;
-  check_index(expect, t, {.noun = "a position", .low = 0, .high = max_position});
+  check_index(expect, t, {.noun = "a position", .low = 0, .high = params.max_position});
   launch(params, query);
 }
 
