@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
+# Processes that `make test` runs tests in. On a GPU they share it.
+TEST_WORKERS ?= 2
 # The one torch this builds against; the pin stands in pyproject.toml.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' pyproject.toml | grep -v torch)
@@ -13,7 +15,7 @@ help:
 	@echo "make test    every test this machine can run"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
 	@echo "make build   compile in place     make lint / make format     make clean"
-	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS"
+	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
 # torch first and alone: asked for together with others, pip may take another build of it.
 $(VENV)/.installed: pyproject.toml
@@ -32,8 +34,9 @@ build: $(VENV)/.installed
 demo: build
 	$(PY) -m vllm_kernels demo
 
+# Two pools of threads on two cores: threads that wait sleep, else they keep the other pool from work.
 test: build
-	$(PY) -m pytest
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 bench: build
 	$(PY) -m benchmarks

@@ -620,6 +620,8 @@ def schema_arguments(case: Case, **given: object) -> list[object]:
     return [values.get(argument.name, argument.default_value) for argument in schema.arguments]
 
 
+# Schema and fake kernels do not depend on the dtype.
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 def test_opcheck(device, dtype, layout):
     case = make_case(
         device, dtype, [5, 0, 40], layout=layout, bias=True, norm=True, sinks=per_head(8, -1, 1)

@@ -389,6 +389,8 @@ def test_bad_input_of_gather_paged_kv(device):
             vllm_kernels.gather_paged_kv(**{**good, **change})
 
 
+# Schema and fake kernels do not depend on the dtype.
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_and_compile(device, dtype, layout):
     batch = Batch(device, *BATCHES["starts"])

@@ -756,6 +756,8 @@ def test_inference_only(device):
 # --- torch
 
 
+# Schema and fake kernels do not depend on the dtype.
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 @pytest.mark.parametrize("queries", [None, [3, 4]], ids=["decode", "several"])
 def test_opcheck_and_compile(device, dtype, layout, queries):
     case = make_case(device, dtype, [5, 40], queries, layout=layout, sinks=per_head(8, -1, 1))

@@ -444,6 +444,8 @@ def test_inference_only(op, device):
             getattr(vllm_kernels, op)(*call)
 
 
+# Schema and fake kernels do not depend on the dtype.
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 @pytest.mark.parametrize("kv_cache_dtype", CACHE_DTYPES)
 def test_opcheck_and_compile(op, device, dtype, kv_cache_dtype):
     key, value = tokens(4, 2, 64, dtype, device)
