@@ -6,6 +6,7 @@
 #include "ops/activation_gated.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
+#include "ops/fused_decode_attention.h"
 #include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
@@ -50,6 +51,7 @@ void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
 // paged_attention. `workspace`: kPagedAttentionWorkspaceBytes that no other launch uses at the same
 // time; null for the stream's own.
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
+void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

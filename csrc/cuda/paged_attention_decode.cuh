@@ -46,6 +46,14 @@ struct RowState {
     out.z += weight * other.z;
     out.w += weight * other.w;
   }
+  // One more token.
+  __device__ __forceinline__ void add_token(float score, float4 value) {
+    const float updated = fmaxf(maximum, score), factor = exp2_approx(maximum - updated);
+    maximum = updated;
+    sum *= factor;
+    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+    add(exp2_approx(score - updated), 1.0f, value);
+  }
   // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
   template <typename Stats, typename Partial>
   __device__ __forceinline__ void merge(int parts, const Stats& stats, const Partial& partial) {
@@ -118,9 +126,11 @@ constexpr int kTokenTiles =
 template <typename Cache, int kMaxHeadSize, bool kTeam>
 constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kTeam && kMaxHeadSize <= 128 ? 384 : 256;
 
-template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
+// `fresh`: NothingFresh, or fused_decode_attention's FreshToken.
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, typename Fresh>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
-                                       const RowMaps& maps, const DecodeWorkspace& workspace) {
+                                       const RowMaps& maps, const DecodeWorkspace& workspace,
+                                       Fresh fresh) {
   constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
@@ -171,14 +181,18 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   WorkPlan<!kTeam> plan;
   uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
-  const auto take_item = [&](int now) {
+  const auto take_item = [&](int now, bool guesses) {
     const WorkItem item = plan.find(p, shape.work, index, lane);
+    if constexpr (Fresh::kAny) fresh.aim(item, shape.work.group, guesses);
     if (threadIdx.x == 0) {
       items[now] = item;
       items_rows[now] = item_rows(shape.work, item);
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
+  };
+  const auto load_fresh = [&] {
+    if constexpr (Fresh::kAny) fresh.load(p);
   };
   const auto fill_ring = [&] {
     int filled = 0;
@@ -196,9 +210,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   for (;; guesses = false) {
     plan.make(p, shape.work, lane);
     const bool some = index < plan.items();
-    if (some) take_item(0);
+    if (some) take_item(0, guesses);
     if (!guesses) {
       if (some) {
+        load_fresh();
         ring.look_up();
         fill_ring();
       }
@@ -210,6 +225,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       ring.prefetch(p.kv, shape.ring.stages);
     }
     wait_for_predecessor();
+    if (some) load_fresh();
     const SequenceIndices sequence = load_indices(p, min(lane, p.num_seqs - 1));
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
     const int filled = some ? fill_ring() : 0;
@@ -225,7 +241,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 #pragma unroll 1
   for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
     if (merges && index < count) {
-      take_item(now);
+      take_item(now, false);
+      load_fresh();
       ring.look_up();
       fill_ring();
     }
@@ -267,6 +284,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                 return *reinterpret_cast<const float4*>(results + (part * part_rows + at) * pitch +
                                                         d);
               });
+          if constexpr (Fresh::kAny) {
+            if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
+          }
           if (whole) {
             write_row(p, shape.work, item, rows, row, d, state);
           } else {
@@ -308,12 +328,14 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
     const WorkItem& item = items[now];
     const ItemRows rows = items_rows[now];
+    if constexpr (Fresh::kAny) fresh.prepare(p, shape.cap, item, rows.count, now);
     const int first_row = member * warp_rows;  // this warp's
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
     const auto load_query = [&](auto tag) {
       using Query = decltype(tag);
       const auto start = [&](int row) -> const Query* {
         if (first_row + row >= rows.count || row >= warp_rows) return nullptr;
+        if constexpr (Fresh::kAny) return fresh.template query_row<Query>(row);
         const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
         return static_cast<const Query*>(p.query) +
                (item.sequence.first_query + place.token) * p.query_stride +
@@ -334,10 +356,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
-    const int end = rows.high + 1;
+    int fresh_tokens = 0;  // that are not looked for in pages
+    if constexpr (Fresh::kAny) fresh_tokens = fresh.counts(now) ? 1 : 0;
+    const int end = rows.high + 1 - fresh_tokens;
     // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
     int plain_begin = window > 0 ? rows.high - window + 1 : 0;
-    int plain_extent = rows.low + 1 - kTokens - plain_begin;
+    int plain_extent = rows.low + 1 - fresh_tokens - kTokens - plain_begin;
     if (!plain_scores || plain_extent < 0) {
       plain_begin = INT32_MAX;
       plain_extent = 0;
@@ -403,11 +427,16 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
 #else
   constexpr bool kUsed = true;
 #endif
-  if constexpr (kUsed) decode<Cache, kMaxHeadSize, kTeam, kForm>(p, shape, maps, workspace);
+  if constexpr (kUsed)
+    decode<Cache, kMaxHeadSize, kTeam, kForm>(p, shape, maps, workspace, NothingFresh{});
 }
 
-template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
-void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
+// kKernel takes p, DecodeShape, RowMaps, workspace and `more`. False, and no launch, where shared
+// memory has no room for `least_threads` with their rings.
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, auto kKernel,
+          typename... More>
+bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
+                          void* stream, int least_threads, const More&... more) {
   const DeviceInfo& device = current_device_info();
   const PagedKv& kv = p.kv;
   constexpr int kBytes = sizeof(Cache);
@@ -419,7 +448,6 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
   set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(kv, shape.ring, shape.tile);
   RingLayout& ring = shape.ring;
-  constexpr auto kKernel = paged_attention_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm>;
   const int memory = dynamic_shared_memory<kKernel>("paged_attention");
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int group = p.num_heads / kv.num_kv_heads;
@@ -443,6 +471,7 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   };
   const int step = std::max(2, 1 << shape.team_shift);
   while (warps > step && stages_for(warps) < 3) warps -= step;
+  if (warps * 32 < least_threads) return false;
   ring.stages = ring_stages(memory_for(warps), warps >> shape.team_shift, ring.stage_bytes);
   const int rings = (warps >> shape.team_shift) * ring.stages * ring.stage_bytes;
   shape.merge_rows =
@@ -459,7 +488,29 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   check_split(p, shape.work);
   const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
-                stream, p, shape, maps, workspace);
+                stream, p, shape, maps, workspace, more...);
+  return true;
+}
+
+template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
+void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
+  launch_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm,
+                       paged_attention_decode_kernel<Cache, kMaxHeadSize, kTeam, kForm>>(
+      p, workspace, stream, 0);
+}
+
+// Whether rows of 16 bits, which come one by one, are better served by the team kernel, with its
+// warp that does nothing but fill: not with few segments, whose ends would count, nor where half as
+// many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
+// (split_tokens asks for one kernel for all batches.)
+template <typename Cache, PageForm kForm>
+bool better_filled_apart(const PagedAttentionParams& p, int max_head_size) {
+  constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
+  const DeviceInfo& device = current_device_info();
+  const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
+  return kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
+         device.has_wgmma && segments > device.multiprocessors &&
+         segments + kPieces * device.multiprocessors <= workspace_slots(4, max_head_size);
 }
 
 // For one cache type: layouts, padded head sizes, one warp or several for a stage.
@@ -471,18 +522,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     const DeviceInfo& device = current_device_info();
     const bool few_rows = rows <= 8;
-    // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
-    // the rows that are not there; not with few segments, whose ends would count, nor where half as
-    // many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
-    // (split_tokens asks for one kernel for all batches.)
-    constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
-    const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
-    const bool fills_apart =
-        kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
-        segments > device.multiprocessors &&
-        segments + kPieces * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (device.has_wgmma && (!few_rows || fills_apart)) {
+      if (device.has_wgmma && (!few_rows || better_filled_apart<Cache, kForm>(p, kMaxHeadSize))) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
       }
     }

@@ -4,10 +4,7 @@
 #include "cuda/paged_attention_simt.cuh"
 
 namespace vllm_kernels::cuda {
-namespace {
 
-// Whether the tensor-core kernel can address these tensors. It copies pages of layout vllm, or rows
-// of the others, in units of 16 bytes.
 bool fits_tensor_cores(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype);
@@ -30,17 +27,9 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
          p.out_stride % 4 == 0;
 }
 
-}  // namespace
-
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
   if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
-  char* bytes = static_cast<char*>(memory == nullptr ? stream_workspace(stream) : memory);
-  uint32_t* counters = reinterpret_cast<uint32_t*>(bytes);
-  const DecodeWorkspace workspace{
-      .next = counters,
-      .finished = counters + 1,
-      .stats = reinterpret_cast<float2*>(bytes + kDecodeCounterBytes),
-      .out = reinterpret_cast<float*>(bytes + kDecodeCounterBytes + kDecodeStatsBytes)};
+  const DecodeWorkspace workspace = decode_workspace(memory, stream);
   switch (p.kv.dtype) {
     case DType::kFloat16:
       return paged_attention_decode_f16(p, workspace, stream);

@@ -6,6 +6,12 @@
 
 namespace vllm_kernels::cuda {
 
+// What paged_attention has in the place of fused_decode_attention's FreshToken: query rows and
+// tokens are where the parameters say.
+struct NothingFresh {
+  static constexpr bool kAny = false;
+};
+
 // The query rows of an item.
 struct ItemRows {
   int first;  // of the sequence's query_len * group rows

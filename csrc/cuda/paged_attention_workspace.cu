@@ -48,4 +48,13 @@ void* stream_workspace(void* stream) {
   return memory;
 }
 
+DecodeWorkspace decode_workspace(void* memory, void* stream) {
+  char* bytes = static_cast<char*>(memory == nullptr ? stream_workspace(stream) : memory);
+  uint32_t* counters = reinterpret_cast<uint32_t*>(bytes);
+  return {.next = counters,
+          .finished = counters + 1,
+          .stats = reinterpret_cast<float2*>(bytes + kDecodeCounterBytes),
+          .out = reinterpret_cast<float*>(bytes + kDecodeCounterBytes + kDecodeStatsBytes)};
+}
+
 }  // namespace vllm_kernels::cuda

@@ -26,4 +26,9 @@ constexpr int64_t kDecodeOutBytes =
 // its first call (also while the stream is captured into a graph), kept as long as the process.
 void* stream_workspace(void* stream);
 
+#if defined(__CUDACC__)
+// In `memory`, null for the stream's own.
+DecodeWorkspace decode_workspace(void* memory, void* stream);
+#endif
+
 }  // namespace vllm_kernels::cuda

@@ -2,18 +2,37 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
-#include "cuda/cache_element.cuh"
-#include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
-#include "cuda/pack.cuh"
-#include "cuda/rms_norm_rows.cuh"
-#include "cuda/rope_heads.cuh"
-#include "cuda/slots.cuh"
+#include "cuda/rope_rows.cuh"
 
 namespace vllm_kernels::cuda {
+
+bool packs_fit(const RopeAndCacheParams& p) {
+  const int64_t width = 16 / size_of(p.dtype);
+  const auto fits = [&](const ProjectedHeads& heads) {
+    return aligned16(heads.data) && aligned16(heads.bias) && aligned16(heads.weight) &&
+           heads.token_stride % width == 0 && heads.head_stride % width == 0;
+  };
+  const auto aligned = [&](const void* data, DType dtype) {
+    return reinterpret_cast<uintptr_t>(data) % (width * size_of(dtype)) == 0;
+  };
+  const PagedKv& kv = p.kv;
+  bool cache_fits = true;
+  for (const int64_t stride : {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride,
+                               kv.value_dim_stride == 1 ? kv.value_block_stride : 0,
+                               kv.value_dim_stride == 1 ? kv.value_head_stride : 0,
+                               kv.value_dim_stride == 1 ? kv.value_token_stride : 0}) {
+    cache_fits = cache_fits && stride % width == 0;
+  }
+  return (p.cos_sin_dtype == p.dtype || p.cos_sin_dtype == DType::kFloat32) && fits(p.query) &&
+         fits(p.key) && fits(p.value) && p.head_size % width == 0 &&
+         p.rotary_size / 2 % width == 0 && aligned(p.cos_sin_cache, p.cos_sin_dtype) &&
+         p.cos_sin_stride % width == 0 && cache_fits && aligned(kv.key, kv.dtype) &&
+         aligned(kv.value, kv.dtype);
+}
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -30,118 +49,6 @@ struct RowBlocks {
   FastDivisor block_size;
 };
 
-// One head of one token: where it lies and what is done to it.
-template <typename T>
-struct HeadRow {
-  T* start;
-  const T* bias;
-  const T* weight;
-  int token;
-  int head;
-  bool is_second;  // of `second` instead of `first`
-
-  __device__ __forceinline__ HeadRow(const ProjectedHeads& first, const ProjectedHeads& second,
-                                     FastDivisor heads, int row) {
-    token = heads.divide(row);
-    head = row - token * (first.count + second.count);
-    is_second = head >= first.count;
-    const ProjectedHeads& own = is_second ? second : first;
-    if (is_second) head -= first.count;
-    start = static_cast<T*>(own.data) + token * own.token_stride + head * own.head_stride;
-    bias = static_cast<const T*>(own.bias);
-    weight = static_cast<const T*>(own.weight);
-  }
-};
-
-// Bias, norm and rotation of the packs. By whole warps.
-template <typename T, typename A, int kWidth, int kItems>
-__device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                        const HeadItems<kWidth, kItems>& items,
-                                        const HeadAngles<A, kWidth, kItems>& angles,
-                                        HeadPacks<T, kWidth, kItems>& x) {
-  if (row.bias != nullptr) x.add(items, row.bias + row.head * p.head_size);
-  if (p.query.weight != nullptr || p.key.weight != nullptr) {
-    const float inverse = x.inverse_root(p.head_size, blockDim.x, p.epsilon);
-    if (row.weight != nullptr) x.norm(items, row.weight, inverse);
-  }
-  x.turn(items, angles, p.is_neox);
-}
-
-// The element that a head's row starts with in the cache, and what lies between
-// its elements.
-template <typename C>
-struct CacheRow {
-  C* start;
-  int64_t stride;  // from chunk to chunk of K, from element to element of V
-  Divisor scale;
-  bool is_key;
-
-  __device__ __forceinline__ CacheRow(const PagedKv& kv, bool is_key, int head, Place at)
-      : is_key(is_key) {
-    C* data = static_cast<C*>(is_key ? kv.key : kv.value);
-    start = data + at.block * (is_key ? kv.key_block_stride : kv.value_block_stride) +
-            head * (is_key ? kv.key_head_stride : kv.value_head_stride) +
-            at.token * (is_key ? kv.key_token_stride : kv.value_token_stride);
-    stride = is_key ? kv.key_chunk_stride : kv.value_dim_stride;
-    scale = divisor_of<C>(is_key ? kv.k_scale : kv.v_scale, kv.scale_stride, head);
-  }
-
-  template <typename T, int kWidth>
-  __device__ __forceinline__ void store(const Pack<T, kWidth>& pack, int d) const {
-    struct alignas(kWidth * sizeof(C)) Stored {
-      C data[kWidth];
-    } stored;
-    if constexpr (kIs8Bit<C>) {
-      float values[kWidth];
-      widen(pack, values);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
-    } else {
-      memcpy(&stored, &pack, sizeof(stored));
-    }
-    constexpr int kX = 16 / sizeof(C);  // elements of a chunk
-    if (is_key || stride == 1) {
-      C* to = is_key ? start + d / kX * stride + d % kX : start + d;
-      *reinterpret_cast<Stored*>(to) = stored;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];
-    }
-  }
-};
-
-// What a lane works with. blockDim.x neighbouring lanes (a power of two) hold one row.
-template <typename T, typename A, int kWidth, int kItems>
-struct Lane {
-  using Items = HeadItems<kWidth, kItems>;
-  HeadPacks<T, kWidth, kItems> x;
-  HeadAngles<A, kWidth, kItems> angles{};
-
-  __device__ __forceinline__ static Items items(const RopeAndCacheParams& p, bool is_value,
-                                                bool inside) {
-    return Items(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, threadIdx.x, blockDim.x,
-                 inside);
-  }
-  // Under way, as far as the second-level cache, before the wait.
-  __device__ __forceinline__ void prefetch(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                           const Items& items) {
-    x.prefetch(items, row.start);
-    prefetch_l2(p.positions + row.token);
-  }
-  // Whether the row's position is one.
-  __device__ __forceinline__ bool load(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                       const Items& items) {
-    x.load(items, row.start);
-    const int64_t position = p.positions[row.token];
-    const bool good = position >= 0 && position < p.max_position;
-    if (good) {
-      angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
-                  p.rotary_size / 2);
-    }
-    return good;
-  }
-};
-
 template <typename T, typename A, int kWidth, int kItems, bool kFew>
 __device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
                                               const RowBlocks& blocks) {
@@ -151,29 +58,12 @@ __device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
   const bool inside = r < rows;
   const HeadRow<T> row(p.query, second, blocks.inplace_heads, inside ? r : 0);
   Lane<T, A, kWidth, kItems> lane;
-  const auto items = lane.items(p, false, inside);
+  const auto items = lane.items(p, false, inside, threadIdx.x, blockDim.x);
   if constexpr (kFew) lane.prefetch(p, row, items);
   wait_for_predecessor();
   const bool good = lane.load(p, row, items);
-  prepare(p, row, items, lane.angles, lane.x);
+  prepare(p, row, items, lane.angles, blockDim.x, lane.x);
   if (good) lane.x.store(items, row.start);  // else the token stays as it is
-}
-
-// Whether a token after `token` has its slot. By a whole warp, all of whose rows are that token's.
-__device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token, int64_t slot,
-                                            int lane) {
-  bool again = false;
-#pragma unroll 1
-  for (int from = token + 1 + lane; from < static_cast<int>(slots.num_tokens); from += 4 * 32) {
-    int64_t later[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      later[i] = from + i * 32 < slots.num_tokens ? slots.slot_mapping[from + i * 32] : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) again |= later[i] == slot;
-  }
-  return __any_sync(0xffffffffu, again);
 }
 
 // Few tokens, and a warp's rows are one token's: every warp finds out for itself whether the slot
@@ -186,7 +76,7 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   const bool inside = r < rows;
   const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : 0);
   Lane<T, A, kWidth, kItems> lane;
-  const auto items = lane.items(p, row.is_second, inside);
+  const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
   lane.prefetch(p, row, items);
   prefetch_l2(p.slot_mapping + min(row.token, static_cast<int>(p.num_slots) - 1));
   wait_for_predecessor();
@@ -194,11 +84,11 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   const bool good = lane.load(p, row, items);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   const bool again = comes_again(slots, row.token, slot, thread % 32);
-  prepare(p, row, items, lane.angles, lane.x);
+  prepare(p, row, items, lane.angles, blockDim.x, lane.x);
   if ((!good && !row.is_second) || slot < 0 || again) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
-  lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
+  lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(to.round(pack), d); });
 }
 
 // The block looks through the later slots once for all its rounds.
@@ -232,7 +122,7 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
     const bool inside = r < end_row;
     const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : first_row);
     Lane<T, A, kWidth, kItems> lane;
-    const auto items = lane.items(p, row.is_second, inside);
+    const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
     const bool good = lane.load(p, row, items);
     if (round == 0) {
       __syncthreads();
@@ -241,11 +131,11 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
     }
     const int own = row.token - first_token;
     const int32_t slot = own_slots[own];
-    prepare(p, row, items, lane.angles, lane.x);
+    prepare(p, row, items, lane.angles, blockDim.x, lane.x);
     if ((!good && !row.is_second) || slot < 0 || (repeated >> own & 1)) continue;
     const CacheRow<C> to(p.kv, !row.is_second, row.head,
                          place_of(slot, blocks.block_size, p.kv.block_size));
-    lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(pack, d); });
+    lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(to.round(pack), d); });
   }
 }
 
@@ -302,31 +192,6 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   launch_kernel(
       p.op, kernel, grid_size(p.op, blocks.storing + ceil_div(p.num_tokens * inplace, rows)),
       dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(rows)), 0, stream, p, blocks);
-}
-
-// Whether packs of 16 bytes fit heads, weights, cosines and cache.
-bool packs_fit(const RopeAndCacheParams& p) {
-  const int64_t width = 16 / size_of(p.dtype);
-  const auto fits = [&](const ProjectedHeads& heads) {
-    return aligned16(heads.data) && aligned16(heads.bias) && aligned16(heads.weight) &&
-           heads.token_stride % width == 0 && heads.head_stride % width == 0;
-  };
-  const auto aligned = [&](const void* data, DType dtype) {
-    return reinterpret_cast<uintptr_t>(data) % (width * size_of(dtype)) == 0;
-  };
-  const PagedKv& kv = p.kv;
-  bool cache_fits = true;
-  for (const int64_t stride : {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride,
-                               kv.value_dim_stride == 1 ? kv.value_block_stride : 0,
-                               kv.value_dim_stride == 1 ? kv.value_head_stride : 0,
-                               kv.value_dim_stride == 1 ? kv.value_token_stride : 0}) {
-    cache_fits = cache_fits && stride % width == 0;
-  }
-  return (p.cos_sin_dtype == p.dtype || p.cos_sin_dtype == DType::kFloat32) && fits(p.query) &&
-         fits(p.key) && fits(p.value) && p.head_size % width == 0 &&
-         p.rotary_size / 2 % width == 0 && aligned(p.cos_sin_cache, p.cos_sin_dtype) &&
-         p.cos_sin_stride % width == 0 && cache_fits && aligned(kv.key, kv.dtype) &&
-         aligned(kv.value, kv.dtype);
 }
 
 // Layout vllm has a token's values a page row apart: the cache writer's kernel for them, which

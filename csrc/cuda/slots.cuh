@@ -104,6 +104,23 @@ __device__ __forceinline__ uint32_t repeated_in_warp(int lane, int32_t slot) {
   return __ballot_sync(0xffffffffu, slot >= 0 && (same >> lane) > 1);
 }
 
+// Whether a token after `token` has its slot. By a whole warp, of one token.
+__device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token, int64_t slot,
+                                            int lane) {
+  bool again = false;
+#pragma unroll 1
+  for (int from = token + 1 + lane; from < static_cast<int>(slots.num_tokens); from += 4 * 32) {
+    int64_t later[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      later[i] = from + i * 32 < slots.num_tokens ? slots.slot_mapping[from + i * 32] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) again |= later[i] == slot;
+  }
+  return __any_sync(0xffffffffu, again);
+}
+
 // A page and a token in it.
 struct Place {
   int32_t block;

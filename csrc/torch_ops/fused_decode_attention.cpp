@@ -11,13 +11,22 @@
 namespace vllm_kernels {
 namespace {
 
-// Today two launches on either device, those of rope_and_cache (which may have one more for values)
-// and paged_attention. A kernel that does the whole in one takes their place here.
-void launch_rope_then_attention(const FusedDecodeAttentionParams& params, const Tensor& qkv,
-                                const Argument* workspace) {
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
+                  const Argument* workspace) {
+  if (cuda::check_mode()) raise_bad_index();
+  const int32_t device = qkv.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  cuda::launch(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
+               current_stream(device));
+}
+#else
+void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
+                  const Argument* workspace) {
   launch(params.rope, qkv);
   launch_paged_attention(params.attention, qkv, workspace);
 }
+#endif
 
 // The heads that qkv has for each token: first those of the query, then of key, then of value.
 Size read_num_heads(const Argument& qkv, const PagedKv& kv) {
@@ -153,7 +162,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   attention.sliding_window = window;
   attention.softcap = static_cast<float>(softcap);
   attention.split_tokens = at_most_int32(split_tokens);
-  launch_rope_then_attention({.rope = rope, .attention = attention}, qkv, scratch_or_null);
+  launch_fused({.rope = rope, .attention = attention}, qkv, scratch_or_null);
 }
 
 }  // namespace

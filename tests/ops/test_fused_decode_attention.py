@@ -162,11 +162,22 @@ def make_case(
     )
 
 
+def assert_like_apart(got: Tensor, want: Tensor) -> None:
+    """Bit for bit where the launches are the same. In one launch the new token is added last."""
+    if got.is_cuda and got.dtype != torch.float32:
+        assert torch.equal(got.isnan(), want.isnan())
+        error = (got.double() - want.double()).norm(dim=-1)
+        most = EPSILON[got.dtype] * want.double().norm(dim=-1)
+        assert not (error > most).any(), "out differs from that of the ops apart"
+    else:
+        assert torch.equal(bits(got), bits(want)), "out is not that of the ops apart"
+
+
 def check(case: Case) -> Tensor:
-    """Against the ops apart, bit for bit, and against the reference; gives what it gave."""
+    """Against the ops apart (the caches bit for bit) and the reference; gives what it gave."""
     ours, apart = case.copy(), case.copy()
-    got, want = ours.run(), apart.run_apart()
-    assert torch.equal(bits(got), bits(want)), "out is not that of the ops apart"
+    got = ours.run()
+    assert_like_apart(got, apart.run_apart())
     assert torch.equal(bits(ours.key_cache), bits(apart.key_cache)), "key_cache"
     assert torch.equal(bits(ours.value_cache), bits(apart.value_cache)), "value_cache"
 
@@ -338,7 +349,7 @@ def test_token_left_out(device, dtype, layout):
     again.slot_mapping = torch.tensor([-1, -1], device=device)
     again.qkv[:, 8 * 64 :] = NAN  # of key and value nothing is used
     before = [bits(cache).clone() for cache in (again.key_cache, again.value_cache)]
-    assert torch.equal(again.run(), case.copy().run())
+    assert_like_apart(again.run(), case.copy().run())
     assert torch.equal(bits(again.key_cache), before[0])
     assert torch.equal(bits(again.value_cache), before[1])
 

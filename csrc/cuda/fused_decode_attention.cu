@@ -1,0 +1,39 @@
+// fused_decode_attention: one launch where there is a kernel for it, else those of its two parts.
+#include "cuda/fused_decode_attention.h"
+
+#include "cuda/launchers.h"
+#include "cuda/paged_attention_decode.h"
+#include "cuda/paged_attention_fresh.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+bool launch_in_one(const FusedDecodeAttentionParams& params, void* memory, Stream stream) {
+  const PagedAttentionParams& p = params.attention;
+  const bool parts = p.kv.layout == KvLayout::kVllm && p.kv.block_size > 16;  // of longer pages
+  if (p.num_heads / p.kv.num_kv_heads > kMostFreshRows || p.kv.head_size > 128 || parts ||
+      !fits_tensor_cores(p) || !packs_fit(params.rope)) {
+    return false;
+  }
+  const DecodeWorkspace workspace = decode_workspace(memory, stream);
+  switch (p.kv.dtype) {
+    case DType::kFloat16:
+      return fused_decode_attention_f16(params, workspace, stream);
+    case DType::kBFloat16:
+      return fused_decode_attention_bf16(params, workspace, stream);
+    case DType::kFp8E4M3:
+      return fused_decode_attention_e4m3(params, workspace, stream);
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+void launch(const FusedDecodeAttentionParams& params, void* memory, Stream stream) {
+  if (launch_in_one(params, memory, stream)) return;
+  launch(params.rope, stream);
+  launch_paged_attention(params.attention, memory, stream);
+}
+
+}  // namespace vllm_kernels::cuda
