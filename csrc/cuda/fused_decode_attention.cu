@@ -10,9 +10,9 @@ namespace {
 
 bool launch_in_one(const FusedDecodeAttentionParams& params, void* memory, Stream stream) {
   const PagedAttentionParams& p = params.attention;
-  const bool parts = p.kv.layout == KvLayout::kVllm && p.kv.block_size > 16;  // of longer pages
-  if (p.num_heads / p.kv.num_kv_heads > kMostFreshRows || p.kv.head_size > 128 || parts ||
-      !fits_tensor_cores(p) || !packs_fit(params.rope)) {
+  if (p.kv.layout != KvLayout::kVllm || p.kv.block_size > 16 || p.kv.head_size > 128 ||
+      p.num_heads / p.kv.num_kv_heads > kMostFreshRows || !fits_tensor_cores(p) ||
+      !packs_fit(params.rope)) {
     return false;
   }
   const DecodeWorkspace workspace = decode_workspace(memory, stream);

@@ -6,7 +6,7 @@
 
 namespace vllm_kernels::cuda {
 
-template <typename Cache, int kMaxHeadSize, PageForm kForm>
+template <typename Cache, int kMaxHeadSize>
 __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
     fused_decode_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
@@ -14,11 +14,11 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
                                   const __grid_constant__ DecodeWorkspace workspace,
                                   const __grid_constant__ FreshParams fresh) {
   __shared__ FreshMemory<kMaxHeadSize> memory;
-  decode<Cache, kMaxHeadSize, false, kForm>(p, shape, maps, workspace,
-                                            FreshToken<Cache, kMaxHeadSize>(fresh, memory));
+  decode<Cache, kMaxHeadSize, false, PageForm::kPages>(
+      p, shape, maps, workspace, FreshToken<Cache, kMaxHeadSize>(fresh, memory));
 }
 
-// False: this batch is better served by two launches.
+// False, and no launch, where shared memory is too small.
 template <typename Cache>
 bool launch_fused_decode(const FusedDecodeAttentionParams& params, const DecodeWorkspace& workspace,
                          void* stream) {
@@ -26,22 +26,14 @@ bool launch_fused_decode(const FusedDecodeAttentionParams& params, const DecodeW
   FreshParams fresh{.rope = params.rope, .block_size = FastDivisor(p.kv.block_size)};
   while (2 * kFreshWidth << fresh.lane_shift < p.kv.head_size) ++fresh.lane_shift;
   const int rows = p.num_heads / p.kv.num_kv_heads + 2;  // the item's query heads, key, value
-  const auto with_head_size = [&](auto form, auto head_size) {
-    constexpr PageForm kForm = decltype(form)::value;
+  const auto with_head_size = [&](auto head_size) {
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    if (better_filled_apart<Cache, kForm>(p, kMaxHeadSize)) return false;
-    return launch_decode_kernel<Cache, kMaxHeadSize, false, kForm,
-                                fused_decode_attention_kernel<Cache, kMaxHeadSize, kForm>>(
+    return launch_decode_kernel<Cache, kMaxHeadSize, false, PageForm::kPages,
+                                fused_decode_attention_kernel<Cache, kMaxHeadSize>>(
         p, workspace, stream, rows << fresh.lane_shift, fresh);
   };
-  const auto with_form = [&](auto form) {
-    if (p.kv.head_size <= 64) return with_head_size(form, std::integral_constant<int, 64>{});
-    return with_head_size(form, std::integral_constant<int, 128>{});
-  };
-  if (p.kv.layout != KvLayout::kVllm) {
-    return with_form(std::integral_constant<PageForm, PageForm::kRows>{});
-  }
-  return with_form(std::integral_constant<PageForm, PageForm::kPages>{});
+  return p.kv.head_size <= 64 ? with_head_size(std::integral_constant<int, 64>{})
+                              : with_head_size(std::integral_constant<int, 128>{});
 }
 
 }  // namespace vllm_kernels::cuda

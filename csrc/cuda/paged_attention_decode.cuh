@@ -499,20 +499,6 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
       p, workspace, stream, 0);
 }
 
-// Whether rows of 16 bits, which come one by one, are better served by the team kernel, with its
-// warp that does nothing but fill: not with few segments, whose ends would count, nor where half as
-// many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
-// (split_tokens asks for one kernel for all batches.)
-template <typename Cache, PageForm kForm>
-bool better_filled_apart(const PagedAttentionParams& p, int max_head_size) {
-  constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
-  const DeviceInfo& device = current_device_info();
-  const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
-  return kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
-         device.has_wgmma && segments > device.multiprocessors &&
-         segments + kPieces * device.multiprocessors <= workspace_slots(4, max_head_size);
-}
-
 // For one cache type: layouts, padded head sizes, one warp or several for a stage.
 template <typename Cache>
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
@@ -522,8 +508,18 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     const DeviceInfo& device = current_device_info();
     const bool few_rows = rows <= 8;
+    // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
+    // the rows that are not there; not with few segments, whose ends would count, nor where half as
+    // many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
+    // (split_tokens asks for one kernel for all batches.)
+    constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
+    const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
+    const bool fills_apart =
+        kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
+        segments > device.multiprocessors &&
+        segments + kPieces * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (device.has_wgmma && (!few_rows || better_filled_apart<Cache, kForm>(p, kMaxHeadSize))) {
+      if (device.has_wgmma && (!few_rows || fills_apart)) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
       }
     }

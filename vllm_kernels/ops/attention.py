@@ -320,10 +320,10 @@ def fused_decode_attention(
     and turned; key and value go to the token's slot of the paged cache; then the query attends to
     the pages of its sequence, the new token among them. As the decoder masked multi-head attention
     of FasterTransformer and RTP-LLM, and equal to the ops apart: an addition of the bias,
-    :func:`rope_and_cache` and :func:`paged_attention`. On CUDA one launch for a float16, bfloat16
-    or fp8 e4m3 cache, up to 8 query heads a KV head, head sizes up to 128 and, in layout "vllm",
-    pages of up to 16 tokens (but not where two are faster: layouts of rows with more sequences
-    times KV heads than multiprocessors); else the launches of the two ops.
+    :func:`rope_and_cache` and :func:`paged_attention`. On CUDA, in layout
+    "vllm", one launch for a float16, bfloat16 or fp8 e4m3 cache, up to 8 query heads a KV head,
+    head sizes up to 128 and pages of up to 16 tokens; else the launches of the two ops (which in
+    the other layouts take as long).
 
     The new token's slot is to be where tables and lengths say that the last token lies,
 
