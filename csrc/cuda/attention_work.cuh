@@ -19,6 +19,7 @@
 #include <string>
 
 #include "cuda/fast_divisor.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/paged_attention_workspace.h"
 #include "cuda/ptx.cuh"
 #include "ops/paged_attention.h"
@@ -86,10 +87,19 @@ __device__ __forceinline__ bool one_round(const PagedAttentionParams& p) {
   return p.num_seqs <= 32;
 }
 
+// Before anything is read that the predecessor may have written, and at a kernel's end. A launch
+// beside its predecessor began after that one's predecessors had ended, and ends after it has.
+__device__ __forceinline__ void wait_before(const PagedAttentionParams& p) {
+  if (!p.beside) wait_for_predecessor();
+}
+__device__ __forceinline__ void wait_after(const PagedAttentionParams& p) {
+  if (p.beside) wait_for_predecessor();
+}
+
 // Whether its work is guessed before the predecessor has ended.
 __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-  return one_round(p) && !p.early_pages;
+  return one_round(p) && !p.early_pages && !p.beside;
 #else
   return false;
 #endif

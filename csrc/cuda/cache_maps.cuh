@@ -9,10 +9,11 @@
 
 namespace vllm_kernels::cuda {
 
-// A cache as a tensor of four dimensions, in 16-bit units; strides in bytes, of all but the first.
-inline CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[4],
-                             const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4],
-                             CUtensorMapSwizzle swizzle) {
+// A cache as a tensor of kRank dimensions, in 16-bit units; strides in bytes, of all but the first.
+template <int kRank>
+CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
+                      const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                      CUtensorMapSwizzle swizzle) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -25,10 +26,10 @@ inline CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[4],
           "cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
-  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, base, sizes, strides, box, steps,
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
@@ -44,7 +45,7 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
                            int64_t block_stride, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype);
-  return cache_map(
+  return cache_map<4>(
       base,
       {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
        unsign(kv.num_blocks)},
@@ -58,22 +59,23 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
 inline RowMaps part_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
-  return {
-      .key = cache_map(kv.key,
-                       {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
-                        unsign(kv.num_blocks)},
-                       {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
-                        unsign(kv.key_block_stride * bytes)},
-                       {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
-                       CU_TENSOR_MAP_SWIZZLE_NONE),
-      .value = cache_map(kv.value,
-                         {unsign(kv.block_size * bytes / 2), unsign(kv.head_size),
-                          unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-                         {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
-                          unsign(kv.value_block_stride * bytes)},
-                         {static_cast<cuuint32_t>(tokens * bytes / 2),
-                          static_cast<cuuint32_t>(kv.head_size), 1, 1},
-                         CU_TENSOR_MAP_SWIZZLE_NONE)};
+  return {.key = cache_map<4>(
+              kv.key,
+              {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
+               unsign(kv.key_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE),
+          .value = cache_map<4>(
+              kv.value,
+              {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+               unsign(kv.value_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * bytes / 2), static_cast<cuuint32_t>(kv.head_size),
+               1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
 // Those that a ring of stages of kTokens needs on the current device.

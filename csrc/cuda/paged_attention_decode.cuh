@@ -205,7 +205,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // ended, from lengths and tables that it may be writing; then both are read again, with the first
   // pages under way. Where they differ all is done once more.
   bool guesses = !kTeam && may_guess(p);
-  if (!guesses && !p.early_pages) wait_for_predecessor();
+  if (!guesses && !p.early_pages) wait_before(p);
 #pragma unroll 1
   for (;; guesses = false) {
     plan.make(p, shape.work, lane);
@@ -233,7 +233,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     ring.drain(filled);
   }
   // The query and the workspace are touched from here on only.
-  if (p.early_pages) wait_for_predecessor();
+  if (p.early_pages) wait_before(p);
 
   const uint32_t count = plan.items();
   uint32_t next_parity = 0;
@@ -323,7 +323,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     } else {
       __syncthreads();  // items[now] is there
     }
-    if (index >= count) return;
+    if (index >= count) {
+      wait_after(p);
+      return;
+    }
     merges = true;
 
     const WorkItem& item = items[now];

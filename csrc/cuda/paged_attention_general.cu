@@ -1,6 +1,9 @@
 // paged_attention: the choice of kernel.
+#include <algorithm>
+
 #include "cuda/launchers.h"
 #include "cuda/paged_attention_decode.h"
+#include "cuda/paged_attention_prefill.h"
 #include "cuda/paged_attention_simt.cuh"
 
 namespace vllm_kernels::cuda {
@@ -27,9 +30,44 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
          p.out_stride % 4 == 0;
 }
 
-void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
-  const DecodeWorkspace workspace = decode_workspace(memory, stream);
+namespace {
+
+// Query rows of a KV head up to which a sequence is better off with the kernels for few.
+constexpr int kFewRows = 32;
+
+using LaunchPrefill = void (*)(const PagedAttentionParams&, const PrefillLaunch&, void*);
+
+// The kernel for many query rows where it serves these tensors and has work for the device: of all
+// blocks, or it could not make up for pieces of sequences, which the others take. Else null.
+LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const DeviceInfo& device = current_device_info();
+  const int64_t group = p.num_heads / kv.num_kv_heads;
+  const int64_t items = (p.num_tokens * group + 127) / 128 * kv.num_kv_heads;
+  const bool pages = kv.layout == KvLayout::kVllm ? kv.block_size == 16 : kv.block_size >= 16;
+  const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride >= 0 &&
+                       aligned16(p.out) && p.out_stride % 8 == 0;
+  if (!device.has_wgmma || kv.dtype != p.dtype || !pages || !aligned || !(p.scale > 0.0f) ||
+      p.max_query_len * group <= 2 * kFewRows || 2 * items < device.multiprocessors) {
+    return nullptr;
+  }
+  switch (kv.head_size) {
+    case 64:
+      return paged_attention_prefill_64;
+    case 96:
+      return paged_attention_prefill_96;
+    case 128:
+      return paged_attention_prefill_128;
+    case 192:
+      return paged_attention_prefill_192;
+    case 256:
+      return paged_attention_prefill_256;
+    default:
+      return nullptr;
+  }
+}
+
+void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, Stream stream) {
   switch (p.kv.dtype) {
     case DType::kFloat16:
       return paged_attention_decode_f16(p, workspace, stream);
@@ -42,6 +80,26 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream 
     default:
       return paged_attention_decode_int8(p, workspace, stream);
   }
+}
+
+}  // namespace
+
+void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
+  if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
+  const DecodeWorkspace workspace = decode_workspace(memory, stream);
+  const LaunchPrefill prefill = prefill_kernel(p);
+  if (prefill == nullptr) return launch_decode(p, workspace, stream);
+  // Sequences of few query tokens, if there can be any, have a launch of their own beside it.
+  const int few = std::max(1, kFewRows / (p.num_heads / p.kv.num_kv_heads));
+  const bool mixed = p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
+  prefill(p,
+          {.least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)},
+          stream);
+  if (!mixed) return;
+  PagedAttentionParams others = p;
+  others.max_query_len = few;
+  others.beside = true;
+  launch_decode(others, workspace, stream);
 }
 
 }  // namespace vllm_kernels::cuda

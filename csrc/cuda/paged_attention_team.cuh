@@ -90,7 +90,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
   enum { kGuess, kPlan, kGoOn } now = may_guess(p) ? kGuess : kPlan;
-  if (now == kPlan && !p.early_pages) wait_for_predecessor();
+  if (now == kPlan && !p.early_pages) wait_before(p);
   WorkPlan<true> plan;
   uint32_t index = blockIdx.x;
 #pragma unroll 1
@@ -126,7 +126,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
-    wait_for_predecessor();
+    wait_before(p);
     const uint32_t count = plan.items();
     index = count;
     if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
@@ -140,7 +140,7 @@ template <typename Cache, PageForm kForm>
 __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
                                           KvRing<Cache, kTeamTokens, kForm, true>& ring, int team,
                                           int teams, int lane) {
-  if (!p.early_pages) wait_for_predecessor();
+  if (!p.early_pages) wait_before(p);
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
     const uint32_t slot = number % kItemQueue;
@@ -178,13 +178,16 @@ __device__ __forceinline__ void attend(
   tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
                  team * weight_bytes(shape.work.rows());
   tile.set_addresses(shape.tile, lane);
-  wait_for_predecessor();
+  wait_before(p);
   barrier.arrive();
 #pragma unroll 1
   for (int number = 0;; ++number) {
     const int slot = number % kItemQueue;
     barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
-    if (queue.ends[slot]) return;
+    if (queue.ends[slot]) {
+      wait_after(p);
+      return;
+    }
     const WorkItem& item = queue.items[slot];
     const ItemRows rows = queue.rows[slot];
     const int row_tiles = (rows.count + 7) / 8;

@@ -16,7 +16,7 @@ struct DecodeWorkspace {
 };
 #endif
 
-constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 1) + 255) / 256 * 256;
+constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 2) + 255) / 256 * 256;
 // Of 65536 query rows: the rest has room for about as many where heads have 128 dimensions.
 constexpr int64_t kDecodeStatsBytes = int64_t{65536} * 8;
 constexpr int64_t kDecodeOutBytes =
@@ -29,6 +29,11 @@ void* stream_workspace(void* stream);
 #if defined(__CUDACC__)
 // In `memory`, null for the stream's own.
 DecodeWorkspace decode_workspace(void* memory, void* stream);
+
+// The kernel for many query rows has a `next` of its own, behind `finished`.
+inline uint32_t* prefill_next(const DecodeWorkspace& workspace) {
+  return workspace.finished + kMaxDecodeSlots;
+}
 #endif
 
 }  // namespace vllm_kernels::cuda

@@ -79,6 +79,9 @@ struct PagedAttentionParams {
   int32_t split_tokens = 0;
   // CUDA: pages, tables and lengths are read before the predecessor ends, and not again.
   bool early_pages = false;
+  // CUDA, of the second of two launches that share a batch: sequences of more than max_query_len
+  // query tokens are the other one's, and it runs beside that one, its predecessor.
+  bool beside = false;
 };
 
 // A sequence's query tokens: never outside of query, never more than the caller's bound.
@@ -91,7 +94,7 @@ VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttenti
   first = first < 0 ? 0 : first;
   end = end > p.num_tokens ? p.num_tokens : end;
   int32_t count = end > first ? end - first : 0;
-  if (count > p.max_query_len) count = p.max_query_len;
+  if (count > p.max_query_len) count = p.beside ? 0 : p.max_query_len;
   return {.first = first, .count = count};
 }
 VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,

@@ -1,0 +1,213 @@
+// Attention of 64 query rows over a tile of tokens at a time, by one of the two warpgroups of a
+// block that attend (paged_attention_prefill.cuh):
+//   S [64 rows, tokens] = Q [64, D] K^T [D, tokens]       Q and K in shared memory
+//   O [64 rows, D]     += P [64, tokens] V [tokens, D]    P in registers: S's fragments are A's
+// S of a tile is under way while the tile before it is multiplied by V, and both while the other
+// warpgroup takes its exponentials. (The order is FlashAttention-3's.)
+//
+// How pages become operands as they lie. A part is 16 tokens.
+//   kPages (layout vllm): K's part is [16 / 8 tokens] [D / 8] [8 tokens] [16 bytes], core matrices
+//     of the plain pattern, so that 8 tokens follow the 8 before them at one stride through all
+//     parts. V's part is V^T, D rows of 16 tokens, rows of 32 bytes in the pattern of 128 bytes. It
+//     is read in the pattern of 32 bytes, which exchanges the same pieces of a row; what the other
+//     pattern does beyond that exchanges rows: column n of the product is dimension
+//     n ^ (n / 8 % 4). So the copy engine has rows of 128 bytes to write, not of 32.
+//   kRows (NHD, HND): 64 dimensions of all tokens, rows of 128 bytes in that pattern, then the
+//   next.
+#pragma once
+#include "cuda/attention_prefill_work.cuh"
+#include "cuda/attention_tile.cuh"
+#include "cuda/paged_attention_items.cuh"
+#include "cuda/wgmma_wide.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kPrefillPart = 16;  // tokens
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+// Of a row's four lanes.
+__device__ __forceinline__ float quad_sum(float sum) {
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+}
+
+template <typename T, int kHeadSize, int kTokens, PageForm kForm>
+struct PrefillTile {
+  static constexpr int kScoreTiles = kTokens / 8;
+  static constexpr int kOutTiles = kHeadSize / 8;
+  static constexpr int kParts = kTokens / kPrefillPart;
+  static constexpr bool kRows = kForm == PageForm::kRows;
+  static constexpr uint32_t kPartBytes = kPrefillPart * kHeadSize * 2;
+  static constexpr uint32_t kColumnStep = kTokens * 128;  // to the next 64 dimensions
+  static constexpr uint32_t kQueryColumn = kPrefillRows * 128;
+
+  float scores[kScoreTiles][4];
+  float out[kOutTiles][4];
+  uint32_t weights[kParts][4];
+  float maximum[2];  // log2 units; see kMaximumSlack
+  float sum[2];      // this lane's columns only
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void start_sums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[r] = kNoMaximum;
+      sum[r] = 0.0f;
+    }
+  }
+
+  // query: of this warpgroup.
+  __device__ __forceinline__ void start_scores(uint32_t query, uint32_t key) {
+    settle(scores);
+    wgmma_fence();
+    const MatrixDescriptor rows(query, 16, 1024, Swizzle::k128);
+    const auto columns = kRows ? MatrixDescriptor(key, 16, 1024, Swizzle::k128)
+                               : MatrixDescriptor(key, 128, kPartBytes / 2, Swizzle::kNone);
+#pragma unroll
+    for (int k = 0; k < kHeadSize / 16; ++k) {
+      wgmma_shared<T, false>(scores, rows.behind(k / 4 * kQueryColumn + k % 4 * 32),
+                             columns.behind(kRows ? k / 4 * kColumnStep + k % 4 * 32 : k * 256),
+                             k > 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void start_out(uint32_t value) {
+    settle(weights);
+    settle(out);
+    wgmma_fence();
+    const auto columns = kRows ? MatrixDescriptor(value, kColumnStep, 1024, Swizzle::k128)
+                               : MatrixDescriptor(value, 16, 256, Swizzle::k32);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      wgmma_registers<T, kRows>(out, weights[part],
+                                columns.behind(part * (kRows ? 2048 : kPartBytes)), true);
+    }
+    wgmma_commit();
+  }
+
+  // Bit 2i + j of this lane's column 8i + j (+ 2 (lane % 4)), for those up to 2 (lane % 4) + last.
+  static __device__ __forceinline__ uint32_t columns_until(int last) {
+    const int count = (last >> 3) * 2 + min(2, (last & 7) + 1);
+    return last < 0 ? 0 : count >= 32 ? 0xffffffffu : (1u << count) - 1;
+  }
+  // score(i, j): of column 8i + j % 2 (+ 2 (lane % 4)) and row j / 2.
+  template <typename Score>
+  __device__ __forceinline__ void each_score(const Score& score) {
+#pragma unroll
+    for (int i = 0; i < kScoreTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = score(i, j, scores[i][j]);
+    }
+  }
+
+  // Scores to weights, relative to maxima that are raised where need be; what scales the results
+  // and sums before them goes to `factor`. Says whether any lane's is not 1.
+  __device__ __forceinline__ bool weigh(float unit, float (&factor)[2]) {
+    float largest[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r][0] = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
+      largest[r][1] = fmaxf(scores[1][2 * r], scores[1][2 * r + 1]);
+    }
+#pragma unroll
+    for (int i = 2; i < kScoreTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        largest[r][i & 1] = fmaxf(largest[r][i & 1], fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+      }
+    }
+    bool raised = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = fmaxf(largest[r][0], largest[r][1]);
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) * unit;
+      const bool raises = most > maximum[r] + kMaximumSlack;
+      const float updated = raises ? most : maximum[r];
+      factor[r] = exp2_approx(maximum[r] - updated);
+      maximum[r] = updated;
+      raised |= raises;
+      float sums[2] = {sum[r] * factor[r], 0.0f};
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; ++i) {
+#pragma unroll
+        for (int j = 2 * r; j < 2 * r + 2; ++j) {
+          scores[i][j] = exp2_approx(fmaf(scores[i][j], unit, -updated));
+          sums[j & 1] += scores[i][j];
+        }
+      }
+      sum[r] = sums[0] + sums[1];
+    }
+    return __any_sync(0xffffffffu, raised);
+  }
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] *= factor[j / 2];
+    }
+  }
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float (&from)[4] = scores[2 * part + j / 2];
+        weights[part][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // Row r of this lane, times `scale`: 16 bytes a lane and 32 dimensions.
+  __device__ __forceinline__ void store(T* row, bool there, int r, float scale, int lane) const {
+    const int quarter = lane % 4;
+#pragma unroll
+    for (int block = 0; block < kOutTiles / 4; ++block) {
+      uint32_t pairs[4];  // this lane's of 4 times 8 dimensions
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&from)[4] = out[block * 4 + i];
+        const bool swapped = !kRows && i % 2 == 1;
+        pairs[i] = pack2<T>(from[2 * r + swapped] * scale, from[2 * r + 1 - swapped] * scale);
+      }
+      // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
+      exchange<1>(pairs[0], pairs[1], quarter);
+      exchange<1>(pairs[2], pairs[3], quarter);
+      exchange<2>(pairs[0], pairs[2], quarter);
+      exchange<2>(pairs[1], pairs[3], quarter);
+      if (!kRows && quarter >= 2) {
+        pairs_swap(pairs[0], pairs[1]);
+        pairs_swap(pairs[2], pairs[3]);
+      }
+      if (there) {
+        *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
+            uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+  }
+
+ private:
+  // Lanes `distance` apart: the lower one's second for the upper one's first.
+  template <int distance>
+  static __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second, int quarter) {
+    const bool upper = quarter & distance;
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? first : second, distance);
+    (upper ? first : second) = got;
+  }
+  static __device__ __forceinline__ void pairs_swap(uint32_t& a, uint32_t& b) {
+    const uint32_t kept = a;
+    a = b;
+    b = kept;
+  }
+};
+
+#endif
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,182 @@
+// How the work of paged_attention on many query rows is cut, on the device, from lengths that only
+// the device knows.
+//
+// An item is (sequence, KV head, chunk of kPrefillRows query rows that share the head); its row i
+// is query token i / group of the chunk, head i % group. It is nobody else's, so nothing is merged
+// and what it gives does not depend on the batch. Each block of a fixed grid takes item blockIdx.x
+// first, then whatever comes next. Items that see the most tokens come first, in classes of equal
+// width, so that what comes last is short. Within a class those of one KV head follow each other:
+// blocks that run at the same time read the same pages.
+//
+// A warp finds items alone, as in attention_work.cuh: lanes are sequences, 32 at a time.
+#pragma once
+#include "cuda/attention_work.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kPrefillRowShift = 7;
+constexpr int kPrefillRows = 1 << kPrefillRowShift;
+constexpr int kPrefillClasses = 16;
+
+// What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
+// for a row, a token and a dimension; bytes that all blocks read in a nanosecond.
+constexpr float kPrefillPicoseconds = 0.75f;
+constexpr float kReadBytes = 4200.0f;
+
+struct PrefillShape {
+  int group;         // query heads of a KV head
+  int page_shift;    // log2 of the tokens of a page
+  int least_rows;    // sequences of fewer query rows a KV head are left out
+  float to_log2;     // from product to log2 units
+  bool query_boxes;  // an item's queries are a box of the tensor of queries
+  bool leads;        // those other sequences' launch follows, and runs beside this one
+  FastDivisor group_divisor;
+};
+
+struct PrefillItem {
+  int seq;
+  int kv_head;
+  int first_row, rows;  // of the sequence's query_len * group
+  int first_query;      // row of query of its query token 0
+  int position;         // of that token
+  int low, high;        // positions of the item's first and last query token
+  int begin;            // the first token that any row sees
+  int first_tile, tiles;
+};
+
+class PrefillPlan {
+ public:
+  // All lanes of a warp.
+  template <int kHeadSize, int kTileTokens>
+  __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
+                                       int lane) {
+    uint32_t chunks = 0, longest = 0;
+    float tokens = 0.0f, others = 0.0f;  // of chunks; of sequences left out
+#pragma unroll 1
+    for (int round = 0; round < rounds_of(p); ++round) {
+      load(p, shape, round, lane);
+      chunks += chunks_;
+      if (chunks_ > 0) {
+        longest = max(longest, static_cast<uint32_t>(seq_len_));
+        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTileTokens);
+      } else if (query_len_ > 0) {
+        others += static_cast<float>(seq_len_);
+      }
+    }
+    items_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
+    longest_ = __reduce_max_sync(0xffffffffu, longest);
+    class_tokens_ = longest_ / kPrefillClasses + 1;
+    blocks_ = gridDim.x;
+    if (shape.leads) choose_blocks<kHeadSize>(sum(tokens), sum(others));
+    class_ = round_ = 0;
+    before_ = 0;
+  }
+
+  __device__ __forceinline__ uint32_t items() const { return items_; }
+  // Blocks that take items.
+  __device__ __forceinline__ uint32_t blocks() const { return blocks_; }
+
+  // Items are asked for in rising order. All lanes of a warp.
+  template <int kTileTokens>
+  __device__ __forceinline__ PrefillItem find(const PagedAttentionParams& p,
+                                              const PrefillShape& shape, uint32_t index, int lane) {
+    const uint32_t heads = p.kv.num_kv_heads;
+#pragma unroll 1
+    for (;;) {
+      if (!one_round(p)) load(p, shape, round_, lane);
+      // The lane's chunks [first, end) end in this class's range of positions.
+      const int until = longest_ - class_ * class_tokens_;
+      const int end = chunks_until(shape, until);
+      const int first =
+          class_ + 1 < kPrefillClasses ? chunks_until(shape, until - class_tokens_) : 0;
+      const uint32_t mine = (end - first) * heads;
+      uint32_t sum = mine;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+        if (lane >= distance) sum += other;
+      }
+      const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
+      if (index - before_ >= in_round) {
+        before_ += in_round;
+        if (++round_ == rounds_of(p)) {
+          round_ = 0;
+          ++class_;
+        }
+        continue;
+      }
+      const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
+      const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
+      const int local = static_cast<int>(index - before_) - of_owner(sum - mine);
+      const int last_chunk = of_owner(end) - 1, chunks = last_chunk + 1 - of_owner(first);
+      PrefillItem item;
+      item.seq = round_ * 32 + owner;
+      item.kv_head = divide(local, chunks);
+      item.first_row = (last_chunk - (local - item.kv_head * chunks)) << kPrefillRowShift;
+      item.first_query = of_owner(first_query_);
+      const int query_len = of_owner(query_len_);
+      item.rows = min(kPrefillRows, query_len * shape.group - item.first_row);
+      item.position = of_owner(seq_len_) - query_len;
+      item.low = item.position + static_cast<int>(shape.group_divisor.divide(item.first_row));
+      item.high = item.position +
+                  static_cast<int>(shape.group_divisor.divide(item.first_row + item.rows - 1));
+      item.begin = p.sliding_window > 0 ? max(0, item.low - p.sliding_window + 1) : 0;
+      item.first_tile = item.begin / kTileTokens;
+      // At least one, so that every output row is written.
+      item.tiles = max(0, item.high) / kTileTokens - item.first_tile + 1;
+      return item;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
+    return (p.num_seqs + 31) / 32;
+  }
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, const PrefillShape& shape,
+                                       int round, int lane) {
+    const int seq = round * 32 + lane;
+    chunks_ = query_len_ = seq_len_ = first_query_ = 0;
+    if (seq >= p.num_seqs) return;
+    seq_len_ = usable_seq_len(p, seq);
+    const QueryRange queries = query_range(p, seq);
+    first_query_ = queries.first;
+    query_len_ = queries.count;
+    const int rows = query_len_ * shape.group;
+    if (rows >= shape.least_rows) chunks_ = (rows + kPrefillRows - 1) >> kPrefillRowShift;
+  }
+  // The lane's chunks whose last query token is before position `until`.
+  __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
+    const int tokens = until - (seq_len_ - query_len_);
+    if (tokens >= query_len_) return chunks_;
+    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group >> kPrefillRowShift);
+  }
+
+  static __device__ __forceinline__ float sum(float x) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      x += __shfl_xor_sync(0xffffffffu, x, distance);
+    }
+    return x;
+  }
+  // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
+  // few as are done after a good half of its time. It starts on the others at once.
+  template <int kHeadSize>
+  __device__ __forceinline__ void choose_blocks(float tokens, float others) {
+    const float alone = tokens * (kPrefillRows * kHeadSize * kPrefillPicoseconds);  // of one block
+    const float beside = others * (kHeadSize * 4 / kReadBytes * 1000.0f);
+    const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
+    if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
+  }
+
+  uint32_t blocks_;
+  // this lane's sequence of the round at hand
+  int seq_len_, first_query_, query_len_, chunks_;
+  uint32_t items_;
+  int longest_;       // tokens
+  int class_tokens_;  // positions of a class
+  int class_;         // of the last item
+  int round_;         // of the last item
+  uint32_t before_;   // items of the classes and rounds before it
+};
+
+}  // namespace vllm_kernels::cuda
