@@ -332,6 +332,30 @@ def general_attention() -> None:
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 
+def prompts() -> None:
+    """paged_attention of prompts beside decodes: every head size, layout and kind of score."""
+    heads, page = 24, 16  # 3 tiles of 128 rows of each are enough for the kernel of many rows
+    lens = torch.tensor([300, 47, 333], dtype=torch.int32, device=CUDA)
+    starts = torch.tensor([0, 290, 291, 380], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for head_size in (64, 96, 128, 192, 256):
+            tables = torch.randperm(3 * 21, device=CUDA).view(3, 21).int()
+            rows = torch.randn(3 * 21, page, heads, head_size, device=CUDA, dtype=dtype)
+            x = 16 // dtype.itemsize
+            vllm = (
+                rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(),
+                rows.permute(0, 2, 3, 1).contiguous(),
+            )
+            query = torch.randn(380, heads, head_size, device=CUDA, dtype=dtype)
+            for layout, (key, value) in {"NHD": (rows, rows), "vllm": vllm}.items():
+                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}):
+                    vllm_kernels.paged_attention(
+                        query, key, value, tables, lens, layout=layout, query_start_loc=starts,
+                        max_query_len=290, return_lse=True, **options,
+                    )  # fmt: skip
+                    torch.cuda.synchronize()
+
+
 def decode_steps() -> None:
     """fused_decode_attention: every layout and pair of types, aligned tokens and others."""
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -370,6 +394,7 @@ def decode_steps() -> None:
 def main() -> None:
     groups = (
         general_attention,
+        prompts,
         decode_steps,
         norms,
         rotary_and_activations,

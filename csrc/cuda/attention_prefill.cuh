@@ -1,4 +1,4 @@
-// Attention of 64 query rows over a tile of tokens at a time, by one of the two warpgroups of a
+// Attention of 64 query rows over a tile of tokens at a time, by one of the warpgroups of a
 // block that attend (paged_attention_prefill.cuh):
 //   S [64 rows, tokens] = Q [64, D] K^T [D, tokens]       Q and K in shared memory
 //   O [64 rows, D]     += P [64, tokens] V [tokens, D]    P in registers: S's fragments are A's
@@ -24,6 +24,36 @@ namespace vllm_kernels::cuda {
 
 constexpr int kPrefillPart = 16;  // tokens
 
+// What one block works on: registers and shared memory decide.
+// kAdjusts: scores are capped or biased.
+template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores>
+struct PrefillConfig {
+  using T = Element;
+  static constexpr int kHeadSize = kSize;
+  static constexpr PageForm kForm = kPageForm;
+  static constexpr bool kAdjusts = kAdjustsScores;
+  static constexpr int kGroups = kHeadSize <= 64 ? 3 : 2;  // warpgroups that attend, each 64 rows
+  static constexpr int kRows = 64 * kGroups;               // of an item
+  static constexpr int kTokens = kHeadSize <= 64    ? (kAdjusts ? 80 : 96)  // of a tile
+                                 : kHeadSize <= 128 ? 128
+                                 : kHeadSize <= 192 ? (kAdjusts ? 80 : 96)
+                                                    : 64;
+  // Tiles of K and of V, and items' queries, in shared memory.
+  static constexpr int kKeyStages = kHeadSize <= 128 ? 3 : 2;
+  static constexpr int kValueStages = kHeadSize <= 64 ? 3 : 2;
+  static constexpr int kQueries = kHeadSize <= 128 ? 2 : 1;
+  // Registers of a thread, of 65536 in all; one more warpgroup serves those that attend.
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kRegisters = kGroups == 3 ? 152 : kHeadSize <= 192 ? 224 : 232;
+  static constexpr int kServantRegisters = kHeadSize <= 192 ? 56 : 40;
+  // 64 dimensions of all rows, or tokens, together.
+  static constexpr int kColumns = (kHeadSize + 63) / 64;
+  static constexpr int kQueryBytes = kColumns * kRows * 128;
+  static constexpr int kTileBytes = kColumns * kTokens * 128;
+  static constexpr int kSharedBytes =
+      kQueries * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+};
+
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // Of a row's four lanes.
@@ -32,15 +62,17 @@ __device__ __forceinline__ float quad_sum(float sum) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-template <typename T, int kHeadSize, int kTokens, PageForm kForm>
+template <typename Config>
 struct PrefillTile {
+  using T = typename Config::T;
+  static constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
   static constexpr int kScoreTiles = kTokens / 8;
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kParts = kTokens / kPrefillPart;
-  static constexpr bool kRows = kForm == PageForm::kRows;
+  static constexpr bool kRows = Config::kForm == PageForm::kRows;
   static constexpr uint32_t kPartBytes = kPrefillPart * kHeadSize * 2;
   static constexpr uint32_t kColumnStep = kTokens * 128;  // to the next 64 dimensions
-  static constexpr uint32_t kQueryColumn = kPrefillRows * 128;
+  static constexpr uint32_t kQueryColumn = Config::kRows * 128;
 
   float scores[kScoreTiles][4];
   float out[kOutTiles][4];

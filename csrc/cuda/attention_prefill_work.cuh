@@ -1,12 +1,13 @@
 // How the work of paged_attention on many query rows is cut, on the device, from lengths that only
 // the device knows.
 //
-// An item is (sequence, KV head, chunk of kPrefillRows query rows that share the head); its row i
+// An item is (sequence, KV head, chunk of kRows query rows that share the head); its row i
 // is query token i / group of the chunk, head i % group. It is nobody else's, so nothing is merged
 // and what it gives does not depend on the batch. Each block of a fixed grid takes item blockIdx.x
-// first, then whatever comes next. Items that see the most tokens come first, in classes of equal
-// width, so that what comes last is short. Within a class those of one KV head follow each other:
-// blocks that run at the same time read the same pages.
+// first, then whatever comes next. KV heads come in sections whose pages stay in the second-level
+// cache while all of their items read them. In a section items that see the most tokens come first,
+// in classes of equal width, so that what comes last is short; and those of one KV head follow each
+// other.
 //
 // A warp finds items alone, as in attention_work.cuh: lanes are sequences, 32 at a time.
 #pragma once
@@ -14,9 +15,8 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillRowShift = 7;
-constexpr int kPrefillRows = 1 << kPrefillRowShift;
 constexpr int kPrefillClasses = 16;
+constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
 // for a row, a token and a dimension; bytes that all blocks read in a nanosecond.
@@ -44,10 +44,11 @@ struct PrefillItem {
   int first_tile, tiles;
 };
 
+// kRows: of an item, kTokens: of a tile.
+template <int kHeadSize, int kRows, int kTokens>
 class PrefillPlan {
  public:
   // All lanes of a warp.
-  template <int kHeadSize, int kTileTokens>
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
     uint32_t chunks = 0, longest = 0;
@@ -58,7 +59,7 @@ class PrefillPlan {
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTileTokens);
+        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens);
       } else if (query_len_ > 0) {
         others += static_cast<float>(seq_len_);
       }
@@ -67,23 +68,26 @@ class PrefillPlan {
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks<kHeadSize>(sum(tokens), sum(others));
-    class_ = round_ = 0;
+    if (shape.leads) choose_blocks(lane_sum(tokens), lane_sum(others));
+    class_ = round_ = first_head_ = 0;
     before_ = 0;
+    if (one_round(p)) start_round(p);
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
   // Blocks that take items.
   __device__ __forceinline__ uint32_t blocks() const { return blocks_; }
 
-  // Items are asked for in rising order. All lanes of a warp.
-  template <int kTileTokens>
-  __device__ __forceinline__ PrefillItem find(const PagedAttentionParams& p,
-                                              const PrefillShape& shape, uint32_t index, int lane) {
-    const uint32_t heads = p.kv.num_kv_heads;
+  // Puts item `index` down. They are asked for in rising order. All lanes of a warp.
+  __device__ __forceinline__ void find(const PagedAttentionParams& p, const PrefillShape& shape,
+                                       uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
-      if (!one_round(p)) load(p, shape, round_, lane);
+      if (!one_round(p)) {
+        load(p, shape, round_, lane);
+        start_round(p);
+      }
+      const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The lane's chunks [first, end) end in this class's range of positions.
       const int until = longest_ - class_ * class_tokens_;
       const int end = chunks_until(shape, until);
@@ -99,9 +103,13 @@ class PrefillPlan {
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        if (++round_ == rounds_of(p)) {
-          round_ = 0;
-          ++class_;
+        if (++class_ == kPrefillClasses) {
+          class_ = 0;
+          first_head_ += section_heads_;
+          if (first_head_ >= p.kv.num_kv_heads) {
+            first_head_ = 0;
+            ++round_;
+          }
         }
         continue;
       }
@@ -109,22 +117,24 @@ class PrefillPlan {
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
       const int local = static_cast<int>(index - before_) - of_owner(sum - mine);
       const int last_chunk = of_owner(end) - 1, chunks = last_chunk + 1 - of_owner(first);
-      PrefillItem item;
+      const int head = divide(local, chunks);
+      const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
+      const int first_query = of_owner(first_query_);
+      if (lane != 0) return;
       item.seq = round_ * 32 + owner;
-      item.kv_head = divide(local, chunks);
-      item.first_row = (last_chunk - (local - item.kv_head * chunks)) << kPrefillRowShift;
-      item.first_query = of_owner(first_query_);
-      const int query_len = of_owner(query_len_);
-      item.rows = min(kPrefillRows, query_len * shape.group - item.first_row);
-      item.position = of_owner(seq_len_) - query_len;
-      item.low = item.position + static_cast<int>(shape.group_divisor.divide(item.first_row));
-      item.high = item.position +
-                  static_cast<int>(shape.group_divisor.divide(item.first_row + item.rows - 1));
+      item.kv_head = first_head_ + head;
+      item.first_row = (last_chunk - (local - head * chunks)) * kRows;
+      item.rows = min(kRows, query_len * shape.group - item.first_row);
+      item.first_query = first_query;
+      item.position = position;
+      item.low = position + static_cast<int>(shape.group_divisor.divide(item.first_row));
+      item.high =
+          position + static_cast<int>(shape.group_divisor.divide(item.first_row + item.rows - 1));
       item.begin = p.sliding_window > 0 ? max(0, item.low - p.sliding_window + 1) : 0;
-      item.first_tile = item.begin / kTileTokens;
+      item.first_tile = item.begin / kTokens;
       // At least one, so that every output row is written.
-      item.tiles = max(0, item.high) / kTileTokens - item.first_tile + 1;
-      return item;
+      item.tiles = max(0, item.high) / kTokens - item.first_tile + 1;
+      return;
     }
   }
 
@@ -142,16 +152,25 @@ class PrefillPlan {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
-    if (rows >= shape.least_rows) chunks_ = (rows + kPrefillRows - 1) >> kPrefillRowShift;
+    if (rows >= shape.least_rows) chunks_ = (rows + kRows - 1) / kRows;
+  }
+  // KV heads of a section, of the round at hand: sections are about equal.
+  __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
+    const float bytes =
+        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * (kHeadSize * 4.0f);
+    const int heads = p.kv.num_kv_heads;
+    const int sections =
+        min(heads, static_cast<int>(fminf(bytes * heads / kSectionBytes, 1e6f)) + 1);
+    section_heads_ = (heads + sections - 1) / sections;
   }
   // The lane's chunks whose last query token is before position `until`.
   __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
     const int tokens = until - (seq_len_ - query_len_);
     if (tokens >= query_len_) return chunks_;
-    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group >> kPrefillRowShift);
+    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / kRows);
   }
 
-  static __device__ __forceinline__ float sum(float x) {
+  static __device__ __forceinline__ float lane_sum(float x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -160,9 +179,8 @@ class PrefillPlan {
   }
   // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
   // few as are done after a good half of its time. It starts on the others at once.
-  template <int kHeadSize>
   __device__ __forceinline__ void choose_blocks(float tokens, float others) {
-    const float alone = tokens * (kPrefillRows * kHeadSize * kPrefillPicoseconds);  // of one block
+    const float alone = tokens * (kRows * kHeadSize * kPrefillPicoseconds);  // of one block
     const float beside = others * (kHeadSize * 4 / kReadBytes * 1000.0f);
     const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
     if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
@@ -172,11 +190,13 @@ class PrefillPlan {
   // this lane's sequence of the round at hand
   int seq_len_, first_query_, query_len_, chunks_;
   uint32_t items_;
-  int longest_;       // tokens
-  int class_tokens_;  // positions of a class
-  int class_;         // of the last item
-  int round_;         // of the last item
-  uint32_t before_;   // items of the classes and rounds before it
+  int longest_;        // tokens
+  int class_tokens_;   // positions of a class
+  int class_;          // of the last item
+  int first_head_;     // of the last item's section
+  int section_heads_;  // KV heads of a section
+  int round_;          // of the last item
+  uint32_t before_;    // items of the classes, sections and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

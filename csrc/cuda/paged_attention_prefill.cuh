@@ -15,50 +15,23 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillThreads = 384;
 constexpr int kPrefillQueue = 4;
-// Registers of a thread, 168 each at the launch.
-constexpr int kPrefillServantRegisters = 40;
-constexpr int kPrefillRegisters = 232;
-
-// Tokens of a tile, and tiles of K and of V in shared memory.
-template <int kHeadSize>
-constexpr int kPrefillTokens = kHeadSize <= 128   ? 128
-                               : kHeadSize <= 192 ? 96
-                                                  : 64;
-template <int kHeadSize>
-constexpr int kPrefillKeyStages = kHeadSize <= 128 ? 3 : 2;
-template <int kHeadSize>
-constexpr int kPrefillValueStages = 2;
-// Items whose queries are there.
-template <int kHeadSize>
-constexpr int kPrefillQueries = kHeadSize <= 128 ? 2 : 1;
-
-// 64 dimensions of all rows together.
-template <int kHeadSize>
-constexpr int kPrefillQueryBytes = (kHeadSize + 63) / 64 * 64 * 2 * kPrefillRows;
-template <int kHeadSize>
-constexpr int kPrefillTileBytes = (kHeadSize + 63) / 64 * 64 * 2 * kPrefillTokens<kHeadSize>;
-template <int kHeadSize>
-constexpr int kPrefillSharedBytes =
-    kPrefillQueries<kHeadSize> * kPrefillQueryBytes<kHeadSize> +
-    (kPrefillKeyStages<kHeadSize> + kPrefillValueStages<kHeadSize>)*kPrefillTileBytes<kHeadSize>;
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // What the warps of a block tell each other.
-template <int kHeadSize>
+template <typename Config>
 struct PrefillShared {
-  static constexpr int kKeys = kPrefillKeyStages<kHeadSize>;
-  static constexpr int kValues = kPrefillValueStages<kHeadSize>;
-  static constexpr int kQueries = kPrefillQueries<kHeadSize>;
+  static constexpr int kKeys = Config::kKeyStages;
+  static constexpr int kValues = Config::kValueStages;
+  static constexpr int kQueries = Config::kQueries;
   uint64_t key_full[kKeys], key_empty[kKeys];
   uint64_t value_full[kValues], value_empty[kValues];
   uint64_t query_full[kQueries], query_empty[kQueries];
   uint64_t item_full[kPrefillQueue], item_empty[kPrefillQueue];
   uint64_t wanted;        // the last tile of K of the item at hand is under way
   uint32_t parts[kKeys];  // bit i: part i of the stage's K is there, or behind the sequence
-  float pin[8];           // written only: see attend()
+  float pin[4 * Config::kGroups];    // written only: see attend()
   PrefillItem items[kPrefillQueue];  // seq < 0: there are no more
 };
 
@@ -76,8 +49,8 @@ struct Turn {
 };
 
 // Calls action(item) for every item of the block, in order.
-template <int kHeadSize, typename Action>
-__device__ __forceinline__ void each_item(PrefillShared<kHeadSize>& shared, int lane,
+template <typename Config, typename Action>
+__device__ __forceinline__ void each_item(PrefillShared<Config>& shared, int lane,
                                           const Action& action) {
   Turn<kPrefillQueue> turn;
 #pragma unroll 1
@@ -91,28 +64,27 @@ __device__ __forceinline__ void each_item(PrefillShared<kHeadSize>& shared, int 
 }
 
 // One warp: which items this block takes.
-template <int kHeadSize>
+template <typename Config>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p,
                                             const PrefillShape& shape,
-                                            PrefillShared<kHeadSize>& shared, uint32_t* next,
+                                            PrefillShared<Config>& shared, uint32_t* next,
                                             int lane) {
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
-  PrefillPlan plan;
-  plan.make<kHeadSize, kPrefillTokens<kHeadSize>>(p, shape, lane);
+  PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens> plan;
+  plan.make(p, shape, lane);
   const uint32_t blocks = plan.blocks();
   const uint32_t count = blockIdx.x < blocks ? plan.items() : 0;
   uint32_t index = blockIdx.x;
   Turn<kPrefillQueue> turn;
 #pragma unroll 1
   for (uint32_t number = 0;; ++number, turn.next()) {
-    PrefillItem item;
-    item.seq = -1;
-    if (index < count) item = plan.find<kPrefillTokens<kHeadSize>>(p, shape, index, lane);
+    PrefillItem& item = shared.items[turn.at];
     barrier_wait(shared_address(&shared.item_empty[turn.at]), turn.parity ^ 1);
+    if (index < count) plan.find(p, shape, index, lane, item);
     if (lane == 0) {
-      shared.items[turn.at] = item;
+      if (index >= count) item.seq = -1;
       barrier_arrive(shared_address(&shared.item_full[turn.at]));
     }
     __syncwarp();
@@ -128,16 +100,18 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p,
 
 // V of a part of which only tokens [low, high) count, by all lanes: what lies beside them may be
 // NaN and is taken for 0. `token`: of its page.
-template <typename T, int kHeadSize, int kTokens, PageForm kForm>
+template <typename Config>
 __device__ __forceinline__ void copy_value_part(const PagedKv& kv, int kv_head, int block,
                                                 int token, int low, int high, uint32_t to,
                                                 int lane) {
+  using T = typename Config::T;
+  constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
   const T* from = static_cast<const T*>(kv.value) + block * kv.value_block_stride +
                   kv_head * kv.value_head_stride + token * kv.value_token_stride;
 #pragma unroll 1
   for (int i = lane; i < 2 * kHeadSize; i += 32) {
     uint4 pack = {0, 0, 0, 0};
-    if constexpr (kForm == PageForm::kRows) {
+    if constexpr (Config::kForm == PageForm::kRows) {
       constexpr int kChunks = kHeadSize / 8;
       const int row = i / kChunks, chunk = i % kChunks;
       if (row >= low && row < high) {
@@ -161,22 +135,22 @@ __device__ __forceinline__ void copy_value_part(const PagedKv& kv, int kv_head, 
 }
 
 // One warp: K, or V, of those items.
-template <typename T, int kHeadSize, PageForm kForm, bool kValue>
+template <typename Config, bool kValue>
 __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const PrefillShape& shape,
-                                           const CUtensorMap& map, PrefillShared<kHeadSize>& shared,
+                                           const CUtensorMap& map, PrefillShared<Config>& shared,
                                            uint32_t storage, int lane) {
-  constexpr int kTokens = kPrefillTokens<kHeadSize>;
-  using Tile = PrefillTile<T, kHeadSize, kTokens, kForm>;
+  constexpr int kTokens = Config::kTokens;
+  using Tile = PrefillTile<Config>;
   constexpr int kParts = Tile::kParts;
   constexpr int kAhead = 32 / kParts;  // tiles whose blocks are looked up together
-  constexpr int kColumns = kForm == PageForm::kRows ? (kHeadSize + 63) / 64 : 1;
+  constexpr int kColumns = Config::kForm == PageForm::kRows ? Config::kColumns : 1;
   constexpr uint32_t kPartBytes =
-      kForm == PageForm::kRows ? kColumns * kPrefillPart * 128 : Tile::kPartBytes;
+      Config::kForm == PageForm::kRows ? kColumns * kPrefillPart * 128 : Tile::kPartBytes;
   constexpr uint32_t kPartStep =
-      kForm == PageForm::kRows ? kPrefillPart * 128 : Tile::kPartBytes;  // to the next part
+      Config::kForm == PageForm::kRows ? kPrefillPart * 128 : Tile::kPartBytes;  // to the next part
   static_assert(kParts * kColumns <= 32);
   wait_for_predecessor();
-  Turn<kValue ? kPrefillValueStages<kHeadSize> : kPrefillKeyStages<kHeadSize>> turn;
+  Turn<kValue ? Config::kValueStages : Config::kKeyStages> turn;
   each_item(shared, lane, [&](const PrefillItem& item) {
     const int32_t* table = p.block_tables + item.seq * p.block_table_stride;
     const int part = lane % kParts, column = lane / kParts;
@@ -196,7 +170,7 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
       const int32_t block = __shfl_sync(0xffffffffu, blocks, i % kAhead * kParts + part);
       const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(p.kv.num_blocks);
       const int in_page = token & ((1 << shape.page_shift) - 1);
-      const uint32_t stage = storage + turn.at * kPrefillTileBytes<kHeadSize>;
+      const uint32_t stage = storage + turn.at * Config::kTileBytes;
       const uint32_t full =
           shared_address(kValue ? &shared.value_full[turn.at] : &shared.key_full[turn.at]);
       barrier_wait(
@@ -209,10 +183,9 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
 #pragma unroll 1
         for (uint32_t rest = by_hand; rest != 0; rest &= rest - 1) {
           const int of = __ffs(rest) - 1, first = tile * kTokens + of * kPrefillPart;
-          copy_value_part<T, kHeadSize, kTokens, kForm>(
-              p.kv, item.kv_head, __shfl_sync(0xffffffffu, block, of),
-              first & ((1 << shape.page_shift) - 1), begin - first, end - first,
-              stage + of * kPartStep, lane);
+          copy_value_part<Config>(p.kv, item.kv_head, __shfl_sync(0xffffffffu, block, of),
+                                  first & ((1 << shape.page_shift) - 1), begin - first, end - first,
+                                  stage + of * kPartStep, lane);
         }
       } else {
         const uint32_t there = __ballot_sync(0xffffffffu, good || !seen(token));
@@ -224,7 +197,7 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
       const int from = good ? block : static_cast<int>(p.kv.num_blocks);
       const uint32_t to = stage + part * kPartStep;
       if (column < kColumns && (by_hand >> part & 1) == 0) {
-        if constexpr (kForm == PageForm::kRows) {
+        if constexpr (Config::kForm == PageForm::kRows) {
           bulk_copy_box(to + column * (kTokens * 128), &map, column * 64, in_page, item.kv_head,
                         from, full);
         } else if constexpr (kValue) {
@@ -241,24 +214,25 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
 }
 
 // One warp: the queries of those items.
-template <typename T, int kHeadSize>
+template <typename Config>
 __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
                                              const PrefillShape& shape, const CUtensorMap& map,
-                                             PrefillShared<kHeadSize>& shared, uint32_t storage,
+                                             PrefillShared<Config>& shared, uint32_t storage,
                                              int lane) {
-  constexpr int kChunks = kHeadSize / 8;
+  using T = typename Config::T;
+  constexpr int kHeadSize = Config::kHeadSize, kChunks = kHeadSize / 8;
   wait_for_predecessor();
-  Turn<kPrefillQueries<kHeadSize>> turn;
+  Turn<Config::kQueries> turn;
   each_item(shared, lane, [&](const PrefillItem& item) {
-    const uint32_t query = storage + turn.at * kPrefillQueryBytes<kHeadSize>;
+    const uint32_t query = storage + turn.at * Config::kQueryBytes;
     barrier_wait(shared_address(&shared.query_empty[turn.at]), turn.parity ^ 1);
     if (shape.query_boxes) {
       const uint32_t full = shared_address(&shared.query_full[turn.at]);
-      if (lane == 0) barrier_expect(full, kPrefillQueryBytes<kHeadSize>);
+      if (lane == 0) barrier_expect(full, Config::kQueryBytes);
       __syncwarp();
-      if (lane < (kHeadSize + 63) / 64) {
+      if (lane < Config::kColumns) {
         bulk_copy_box(
-            query + lane * (kPrefillRows * 128), &map, lane * 64, item.kv_head * shape.group,
+            query + lane * (Config::kRows * 128), &map, lane * 64, item.kv_head * shape.group,
             item.first_query + static_cast<int>(shape.group_divisor.divide(item.first_row)), 0,
             full);
       }
@@ -266,12 +240,12 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
       return;
     }
 #pragma unroll 4
-    for (int i = lane; i < kPrefillRows * kChunks; i += 32) {
+    for (int i = lane; i < Config::kRows * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int index = item.first_row + min(row, item.rows - 1);
       const int token = static_cast<int>(shape.group_divisor.divide(index));
       const int head = item.kv_head * shape.group + index - token * shape.group;
-      copy16_async(query + chunk / 8 * (kPrefillRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
+      copy16_async(query + chunk / 8 * (Config::kRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
                    static_cast<const T*>(p.query) +
                        static_cast<int64_t>(item.first_query + token) * p.query_stride +
                        head * kHeadSize + chunk * 8);
@@ -285,31 +259,27 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
 
 // What one warpgroup does: 64 rows of all items, as one sequence of tiles. An item's first scores
 // are under way before the item ahead of it has ended.
-// kAdjusts: scores are capped or biased.
-template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts>
+template <typename Config>
 __device__ __forceinline__ void attend(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       const ScoreCap& cap, PrefillShared<kHeadSize>& shared,
+                                       const ScoreCap& cap, PrefillShared<Config>& shared,
                                        uint32_t query, uint32_t key, uint32_t value, int warpgroup,
                                        int thread) {
-  constexpr int kTokens = kPrefillTokens<kHeadSize>;
-  constexpr uint32_t kTileBytes = kPrefillTileBytes<kHeadSize>;
-  using Tile = PrefillTile<T, kHeadSize, kTokens, kForm>;
+  constexpr int kTokens = Config::kTokens;
+  constexpr uint32_t kTileBytes = Config::kTileBytes;
+  using Tile = PrefillTile<Config>;
   const int lane = thread % 32;
   const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;  // and 8 behind it
-  const int window = p.sliding_window > 0 ? p.sliding_window : INT32_MAX / 2;
   query += warpgroup * 64 * 128;
   Tile tile;
-  Turn<kPrefillKeyStages<kHeadSize>> keys;
-  Turn<kPrefillValueStages<kHeadSize>> values;
-  Turn<kPrefillQueries<kHeadSize>> queries;
+  Turn<Config::kKeyStages> keys;
+  Turn<Config::kValueStages> values;
+  Turn<Config::kQueries> queries;
   Turn<kPrefillQueue> items;
 
   // The item at hand.
-  int left;      // tiles of it whose scores are not under way
-  int first;     // token of the next tile
-  int limit[2];  // the last position that this lane's rows see
-  int head[2];
-  int plain_begin, plain_extent;  // tiles that begin from here to there need no mask
+  uint32_t at_hand;  // its place in the queue
+  int left;          // tiles of it whose scores are not under way
+  int first;         // token of the next tile
   const auto place = [&](const PrefillItem& item, int r,
                          int& head) {  // query token of the sequence
     const int index = item.first_row + min(row + 8 * r, item.rows - 1);
@@ -321,57 +291,64 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     barrier_wait(shared_address(&shared.item_full[items.at]), items.parity);
     const PrefillItem& item = shared.items[items.at];
     if (item.seq < 0) return false;
+    at_hand = items.at;
     left = item.tiles;
     first = (item.first_tile + item.tiles - 1) * kTokens;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) limit[r] = item.position + place(item, r, head[r]);
-    plain_begin = p.sliding_window > 0 ? max(0, item.high - window + 1) : 0;
-    plain_extent = item.low + 1 - kTokens - plain_begin;
-    if (plain_extent < 0) {
-      plain_begin = INT32_MAX;
-      plain_extent = 0;
-    }
     barrier_wait(shared_address(&shared.query_full[queries.at]), queries.parity);
     return true;
   };
   const auto start_scores = [&] {
-    tile.start_scores(query + queries.at * kPrefillQueryBytes<kHeadSize>,
-                      key + keys.at * kTileBytes);
+    tile.start_scores(query + queries.at * Config::kQueryBytes, key + keys.at * kTileBytes);
   };
   float factor[2];
   bool raised;
-  // What follows the products of the next tile's scores.
+  uint32_t parts;  // of the tile whose scores are under way, that are there
+  bool plain;      // whether every row sees every token of it
+  const auto look = [&] {
+    const PrefillItem& item = shared.items[at_hand];
+    parts = shared.parts[keys.at];
+    plain = first + kTokens <= item.low + 1 &&
+            (p.sliding_window == 0 || first > item.high - p.sliding_window);
+  };
+  // What follows the products of those scores.
   const auto weigh = [&] {
     settle(tile.scores);
-    const uint32_t parts = shared.parts[keys.at];
     barrier_arrive_warp(shared_address(&shared.key_empty[keys.at]), lane);
     keys.next();
     if (--left == 0) {
       barrier_arrive_warp(shared_address(&shared.query_empty[queries.at]), lane);
       queries.next();
     }
-    if constexpr (kAdjusts) {
-      tile.each_score([&](int i, int j, float score) {
-        const int column = first + i * 8 + lane % 4 * 2 + j % 2;
-        return adjusted_score(p, cap, head[j / 2], column - limit[j / 2], score * shape.to_log2);
-      });
-    } else if (static_cast<uint32_t>(first - plain_begin) > static_cast<uint32_t>(plain_extent)) {
-      uint32_t seen[2];  // bit 2i + j % 2: column i of the row
+    if (Config::kAdjusts || !plain) {
+      const PrefillItem& item = shared.items[at_hand];
+      int head[2], behind[2];  // behind: tokens that the row sees from this lane's first column on
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int behind = limit[r] - first - lane % 4 * 2;  // of column 0
-        seen[r] = Tile::columns_until(behind);
-        if (behind >= window) seen[r] &= ~Tile::columns_until(behind - window);
+        behind[r] = item.position + place(item, r, head[r]) - first - lane % 4 * 2;
       }
-      tile.each_score([&](int i, int j, float score) {
-        return seen[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
-      });
+      if constexpr (Config::kAdjusts) {
+        tile.each_score([&](int i, int j, float score) {
+          return adjusted_score(p, cap, head[j / 2], i * 8 + j % 2 - behind[j / 2],
+                                score * shape.to_log2);
+        });
+      } else {
+        const int window = p.sliding_window > 0 ? p.sliding_window : INT32_MAX / 2;
+        uint32_t seen[2];  // bit 2i + j % 2: column i of the row
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          seen[r] = Tile::columns_until(behind[r]);
+          if (behind[r] >= window) seen[r] &= ~Tile::columns_until(behind[r] - window);
+        }
+        tile.each_score([&](int i, int j, float score) {
+          return seen[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
+        });
+      }
     }
     if (parts != (1u << Tile::kParts) - 1) {
       tile.each_score(
           [&](int i, int, float score) { return parts >> i / 2 & 1 ? score : -INFINITY; });
     }
-    raised = tile.weigh(kAdjusts ? 1.0f : shape.to_log2, factor);
+    raised = tile.weigh(Config::kAdjusts ? 1.0f : shape.to_log2, factor);
     first -= kTokens;
   };
   const auto start_out = [&] {
@@ -394,8 +371,9 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
       const int64_t token = item.first_query + place(item, r, head);
       const RowResult result = row_result(p, item.kv_head, head, maximum[r], quad_sum(sum[r]));
       const bool there = row + 8 * r < item.rows;
-      tile.store(static_cast<T*>(p.out) + token * p.out_stride + head * int64_t{kHeadSize}, there,
-                 r, result.scale, lane);
+      tile.store(static_cast<typename Config::T*>(p.out) + token * p.out_stride +
+                     head * int64_t{Config::kHeadSize},
+                 there, r, result.scale, lane);
       if (p.lse != nullptr && there && lane % 4 == 0) {
         p.lse[token * p.num_heads + head] = result.lse;
       }
@@ -409,6 +387,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     tile.start_sums();
     barrier_wait(shared_address(&shared.key_full[keys.at]), keys.parity);
     start_scores();
+    look();
     wgmma_wait<0>();
     weigh();
     tile.pack_weights();
@@ -430,6 +409,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
       barrier_wait(shared_address(&shared.key_full[keys.at]), keys.parity);
       start_scores();
       start_out();
+      look();
       wgmma_wait<1>();
       weigh();
       // ptxas moves the wait that follows ahead of whatever is no access to memory, and weights are
@@ -461,33 +441,34 @@ struct PrefillMaps {
   CUtensorMap key, value, query;
 };
 
-template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts>
-__global__ void __launch_bounds__(kPrefillThreads, 1)
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_prefill_kernel(const __grid_constant__ PagedAttentionParams p,
                                    const __grid_constant__ PrefillShape shape,
                                    const __grid_constant__ ScoreCap cap,
                                    const __grid_constant__ PrefillMaps maps, uint32_t* next) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  using Shared = PrefillShared<kHeadSize>;
+  using Shared = PrefillShared<Config>;
+  constexpr int kWarps = 4 * Config::kGroups;       // that attend
   extern __shared__ __align__(1024) char memory[];  // the queries, K, V
   __shared__ Shared shared;
   if (!shape.leads) launch_dependents();
   const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   const uint32_t query = shared_address(memory);
-  const uint32_t key = query + Shared::kQueries * kPrefillQueryBytes<kHeadSize>;
-  const uint32_t value = key + Shared::kKeys * kPrefillTileBytes<kHeadSize>;
+  const uint32_t key = query + Shared::kQueries * Config::kQueryBytes;
+  const uint32_t value = key + Shared::kKeys * Config::kTileBytes;
   if (threadIdx.x == 0) {
     const auto init = [](auto& barriers, int arrivals) {
       for (uint64_t& barrier : barriers) barrier_init(shared_address(&barrier), arrivals);
     };
     init(shared.key_full, 1);
     init(shared.value_full, 1);
-    init(shared.key_empty, 8 * kWarpArrivals);
-    init(shared.value_empty, 8 * kWarpArrivals);
+    init(shared.key_empty, kWarps * kWarpArrivals);
+    init(shared.value_empty, kWarps * kWarpArrivals);
     init(shared.query_full, kWarpArrivals);
-    init(shared.query_empty, 8 * kWarpArrivals);
+    init(shared.query_empty, kWarps * kWarpArrivals);
     init(shared.item_full, 1);
-    init(shared.item_empty, (8 + 3) * kWarpArrivals);
+    init(shared.item_empty, (kWarps + 3) * kWarpArrivals);
     barrier_init(shared_address(&shared.wanted), 1);
     fence_barrier_init();
     prefetch_map(&maps.key);
@@ -495,28 +476,28 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
     if (shape.query_boxes) prefetch_map(&maps.query);
   }
   __syncthreads();
-  if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPrefillServantRegisters));
-    if (warp == 8) {
+  if (warp >= kWarps) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kServantRegisters));
+    if (warp == kWarps) {
       queue_items(p, shape, shared, next, lane);
-    } else if (warp == 9) {
-      copy_tiles<T, kHeadSize, kForm, false>(p, shape, maps.key, shared, key, lane);
-    } else if (warp == 10) {
-      copy_tiles<T, kHeadSize, kForm, true>(p, shape, maps.value, shared, value, lane);
+    } else if (warp == kWarps + 1) {
+      copy_tiles<Config, false>(p, shape, maps.key, shared, key, lane);
+    } else if (warp == kWarps + 2) {
+      copy_tiles<Config, true>(p, shape, maps.value, shared, value, lane);
     } else {
-      copy_queries<T, kHeadSize>(p, shape, maps.query, shared, query, lane);
+      copy_queries<Config>(p, shape, maps.query, shared, query, lane);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kPrefillRegisters));
-    attend<T, kHeadSize, kForm, kAdjusts>(p, shape, cap, shared, query, key, value, warp / 4,
-                                          threadIdx.x % 128);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kRegisters));
+    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
   }
 #endif
 }
 
 // Pages of layout vllm as (8 tokens x 16 bytes, chunk, token / 8, KV head, block), and as (token,
 // dimension, KV head, block): pages of 16 tokens in rows of 128 bytes. See attention_prefill.cuh.
-inline PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
+template <typename Config>
+PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   PrefillMaps maps;
@@ -526,7 +507,7 @@ inline PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShap
         const_cast<void*>(p.query),
         {unsign(kv.head_size), unsign(p.num_heads), unsign(p.num_tokens), 1},
         {unsign(kv.head_size * 2), unsign(p.query_stride * 2), unsign(p.query_stride * 2)},
-        {64, heads, kPrefillRows / heads, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+        {64, heads, Config::kRows / heads, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   if (kv.layout != KvLayout::kVllm) {
     maps.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
@@ -552,20 +533,21 @@ inline PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShap
 
 template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts>
 void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
-  constexpr auto kKernel = paged_attention_prefill_kernel<T, kHeadSize, kForm, kAdjusts>;
+  using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts>;
+  constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
   const int group = p.num_heads / p.kv.num_kv_heads;
   const PrefillShape shape = {
       .group = group,
       .page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1,
       .least_rows = launch.least_query_len * group,
       .to_log2 = p.scale * kLog2E,
-      .query_boxes = kPrefillRows % group == 0,
+      .query_boxes = Config::kRows % group == 0,
       .leads = launch.leads,
       .group_divisor = FastDivisor(group)};
   dynamic_shared_memory<kKernel>("paged_attention");
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
-                dim3(kPrefillThreads), kPrefillSharedBytes<kHeadSize>, stream, p, shape,
-                score_cap(p.softcap), prefill_maps(p, shape), launch.next);
+                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
+                score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
 }
 
 template <int kHeadSize>
