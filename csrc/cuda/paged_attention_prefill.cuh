@@ -1,9 +1,9 @@
 // paged_attention of many query rows a sequence (prompts, and chunks of them behind a cached
 // prefix) on Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
 //
-// A block takes items (attention_prefill_work.cuh) one after the other. Two warpgroups attend, each
-// 64 of an item's 128 rows (attention_prefill.cuh), over tiles of tokens from the last to the
-// first. Of a third warpgroup one warp copies K, one copies V, one the queries, and one finds
+// A block takes items (attention_prefill_work.cuh) one after the other. Two or three warpgroups
+// attend, 64 of an item's rows each (attention_prefill.cuh), over tiles of tokens from the last to
+// the first. Of one more warpgroup one warp copies K, one copies V, one the queries, and one finds
 // items. They run ahead into the next item while the last one ends.
 #pragma once
 #include <bit>
@@ -29,7 +29,7 @@ struct PrefillShared {
   uint64_t value_full[kValues], value_empty[kValues];
   uint64_t query_full[kQueries], query_empty[kQueries];
   uint64_t item_full[kPrefillQueue], item_empty[kPrefillQueue];
-  uint64_t wanted;        // the last tile of K of the item at hand is under way
+  uint64_t wanted;        // the last tiles of K of the item at hand are under way
   uint32_t parts[kKeys];  // bit i: part i of the stage's K is there, or behind the sequence
   float pin[4 * Config::kGroups];    // written only: see attend()
   PrefillItem items[kPrefillQueue];  // seq < 0: there are no more
@@ -258,7 +258,8 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
 }
 
 // What one warpgroup does: 64 rows of all items, as one sequence of tiles. An item's first scores
-// are under way before the item ahead of it has ended.
+// are under way before the item ahead of it has ended. The warpgroups do not wait for each other:
+// their phases drift apart, so that one's products run while another takes exponentials.
 template <typename Config>
 __device__ __forceinline__ void attend(const PagedAttentionParams& p, const PrefillShape& shape,
                                        const ScoreCap& cap, PrefillShared<Config>& shared,
@@ -280,12 +281,16 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
   uint32_t at_hand;  // its place in the queue
   int left;          // tiles of it whose scores are not under way
   int first;         // token of the next tile
-  const auto place = [&](const PrefillItem& item, int r,
-                         int& head) {  // query token of the sequence
+  // Row r's query token of the sequence, and head.
+  const auto place = [&](const PrefillItem& item, int r, int& head) {
     const int index = item.first_row + min(row + 8 * r, item.rows - 1);
     const int token = static_cast<int>(shape.group_divisor.divide(index));
     head = item.kv_head * shape.group + index - token * shape.group;
     return token;
+  };
+  const auto release_query = [&] {
+    barrier_arrive_warp(shared_address(&shared.query_empty[queries.at]), lane);
+    queries.next();
   };
   const auto take_item = [&] {  // whether there is one
     barrier_wait(shared_address(&shared.item_full[items.at]), items.parity);
@@ -295,6 +300,10 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     left = item.tiles;
     first = (item.first_tile + item.tiles - 1) * kTokens;
     barrier_wait(shared_address(&shared.query_full[queries.at]), queries.parity);
+    if constexpr (Config::kQueryInRegisters) {
+      tile.load_query(query + queries.at * Config::kQueryBytes, thread);
+      release_query();
+    }
     return true;
   };
   const auto start_scores = [&] {
@@ -315,10 +324,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     settle(tile.scores);
     barrier_arrive_warp(shared_address(&shared.key_empty[keys.at]), lane);
     keys.next();
-    if (--left == 0) {
-      barrier_arrive_warp(shared_address(&shared.query_empty[queries.at]), lane);
-      queries.next();
-    }
+    if (--left == 0 && !Config::kQueryInRegisters) release_query();
     if (Config::kAdjusts || !plain) {
       const PrefillItem& item = shared.items[at_hand];
       int head[2], behind[2];  // behind: tokens that the row sees from this lane's first column on
