@@ -45,6 +45,11 @@ step_peers_prefill() {
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    OURS=benchmarks/peers_ours.py python3 "$KIT/prefill.py" --out "$OUT/prefill.json" ${PREFILL_ARGS:-} 2>&1 | tee "$OUT/prefill.log" | tail -80)
 }
+step_peers_rounds() {  # the same rows, candidates in turns
+  # shellcheck disable=SC1091
+  (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
+   OURS=benchmarks/peers_ours.py python3 benchmarks/peers_rounds.py --out "$OUT/rounds.json" ${ROUNDS_ARGS:-} 2>&1 | tee "$OUT/rounds.log" | tail -120)
+}
 step_peers_layer() {  # a layer's ops as one graph; a candidate that hangs ends the step, not the visit
   # shellcheck disable=SC1091
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
