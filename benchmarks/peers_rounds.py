@@ -22,7 +22,7 @@ import time
 import torch
 
 sys.path.insert(0, os.environ["KIT"])
-import prefill as kit  # noqa: E402
+import prefill as kit
 
 
 def matches(name: str, patterns: str) -> bool:

@@ -47,8 +47,9 @@ LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
   const bool pages = kv.layout == KvLayout::kVllm ? kv.block_size == 16 : kv.block_size >= 16;
   const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride >= 0 &&
                        aligned16(p.out) && p.out_stride % 8 == 0;
-  if (!device.has_wgmma || kv.dtype != p.dtype || !pages || !aligned || !(p.scale > 0.0f) ||
-      p.max_query_len * group <= 2 * kFewRows || 2 * items < device.multiprocessors) {
+  if (!device.has_wgmma || kv.dtype != p.dtype || kv.num_blocks == 0 || !pages || !aligned ||
+      !(p.scale > 0.0f) || p.max_query_len * group <= 2 * kFewRows ||
+      2 * items < device.multiprocessors) {
     return nullptr;
   }
   switch (kv.head_size) {
