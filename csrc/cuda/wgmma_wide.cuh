@@ -36,7 +36,6 @@ struct MatrixDescriptor {
 #define VLLM_KERNELS_C32 VLLM_KERNELS_C16(0), VLLM_KERNELS_C16(4)
 #define VLLM_KERNELS_C40 VLLM_KERNELS_C32, VLLM_KERNELS_C4(8), VLLM_KERNELS_C4(9)
 #define VLLM_KERNELS_C48 VLLM_KERNELS_C32, VLLM_KERNELS_C16(8)
-#define VLLM_KERNELS_C56 VLLM_KERNELS_C48, VLLM_KERNELS_C4(12), VLLM_KERNELS_C4(13)
 #define VLLM_KERNELS_C64 VLLM_KERNELS_C48, VLLM_KERNELS_C16(12)
 #define VLLM_KERNELS_C96 VLLM_KERNELS_C64, VLLM_KERNELS_C16(16), VLLM_KERNELS_C16(20)
 #define VLLM_KERNELS_C128 VLLM_KERNELS_C96, VLLM_KERNELS_C16(24), VLLM_KERNELS_C16(28)
@@ -46,17 +45,18 @@ struct MatrixDescriptor {
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define VLLM_KERNELS_D40 VLLM_KERNELS_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define VLLM_KERNELS_D48 VLLM_KERNELS_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define VLLM_KERNELS_D56 VLLM_KERNELS_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define VLLM_KERNELS_D64 VLLM_KERNELS_D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define VLLM_KERNELS_D96                                                                        \
-  VLLM_KERNELS_D64                                                                              \
-      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
-      "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define VLLM_KERNELS_D128                                                                          \
-  VLLM_KERNELS_D96                                                                                 \
-      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "   \
-      "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
-      "%126, %127"
+#define VLLM_KERNELS_D64 \
+  VLLM_KERNELS_D48       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define VLLM_KERNELS_D96                                                                    \
+  VLLM_KERNELS_D64                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define VLLM_KERNELS_D128                                                                      \
+  VLLM_KERNELS_D96                                                                             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "   \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+  "%126, %127"
 
 #define VLLM_KERNELS_PRODUCT(n, columns, dtype, keep)                          \
   "{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                              \
@@ -100,8 +100,6 @@ __device__ __forceinline__ void wgmma_shared(float (&c)[kTiles][4], uint64_t a_m
     VLLM_KERNELS_SHARED(40, "80", "40", "41", "42", "43")
   } else if constexpr (kTiles == 12) {
     VLLM_KERNELS_SHARED(48, "96", "48", "49", "50", "51")
-  } else if constexpr (kTiles == 14) {
-    VLLM_KERNELS_SHARED(56, "112", "56", "57", "58", "59")
   } else if constexpr (kTiles == 16) {
     VLLM_KERNELS_SHARED(64, "128", "64", "65", "66", "67")
   } else if constexpr (kTiles == 24) {
@@ -122,8 +120,6 @@ __device__ __forceinline__ void wgmma_registers(float (&c)[kTiles][4], const uin
     VLLM_KERNELS_REGISTERS(40, "80", "40", "41", "42", "43", "44", "45", "46")
   } else if constexpr (kTiles == 12) {
     VLLM_KERNELS_REGISTERS(48, "96", "48", "49", "50", "51", "52", "53", "54")
-  } else if constexpr (kTiles == 14) {
-    VLLM_KERNELS_REGISTERS(56, "112", "56", "57", "58", "59", "60", "61", "62")
   } else if constexpr (kTiles == 16) {
     VLLM_KERNELS_REGISTERS(64, "128", "64", "65", "66", "67", "68", "69", "70")
   } else if constexpr (kTiles == 24) {
@@ -141,14 +137,12 @@ __device__ __forceinline__ void wgmma_registers(float (&c)[kTiles][4], const uin
 #undef VLLM_KERNELS_C4
 #undef VLLM_KERNELS_C40
 #undef VLLM_KERNELS_C48
-#undef VLLM_KERNELS_C56
 #undef VLLM_KERNELS_C64
 #undef VLLM_KERNELS_C96
 #undef VLLM_KERNELS_D128
 #undef VLLM_KERNELS_D32
 #undef VLLM_KERNELS_D40
 #undef VLLM_KERNELS_D48
-#undef VLLM_KERNELS_D56
 #undef VLLM_KERNELS_D64
 #undef VLLM_KERNELS_D96
 #undef VLLM_KERNELS_FROM_REGISTERS
