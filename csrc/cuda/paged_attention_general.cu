@@ -37,19 +37,27 @@ constexpr int kFewRows = 32;
 
 using LaunchPrefill = void (*)(const PagedAttentionParams&, const PrefillLaunch&, void*);
 
-// The kernel for many query rows where it serves these tensors and has work for the device: of all
-// blocks, or it could not make up for pieces of sequences, which the others take. Else null.
+// Query tokens of a sequence up to which it is.
+int few_tokens(const PagedAttentionParams& p) {
+  return std::max(1, kFewRows / (p.num_heads / p.kv.num_kv_heads));
+}
+
+// The kernel for many query rows where it serves these tensors and has work for the device: of half
+// of its blocks at least, or it could not make up for pieces of sequences, which the others take.
+// Else null. (With split_tokens the kernel must not depend on the batch.)
 LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const DeviceInfo& device = current_device_info();
   const int64_t group = p.num_heads / kv.num_kv_heads;
-  const int64_t items = (p.num_tokens * group + 127) / 128 * kv.num_kv_heads;
+  // Every sequence but one may be a single token, of a decode.
+  const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
+  const int64_t items = (tokens * group + 127) / 128 * kv.num_kv_heads;
   const bool pages = kv.layout == KvLayout::kVllm ? kv.block_size == 16 : kv.block_size >= 16;
-  const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride >= 0 &&
+  const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 &&
                        aligned16(p.out) && p.out_stride % 8 == 0;
   if (!device.has_wgmma || kv.dtype != p.dtype || kv.num_blocks == 0 || !pages || !aligned ||
-      !(p.scale > 0.0f) || p.max_query_len * group <= 2 * kFewRows ||
-      2 * items < device.multiprocessors) {
+      !(p.scale > 0.0f) || p.split_tokens > 0 || p.max_query_len <= few_tokens(p) ||
+      p.max_query_len * group <= 2 * kFewRows || 2 * items < device.multiprocessors) {
     return nullptr;
   }
   switch (kv.head_size) {
@@ -91,7 +99,7 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream 
   const LaunchPrefill prefill = prefill_kernel(p);
   if (prefill == nullptr) return launch_decode(p, workspace, stream);
   // Sequences of few query tokens, if there can be any, have a launch of their own beside it.
-  const int few = std::max(1, kFewRows / (p.num_heads / p.kv.num_kv_heads));
+  const int few = few_tokens(p);
   const bool mixed = p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
   prefill(p,
           {.least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)},

@@ -471,7 +471,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     init(shared.value_full, 1);
     init(shared.key_empty, kWarps * kWarpArrivals);
     init(shared.value_empty, kWarps * kWarpArrivals);
-    init(shared.query_full, kWarpArrivals);
+    init(shared.query_full, shape.query_boxes ? 1 : kWarpArrivals);
     init(shared.query_empty, kWarps * kWarpArrivals);
     init(shared.item_full, 1);
     init(shared.item_empty, (kWarps + 3) * kWarpArrivals);

@@ -108,7 +108,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   check_index(expect, tables.positions,
               {.noun = "a position", .low = 0, .high = tables.cos_sin_cache.size(0)});
   check_slots(expect, slots, num_slots);
-  const int32_t window = at_most_int32(sliding_window);
+  const int32_t window = window_of(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, num_seqs, kv, nullptr, window);
   read.add(tables.positions, tables.cos_sin_cache, slots, pages.tables, pages.lens);
   require_apart(expect, read, {&o, &x, &k, &v, scratch_or_null});

@@ -29,6 +29,9 @@ void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
 // Numbers of tokens whose size beyond 2^31 does not matter.
 int32_t at_most_int32(int64_t value);
 
+// PagedAttentionParams::sliding_window; beyond 2^30 tokens its size does not matter.
+int32_t window_of(int64_t sliding_window);
+
 // float32 [num_heads], or null; `read` gets it where it is given.
 const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
                            Size& num_heads, Arguments& read);

@@ -111,7 +111,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
   const std::optional<Argument> scratch = read_workspace(expect, workspace);
   read_query_start_loc(expect, queries, query_start_loc, max_query_len, read);
-  const int32_t window = at_most_int32(sliding_window);
+  const int32_t window = window_of(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, queries.num_seqs, kv,
                                  queries.query_start_loc, window);
   read.add(queries.query, k, v, pages.tables, pages.lens);
@@ -212,6 +212,12 @@ void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
 
 int32_t at_most_int32(int64_t value) {
   return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+int32_t window_of(int64_t sliding_window) {
+  // Positions may be negative (more query tokens than tokens): position - window stays in range.
+  constexpr int64_t kLongest = int64_t{1} << 30;
+  return static_cast<int32_t>(std::min(sliding_window, kLongest));
 }
 
 const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
