@@ -4,7 +4,15 @@ A cache is a pool of ``num_blocks`` blocks of ``block_size`` tokens. :class:`KVC
 sequence ids to tables of block ids; token ``i`` of a sequence lies in slot
 ``table[i // block_size] * block_size + i % block_size``. It holds no keys or values: it says where
 they go (``slot_mapping`` for ``reshape_and_cache``) and where they are (``block_tables`` and
-``seq_lens`` for ``paged_attention``), and which blocks are to be copied (``copy_blocks``).
+``seq_lens`` for ``paged_attention``), and which blocks are to be copied (``copy_blocks``,
+``swap_blocks``). Names follow vLLM's manager (vllm/v1/core) where the meaning is the same.
+
+A serving loop::
+
+    cached = manager.allocate(request, prompt, num_new=0)  # shares what is cached of the prompt
+    copies = manager.step(ids, counts, buffers, tokens=input_ids)  # slots and tables of one pass
+    ...                                      # copy_blocks(copies), then the forward pass
+    manager.free(request)
 
 Every call is all or nothing: whatever it raises, the manager and the buffers are as before.
 """
@@ -12,7 +20,7 @@ Every call is all or nothing: whatever it raises, the manager and the buffers ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +39,16 @@ from vllm_kernels._C import (
 )
 
 __all__ = [
+    "AllBlocksCleared",
     "BatchBuffers",
+    "BlockRemoved",
+    "BlockStored",
     "DuplicateSequence",
     "IntegrityError",
     "InvalidArgument",
     "KVCacheError",
     "KVCacheManager",
+    "MultimodalItem",
     "OutOfBlocks",
     "ReferenceOverflow",
     "Statistics",
@@ -46,6 +58,42 @@ __all__ = [
 Buffer: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Integers: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
 """int64 (read in place) or int32 values of shape [n]: an array, a CPU tensor, or a list."""
+Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
+"""Token ids in the range of int32: int32 or int64 of shape [n], as an array, CPU tensor or list."""
+
+
+class MultimodalItem(NamedTuple):
+    """An image or the like, whose placeholder tokens do not say which one it is."""
+
+    start: int
+    """Its first token in the sequence."""
+    num_tokens: int
+    """How many tokens stand for it, >= 1."""
+    digest: bytes | str
+    """A hash of its contents."""
+
+
+class BlockStored(NamedTuple):
+    """A full block became findable: its tokens, and a hash of them and of all before them."""
+
+    group: int
+    block: int
+    block_hash: bytes
+    parent_hash: bytes
+    """Hash of all tokens before; of the keys alone (salt and so on) for the first block."""
+    tokens: list[int]
+
+
+class BlockRemoved(NamedTuple):
+    """A block is no longer findable: it was evicted, or is about to be overwritten."""
+
+    group: int
+    block: int
+    block_hash: bytes
+
+
+class AllBlocksCleared(NamedTuple):
+    """No block is findable any more."""
 
 
 class BatchBuffers:
@@ -53,7 +101,13 @@ class BatchBuffers:
 
     NumPy arrays or CPU tensors (pinned ones too), checked once, here, and kept alive. Their shapes
     are those of the largest batch: what a batch does not fill is padded, so that the ops see fixed
-    shapes under CUDA graphs.
+    shapes under CUDA graphs: the first ``n`` rows are a batch of ``n``, whatever ``n`` above the
+    batch's own size the graph was captured for.
+
+    Only what changed since the last call is written: of a sequence in the same row as before, the
+    new block ids; of the padding, what the last batch had filled. So nobody else may write to these
+    buffers, or :meth:`invalidate` must be called afterwards. A cache with several groups of layers
+    has one of these for each.
 
     Args:
         block_tables: int32 [max_sequences, max_blocks]. Block ids of each sequence. Entries beyond
@@ -96,6 +150,16 @@ class BatchBuffers:
         self.slot_mapping = slot_mapping
         self.positions = positions
 
+    @property
+    def changed_rows(self) -> npt.NDArray[np.int32]:
+        """Rows of ``block_tables`` that the last call wrote to, ascending: int32 [n]. Only these
+        need to be copied to a device copy of the tables that is kept from step to step."""
+        return self._native.changed_rows
+
+    def invalidate(self) -> None:
+        """Makes the next call write every row and all of the padding."""
+        self._native.invalidate()
+
     @classmethod
     def zeros(
         cls, max_sequences: int, max_blocks: int, max_tokens: int, *, pin_memory: bool = False
@@ -116,37 +180,96 @@ class BatchBuffers:
         )
 
 
+def _natives(buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
+    if isinstance(buffers, BatchBuffers):
+        return [buffers._native]
+    return [group._native for group in buffers]
+
+
 class KVCacheManager:
     """Block tables for many sequences over one pool of blocks.
 
     Sequence ids are any int64 values the caller likes. Sequences may share blocks (:meth:`fork`,
-    :meth:`reorder`); one that grows within a shared block gets a block of its own, and the call
-    returns the pair to copy.
+    :meth:`reorder`, a common prefix); one that grows within a shared block gets a block of its own,
+    and the call returns the pair to copy.
 
     Copies: int64 [n, 2], rows of (source block, destination block), each returned once. Run them
     (``copy_blocks``, a call for the pairs of each manager call), in the order in which they were
     returned, before the cache is written again.
 
+    Prefix caching: where token ids are known (``tokens``), every full block is registered under a
+    keyed 128-bit hash of its tokens and all before them, and of ``salt``, ``adapter``,
+    ``cache_dtype`` and multimodal items. A later sequence that starts with the same tokens shares
+    the block, after the tokens themselves were compared. A block stays findable when no sequence
+    holds it any more, until it is needed: the one unused longest goes first, of a sequence the last
+    one. Blocks are registered when they are handed out, so passes must run in the order of
+    their steps; after a pass that failed, call :meth:`reset_prefix_cache` or :meth:`evict_blocks`.
+
+    Groups: ``windows`` names the groups of layers that have block tables of their own over the one
+    pool, as models that mix full and sliding-window attention want them. In a group with a window,
+    blocks that no coming token can see are given back by each append; block 0, which is then never
+    given out, stands in the table instead.
+
     Threads: calls from several threads are safe; they run one after the other, batch calls without
     the GIL. A fork of the process, a pickle or a copy of the manager is refused.
 
     Args:
-        num_blocks: blocks of the cache, 1 to 2**31 - 2.
+        num_blocks: blocks of the cache, 1 to 2**31 - 3 (with a null block, that one included).
         block_size: tokens of a block, >= 1.
+        num_host_blocks: blocks of a second pool in host memory, for :meth:`swap_out`.
+        watermark_blocks: blocks that :meth:`allocate` and :meth:`swap_in` leave free, so that the
+            sequences that run can grow before one of them has to be preempted.
+        windows: for each group of layers, how many tokens a token sees, itself included; None or 0:
+            all.
+        prefix_caching: whether blocks whose tokens are known are registered.
+        null_block: whether block 0 is never given out. None: if a group has a window.
+        events: whether changes of the prefix cache are recorded for :meth:`take_events`.
         max_references: how many sequences may share one block.
+        hash_key: 16 bytes, for managers whose hashes are to be the same. None: random.
+        hash_bits: bits of the hash that are used, 1 to 128; fewer than 128 only in tests.
 
     Raises:
         InvalidArgument: a value out of range, or more slots than an int64 can number.
-        MemoryError: no memory for the pool's 12 bytes a block.
+        MemoryError: no memory for the pool's 16 bytes a block.
     """
 
-    __slots__ = ("_native", "block_size", "num_blocks")
+    __slots__ = ("_native", "block_size", "num_blocks", "num_host_blocks", "windows")
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, max_references: int = 2**31 - 1
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        watermark_blocks: int = 0,
+        windows: Sequence[int | None] = (None,),
+        prefix_caching: bool = True,
+        null_block: bool | None = None,
+        events: bool = False,
+        max_references: int = 2**31 - 1,
+        hash_key: bytes | None = None,
+        hash_bits: int = 128,
     ) -> None:
-        self._native = _C.KVCacheManager(num_blocks, block_size, max_references)
+        self.windows = tuple(window or 0 for window in windows)
+        self._native = _C.KVCacheManager(
+            num_blocks,
+            block_size,
+            num_host_blocks=num_host_blocks,
+            watermark_blocks=watermark_blocks,
+            windows=list(self.windows),
+            prefix_caching=prefix_caching,
+            null_block=bool(null_block),
+            events=events,
+            max_references=max_references,
+            hash_key=hash_key,
+            hash_bits=hash_bits,
+        )
+        if null_block is False and self._native.has_null_block:
+            raise InvalidArgument(
+                "KVCacheManager: null_block: expected None or True with a window, got False"
+            )
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
 
     def __repr__(self) -> str:
@@ -162,49 +285,126 @@ class KVCacheManager:
         return sequence_id in self._native
 
     @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with block tables of its own."""
+        return len(self.windows)
+
+    @property
+    def null_block(self) -> int | None:
+        """The block that is never given out, 0, or None."""
+        return 0 if self._native.has_null_block else None
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that no sequence holds, cached ones included: what can be given out."""
         return self._native.num_free_blocks
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences that are allocated."""
-        return self._native.num_sequences
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that no sequence holds."""
+        return self._native.num_free_host_blocks
 
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether enough blocks are free for a new sequence of ``num_tokens`` tokens."""
-        return self._native.can_allocate(num_tokens)
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are allocated, swapped ones included."""
+        return self._native.num_sequences
 
     # One sequence.
 
-    def allocate(self, sequence_id: int, num_tokens: int) -> None:
-        """Adds a sequence of ``num_tokens`` >= 0 tokens, with blocks of its own for them.
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        salt: bytes | str | None = None,
+        adapter: bytes | str | None = None,
+        cache_dtype: bytes | str | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+    ) -> int:
+        """How many leading ones of ``tokens`` :meth:`allocate` would find cached; changes nothing.
+
+        Whole blocks, and fewer than all tokens: at least one is left to compute.
+        """
+        return self._native.match(tokens, salt, adapter, cache_dtype, multimodal)
+
+    def can_allocate(
+        self,
+        tokens: int | Tokens,
+        *,
+        salt: bytes | str | None = None,
+        adapter: bytes | str | None = None,
+        cache_dtype: bytes | str | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+    ) -> bool:
+        """Whether enough blocks are free for all of a new sequence: of so many tokens, or of these
+        ones, what is cached of them not counted."""
+        return self._native.can_allocate(tokens, salt, adapter, cache_dtype, multimodal)
+
+    def allocate(
+        self,
+        sequence_id: int,
+        tokens: int | Tokens,
+        *,
+        num_new: int | None = None,
+        salt: bytes | str | None = None,
+        adapter: bytes | str | None = None,
+        cache_dtype: bytes | str | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+    ) -> int:
+        """Adds a sequence.
+
+        Args:
+            sequence_id: a new id.
+            tokens: token ids, [n]: the sequence shares the blocks that are cached of them. Or
+                their number, >= 0: all blocks are new, and ids may follow by
+                :meth:`record_tokens`.
+            num_new: slots for at most so many tokens beyond the cached ones (chunked prefill: 0,
+                and the chunks by :meth:`step` with ``tokens=``). None: for all of them.
+            salt, adapter, cache_dtype: of a tenant, a LoRA adapter, a kind of cache: tokens are
+                only found by sequences with the same three.
+            multimodal: the items that placeholder tokens among all the sequence's tokens stand for.
+
+        Returns:
+            How many leading tokens are cached already: whole blocks, and fewer than n. The
+            sequence's ``num_tokens`` is that and up to ``num_new`` more.
 
         Raises:
             DuplicateSequence: the id exists.
-            OutOfBlocks: too few blocks are free (``.needed``, ``.free``).
+            OutOfBlocks: too few blocks are free (``.needed`` with the watermark, ``.free``).
+            InvalidArgument: a token that is no int32, or an item out of range.
         """
-        self._native.allocate(sequence_id, num_tokens)
+        return self._native.allocate(
+            sequence_id, tokens, num_new, salt, adapter, cache_dtype, multimodal
+        )
 
-    def append(self, sequence_id: int, num_tokens: int = 1) -> npt.NDArray[np.int64]:
-        """Lengthens a sequence by ``num_tokens`` >= 0 tokens.
+    def append(
+        self,
+        sequence_id: int,
+        num_tokens: int = 1,
+        *,
+        tokens: Tokens | None = None,
+        lookahead: int = 0,
+    ) -> npt.NDArray[np.int64]:
+        """Lengthens a sequence by ``num_tokens`` >= 0 tokens; :meth:`append_batch` for one.
 
         Returns:
-            int64 [0 or 1, 2]: the pair to copy, where the last block was shared and partly filled.
+            int64 [0 to num_groups, 2]: pairs to copy, where the last block was shared and partly
+            filled.
 
         Raises:
             UnknownSequence: the id does not exist.
             OutOfBlocks: too few blocks are free for the tokens, or for the copy.
         """
-        return self._native.append(sequence_id, num_tokens)
+        return self._native.append(sequence_id, num_tokens, tokens, lookahead)
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Adds sequence ``child_id`` with the tokens of ``parent_id``, sharing all of its blocks.
+        """Adds sequence ``child_id`` with the tokens of ``parent_id``, sharing all of its blocks
+        (but not its lookahead).
 
         Raises:
             UnknownSequence: the parent does not exist.
             DuplicateSequence: the child exists.
             ReferenceOverflow: a block is shared by ``max_references`` sequences already.
+            InvalidArgument: the parent is swapped out.
         """
         self._native.fork(parent_id, child_id)
 
@@ -217,11 +417,13 @@ class KVCacheManager:
         self._native.free(sequence_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has.
+        """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has, and drops
+        its lookahead (speculative decoding: the tokens that were not accepted).
 
         Raises:
             UnknownSequence: the id does not exist.
-            InvalidArgument: ``num_tokens`` is negative or more than the sequence has.
+            InvalidArgument: ``num_tokens`` is negative or more than the sequence has; or so few
+                that the next token would see blocks that a window has given back.
         """
         self._native.truncate(sequence_id, num_tokens)
 
@@ -229,21 +431,32 @@ class KVCacheManager:
         """Tokens of a sequence. Raises UnknownSequence."""
         return self._native.num_tokens(sequence_id)
 
-    def block_table(self, sequence_id: int) -> npt.NDArray[np.int32]:
-        """Block ids of a sequence: int32 [ceil(tokens / block_size)], a copy.
+    def num_known_tokens(self, sequence_id: int) -> int:
+        """Leading tokens whose ids are known, -1 where the manager does not follow them (any more:
+        no prefix caching, or :meth:`reset_prefix_cache`). Raises UnknownSequence."""
+        return self._native.num_known_tokens(sequence_id)
+
+    def is_swapped(self, sequence_id: int) -> bool:
+        """Whether the sequence is in host blocks. Raises UnknownSequence."""
+        return self._native.is_swapped(sequence_id)
+
+    def block_table(self, sequence_id: int, *, group: int = 0) -> npt.NDArray[np.int32]:
+        """Block ids of a sequence: int32 [ceil(tokens / block_size)], a copy; more with
+        lookahead, 0 where a window has passed. Host blocks of a swapped one (-1 where a window has passed).
 
         Raises UnknownSequence.
         """
-        return self._native.block_table(sequence_id)
+        return self._native.block_table(sequence_id, group)
 
     def slot_mapping(
-        self, sequence_id: int, start: int = 0, num_tokens: int | None = None
+        self, sequence_id: int, start: int = 0, num_tokens: int | None = None, *, group: int = 0
     ) -> npt.NDArray[np.int64]:
-        """Slots of ``num_tokens`` tokens from ``start`` on (None: to the end): int64 [num_tokens].
+        """Slots of ``num_tokens`` tokens from ``start`` on (None: to the end): int64 [num_tokens];
+        -1 where a window has passed.
 
         Raises UnknownSequence, and InvalidArgument for a range outside the sequence.
         """
-        return self._native.slot_mapping(sequence_id, start, num_tokens)
+        return self._native.slot_mapping(sequence_id, start, num_tokens, group)
 
     def sequence_ids(self) -> list[int]:
         """Ids of all sequences, in no order."""
@@ -253,18 +466,55 @@ class KVCacheManager:
     # them, or one int for all.
 
     def allocate_batch(self, sequence_ids: Integers, num_tokens: Integers | int) -> None:
-        """:meth:`allocate` for many sequences: all of them, or an error and none."""
+        """:meth:`allocate` for many sequences by number of tokens: all of them, or an error and
+        none."""
         self._native.allocate_batch(sequence_ids, num_tokens)
 
     def append_batch(
-        self, sequence_ids: Integers, num_tokens: Integers | int = 1
+        self,
+        sequence_ids: Integers,
+        num_tokens: Integers | int = 1,
+        *,
+        tokens: Tokens | None = None,
+        lookahead: int = 0,
     ) -> npt.NDArray[np.int64]:
-        """:meth:`append` for many sequences: all of them, or an error and none.
+        """Lengthens many sequences: all of them, or an error and none.
+
+        Args:
+            sequence_ids: [n], distinct.
+            num_tokens: how many tokens each gets, >= 0.
+            tokens: ids of the appended tokens, one sequence after the other, [sum of num_tokens]
+                (the pass's input ids). None: not known yet; they may follow by
+                :meth:`record_tokens`, and until they do no block beyond them is registered.
+            lookahead: slots that each sequence is to have behind its tokens, for the tokens that a
+                draft model writes. They are in the block table, not in ``num_tokens``.
 
         Returns:
-            int64 [n, 2]: the pairs to copy.
+            int64 [m, 2]: the pairs to copy.
+
+        Raises:
+            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            OutOfBlocks: too few blocks are free; those that windows give back count as free if no
+                other sequence holds them.
+            InvalidArgument: a negative count, tokens for a sequence with earlier ones unknown, or
+                a sequence that is swapped out.
         """
-        return self._native.append_batch(sequence_ids, num_tokens)
+        return self._native.append_batch(sequence_ids, num_tokens, tokens, lookahead)
+
+    def record_tokens(
+        self, sequence_ids: Integers, num_tokens: Integers | int, tokens: Tokens
+    ) -> None:
+        """Says the ids of tokens that have slots already: of each sequence the next
+        ``num_tokens[i]`` unknown ones (sampled tokens, where slots were handed out ahead).
+
+        Args:
+            tokens: one sequence after the other, [sum of num_tokens].
+
+        Raises:
+            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            InvalidArgument: more ids than a sequence has unknown tokens.
+        """
+        self._native.record_tokens(sequence_ids, num_tokens, tokens)
 
     def free_batch(self, sequence_ids: Integers) -> None:
         """:meth:`free` for many sequences: all of them, or an error and none."""
@@ -285,39 +535,114 @@ class KVCacheManager:
             DuplicateSequence: an id stands twice in ``sequence_ids``.
             ReferenceOverflow: a block would be shared by more than ``max_references`` sequences,
                 counting those that are about to give it back.
+            InvalidArgument: a sequence or parent is swapped out.
         """
         self._native.reorder(sequence_ids, parent_ids)
 
     def build(
-        self, sequence_ids: Integers, num_query_tokens: Integers | int, buffers: BatchBuffers
-    ) -> None:
-        """Fills ``buffers`` for a pass over the last ``num_query_tokens[i]`` tokens of each
-        sequence, which it holds already (a prompt after :meth:`allocate`).
+        self,
+        sequence_ids: Integers,
+        num_query_tokens: Integers | int,
+        buffers: BatchBuffers | Sequence[BatchBuffers],
+    ) -> int:
+        """Fills ``buffers`` (one for each group) for a pass over the last ``num_query_tokens[i]``
+        tokens of each sequence, which it holds already (a prompt after :meth:`allocate`).
+
+        Returns:
+            The number of query tokens of all sequences.
 
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
             InvalidArgument: more query tokens than a sequence has, or a batch that the buffers have
                 no room for.
         """
-        self._native.build(sequence_ids, num_query_tokens, buffers._native)
+        return self._native.build(sequence_ids, num_query_tokens, _natives(buffers))
 
     def step(
-        self, sequence_ids: Integers, num_tokens: Integers | int, buffers: BatchBuffers
+        self,
+        sequence_ids: Integers,
+        num_tokens: Integers | int,
+        buffers: BatchBuffers | Sequence[BatchBuffers],
+        *,
+        tokens: Tokens | None = None,
+        lookahead: int = 0,
     ) -> npt.NDArray[np.int64]:
         """:meth:`append_batch` and :meth:`build` in one: the appended tokens are the query tokens.
 
         Returns:
-            int64 [n, 2]: the pairs to copy before the new tokens are written.
+            int64 [m, 2]: the pairs to copy before the new tokens are written.
 
         Raises:
             The errors of :meth:`append_batch` and of :meth:`build`.
         """
-        return self._native.step(sequence_ids, num_tokens, buffers._native)
+        return self._native.step(sequence_ids, num_tokens, _natives(buffers), tokens, lookahead)
+
+    # Host blocks.
+
+    def can_swap_out(self, sequence_ids: Integers) -> bool:
+        """Whether enough host blocks are free."""
+        return self._native.can_swap_out(sequence_ids)
+
+    def can_swap_in(self, sequence_ids: Integers) -> bool:
+        """Whether enough blocks are free, the watermark included."""
+        return self._native.can_swap_in(sequence_ids)
+
+    def swap_out(self, sequence_ids: Integers) -> npt.NDArray[np.int64]:
+        """Moves sequences to host blocks; their own become free. Until :meth:`swap_in` they can
+        only be freed.
+
+        Returns:
+            int64 [m, 2]: (block, host block) pairs for ``swap_blocks``, each block once: what the
+            sequences share they still share. Run them before anything is written to the cache.
+
+        Raises:
+            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            InvalidArgument: one is swapped out already.
+            OutOfBlocks: too few host blocks are free.
+        """
+        return self._native.swap_out(sequence_ids)
+
+    def swap_in(self, sequence_ids: Integers) -> npt.NDArray[np.int64]:
+        """Moves sequences back. Blocks that are still cached are shared, not copied.
+
+        Returns:
+            int64 [m, 2]: (host block, block) pairs for ``swap_blocks``.
+
+        Raises:
+            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            InvalidArgument: one is not swapped out.
+            OutOfBlocks: too few blocks are free.
+        """
+        return self._native.swap_in(sequence_ids)
+
+    # Prefixes.
+
+    def num_common_prefix_blocks(self, sequence_ids: Integers, *, group: int = 0) -> int:
+        """Leading blocks that are the same ones in all of the sequences (cascade attention)."""
+        return self._native.num_common_prefix_blocks(sequence_ids, group)
+
+    def evict_blocks(self, blocks: Integers) -> None:
+        """Makes blocks unfindable; sequences that hold them keep them. Raises InvalidArgument for
+        ids out of range."""
+        self._native.evict_blocks(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Makes all blocks unfindable (new weights), and also those that the sequences alive now
+        will fill."""
+        self._native.reset_prefix_cache()
+
+    def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """What happened to the prefix cache since the last call, in order; empty unless made with
+        ``events=True``. They pile up until they are taken."""
+        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        for kind, *fields in self._native.take_events():
+            events.append((BlockStored, BlockRemoved, AllBlocksCleared)[kind](*fields))
+        return events
 
     # All sequences.
 
     def reset(self) -> None:
-        """Forgets every sequence and sets the statistics to zero."""
+        """Forgets every sequence and every cached block, and sets the statistics to zero."""
         self._native.reset()
 
     def statistics(self) -> Statistics:
@@ -325,5 +650,6 @@ class KVCacheManager:
         return self._native.statistics()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless counts, tables and free list agree. Reads all of them."""
+        """Raises IntegrityError unless counts, tables, prefixes and free lists agree. Reads all of
+        them."""
         self._native.check_integrity()
