@@ -442,7 +442,7 @@ class KVCacheManager:
 
     def block_table(self, sequence_id: int, *, group: int = 0) -> npt.NDArray[np.int32]:
         """Block ids of a sequence: int32 [ceil(tokens / block_size)], a copy; more with
-        lookahead, 0 where a window has passed. Host blocks of a swapped one (-1 where a window has passed).
+        lookahead, 0 where a window has passed. Of a swapped one, host blocks (-1 there).
 
         Raises UnknownSequence.
         """

@@ -1,54 +1,79 @@
-// Which cache blocks are free, and how many tables hold each of the others.
+// Which cache blocks are free, how many tables hold each of the others, and which ones are worth
+// keeping although nobody holds them.
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "export.h"
+#include "kv_cache/options.h"
 
 namespace vllm_kernels::kv_cache {
 
-// Block ids are int32 (the dtype of block tables); one value beyond the last id is the list's head.
-inline constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max() - 1;
-inline constexpr int64_t kMaxReferences = std::numeric_limits<int32_t>::max();
-
-// Blocks 0 .. num_blocks - 1. A block has a reference count, and is in the free list exactly while
-// that count is 0. The free list is ordered by time of release: take() gives the block that was
-// released longest ago, and a block anywhere in the list can be revived in O(1). 12 bytes a block.
+// Blocks 0 .. num_blocks - 1, 16 bytes each. A block has a reference count, and perhaps a content:
+// a number >= 0 that says what a later sequence could find there. Blocks without references are in
+// one of two lists, each in the order of release: empty ones, and cached ones (with a content).
+// take() gives an empty block if there is one, else it evicts the cached block that was released
+// longest ago. A block anywhere in the lists can be revived in O(1).
+//
+// A null block (block 0) is in no list and has no references; it cannot be held or released.
 //
 // Not thread-safe: KVCacheManager locks around it. Every call either succeeds or throws with the
 // pool unchanged; nothing but the constructor and check_integrity() allocates memory.
 class VLLM_KERNELS_EXPORT BlockPool {
  public:
-  // num_blocks in [1, kMaxBlocks]; max_references in [1, kMaxReferences], per block.
-  explicit BlockPool(int64_t num_blocks, int64_t max_references = kMaxReferences);
+  static constexpr int32_t kNoContent = -1;
+
+  // num_blocks in [1, kMaxBlocks] (2 with a null block); max_references in [1, kMaxReferences].
+  explicit BlockPool(int64_t num_blocks, int64_t max_references = kMaxReferences,
+                     bool null_block = false);
 
   int32_t num_blocks() const noexcept { return num_blocks_; }
-  int32_t num_free() const noexcept { return num_free_; }
-  int32_t num_used() const noexcept { return num_blocks_ - num_free_; }
+  bool has_null_block() const noexcept { return first_ != 0; }
+  // All blocks but the null block.
+  int32_t num_usable() const noexcept { return num_blocks_ - first_; }
+  // Blocks without references, cached ones included.
+  int32_t num_free() const noexcept { return num_empty_ + num_cached_; }
+  int32_t num_cached() const noexcept { return num_cached_; }
+  int32_t num_used() const noexcept { return num_usable() - num_free(); }
   // Blocks with two or more references.
   int32_t num_shared() const noexcept { return num_shared_; }
   // The largest num_used() since construction or reset().
   int32_t peak_used() const noexcept { return peak_used_; }
+  // Cached blocks that take() gave out, since construction or reset().
+  int64_t num_evictions() const noexcept { return num_evictions_; }
   int64_t max_references() const noexcept { return max_references_; }
 
-  // References of a block; throws InvalidArgument for an id out of range.
+  // References and content of a block; throw InvalidArgument for an id out of range.
   int32_t references(int32_t block) const {
     check_id("references", block);
-    return references_[block];
+    return blocks_[block].references;
+  }
+  int32_t content(int32_t block) const {
+    check_id("content", block);
+    return blocks_[block].content;
   }
 
-  // The block released longest ago, now with one reference. Throws OutOfBlocks.
-  int32_t take();
+  // A block with one reference and no content; `evicted` becomes the content that it had, or
+  // kNoContent. Throws OutOfBlocks.
+  int32_t take(int32_t& evicted);
+  int32_t take() {
+    int32_t evicted;
+    return take(evicted);
+  }
 
-  // One reference more. A free block is revived: it leaves the free list.
+  // One reference more. A free block is revived: it leaves its list, and keeps its content.
   // Throws InvalidArgument for an id out of range, ReferenceOverflow at max_references.
   void add_reference(int32_t block);
 
-  // One reference less; at 0 the block goes to the end of the free list.
+  // One reference less; at 0 the block goes to the end of its list.
   // Throws InvalidArgument for an id out of range or a block without references (a double free).
   void release(int32_t block);
+
+  // Gives a block without content one; takes a block's content away (an unreferenced one becomes
+  // empty). Throw InvalidArgument for an id out of range, a content < 0, a block that has one.
+  void set_content(int32_t block, int32_t content);
+  void clear_content(int32_t block);
 
   // The state after construction.
   void reset() noexcept;
@@ -59,24 +84,35 @@ class VLLM_KERNELS_EXPORT BlockPool {
  private:
   friend struct TestAccess;
 
+  struct Block {
+    int32_t references = 0;
+    int32_t content = kNoContent;
+    int32_t previous = 0;  // in its list, a ring through the list's head; kUnlinked while used
+    int32_t next = 0;
+  };
+
+  // Heads stand behind the blocks; the head's next is taken first.
+  int32_t empty_head() const noexcept { return num_blocks_; }
+  int32_t cached_head() const noexcept { return num_blocks_ + 1; }
+
   void check_id(const char* call, int32_t block) const {
-    if (block < 0 || block >= num_blocks_) throw_bad_id(call, block);
+    if (block < first_ || block >= num_blocks_) throw_bad_id(call, block);
   }
   [[noreturn]] void throw_bad_id(const char* call, int32_t block) const;
   void unlink(int32_t block) noexcept;
   void link_last(int32_t block) noexcept;
   void count_use() noexcept;
+  int64_t check_list(int32_t head, bool cached) const;
 
   int32_t num_blocks_;
-  int32_t num_free_ = 0;
+  int32_t first_;  // 1 behind a null block, else 0
+  int32_t num_empty_ = 0;
+  int32_t num_cached_ = 0;
   int32_t num_shared_ = 0;
   int32_t peak_used_ = 0;
+  int64_t num_evictions_ = 0;
   int64_t max_references_;
-  std::vector<int32_t> references_;  // [num_blocks]
-  // The free list, a ring through the head at index num_blocks: next_[head] is taken first. Links
-  // of used blocks are kUnlinked.
-  std::vector<int32_t> previous_;  // [num_blocks + 1]
-  std::vector<int32_t> next_;      // [num_blocks + 1]
+  std::vector<Block> blocks_;  // [num_blocks + 2]
 };
 
 }  // namespace vllm_kernels::kv_cache

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -18,18 +20,6 @@ std::atomic<uint32_t> process_generation{0};
 [[maybe_unused]] const int fork_handler =
     pthread_atfork(nullptr, nullptr, [] { ++process_generation; });
 
-int64_t checked_block_size(int64_t num_blocks, int64_t block_size) {
-  int64_t slots = 0;
-  if (block_size < 1) {
-    throw InvalidArgument(concat("KVCacheManager: block_size: expected >= 1, got ", block_size));
-  }
-  if (num_blocks > 0 && __builtin_mul_overflow(num_blocks, block_size, &slots)) {
-    throw InvalidArgument(concat("KVCacheManager: num_blocks * block_size: expected an int64, got ",
-                                 num_blocks, " * ", block_size));
-  }
-  return block_size;
-}
-
 void check_tokens(const char* call, int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > kMaxTokens) {
     throw InvalidArgument(
@@ -37,12 +27,75 @@ void check_tokens(const char* call, int64_t num_tokens) {
   }
 }
 
+int64_t checked(const char* argument, int64_t value, int64_t least, int64_t largest) {
+  if (value < least || value > largest) {
+    throw InvalidArgument(concat("KVCacheManager: ", argument, ": expected ", least, " to ",
+                                 largest, ", got ", value));
+  }
+  return value;
+}
+
+int64_t checked_block_size(int64_t num_blocks, int64_t block_size) {
+  checked("block_size", block_size, 1, kMaxTokens);
+  int64_t slots = 0;
+  if (num_blocks > 0 && __builtin_mul_overflow(num_blocks, block_size, &slots)) {
+    throw InvalidArgument(concat("KVCacheManager: num_blocks * block_size: expected an int64, got ",
+                                 num_blocks, " * ", block_size));
+  }
+  return block_size;
+}
+
+const std::vector<int64_t>& checked_windows(const std::vector<int64_t>& windows) {
+  checked("windows (their number)", static_cast<int64_t>(windows.size()), 1, 1024);
+  for (const int64_t window : windows) checked("windows", window, kFullAttention, kMaxTokens);
+  return windows;
+}
+
+bool any_window(const std::vector<int64_t>& windows) {
+  return std::any_of(windows.begin(), windows.end(),
+                     [](int64_t window) { return window != kFullAttention; });
+}
+
+HashKey random_key() {
+  std::random_device device;
+  HashKey key;
+  for (uint8_t& byte : key) byte = static_cast<uint8_t>(device());
+  return key;
+}
+
+uint64_t next_serial() {
+  static std::atomic<uint64_t> serial{0};
+  return ++serial;
+}
+
 }  // namespace
 
 KVCacheManager::KVCacheManager(int64_t num_blocks, int64_t block_size, int64_t max_references)
-    : block_size_(checked_block_size(num_blocks, block_size)),
-      pool_(num_blocks, max_references),
-      process_(process_generation) {}
+    : KVCacheManager(Options{
+          .num_blocks = num_blocks, .block_size = block_size, .max_references = max_references}) {}
+
+KVCacheManager::KVCacheManager(const Options& options)
+    : block_size_(checked_block_size(options.num_blocks, options.block_size)),
+      block_shift_(std::has_single_bit(static_cast<uint64_t>(block_size_))
+                       ? std::countr_zero(static_cast<uint64_t>(block_size_))
+                       : -1),
+      windows_(checked_windows(options.windows)),
+      has_windows_(any_window(windows_)),
+      watermark_blocks_(checked("watermark_blocks", options.watermark_blocks, 0, kMaxBlocks)),
+      record_events_(options.events),
+      pool_(options.num_blocks, options.max_references, options.null_block || has_windows_),
+      process_(process_generation) {
+  checked("num_host_blocks", options.num_host_blocks, 0, kMaxBlocks);
+  checked("hash_bits", options.hash_bits, 1, 128);
+  if (options.num_host_blocks > 0) {
+    checked_block_size(options.num_host_blocks, options.block_size);
+    host_pool_.emplace(options.num_host_blocks, options.max_references);
+  }
+  if (options.prefix_caching) {
+    cache_.emplace(block_size_, num_groups(), options.hash_key ? *options.hash_key : random_key(),
+                   options.hash_bits);
+  }
+}
 
 std::unique_lock<std::mutex> KVCacheManager::lock() const {
   // Before the mutex: another thread may have held it when the process was forked.
@@ -52,10 +105,6 @@ std::unique_lock<std::mutex> KVCacheManager::lock() const {
         "make a manager (and a cache) of its own there");
   }
   return std::unique_lock(mutex_);
-}
-
-int64_t KVCacheManager::blocks_for(int64_t num_tokens) const noexcept {
-  return num_tokens / block_size_ + (num_tokens % block_size_ != 0);
 }
 
 int32_t KVCacheManager::position_of(const char* call, int64_t id) const {
@@ -71,9 +120,36 @@ const KVCacheManager::Sequence& KVCacheManager::find(const char* call, int64_t i
   return sequences_[position_of(call, id)];
 }
 
+void KVCacheManager::check_group(const char* call, int64_t group) const {
+  if (group < 0 || group >= num_groups()) {
+    throw InvalidArgument(
+        concat(call, ": group: expected 0 to ", num_groups() - 1, ", got ", group));
+  }
+}
+
+void KVCacheManager::check_new(const char* call, const char* argument, int64_t id) const {
+  if (index_.find(id) != SequenceIndex::kAbsent) {
+    throw DuplicateSequence(
+        concat(call, ": ", argument, ": expected a new id, got id ", id, ", which exists"));
+  }
+}
+
+void KVCacheManager::check_where(const char* call, const Sequence& sequence, Where where) const {
+  if (where == Where::kAnywhere || sequence.swapped == (where == Where::kHost)) return;
+  throw InvalidArgument(
+      concat(call, ": sequence: expected one that is ",
+             sequence.swapped ? "not swapped out (swap_in comes first)" : "swapped out",
+             ", got id ", sequence.id));
+}
+
 int64_t KVCacheManager::num_free_blocks() const {
   const auto guard = lock();
   return pool_.num_free();
+}
+
+int64_t KVCacheManager::num_free_host_blocks() const {
+  const auto guard = lock();
+  return host_pool_ ? host_pool_->num_free() : 0;
 }
 
 int64_t KVCacheManager::num_sequences() const {
@@ -91,9 +167,26 @@ int64_t KVCacheManager::num_tokens(int64_t id) const {
   return find("num_tokens", id).num_tokens;
 }
 
-std::vector<int32_t> KVCacheManager::block_table(int64_t id) const {
+int64_t KVCacheManager::num_known_tokens(int64_t id) const {
   const auto guard = lock();
-  return find("block_table", id).blocks;
+  const Sequence& sequence = find("num_known_tokens", id);
+  return follows(sequence) ? known(sequence) : -1;
+}
+
+bool KVCacheManager::is_swapped(int64_t id) const {
+  const auto guard = lock();
+  return find("is_swapped", id).swapped;
+}
+
+std::vector<int32_t> KVCacheManager::block_table(int64_t id, int64_t group) const {
+  const auto guard = lock();
+  check_group("block_table", group);
+  const Sequence& sequence = find("block_table", id);
+  std::vector<int32_t> table(entries(sequence));
+  for (size_t i = 0; i < table.size(); ++i) {
+    table[i] = sequence.blocks[i * num_groups() + group];
+  }
+  return table;
 }
 
 std::vector<int64_t> KVCacheManager::sequence_ids() const {
@@ -104,9 +197,12 @@ std::vector<int64_t> KVCacheManager::sequence_ids() const {
   return ids;
 }
 
-void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots) const {
+void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots,
+                                  int64_t group) const {
   const auto guard = lock();
+  check_group("slot_mapping", group);
   const Sequence& sequence = find("slot_mapping", id);
+  check_where("slot_mapping", sequence, Where::kDevice);
   const auto count = static_cast<int64_t>(slots.size());
   if (start < 0 || start > sequence.num_tokens || count > sequence.num_tokens - start) {
     throw InvalidArgument(concat("slot_mapping: tokens: expected a range within ",
@@ -114,14 +210,16 @@ void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> 
   }
   for (int64_t i = 0; i < count; ++i) {
     const int64_t token = start + i;
-    slots[i] = sequence.blocks[token / block_size_] * block_size_ + token % block_size_;
+    const int32_t block = sequence.blocks[block_of(token) * num_groups() + group];
+    slots[i] = is_null(block) ? -1 : block * block_size_ + token % block_size_;
   }
 }
 
 bool KVCacheManager::can_allocate(int64_t num_tokens) const {
   check_tokens("can_allocate", num_tokens);
   const auto guard = lock();
-  return blocks_for(num_tokens) <= pool_.num_free();
+  const int64_t needed = blocks_for(num_tokens) * num_groups();
+  return needed + watermark(needed) <= pool_.num_free();
 }
 
 void KVCacheManager::allocate(int64_t id, int64_t num_tokens) {
@@ -142,11 +240,8 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     const int64_t id = added[i].id = sorted[i] = ids[i];
     const int64_t tokens = added[i].num_tokens = num_tokens[i];
     check_tokens("allocate", tokens);
-    if (index_.find(id) != SequenceIndex::kAbsent) {
-      throw DuplicateSequence(
-          concat("allocate: sequence: expected a new id, got id ", id, ", which exists"));
-    }
-    needed += blocks_for(tokens);
+    check_new("allocate", "sequence", id);
+    needed += blocks_for(tokens) * num_groups();
   }
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
@@ -154,52 +249,77 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     throw DuplicateSequence(
         concat("allocate: sequence_ids: expected distinct ids, got id ", *twice, " twice"));
   }
+  needed += watermark(needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("allocate", needed, pool_.num_free());
-  if (sequences_.size() + added.size() > sequences_.capacity()) {
-    sequences_.reserve(std::max(2 * sequences_.capacity(), sequences_.size() + added.size()));
+  reserve_sequences(added.size());
+  reserve_events(0, record_events_ ? needed : 0);
+  for (Sequence& sequence : added) {
+    sequence.blocks.reserve(blocks_for(sequence.num_tokens) * num_groups());
   }
-  index_.reserve(added.size());
-  for (Sequence& sequence : added) sequence.blocks.reserve(blocks_for(sequence.num_tokens));
 
   for (Sequence& sequence : added) {
-    const int64_t count = blocks_for(sequence.num_tokens);
-    for (int64_t i = 0; i < count; ++i) sequence.blocks.push_back(pool_.take());
-    index_.insert(sequence.id, static_cast<int32_t>(sequences_.size()));
-    sequences_.push_back(std::move(sequence));
+    const int64_t count = blocks_for(sequence.num_tokens) * num_groups();
+    for (int64_t i = 0; i < count; ++i) sequence.blocks.push_back(take_block());
+    if (cache_) cache_->hold(sequence.node = cache_->default_root());
+    push_sequence(std::move(sequence));
   }
 }
 
-std::vector<BlockCopy> KVCacheManager::append(int64_t id, int64_t num_tokens) {
-  std::vector<BlockCopy> copies(1);
-  copies.resize(append(std::span(&id, 1), std::span(&num_tokens, 1), copies));
+void KVCacheManager::reserve_sequences(size_t extra) {
+  const size_t wanted = sequences_.size() + extra;
+  if (wanted > sequences_.capacity()) {
+    sequences_.reserve(std::max({size_t{16}, wanted, 2 * sequences_.capacity()}));
+  }
+  index_.reserve(extra);
+}
+
+KVCacheManager::Sequence& KVCacheManager::push_sequence(Sequence&& sequence) {
+  sequence.serial = next_serial();
+  index_.insert(sequence.id, static_cast<int32_t>(sequences_.size()));
+  return sequences_.emplace_back(std::move(sequence));
+}
+
+std::vector<BlockCopy> KVCacheManager::append(int64_t id, int64_t num_tokens,
+                                              const AppendOptions& options) {
+  std::vector<BlockCopy> copies(num_groups());
+  copies.resize(append(std::span(&id, 1), std::span(&num_tokens, 1), copies, options));
   return copies;
 }
 
 void KVCacheManager::fork(int64_t parent, int64_t child) {
   const auto guard = lock();
   const int32_t position = position_of("fork", parent);
-  if (index_.find(child) != SequenceIndex::kAbsent) {
-    throw DuplicateSequence(
-        concat("fork: child: expected a new id, got id ", child, ", which exists"));
-  }
-  if (sequences_.size() == sequences_.capacity()) {
-    sequences_.reserve(std::max<size_t>(16, 2 * sequences_.capacity()));
-  }
-  index_.reserve(1);
-  Sequence copy{.id = child,
-                .num_tokens = sequences_[position].num_tokens,
-                .blocks = sequences_[position].blocks,
-                .batch = 0};
+  check_where("fork", sequences_[position], Where::kDevice);
+  check_new("fork", "child", child);
+  reserve_sequences(1);
+  Sequence copy = share(sequences_[position]);
+  copy.id = child;
   for (const int32_t block : copy.blocks) {
-    if (pool_.references(block) >= pool_.max_references()) {
+    if (!is_null(block) && pool_.references(block) >= pool_.max_references()) {
       throw ReferenceOverflow(concat("fork: parent: expected fewer than ", pool_.max_references(),
                                      " sequences to share block ", block, " of sequence ", parent));
     }
   }
 
-  for (const int32_t block : copy.blocks) pool_.add_reference(block);
-  index_.insert(child, static_cast<int32_t>(sequences_.size()));
-  sequences_.push_back(std::move(copy));
+  for (const int32_t block : copy.blocks) {
+    if (!is_null(block)) pool_.add_reference(block);
+  }
+  if (follows(copy)) cache_->hold(copy.node);
+  push_sequence(std::move(copy));
+}
+
+// A sequence with the parent's tokens in the parent's blocks, before any reference is counted.
+KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
+  Sequence copy;
+  copy.num_tokens = parent.num_tokens;
+  const int64_t used = blocks_for(parent.num_tokens) * num_groups();
+  copy.blocks.assign(parent.blocks.begin(), parent.blocks.begin() + used);
+  copy.node = parent.node;
+  copy.num_hashed = parent.num_hashed;
+  if (follows(parent)) copy.tail.reserve(block_size_);
+  copy.tail.assign(parent.tail.begin(), parent.tail.end());
+  copy.extras = parent.extras;
+  return copy;
 }
 
 void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64_t> parents) {
@@ -215,13 +335,15 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
   }
   resolve("reorder", ids, "parents", parent_positions);
 
+  for (const int64_t position : parent_positions) {
+    check_where("reorder", sequences_[position], Where::kDevice);
+  }
+
   std::vector<Sequence> replacements;
   replacements.reserve(ids.size());
   for (const BatchItem& item : batch_) {
-    const Sequence& parent = sequences_[item.num_tokens];
-    Sequence& replacement = replacements.emplace_back();
-    replacement.num_tokens = parent.num_tokens;
-    if (item.num_tokens != item.position) replacement.blocks = parent.blocks;
+    const bool same = item.num_tokens == item.position;
+    replacements.push_back(same ? Sequence() : share(sequences_[item.num_tokens]));
   }
 
   // References first, so that no block is freed in between; undone if one of them overflows (or the
@@ -230,26 +352,36 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
   size_t done_blocks = 0;
   try {
     for (; done < replacements.size(); ++done) {
-      done_blocks = 0;
-      for (const int32_t block : replacements[done].blocks) {
-        pool_.add_reference(block);
-        ++done_blocks;
+      for (done_blocks = 0; done_blocks < replacements[done].blocks.size(); ++done_blocks) {
+        const int32_t block = replacements[done].blocks[done_blocks];
+        if (!is_null(block)) pool_.add_reference(block);
       }
     }
   } catch (...) {
     for (size_t i = 0; i <= done; ++i) {
       const std::vector<int32_t>& blocks = replacements[i].blocks;
       const size_t count = i == done ? done_blocks : blocks.size();
-      for (size_t j = 0; j < count; ++j) pool_.release(blocks[j]);
+      for (size_t j = 0; j < count; ++j) {
+        if (!is_null(blocks[j])) pool_.release(blocks[j]);
+      }
     }
     throw;
+  }
+  for (const Sequence& replacement : replacements) {
+    if (follows(replacement)) cache_->hold(replacement.node);
   }
   for (size_t i = 0; i < replacements.size(); ++i) {
     if (batch_[i].num_tokens == batch_[i].position) continue;
     Sequence& sequence = sequences_[batch_[i].position];
-    sequence.blocks.swap(replacements[i].blocks);
-    sequence.num_tokens = replacements[i].num_tokens;
-    drop_blocks(replacements[i].blocks, 0);
+    drop_entries(sequence, 0);
+    if (follows(sequence)) cache_->drop(sequence.node);
+    Sequence& replacement = replacements[i];
+    sequence.num_tokens = replacement.num_tokens;
+    sequence.blocks.swap(replacement.blocks);
+    sequence.node = replacement.node;
+    sequence.num_hashed = replacement.num_hashed;
+    sequence.tail.swap(replacement.tail);
+    sequence.extras.swap(replacement.extras);
   }
 }
 
@@ -259,8 +391,12 @@ void KVCacheManager::free(int64_t id) {
 
 void KVCacheManager::free(std::span<const int64_t> ids) {
   const auto guard = lock();
-  resolve("free", ids, nullptr, {});
-  for (const BatchItem& item : batch_) drop_blocks(sequences_[item.position].blocks, 0);
+  resolve("free", ids, nullptr, {}, Where::kAnywhere);
+  for (const BatchItem& item : batch_) {
+    Sequence& sequence = sequences_[item.position];
+    drop_entries(sequence, 0);
+    if (follows(sequence)) cache_->drop(sequence.node);
+  }
   // From the back: filling a gap with the last sequence then moves none that is still to go.
   std::sort(batch_.begin(), batch_.end(), [](const BatchItem& left, const BatchItem& right) {
     return left.position > right.position;
@@ -282,28 +418,73 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
                                    " (the tokens of sequence ", sequence.id, "), got ",
                                    item.num_tokens));
     }
+    check_visible(sequence, item.num_tokens);
   }
   for (const BatchItem& item : batch_) {
     Sequence& sequence = sequences_[item.position];
     sequence.num_tokens = item.num_tokens;
-    drop_blocks(sequence.blocks, blocks_for(item.num_tokens));
+    drop_entries(sequence, blocks_for(item.num_tokens));
+    if (follows(sequence) && item.num_tokens < known(sequence)) {
+      forget_tokens(sequence, item.num_tokens);
+    }
+  }
+}
+
+// Throws unless the blocks that a token behind the first `num_tokens` sees are there.
+void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens) const {
+  for (int64_t group = 0; has_windows_ && group < num_groups(); ++group) {
+    const int64_t first = first_visible(num_tokens, group);
+    if (first < blocks_for(num_tokens) && is_null(sequence.blocks[first * num_groups() + group])) {
+      throw InvalidArgument(concat("truncate: num_tokens: expected more tokens of sequence ",
+                                   sequence.id, ": the window of group ", group,
+                                   " has passed block ", first,
+                                   ", which the next token would see; "
+                                   "got ",
+                                   num_tokens));
+    }
+  }
+}
+
+// Goes back to the node before the block that is cut, and reads the tail's tokens there.
+void KVCacheManager::forget_tokens(Sequence& sequence, int64_t keep) {
+  const int64_t hashed = block_of(keep);
+  const auto rest = static_cast<size_t>(keep - hashed * block_size_);
+  if (hashed < sequence.num_hashed) {
+    int32_t node = sequence.node;
+    for (; sequence.num_hashed > hashed + 1; --sequence.num_hashed) node = cache_->parent(node);
+    const int32_t* tokens = cache_->tokens(node);
+    sequence.tail.assign(tokens, tokens + rest);
+    --sequence.num_hashed;
+    node = cache_->parent(node);
+    cache_->hold(node);
+    cache_->drop(sequence.node);
+    sequence.node = node;
+  } else {
+    sequence.tail.resize(rest);
   }
 }
 
 void KVCacheManager::reset() {
   const auto guard = lock();
+  if (record_events_) reserve_events(0, 1);
+  clear_cache();
   pool_.reset();
+  if (host_pool_) host_pool_->reset();
   index_.clear();
   sequences_.clear();
-  num_copies_ = 0;
+  num_copies_ = queried_tokens_ = hit_tokens_ = 0;
 }
 
 // The tail first: it is the part of a sequence that is least likely to be wanted again, and the
 // pool gives out what was released longest ago.
-void KVCacheManager::drop_blocks(std::vector<int32_t>& blocks, size_t keep) {
-  while (blocks.size() > keep) {
-    pool_.release(blocks.back());
-    blocks.pop_back();
+void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
+  std::vector<int32_t>& blocks = sequence.blocks;
+  const auto wanted = static_cast<size_t>(keep * num_groups());
+  if (blocks.size() > wanted) ++sequence.edits;
+  BlockPool& pool = sequence.swapped ? *host_pool_ : pool_;
+  for (; blocks.size() > wanted; blocks.pop_back()) {
+    const int32_t block = blocks.back();
+    if (sequence.swapped ? block >= 0 : !is_null(block)) pool.release(block);
   }
 }
 

@@ -1,8 +1,10 @@
 // Which sequence owns which cache block.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -147,8 +149,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // --- host blocks ---
   // Blocks of the sequences' tables: an upper bound for the pairs of swap_out and swap_in.
   int64_t num_table_entries(std::span<const int64_t> ids) const;
-  bool can_swap_out(std::span<const int64_t> ids) const;
-  bool can_swap_in(std::span<const int64_t> ids) const;
+  bool can_swap_out(std::span<const int64_t> ids);
+  bool can_swap_in(std::span<const int64_t> ids);
   // Moves sequences to host blocks; (device block, host block) pairs, each block once. Blocks that
   // they share among each other stay shared. Returns the number of pairs.
   int64_t swap_out(std::span<const int64_t> ids, std::span<BlockCopy> copies);
@@ -162,3 +164,170 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // Throws IntegrityError unless pools, tables, prefixes and lengths agree. O(blocks + table
   // entries).
   void check_integrity() const;
+
+  // For one group of layers.
+  int64_t build(std::span<const int64_t> ids, std::span<const int64_t> num_query_tokens,
+                BatchBuffers& buffers) {
+    BatchBuffers* one = &buffers;
+    return build(ids, num_query_tokens, std::span(&one, 1));
+  }
+  int64_t step(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+               BatchBuffers& buffers, std::span<BlockCopy> copies,
+               const AppendOptions& options = {}) {
+    BatchBuffers* one = &buffers;
+    return step(ids, num_tokens, std::span(&one, 1), copies, options);
+  }
+
+ private:
+  friend struct TestAccess;
+
+  struct BlockExtra {
+    int64_t index;  // of the block in its sequence
+    PrefixCache::Extra bytes;
+  };
+  struct Sequence {
+    int64_t id = 0;
+    int64_t num_tokens = 0;
+    std::vector<int32_t> blocks;  // [entries, num_groups]; host blocks if swapped
+    uint64_t batch = 0;           // last batch that named it: finds an id that stands there twice
+    uint64_t serial = 0;          // no other sequence of this process has it
+    int64_t edits = 0;            // of table entries that were there before
+    bool swapped = false;
+    // What is known of its tokens, if `node` is not kNone: num_hashed blocks, and the tail.
+    int32_t node = PrefixCache::kNone;                      // of the last hashed block, or a root
+    int64_t num_hashed = 0;                                 // blocks
+    std::vector<int32_t> tail;                              // tokens, fewer than block_size
+    std::shared_ptr<const std::vector<BlockExtra>> extras;  // ascending; or null
+  };
+  struct BatchItem {
+    int32_t position;    // in sequences_
+    int64_t num_tokens;  // to append, to query or to keep
+  };
+  struct AppendPlan {
+    int64_t blocks = 0;  // to take, those for copies included
+    int64_t copies = 0;
+    int64_t freed = 0;  // behind windows
+  };
+  struct Swap {
+    int32_t source;       // host block
+    int32_t destination;  // block
+    int32_t node;         // of its tokens, or kNone
+    int32_t group;
+    bool claimed = false;  // by a table: the destination's first reference is its own
+  };
+
+  std::unique_lock<std::mutex> lock() const;
+  int64_t block_of(int64_t token) const noexcept {
+    return block_shift_ >= 0 ? token >> block_shift_ : token / block_size_;
+  }
+  int64_t blocks_for(int64_t num_tokens) const noexcept {
+    return block_of(num_tokens + block_size_ - 1);
+  }
+  int64_t entries(const Sequence& sequence) const noexcept {
+    const auto size = static_cast<int64_t>(sequence.blocks.size());
+    return windows_.size() == 1 ? size : size / num_groups();
+  }
+  int64_t entries_after(const Sequence& sequence, int64_t appended) const noexcept {
+    return std::max(entries(sequence), blocks_for(sequence.num_tokens + appended));
+  }
+  bool is_null(int32_t block) const noexcept {
+    return block == kNullBlock && pool_.has_null_block();
+  }
+  // First block that a token at this position sees in a group.
+  int64_t first_visible(int64_t position, int64_t group) const noexcept {
+    const int64_t window = windows_[group];
+    return window == kFullAttention || position < window ? 0 : block_of(position - window + 1);
+  }
+  bool follows(const Sequence& sequence) const noexcept {
+    return sequence.node != PrefixCache::kNone;
+  }
+  int64_t known(const Sequence& sequence) const noexcept {
+    return sequence.num_hashed * block_size_ + static_cast<int64_t>(sequence.tail.size());
+  }
+  int32_t position_of(const char* call, int64_t id) const;
+  const Sequence& find(const char* call, int64_t id) const;
+  void check_group(const char* call, int64_t group) const;
+  void check_new(const char* call, const char* argument, int64_t id) const;
+  void check_visible(const Sequence& sequence, int64_t num_tokens) const;
+  Sequence share(const Sequence& parent) const;
+  void check_tokens_of(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
+
+  // Validation: fills batch_ or throws.
+  enum class Where { kDevice, kHost, kAnywhere };
+  void resolve(const char* call, std::span<const int64_t> ids, const char* counts_name,
+               std::span<const int64_t> counts, Where where = Where::kDevice);
+  void check_where(const char* call, const Sequence& sequence, Where where) const;
+  void check_lookahead(const char* call, int64_t lookahead) const;
+  void plan_append(const char* call, size_t copies_room, const AppendOptions& options);
+  int64_t count_copies();
+  int64_t blocks_behind_window(const Sequence& sequence) const;
+  void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
+  void check_room(const char* call, std::span<BatchBuffers* const> buffers,
+                  const AppendOptions* append) const;
+  void reserve_sequences(size_t extra);
+  void reserve_events(int64_t stored, int64_t removed);
+  int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
+
+  // Changes: cannot fail after the validation above.
+  int64_t commit_append(std::span<BlockCopy> copies, const AppendOptions& options);
+  int64_t fill(std::span<BatchBuffers* const> buffers) const noexcept;
+  int64_t fill(BatchBuffers& buffers, int64_t group) const noexcept;
+  void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
+                int64_t group) const noexcept;
+  static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
+  void release_behind_window(Sequence& sequence);
+  void drop_entries(Sequence& sequence, int64_t keep);
+  void forget_tokens(Sequence& sequence, int64_t keep);
+  void remove(int32_t position);
+  Sequence& push_sequence(Sequence&& sequence);
+
+  // Prefixes.
+  std::shared_ptr<const std::vector<BlockExtra>> make_extras(const PrefixKeys& keys) const;
+  static const PrefixCache::Extra* extra_of(const std::vector<BlockExtra>* extras,
+                                            int64_t index) noexcept;
+  void walk(int32_t root, std::span<const int32_t> tokens,
+            const std::vector<BlockExtra>* extras) const;
+  int64_t usable_blocks(int64_t limit) const;
+  int64_t look_up(int32_t root, std::span<const int32_t> tokens,
+                  const std::vector<BlockExtra>* extras) const;
+  int32_t hit_block(int64_t index, int64_t hits, int64_t group) const;
+  int64_t revived_blocks(int64_t hits) const;
+  void add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
+                  std::span<const Hash> hashes = {});
+  void register_block(int32_t block, int32_t node, int64_t group);
+  void unregister_block(int32_t block);
+  void detach(int32_t block, int32_t node);
+  int32_t take_block();
+  void clear_cache();
+
+  // Swapping.
+  std::vector<int32_t> blocks_of_batch() const;
+  std::vector<Swap> plan_swap_in(int64_t& needed) const;
+
+  const int64_t block_size_;
+  const int block_shift_;  // log2 of block_size, -1 if that is no whole number
+  const std::vector<int64_t> windows_;
+  const bool has_windows_;
+  const int64_t watermark_blocks_;
+  const bool record_events_;
+  BlockPool pool_;
+  std::optional<BlockPool> host_pool_;
+  std::optional<PrefixCache> cache_;
+  std::vector<Sequence> sequences_;  // dense, in no order
+  SequenceIndex index_;
+  Events events_;
+  int64_t num_copies_ = 0;
+  int64_t queried_tokens_ = 0;
+  int64_t hit_tokens_ = 0;
+
+  uint64_t batch_number_ = 0;
+  std::vector<BatchItem> batch_;        // scratch: the batch in work
+  std::vector<int32_t> shared_tails_;   // scratch: its shared, partly filled last blocks
+  mutable std::vector<Hash> hashes_;    // scratch of walk(): of the leading blocks
+  mutable std::vector<int32_t> found_;  // scratch of walk(): their nodes, as far as there are
+
+  mutable std::mutex mutex_;
+  const uint32_t process_;  // generation of the process that built it
+};
+
+}  // namespace vllm_kernels::kv_cache

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <utility>
 
 #include "kv_cache/errors.h"
 #include "kv_cache/kv_cache_manager.h"
@@ -64,36 +65,48 @@ void check_buffers(const BatchBuffers& buffers) {
   }
 }
 
-int64_t KVCacheManager::append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
-                               std::span<BlockCopy> copies) {
-  const auto guard = lock();
-  resolve("append", ids, "num_tokens", num_tokens);
-  plan_append("append", copies.size());
-  return commit_append(copies);
+void WrittenBatch::make_room(const BatchBuffers& buffers) {
+  if (static_cast<int64_t>(rows.size()) == buffers.max_sequences) return;
+  changed_rows.reserve(buffers.max_sequences);
+  rows.assign(buffers.max_sequences, Row{});
+  num_sequences = buffers.max_sequences;
+  num_tokens = static_cast<int64_t>(buffers.slot_mapping.size());
 }
 
-void KVCacheManager::build(std::span<const int64_t> ids, std::span<const int64_t> num_query_tokens,
-                           const BatchBuffers& buffers) {
+int64_t KVCacheManager::append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+                               std::span<BlockCopy> copies, const AppendOptions& options) {
+  const auto guard = lock();
+  resolve("append", ids, "num_tokens", num_tokens);
+  plan_append("append", copies.size(), options);
+  return commit_append(copies, options);
+}
+
+int64_t KVCacheManager::build(std::span<const int64_t> ids,
+                              std::span<const int64_t> num_query_tokens,
+                              std::span<BatchBuffers* const> buffers) {
   const auto guard = lock();
   resolve("build", ids, "num_query_tokens", num_query_tokens);
-  check_room("build", buffers, false);
-  fill(buffers);
+  check_room("build", buffers, nullptr);
+  return fill(buffers);
 }
 
 int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
-                             const BatchBuffers& buffers, std::span<BlockCopy> copies) {
+                             std::span<BatchBuffers* const> buffers, std::span<BlockCopy> copies,
+                             const AppendOptions& options) {
   const auto guard = lock();
   resolve("step", ids, "num_tokens", num_tokens);
-  check_room("step", buffers, true);
-  plan_append("step", copies.size());
-  const int64_t count = commit_append(copies);
+  check_lookahead("step", options.lookahead);
+  check_room("step", buffers, &options);
+  plan_append("step", copies.size(), options);
+  const int64_t count = commit_append(copies, options);
   fill(buffers);
   return count;
 }
 
 // Without `counts_name`, the batch has no counts. Each of the caller's values is read once.
 void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
-                             const char* counts_name, std::span<const int64_t> counts) {
+                             const char* counts_name, std::span<const int64_t> counts,
+                             Where where) {
   if (counts_name != nullptr && ids.size() != counts.size()) {
     throw InvalidArgument(concat(call, ": ", counts_name, ": expected ", ids.size(),
                                  " elements (as sequence_ids), got ", counts.size()));
@@ -109,6 +122,7 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
           concat(call, ": sequence_ids: expected distinct ids, got id ", id, " twice"));
     }
     sequence.batch = batch_number_;
+    check_where(call, sequence, where);
     batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
     if (batch_[i].num_tokens < 0) {
       throw InvalidArgument(concat(call, ": ", counts_name, ": expected >= 0, got ",
@@ -117,99 +131,173 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
   }
 }
 
-// Blocks of the table after `appended` tokens more. No division where the last block has room,
-// which is all but one in block_size decode steps.
-int64_t KVCacheManager::blocks_after(const Sequence& sequence, int64_t appended) const noexcept {
-  const auto blocks = static_cast<int64_t>(sequence.blocks.size());
-  const int64_t beyond = sequence.num_tokens + appended - blocks * block_size_;
-  return beyond <= 0 ? blocks : blocks + blocks_for(beyond);
+void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const {
+  if (lookahead < 0 || lookahead > kMaxTokens) {
+    throw InvalidArgument(
+        concat(call, ": lookahead: expected 0 to ", kMaxTokens, ", got ", lookahead));
+  }
 }
 
-// After this, commit_append() cannot fail: enough blocks are free, and tables have the capacity.
-KVCacheManager::AppendPlan KVCacheManager::plan_append(const char* call, size_t copies_room) {
+// After this, commit_append() cannot fail: enough blocks are free, and everything has its room.
+void KVCacheManager::plan_append(const char* call, size_t copies_room,
+                                 const AppendOptions& options) {
+  check_lookahead(call, options.lookahead);
   AppendPlan plan;
   shared_tails_.clear();
   for (const BatchItem& item : batch_) {
-    if (item.num_tokens == 0) continue;
+    const int64_t slots = item.num_tokens + options.lookahead;
+    if (slots == 0) continue;
     const Sequence& sequence = sequences_[item.position];
-    if (item.num_tokens > kMaxTokens - sequence.num_tokens) {
+    if (item.num_tokens > kMaxTokens - options.lookahead - sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
-                                   kMaxTokens - sequence.num_tokens, " (sequence ", sequence.id,
-                                   " has ", sequence.num_tokens, "), got ", item.num_tokens));
+                                   kMaxTokens - options.lookahead - sequence.num_tokens,
+                                   " (sequence ", sequence.id, " has ", sequence.num_tokens,
+                                   "), got ", item.num_tokens));
     }
-    const auto blocks = static_cast<int64_t>(sequence.blocks.size());
-    plan.blocks += blocks_after(sequence, item.num_tokens) - blocks;
-    const bool partly_filled = sequence.num_tokens != blocks * block_size_;
-    if (partly_filled && pool_.references(sequence.blocks.back()) > 1) {
-      shared_tails_.push_back(sequence.blocks.back());
-    }
-  }
-  // Of the sharers that append, each gets a copy, but for the one left alone with the block.
-  std::sort(shared_tails_.begin(), shared_tails_.end());
-  for (size_t i = 0; i < shared_tails_.size(); ++i) {
-    const int32_t block = shared_tails_[i];
-    const bool last_of_block = i + 1 == shared_tails_.size() || shared_tails_[i + 1] != block;
-    if (!last_of_block) {
-      ++plan.copies;
-    } else {
-      const auto first = std::lower_bound(shared_tails_.begin(), shared_tails_.end(), block);
-      const int64_t appending = shared_tails_.begin() + i + 1 - first;
-      if (appending < pool_.references(block)) ++plan.copies;
+    plan.blocks += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
+    if (has_windows_) plan.freed += blocks_behind_window(sequence);
+    const int64_t tail = block_of(sequence.num_tokens);
+    if (tail * block_size_ == sequence.num_tokens) continue;
+    for (int64_t group = 0; group < num_groups(); ++group) {
+      const int32_t block = sequence.blocks[tail * num_groups() + group];
+      if (pool_.references(block) > 1) shared_tails_.push_back(block);
     }
   }
+  plan.copies = count_copies();
   plan.blocks += plan.copies;
 
-  if (plan.blocks > pool_.num_free()) throw OutOfBlocks(call, plan.blocks, pool_.num_free());
+  const int64_t free = pool_.num_free() + plan.freed;
+  if (plan.blocks > free) throw OutOfBlocks(call, plan.blocks, free);
   if (plan.copies > static_cast<int64_t>(copies_room)) {
     throw InvalidArgument(
         concat(call, ": copies: expected room for ", plan.copies, " pairs, got ", copies_room));
   }
   for (const BatchItem& item : batch_) {
-    std::vector<int32_t>& blocks = sequences_[item.position].blocks;
-    const size_t wanted = blocks_after(sequences_[item.position], item.num_tokens);
-    if (wanted > blocks.capacity()) blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
+    Sequence& sequence = sequences_[item.position];
+    const int64_t slots = item.num_tokens + options.lookahead;
+    const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
+    std::vector<int32_t>& blocks = sequence.blocks;
+    if (slots > 0 && wanted > blocks.capacity()) {
+      blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
+    }
   }
-  return plan;
+  if (options.tokens) plan_tokens(call, *options.tokens, false);
+  // A block that is taken may be evicted, a last block that is written to becomes unfindable; the
+  // tokens' own events come on top, in plan_tokens' room.
+  if (record_events_) {
+    const auto tails = static_cast<int64_t>(batch_.size()) * num_groups();
+    const int64_t stored =
+        options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_size_ : 0;
+    reserve_events((stored + tails) * num_groups(), plan.blocks + tails);
+  }
 }
 
-int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies) {
+// Of the sharers in shared_tails_ that append, each gets a copy, but for the one left alone with
+// the block.
+int64_t KVCacheManager::count_copies() {
+  std::sort(shared_tails_.begin(), shared_tails_.end());
+  int64_t copies = 0;
+  size_t first = 0;  // of those with the same block
+  for (size_t i = 0; i < shared_tails_.size(); ++i) {
+    const int32_t block = shared_tails_[i];
+    if (i + 1 < shared_tails_.size() && shared_tails_[i + 1] == block) continue;
+    const auto appending = static_cast<int64_t>(i + 1 - first);
+    copies += appending < pool_.references(block) ? appending : appending - 1;
+    first = i + 1;
+  }
+  return copies;
+}
+
+// Blocks that become free when the window moves on; those that others hold too are left out,
+// although they may all be about to give them back.
+int64_t KVCacheManager::blocks_behind_window(const Sequence& sequence) const {
+  int64_t blocks = 0;
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
+      const int32_t block = sequence.blocks[i * num_groups() + group];
+      if (is_null(block)) break;
+      blocks += pool_.references(block) == 1;
+    }
+  }
+  return blocks;
+}
+
+void KVCacheManager::release_behind_window(Sequence& sequence) {
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
+      int32_t& block = sequence.blocks[i * num_groups() + group];
+      if (is_null(block)) break;
+      pool_.release(block);
+      block = kNullBlock;
+      ++sequence.edits;
+    }
+  }
+}
+
+int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies, const AppendOptions& options) {
+  if (has_windows_) {
+    for (const BatchItem& item : batch_) {
+      if (item.num_tokens + options.lookahead > 0) {
+        release_behind_window(sequences_[item.position]);
+      }
+    }
+  }
+  const int32_t* tokens = options.tokens ? options.tokens->data() : nullptr;
   int64_t num_copies = 0;
   for (const BatchItem& item : batch_) {
-    if (item.num_tokens == 0) continue;
+    const int64_t slots = item.num_tokens + options.lookahead;
+    if (slots == 0) continue;
     Sequence& sequence = sequences_[item.position];
     std::vector<int32_t>& blocks = sequence.blocks;
-    const int64_t wanted = blocks_after(sequence, item.num_tokens);
-    const bool partly_filled =
-        sequence.num_tokens != static_cast<int64_t>(blocks.size()) * block_size_;
-    if (partly_filled && pool_.references(blocks.back()) > 1) {
-      const int32_t source = blocks.back();
-      const int32_t destination = pool_.take();
-      copies[num_copies++] = {source, destination};
-      pool_.release(source);
-      blocks.back() = destination;
+    const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
+    const int64_t tail = block_of(sequence.num_tokens);
+    if (tail * block_size_ != sequence.num_tokens) {
+      for (int64_t group = 0; group < num_groups(); ++group) {
+        int32_t& block = blocks[tail * num_groups() + group];
+        if (pool_.references(block) > 1) {
+          const int32_t source = std::exchange(block, take_block());
+          copies[num_copies++] = {source, block};
+          pool_.release(source);
+          ++sequence.edits;
+        } else {
+          unregister_block(block);  // of a longer sequence that was truncated
+        }
+      }
     }
-    while (static_cast<int64_t>(blocks.size()) < wanted) blocks.push_back(pool_.take());
+    while (blocks.size() < wanted) blocks.push_back(take_block());
     sequence.num_tokens += item.num_tokens;
+    if (tokens != nullptr) {
+      if (follows(sequence)) add_tokens(sequence, tokens, item.num_tokens);
+      tokens += item.num_tokens;
+    }
   }
   num_copies_ += num_copies;
   return num_copies;
 }
 
-// `appended`: the batch's tokens are still to be appended; else they are the last ones there.
-void KVCacheManager::check_room(const char* call, const BatchBuffers& buffers,
-                                bool appended) const {
-  check_buffers(buffers);
-  const auto num_sequences = static_cast<int64_t>(batch_.size());
-  if (num_sequences > buffers.max_sequences) {
-    throw InvalidArgument(concat(call, ": sequence_ids: expected at most ", buffers.max_sequences,
-                                 " (rows of block_tables), got ", num_sequences));
+// With `append`, the batch's tokens are still to be appended; else they are the last ones there.
+void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const> buffers,
+                                const AppendOptions* append) const {
+  if (static_cast<int64_t>(buffers.size()) != num_groups()) {
+    throw InvalidArgument(concat(call, ": buffers: expected ", num_groups(),
+                                 " (one a group of layers), got ", buffers.size()));
   }
-  const int64_t max_tokens =
-      std::min(static_cast<int64_t>(buffers.slot_mapping.size()), kMaxTokens);
+  const auto num_sequences = static_cast<int64_t>(batch_.size());
+  int64_t max_tokens = kMaxTokens;
+  int64_t max_blocks = kMaxTokens;
+  for (BatchBuffers* group : buffers) {
+    check_buffers(*group);
+    if (num_sequences > group->max_sequences) {
+      throw InvalidArgument(concat(call, ": sequence_ids: expected at most ", group->max_sequences,
+                                   " (rows of block_tables), got ", num_sequences));
+    }
+    max_tokens = std::min(max_tokens, static_cast<int64_t>(group->slot_mapping.size()));
+    max_blocks = std::min(max_blocks, group->max_blocks);
+  }
   int64_t total = 0;
   for (const BatchItem& item : batch_) {
     const Sequence& sequence = sequences_[item.position];
-    if (!appended && item.num_tokens > sequence.num_tokens) {
+    if (append == nullptr && item.num_tokens > sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_query_tokens: expected at most ",
                                    sequence.num_tokens, " (the tokens of sequence ", sequence.id,
                                    "), got ", item.num_tokens));
@@ -219,37 +307,49 @@ void KVCacheManager::check_room(const char* call, const BatchBuffers& buffers,
                                    " (elements of slot_mapping), got more"));
     }
     total += item.num_tokens;
-    const int64_t blocks = appended ? blocks_after(sequence, item.num_tokens)
-                                    : static_cast<int64_t>(sequence.blocks.size());
-    if (blocks > buffers.max_blocks) {
+    const int64_t blocks = append == nullptr
+                               ? entries(sequence)
+                               : entries_after(sequence, item.num_tokens + append->lookahead);
+    if (blocks > max_blocks) {
       throw InvalidArgument(concat(call, ": blocks of sequence ", sequence.id,
-                                   ": expected at most ", buffers.max_blocks,
+                                   ": expected at most ", max_blocks,
                                    " (columns of block_tables), got ", blocks));
     }
   }
+  for (BatchBuffers* group : buffers) group->written.make_room(*group);
 }
 
-void KVCacheManager::fill(const BatchBuffers& buffers) const noexcept {
+int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers) const noexcept {
+  int64_t written = 0;
+  for (int64_t group = 0; group < num_groups(); ++group) written = fill(*buffers[group], group);
+  return written;
+}
+
+int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcept {
   const bool with_positions = !buffers.positions.empty();
+  WrittenBatch& before = buffers.written;
+  before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
   int64_t row = 0;
   for (const BatchItem& item : batch_) {
     const Sequence& sequence = sequences_[item.position];
-    const int32_t* blocks = sequence.blocks.data();
-    std::copy_n(blocks, sequence.blocks.size(), buffers.block_tables + row * buffers.row_stride);
+    fill_row(buffers, row, sequence, group);
     buffers.seq_lens[row] = static_cast<int32_t>(sequence.num_tokens);
     buffers.query_start_loc[row] = static_cast<int32_t>(written);
     ++row;
-    if (item.num_tokens == 0) continue;
 
     int64_t token = sequence.num_tokens - item.num_tokens;
-    const int64_t last = static_cast<int64_t>(sequence.blocks.size()) - 1;
-    int64_t column = token >= last * block_size_ ? last : token / block_size_;
+    int64_t column = block_of(token);
     int64_t offset = token - column * block_size_;
     while (token < sequence.num_tokens) {
       const int64_t count = std::min(block_size_ - offset, sequence.num_tokens - token);
-      const int64_t slot = blocks[column] * block_size_ + offset;
-      for (int64_t i = 0; i < count; ++i) buffers.slot_mapping[written + i] = slot + i;
+      const int32_t block = sequence.blocks[column * num_groups() + group];
+      int64_t* slots = &buffers.slot_mapping[written];
+      if (is_null(block)) {
+        std::fill_n(slots, count, -1);
+      } else {
+        for (int64_t i = 0; i < count; ++i) slots[i] = block * block_size_ + offset + i;
+      }
       if (with_positions) {
         for (int64_t i = 0; i < count; ++i) buffers.positions[written + i] = token + i;
       }
@@ -259,13 +359,41 @@ void KVCacheManager::fill(const BatchBuffers& buffers) const noexcept {
       offset = 0;
     }
   }
-  std::fill(buffers.seq_lens.begin() + row, buffers.seq_lens.end(), 0);
-  std::fill(buffers.query_start_loc.begin() + row, buffers.query_start_loc.end(),
-            static_cast<int32_t>(written));
-  std::fill(buffers.slot_mapping.begin() + written, buffers.slot_mapping.end(), -1);
-  if (with_positions) {
-    std::fill(buffers.positions.begin() + written, buffers.positions.end(), 0);
+  fill_padding(buffers, row, written);
+  return written;
+}
+
+// Of a sequence that was in this row before, only the new blocks.
+void KVCacheManager::fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
+                              int64_t group) const noexcept {
+  WrittenBatch::Row& before = buffers.written.rows[row];
+  const int64_t count = entries(sequence);
+  const bool same = before.sequence == sequence.serial && before.edits == sequence.edits;
+  const int64_t first = same ? before.blocks : 0;
+  if (same && first == count) return;
+  int32_t* table = buffers.block_tables + row * buffers.row_stride;
+  if (num_groups() == 1) {
+    std::copy(sequence.blocks.begin() + first, sequence.blocks.end(), table + first);
+  } else {
+    for (int64_t i = first; i < count; ++i) table[i] = sequence.blocks[i * num_groups() + group];
   }
+  before = {sequence.serial, sequence.edits, count};
+  buffers.written.changed_rows.push_back(static_cast<int32_t>(row));
+}
+
+// Behind `rows` rows and `tokens` tokens, where the last batch left something else.
+void KVCacheManager::fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept {
+  WrittenBatch& before = buffers.written;
+  const auto fill = [](auto& values, int64_t first, int64_t last, auto value) {
+    if (first < last) std::fill(values.begin() + first, values.begin() + last, value);
+  };
+  fill(buffers.seq_lens, rows, before.num_sequences, 0);
+  const int64_t starts = tokens == before.num_tokens ? before.num_sequences : buffers.max_sequences;
+  fill(buffers.query_start_loc, rows, starts + 1, static_cast<int32_t>(tokens));
+  fill(buffers.slot_mapping, tokens, before.num_tokens, int64_t{-1});
+  if (!buffers.positions.empty()) fill(buffers.positions, tokens, before.num_tokens, int64_t{0});
+  before.num_sequences = rows;
+  before.num_tokens = tokens;
 }
 
 }  // namespace vllm_kernels::kv_cache

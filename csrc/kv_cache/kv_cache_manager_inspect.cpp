@@ -1,5 +1,6 @@
 // Looking at the whole state: statistics, and whether it holds together.
 #include <algorithm>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -13,29 +14,53 @@ void require(bool condition, const char* what, int64_t id) {
   if (!condition) throw IntegrityError(concat("KVCacheManager: ", what, ", at sequence ", id));
 }
 
+void check_holders(const BlockPool& pool, const std::vector<int32_t>& holders, const char* name) {
+  for (int32_t block = pool.has_null_block() ? 1 : 0; block < pool.num_blocks(); ++block) {
+    if (holders[block] != pool.references(block)) {
+      throw IntegrityError(concat("KVCacheManager: ", name, " ", block, " has ",
+                                  pool.references(block), " references but stands in ",
+                                  holders[block], " tables"));
+    }
+  }
+}
+
 }  // namespace
 
 Statistics KVCacheManager::statistics() const {
   const auto guard = lock();
-  Statistics result{.total_blocks = pool_.num_blocks(),
-                    .free_blocks = pool_.num_free(),
+  Statistics result{.total_blocks = pool_.num_usable(),
                     .used_blocks = pool_.num_used(),
+                    .cached_blocks = pool_.num_cached(),
+                    .free_blocks = pool_.num_free() - pool_.num_cached(),
                     .shared_blocks = pool_.num_shared(),
                     .peak_used_blocks = pool_.peak_used(),
                     .num_sequences = static_cast<int64_t>(sequences_.size()),
-                    .num_copies = num_copies_};
+                    .total_host_blocks = host_pool_ ? host_pool_->num_usable() : 0,
+                    .used_host_blocks = host_pool_ ? host_pool_->num_used() : 0,
+                    .num_copies = num_copies_,
+                    .num_evictions = pool_.num_evictions(),
+                    .queried_tokens = queried_tokens_,
+                    .hit_tokens = hit_tokens_};
   std::vector<std::pair<int32_t, int64_t>>
       shared_tails;  // block, tokens that one sequence has there
   for (const Sequence& sequence : sequences_) {
-    const auto blocks = static_cast<int64_t>(sequence.blocks.size());
-    const int64_t empty = blocks * block_size_ - sequence.num_tokens;
+    if (sequence.swapped) {
+      ++result.num_swapped_sequences;
+      continue;
+    }
     result.num_tokens += sequence.num_tokens;
-    result.table_entries += blocks;
-    if (empty == 0) continue;
-    if (pool_.references(sequence.blocks.back()) == 1) {
-      result.waste_slots += empty;
-    } else {
-      shared_tails.emplace_back(sequence.blocks.back(), block_size_ - empty);
+    for (const int32_t block : sequence.blocks) result.table_entries += !is_null(block);
+    // Blocks that are not full: the last one, and those for lookahead, which nobody shares.
+    const int64_t full = block_of(sequence.num_tokens) * num_groups();
+    for (auto i = full; i < static_cast<int64_t>(sequence.blocks.size()); ++i) {
+      const int64_t index = i / num_groups();
+      const int64_t filled = std::max<int64_t>(0, sequence.num_tokens - index * block_size_);
+      const int32_t block = sequence.blocks[i];
+      if (pool_.references(block) == 1) {
+        result.waste_slots += block_size_ - filled;
+      } else {
+        shared_tails.emplace_back(block, filled);
+      }
     }
   }
   // A shared last block is as full as its longest reader has it; where some reader is not among
@@ -52,29 +77,78 @@ Statistics KVCacheManager::statistics() const {
   return result;
 }
 
+// Pins of its last node, and that the nodes above stand for the blocks in its table.
+void KVCacheManager::check_tokens_of(const Sequence& sequence,
+                                     std::map<int32_t, int64_t>& pins) const {
+  require(cache_.has_value(), "tokens are known without a cache", sequence.id);
+  require(static_cast<int64_t>(sequence.tail.size()) < block_size_, "tail is not a part of a block",
+          sequence.id);
+  require(known(sequence) <= sequence.num_tokens, "more tokens known than there are", sequence.id);
+  ++pins[sequence.node];
+  int32_t node = sequence.node;
+  for (int64_t index = sequence.num_hashed - 1; index >= 0; --index) {
+    for (int64_t group = 0; group < num_groups() && !sequence.swapped; ++group) {
+      const int32_t block = sequence.blocks[index * num_groups() + group];
+      const bool registered = !is_null(block) && pool_.content(block) != BlockPool::kNoContent;
+      require(!registered || pool_.content(block) == node, "block is registered for other tokens",
+              sequence.id);
+    }
+    node = cache_->parent(node);
+    require(node != PrefixCache::kNone, "fewer nodes than hashed blocks", sequence.id);
+  }
+  require(cache_->parent(node) == PrefixCache::kNone, "more nodes than hashed blocks", sequence.id);
+}
+
 void KVCacheManager::check_integrity() const {
   const auto guard = lock();
   pool_.check_integrity();
+  if (host_pool_) host_pool_->check_integrity();
   require(index_.size() == sequences_.size(), "index and sequences differ in number", 0);
   std::vector<int32_t> holders(pool_.num_blocks());
+  std::vector<int32_t> host_holders(num_host_blocks());
+  std::map<int32_t, int64_t> pins;
   for (size_t i = 0; i < sequences_.size(); ++i) {
     const Sequence& sequence = sequences_[i];
     require(index_.find(sequence.id) == static_cast<int32_t>(i), "index points elsewhere",
             sequence.id);
     require(sequence.num_tokens >= 0 && sequence.num_tokens <= kMaxTokens,
             "number of tokens out of range", sequence.id);
-    require(static_cast<int64_t>(sequence.blocks.size()) == blocks_for(sequence.num_tokens),
+    const int64_t needed = blocks_for(sequence.num_tokens);
+    require(entries(sequence) * num_groups() == static_cast<int64_t>(sequence.blocks.size()) &&
+                entries(sequence) >= needed && (entries(sequence) == needed || !sequence.swapped),
             "number of blocks does not fit the tokens", sequence.id);
-    for (const int32_t block : sequence.blocks) {
-      require(block >= 0 && block < pool_.num_blocks(), "block id out of range", sequence.id);
-      ++holders[block];
+    std::vector<int32_t>& held = sequence.swapped ? host_holders : holders;
+    for (size_t entry = 0; entry < sequence.blocks.size(); ++entry) {
+      const int32_t block = sequence.blocks[entry];
+      const auto group = static_cast<int64_t>(entry) % num_groups();
+      if (sequence.swapped ? block == -1 : is_null(block)) {
+        require(
+            static_cast<int64_t>(entry) / num_groups() < first_visible(sequence.num_tokens, group),
+            "block that can be seen is missing", sequence.id);
+        continue;
+      }
+      require(block >= 0 && block < static_cast<int32_t>(held.size()), "block id out of range",
+              sequence.id);
+      ++held[block];
+    }
+    if (follows(sequence)) check_tokens_of(sequence, pins);
+  }
+  check_holders(pool_, holders, "block");
+  if (host_pool_) check_holders(*host_pool_, host_holders, "host block");
+  if (!cache_) return;
+  cache_->check_integrity(pins);
+  int64_t registered = 0;
+  for (int32_t block = pool_.has_null_block() ? 1 : 0; block < pool_.num_blocks(); ++block) {
+    if (pool_.content(block) == BlockPool::kNoContent) continue;
+    ++registered;
+    if (!cache_->has_block(pool_.content(block), block)) {
+      throw IntegrityError(concat("KVCacheManager: block ", block, " is registered at node ",
+                                  pool_.content(block), ", which does not have it"));
     }
   }
-  for (int32_t block = 0; block < pool_.num_blocks(); ++block) {
-    if (holders[block] != pool_.references(block)) {
-      throw IntegrityError(concat("KVCacheManager: block ", block, " has ", pool_.references(block),
-                                  " references but stands in ", holders[block], " tables"));
-    }
+  if (registered != cache_->count_blocks()) {
+    throw IntegrityError(concat("KVCacheManager: ", registered, " blocks are registered, nodes ",
+                                "have ", cache_->count_blocks()));
   }
 }
 

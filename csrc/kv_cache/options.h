@@ -24,18 +24,18 @@ inline constexpr int32_t kNullBlock = 0;
 using HashKey = std::array<uint8_t, 16>;
 
 struct Options {
-  int64_t num_blocks = 0;                      // [1, kMaxBlocks], the null block included
-  int64_t block_size = 0;                      // tokens, >= 1
-  int64_t max_references = kMaxReferences;     // sequences that may share one block
-  int64_t num_host_blocks = 0;                 // for swap_out, [0, kMaxBlocks]
-  int64_t watermark_blocks = 0;                // that allocate() and swap_in() leave free
+  int64_t num_blocks = 0;                           // [1, kMaxBlocks], the null block included
+  int64_t block_size = 0;                           // tokens, >= 1
+  int64_t max_references = kMaxReferences;          // sequences that may share one block
+  int64_t num_host_blocks = 0;                      // for swap_out, [0, kMaxBlocks]
+  int64_t watermark_blocks = 0;                     // that allocate() and swap_in() leave free
   std::vector<int64_t> windows = {kFullAttention};  // of each group of layers: tokens that a token
                                                     // sees, itself included; or kFullAttention
-  bool null_block = false;      // block 0 is never given out; always so with a window
-  bool prefix_caching = true;   // where token ids are known
-  bool events = false;          // recorded for take_events()
-  int hash_bits = 128;          // of the prefix hash that are used; fewer only to test collisions
-  std::optional<HashKey> hash_key;  // none: a random one
+  bool null_block = false;     // block 0 is never given out; always so with a window
+  bool prefix_caching = true;  // where token ids are known
+  bool events = false;         // recorded for take_events()
+  int hash_bits = 128;         // of the prefix hash that are used; fewer only to test collisions
+  std::optional<HashKey> hash_key = std::nullopt;  // none: a random one
 };
 
 // An image or the like, whose placeholder tokens do not say which one it is.

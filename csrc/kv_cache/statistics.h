@@ -17,7 +17,7 @@ struct Statistics {
   int64_t num_swapped_sequences = 0;  // of them, those in host blocks
   int64_t total_host_blocks = 0;
   int64_t used_host_blocks = 0;
-  int64_t num_tokens = 0;     // sum over sequences in device blocks; a shared token counts each time
+  int64_t num_tokens = 0;  // sum over sequences in device blocks; a shared token counts each time
   int64_t table_entries = 0;  // sum over them of their blocks: what would be used unshared
   int64_t waste_slots = 0;    // slots of used blocks that hold no token of any sequence
   // Since construction or reset():

@@ -467,7 +467,7 @@ def test_buffers_keep_their_memory_alive() -> None:
     junk = [np.full(100_000, 7) for _ in range(20)]
     manager = KVCacheManager(64, 4)
     manager.allocate(1, 200)
-    manager._native.build([1], [200], native)
+    manager._native.build([1], [200], [native])
     assert all((array == 7).all() for array in junk)
 
 

@@ -13,8 +13,15 @@ namespace vllm_kernels::kv_cache {
 
 // Everything that a later call could notice.
 struct Snapshot {
-  std::vector<std::tuple<int64_t, int64_t, std::vector<int32_t>>> sequences;  // id, tokens, table
+  // id, tokens, table, known tokens, in host blocks
+  std::vector<std::tuple<int64_t, int64_t, std::vector<int32_t>, int64_t, bool>> sequences;
   std::vector<int32_t> references;
+  std::vector<int32_t> contents;
+  std::vector<int32_t> free_host_blocks;
+  size_t events = 0;
+  int64_t queried = 0;
+  int64_t hits = 0;
+  int64_t nodes = 0;
   std::vector<int32_t> free_list;  // in the order in which blocks will be taken
   int64_t shared = 0;
   int64_t peak = 0;
@@ -22,8 +29,9 @@ struct Snapshot {
 
   bool operator==(const Snapshot&) const = default;
   friend std::ostream& operator<<(std::ostream& stream, const Snapshot& snapshot) {
-    for (const auto& [id, tokens, table] : snapshot.sequences) {
-      stream << id << ": " << tokens << " tokens in";
+    for (const auto& [id, tokens, table, known, swapped] : snapshot.sequences) {
+      stream << id << ": " << tokens << " tokens (" << known << " known) in"
+             << (swapped ? " host blocks" : "");
       for (const int32_t block : table) stream << ' ' << block;
       stream << "; ";
     }
@@ -36,31 +44,43 @@ struct TestAccess {
   static Snapshot snapshot(const KVCacheManager& manager) {
     Snapshot result;
     for (const auto& sequence : manager.sequences_) {
-      result.sequences.emplace_back(sequence.id, sequence.num_tokens, sequence.blocks);
+      result.sequences.emplace_back(sequence.id, sequence.num_tokens, sequence.blocks,
+                                    manager.follows(sequence) ? manager.known(sequence) : -1,
+                                    sequence.swapped);
     }
     std::sort(result.sequences.begin(), result.sequences.end());
-    result.references = manager.pool_.references_;
+    for (const auto& block : manager.pool_.blocks_) result.references.push_back(block.references);
+    for (const auto& block : manager.pool_.blocks_) result.contents.push_back(block.content);
     result.free_list = free_list(manager.pool_);
+    if (manager.host_pool_) result.free_host_blocks = free_list(*manager.host_pool_);
+    result.events = manager.events_.events.size();
+    result.queried = manager.queried_tokens_;
+    result.hits = manager.hit_tokens_;
+    if (manager.cache_) result.nodes = manager.cache_->num_nodes();
     result.shared = manager.pool_.num_shared();
     result.peak = manager.pool_.peak_used();
     result.copies = manager.num_copies_;
     return result;
   }
 
+  // Empty blocks, then cached ones: as they will be taken.
   static std::vector<int32_t> free_list(const BlockPool& pool) {
     std::vector<int32_t> blocks;
-    const int32_t head = pool.num_blocks();
-    for (int32_t block = pool.next_[head]; block != head; block = pool.next_[block]) {
-      blocks.push_back(block);
+    for (const int32_t head : {pool.empty_head(), pool.cached_head()}) {
+      for (int32_t block = pool.blocks_[head].next; block != head;
+           block = pool.blocks_[block].next) {
+        blocks.push_back(block);
+      }
     }
     return blocks;
   }
 
   // Ways to break the state, to see check_integrity() notice.
-  static std::vector<int32_t>& references(BlockPool& pool) { return pool.references_; }
-  static std::vector<int32_t>& next(BlockPool& pool) { return pool.next_; }
-  static std::vector<int32_t>& previous(BlockPool& pool) { return pool.previous_; }
-  static int32_t& num_free(BlockPool& pool) { return pool.num_free_; }
+  static int32_t& references(BlockPool& pool, int64_t i) { return pool.blocks_[i].references; }
+  static int32_t& content(BlockPool& pool, int64_t i) { return pool.blocks_[i].content; }
+  static int32_t& next(BlockPool& pool, int64_t i) { return pool.blocks_[i].next; }
+  static int32_t& previous(BlockPool& pool, int64_t i) { return pool.blocks_[i].previous; }
+  static int32_t& num_empty(BlockPool& pool) { return pool.num_empty_; }
   static int32_t& num_shared(BlockPool& pool) { return pool.num_shared_; }
   static BlockPool& pool(KVCacheManager& manager) { return manager.pool_; }
   static std::vector<int32_t>& table(KVCacheManager& manager, int64_t id) {
