@@ -92,6 +92,7 @@ KVCacheManager::KVCacheManager(const Options& options)
     host_pool_.emplace(options.num_host_blocks, options.max_references);
   }
   if (options.prefix_caching) {
+    checked("block_size (with prefix_caching)", block_size_, 1, kMaxHashedBlock);
     cache_.emplace(block_size_, num_groups(), options.hash_key ? *options.hash_key : random_key(),
                    options.hash_bits);
   }

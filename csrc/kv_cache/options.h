@@ -16,6 +16,9 @@ inline constexpr int64_t kMaxReferences = std::numeric_limits<int32_t>::max();
 // seq_lens and query_start_loc are int32.
 inline constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
+// Tokens of a block with prefix caching: its tokens are kept and hashed as one message.
+inline constexpr int64_t kMaxHashedBlock = 65536;
+
 // A group of layers whose tokens see all that came before them.
 inline constexpr int64_t kFullAttention = 0;
 // The block that stands in tables where a sliding window has passed; it never holds a token.

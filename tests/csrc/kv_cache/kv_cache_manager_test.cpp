@@ -44,7 +44,27 @@ TEST(KVCacheManager, ConstructorRefusesImpossibleSizes) {
   EXPECT_THROW(KVCacheManager(kMaxBlocks, kLargest), InvalidArgument);
   EXPECT_THROW(KVCacheManager(4, kLargest), InvalidArgument);
   EXPECT_THROW(KVCacheManager(4, 16, 0), InvalidArgument);
-  EXPECT_EQ(KVCacheManager(1, kLargest).num_free_blocks(), 1);
+  EXPECT_THROW(KVCacheManager(1, kMaxTokens + 1), InvalidArgument);
+  EXPECT_THROW(KVCacheManager(1, 65537), InvalidArgument);  // with prefix caching
+  const Options wide{.num_blocks = 1, .block_size = kMaxTokens, .prefix_caching = false};
+  EXPECT_EQ(KVCacheManager(wide).num_free_blocks(), 1);
+
+  const auto refuses = [](auto change) {
+    Options options{.num_blocks = 8, .block_size = 4};
+    change(options);
+    EXPECT_THROW(KVCacheManager manager(options), InvalidArgument);
+  };
+  refuses([](Options& o) { o.num_host_blocks = -1; });
+  refuses([](Options& o) { o.num_host_blocks = kMaxBlocks + 1; });
+  refuses([](Options& o) { o.watermark_blocks = -1; });
+  refuses([](Options& o) { o.windows = {}; });
+  refuses([](Options& o) { o.windows = {0, -1}; });
+  refuses([](Options& o) { o.hash_bits = 0; });
+  refuses([](Options& o) { o.hash_bits = 129; });
+  refuses([](Options& o) {  // nothing beside the null block
+    o.num_blocks = 1;
+    o.windows = {4};
+  });
 }
 
 TEST(KVCacheManager, AllocateTakesAsManyBlocksAsTheTokensFill) {
