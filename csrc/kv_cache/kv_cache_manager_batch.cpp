@@ -142,6 +142,7 @@ void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const 
 void KVCacheManager::plan_append(const char* call, size_t copies_room,
                                  const AppendOptions& options) {
   check_lookahead(call, options.lookahead);
+  if (options.tokens) plan_tokens(call, *options.tokens, false);
   AppendPlan plan;
   shared_tails_.clear();
   for (const BatchItem& item : batch_) {
@@ -181,7 +182,6 @@ void KVCacheManager::plan_append(const char* call, size_t copies_room,
       blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
     }
   }
-  if (options.tokens) plan_tokens(call, *options.tokens, false);
   // A block that is taken may be evicted, a last block that is written to becomes unfindable; the
   // tokens' own events come on top, in plan_tokens' room.
   if (record_events_) {
