@@ -239,7 +239,7 @@ class ManagerMachine(RuleBasedStateMachine):
             start = len(self.sequences[i].tokens)
             model.new_tokens(i, some)
             model.write(i, start)
-            if told and self.sequences[i].known is not None:
+            if told and some and self.sequences[i].known is not None:
                 self.sequences[i].known = start + len(some)
             wanted = model.blocks_for(start + len(some) + lookahead)
             if some or lookahead:
@@ -499,7 +499,7 @@ class ManagerMachine(RuleBasedStateMachine):
             length = len(sequence.tokens)
             assert i in manager and manager.num_tokens(i) == length
             known = manager.num_known_tokens(i)
-            assert known == (-1 if sequence.known is None else sequence.known)
+            assert known == (-1 if sequence.known is None else sequence.known), (i, known)
             if sequence.swapped:
                 continue
             for group in range(manager.num_groups):
