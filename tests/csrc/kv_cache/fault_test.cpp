@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,13 @@ namespace vllm_kernels::kv_cache {
 namespace {
 
 using Ids = std::vector<int64_t>;
+using Tokens = std::vector<int32_t>;
+
+Tokens range(int32_t size) {
+  Tokens tokens(size);
+  std::iota(tokens.begin(), tokens.end(), 0);
+  return tokens;
+}
 
 // Arguments live outside of the calls, so that all allocations counted are the manager's.
 struct Arguments {
@@ -26,7 +34,18 @@ struct Arguments {
   const Ids new_counts{1, 17, 0, 40, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   const Ids parents{2, 2, 1, 3};
   TestBuffers buffers{8, 40, 200};
-  std::vector<BlockCopy> copies{8};
+  std::vector<BlockCopy> copies{64};
+
+  const Tokens prompt = range(70);  // its first 20 tokens are cached
+  const Tokens tokens = range(18);
+  const Ids known{1, 2, 4};  // sequences whose tokens are known
+  const Ids known_counts{1, 17, 0};
+  const Ids swapped{60};
+  const Ids blocks{0, 1, 2};
+  const PrefixKeys salted{.salt = "a salt that is longer than a string's own room",
+                          .adapter = {},
+                          .cache_dtype = {},
+                          .multimodal = {{.start = 2, .num_tokens = 40, .digest = "an image"}}};
 };
 
 struct Call {
@@ -38,16 +57,24 @@ void PrintTo(const Call& call, std::ostream* stream) {
   *stream << call.name;
 }
 
-// Sequences with shared full blocks, shared partly filled ones, and holes in the free list.
+// Sequences with shared full blocks, shared partly filled ones, one in host blocks, and cached
+// blocks among the free ones.
 std::unique_ptr<KVCacheManager> make_manager() {
-  auto manager = std::make_unique<KVCacheManager>(64, 4);
-  manager->allocate(1, 6);
+  auto manager = std::make_unique<KVCacheManager>(Options{.num_blocks = 64,
+                                                          .block_size = 4,
+                                                          .num_host_blocks = 32,
+                                                          .events = true,
+                                                          .hash_key = HashKey{}});
+  manager->allocate(1, range(6), kMaxTokens, {});
   manager->fork(1, 2);
   manager->fork(1, 3);
-  manager->allocate(100, 9);
-  manager->allocate(4, 3);
+  manager->allocate(100, range(21), kMaxTokens, {});
+  manager->allocate(60, range(22), kMaxTokens, {});
+  manager->allocate(4, Tokens{9, 9, 9}, kMaxTokens, {});
   manager->append(3, 4);
   manager->free(100);
+  std::vector<BlockCopy> copies(8);
+  manager->swap_out(Ids{60}, copies);
   return manager;
 }
 
@@ -102,6 +129,31 @@ INSTANTIATE_TEST_SUITE_P(
              [](Manager& m, Arguments& a) { m.allocate(a.new_ids, a.new_counts); }},
         Call{"append", [](Manager& m, Arguments&) { m.append(1, 30); }},
         Call{"append_batch", [](Manager& m, Arguments& a) { m.append(a.ids, a.counts, a.copies); }},
+        Call{"allocate_tokens",
+             [](Manager& m, Arguments& a) { m.allocate(50, a.prompt, kMaxTokens, {}); }},
+        Call{"allocate_tokens_with_keys",
+             [](Manager& m, Arguments& a) { m.allocate(50, a.prompt, kMaxTokens, a.salted); }},
+        Call{"allocate_prefix", [](Manager& m, Arguments& a) { m.allocate(50, a.prompt, 0, {}); }},
+        Call{"match", [](Manager& m, Arguments& a) { m.match(a.prompt, a.salted); }},
+        Call{"can_allocate", [](Manager& m, Arguments& a) { m.can_allocate(a.prompt, {}); }},
+        Call{"append_tokens",
+             [](Manager& m, Arguments& a) {
+               m.append(a.known, a.known_counts, a.copies, {.tokens = a.tokens, .lookahead = 9});
+             }},
+        Call{"record_tokens",
+             [](Manager& m, Arguments& a) {
+               m.record_tokens(Ids{3}, Ids{4}, std::span(a.tokens).first(4));
+             }},
+        Call{"step_tokens",
+             [](Manager& m, Arguments& a) {
+               m.step(a.known, a.known_counts, a.buffers.view, a.copies, {.tokens = a.tokens});
+             }},
+        Call{"swap_out", [](Manager& m, Arguments& a) { m.swap_out(a.ids, a.copies); }},
+        Call{"swap_in", [](Manager& m, Arguments& a) { m.swap_in(a.swapped, a.copies); }},
+        Call{"can_swap_out", [](Manager& m, Arguments& a) { m.can_swap_out(a.ids); }},
+        Call{"can_swap_in", [](Manager& m, Arguments& a) { m.can_swap_in(a.swapped); }},
+        Call{"evict_blocks", [](Manager& m, Arguments& a) { m.evict_blocks(a.blocks); }},
+        Call{"reset_prefix_cache", [](Manager& m, Arguments&) { m.reset_prefix_cache(); }},
         Call{"fork", [](Manager& m, Arguments&) { m.fork(1, 50); }},
         Call{"forks",  // past the room for sequences and ids
              [](Manager& m, Arguments&) {
@@ -135,7 +187,7 @@ TEST(EveryAllocationOfTheConstructor, FailsWithoutALeak) {
     try {
       KVCacheManager manager(64, 4);
       ASSERT_FALSE(fail.failed());
-      EXPECT_GE(k, 3);  // counts and two links
+      EXPECT_GE(k, 5);  // windows, blocks, and the root's chunk, index and name
       return;
     } catch (const std::bad_alloc&) {
       ASSERT_TRUE(fail.failed());
@@ -170,6 +222,12 @@ TEST(EveryAllocationOfAnError, LeavesTheStateAsItWas) {
     fails([&] { manager->append(arguments.ids, too_many, arguments.copies); });
     fails([&] { manager->allocate(1, 1); });
     fails([&] { manager->truncate(1, 100); });
+    fails([&] { manager->allocate(50, Tokens(1000), kMaxTokens, arguments.salted); });
+    fails([&] {
+      manager->append(arguments.known, Ids{1, 1, 500}, arguments.copies, {.tokens = Tokens(502)});
+    });
+    fails([&] { manager->swap_in(arguments.swapped, {}); });
+    fails([&] { manager->swap_out(arguments.ids, {}); });
   }
 }
 

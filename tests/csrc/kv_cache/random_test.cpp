@@ -169,23 +169,73 @@ class Simulation {
 };
 
 // VLLM_KERNELS_TEST_STEPS for a longer run.
-int64_t steps() {
+int64_t steps(int64_t by_default) {
   const char* text = std::getenv("VLLM_KERNELS_TEST_STEPS");
-  return text == nullptr ? 5000 : std::stoll(text);
+  return text == nullptr ? by_default : std::stoll(text);
 }
 
 TEST(Random, MatchesTheModel) {
   for (const int64_t block_size : {1, 3, 4, 16}) {
     SCOPED_TRACE(block_size);
     Simulation simulation(static_cast<uint64_t>(block_size), 256, block_size);
-    simulation.run(steps(), 40);
+    simulation.run(steps(5000), 40);
   }
 }
 
 TEST(Random, MatchesTheModelWhenBlocksAreFew) {
   Simulation simulation(7, 12, 4);
-  simulation.run(steps(), 2);
-  EXPECT_GT(simulation.refusals(), steps() / 100);
+  simulation.run(steps(5000), 2);
+  EXPECT_GT(simulation.refusals(), steps(5000) / 100);
+}
+
+// A day of requests: allocate, append, fork, free, a million calls in all, with prefixes that meet.
+TEST(Random, AMillionCallsLeaveNothingBehind) {
+  constexpr int64_t kBlocks = 512;
+  KVCacheManager manager(Options{.num_blocks = kBlocks, .block_size = 8});
+  std::mt19937_64 random(11);
+  const auto below = [&](uint64_t limit) { return static_cast<int64_t>(random() % limit); };
+  Ids alive;
+  int64_t next_id = 0;
+  int64_t refusals = 0;
+  std::vector<int32_t> tokens;
+  for (int64_t call = 0; call < 1'000'000; ++call) {
+    const int64_t dice = below(16);
+    try {
+      if (alive.size() < 4 || dice == 0) {
+        tokens.assign(1 + below(60), static_cast<int32_t>(below(3)));
+        manager.allocate(next_id, tokens, kMaxTokens, {});
+        alive.push_back(next_id++);
+      } else if (dice == 1) {
+        manager.fork(alive[below(alive.size())], next_id);
+        alive.push_back(next_id++);
+      } else if (dice == 2 || alive.size() > 40) {
+        const auto gone = alive.begin() + below(alive.size());
+        manager.free(*gone);
+        alive.erase(gone);
+      } else {
+        const auto token = static_cast<int32_t>(below(2));
+        BlockCopy copy;
+        const int64_t id = alive[below(alive.size())];
+        const int64_t one = 1;
+        manager.append(std::span(&id, 1), std::span(&one, 1), std::span(&copy, 1),
+                       {.tokens = std::span(&token, 1)});
+      }
+    } catch (const OutOfBlocks&) {
+      ++refusals;
+      manager.free(alive.back());
+      alive.pop_back();
+    }
+    if (call % 20'000 == 0) manager.check_integrity();
+  }
+  EXPECT_GT(refusals, 0);
+  EXPECT_GT(manager.statistics().num_evictions, 0);
+  EXPECT_GT(manager.statistics().hit_tokens, 0);
+  manager.free(alive);
+  manager.check_integrity();
+  EXPECT_EQ(manager.num_free_blocks(), kBlocks);
+  manager.reset_prefix_cache();
+  EXPECT_EQ(TestAccess::cache(manager).num_nodes(), 1);
+  manager.check_integrity();
 }
 
 }  // namespace

@@ -89,6 +89,7 @@ struct TestAccess {
   static int64_t& tokens(KVCacheManager& manager, int64_t id) {
     return manager.sequences_[manager.index_.find(id)].num_tokens;
   }
+  static PrefixCache& cache(KVCacheManager& manager) { return *manager.cache_; }
   static SequenceIndex& index(KVCacheManager& manager) { return manager.index_; }
 };
 

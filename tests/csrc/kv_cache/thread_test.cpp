@@ -15,12 +15,35 @@ namespace {
 
 using Ids = std::vector<int64_t>;
 
+// A prompt that all threads share, decoded a little, swapped out and in, and freed.
+void share(KVCacheManager& manager, int64_t id, std::mt19937_64& random,
+           std::atomic<int64_t>& refusals) {
+  const std::vector<int32_t> prompt(1 + random() % 20, 5);
+  std::vector<BlockCopy> copies(32);
+  bool there = false;
+  try {
+    const int64_t cached = manager.allocate(id, prompt, kMaxTokens, {});
+    there = true;
+    ASSERT_LT(cached, static_cast<int64_t>(prompt.size()));
+    for (int32_t token = 0; token < 6; ++token) {
+      manager.append(id, 1, {.tokens = std::span(&token, 1)});
+    }
+    manager.swap_out(Ids{id}, copies);
+    manager.swap_in(Ids{id}, copies);
+    manager.take_events();
+  } catch (const OutOfBlocks&) {
+    ++refusals;
+  }
+  if (there) manager.free(id);
+}
+
 void work(KVCacheManager& manager, int64_t thread, std::atomic<int64_t>& refusals) {
   std::mt19937_64 random(static_cast<uint64_t>(thread));
   const Ids ids = {thread * 10, thread * 10 + 1};
   TestBuffers buffers(2, 64, 64);
   std::vector<BlockCopy> copies(2);
   for (int round = 0; round < 300; ++round) {
+    share(manager, thread * 10 + 2, random, refusals);
     try {
       manager.allocate(ids[0], 1 + static_cast<int64_t>(random() % 40));
     } catch (const OutOfBlocks&) {
@@ -43,7 +66,8 @@ void work(KVCacheManager& manager, int64_t thread, std::atomic<int64_t>& refusal
     if (round % 16 == 0) {
       manager.check_integrity();
       const Statistics statistics = manager.statistics();
-      ASSERT_EQ(statistics.used_blocks + statistics.free_blocks, statistics.total_blocks);
+      ASSERT_EQ(statistics.used_blocks + statistics.cached_blocks + statistics.free_blocks,
+                statistics.total_blocks);
     }
     manager.free(ids);
   }
@@ -51,7 +75,8 @@ void work(KVCacheManager& manager, int64_t thread, std::atomic<int64_t>& refusal
 
 TEST(Threads, ShareOneManager) {
   constexpr int64_t kThreads = 8;
-  KVCacheManager manager(90, 4);
+  KVCacheManager manager(
+      Options{.num_blocks = 90, .block_size = 4, .num_host_blocks = 40, .events = true});
   std::atomic<int64_t> refusals{0};
   std::vector<std::thread> threads;
   for (int64_t i = 0; i < kThreads; ++i) {
@@ -60,6 +85,8 @@ TEST(Threads, ShareOneManager) {
   for (std::thread& thread : threads) thread.join();
   manager.check_integrity();
   EXPECT_EQ(manager.num_free_blocks(), 90);
+  EXPECT_EQ(manager.num_free_host_blocks(), 40);
+  EXPECT_GT(manager.statistics().hit_tokens, 0);
   EXPECT_EQ(manager.num_sequences(), 0);
 }
 
