@@ -16,6 +16,7 @@
 #include "kv_cache/batch_buffers.h"
 #include "kv_cache/errors.h"
 #include "kv_cache/options.h"
+#include "kv_cache/tokens.h"
 
 namespace vllm_kernels::kv_cache {
 
@@ -118,15 +119,18 @@ class Int64Input {
 class TokensInput {
  public:
   TokensInput(py::handle object, const char* name) {
+    if (py::isinstance<py::array_t<int32_t>>(object)) {
+      const auto array = py::reinterpret_borrow<py::array_t<int32_t>>(object);
+      const bool aligned = reinterpret_cast<uintptr_t>(array.data()) % alignof(int32_t) == 0;
+      if (aligned && array.ndim() == 1 && array.strides(0) == array.itemsize()) {
+        tokens_.assign(array.data(), array.data() + array.size());
+        return;
+      }
+    }
     const Int64Input input(object, name);
     const std::span<const int64_t> values = input.values();
     tokens_.resize(values.size());
-    bool fits = true;
-    for (size_t i = 0; i < values.size(); ++i) {
-      tokens_[i] = static_cast<int32_t>(values[i]);
-      fits &= tokens_[i] == values[i];
-    }
-    if (fits) return;
+    if (narrow_tokens(values, tokens_.data())) return;
     const auto same = [](int64_t value) { return static_cast<int32_t>(value) == value; };
     throw InvalidArgument(concat(name, ": expected values of int32, got ",
                                  *std::find_if_not(values.begin(), values.end(), same)));

@@ -40,7 +40,7 @@ struct Arguments {
   const Tokens tokens = range(18);
   const Ids known{1, 2, 4};  // sequences whose tokens are known
   const Ids known_counts{1, 17, 0};
-  const Ids swapped{60};
+  const Ids swapped{1000};
   const Ids blocks{0, 1, 2};
   const PrefixKeys salted{.salt = "a salt that is longer than a string's own room",
                           .adapter = {},
@@ -69,12 +69,12 @@ std::unique_ptr<KVCacheManager> make_manager() {
   manager->fork(1, 2);
   manager->fork(1, 3);
   manager->allocate(100, range(21), kMaxTokens, {});
-  manager->allocate(60, range(22), kMaxTokens, {});
+  manager->allocate(1000, range(22), kMaxTokens, {});
   manager->allocate(4, Tokens{9, 9, 9}, kMaxTokens, {});
   manager->append(3, 4);
   manager->free(100);
   std::vector<BlockCopy> copies(8);
-  manager->swap_out(Ids{60}, copies);
+  manager->swap_out(Ids{1000}, copies);
   return manager;
 }
 

@@ -56,10 +56,12 @@ TEST(Window, AHitNeedsOnlyTheBlocksThatTheNextTokenSees) {
   KVCacheManager manager(windowed({5}));
   manager.allocate(1, range(13), kMaxTokens, {});
   manager.evict_blocks(Ids{1});
-  EXPECT_EQ(manager.allocate(2, range(13), kMaxTokens, {}), 12);
-  EXPECT_EQ(manager.block_table(2), (Blocks{kNullBlock, 2, 3, 5}));
+  EXPECT_EQ(manager.allocate(2, range(13), kMaxTokens, {}), 12);  // token 12 sees 8 to 12
+  EXPECT_EQ(manager.block_table(2), (Blocks{kNullBlock, kNullBlock, 3, 5}));
   manager.evict_blocks(Ids{3});
-  EXPECT_EQ(manager.match(range(13), {}), 0);  // tokens 1 to 4 and so on are in evicted blocks
+  EXPECT_EQ(manager.match(range(13), {}), 8);  // token 8 sees 4 to 8
+  manager.evict_blocks(Ids{2});
+  EXPECT_EQ(manager.match(range(13), {}), 0);  // token 4 sees 0 to 4
   manager.check_integrity();
 }
 
@@ -67,10 +69,11 @@ TEST(Window, AHitIsWhatAllGroupsHave) {
   KVCacheManager manager(windowed({kFullAttention, 5}, 30));
   manager.allocate(1, range(16), kMaxTokens, {});
   EXPECT_EQ(manager.match(range(16), {}), 12);
-  manager.evict_blocks(Ids{manager.block_table(1, 1)[1]});
+  manager.evict_blocks(Ids{manager.block_table(1, 1)[2]});
   EXPECT_EQ(manager.match(range(17), {}), 16);  // token 16 sees 12 to 16
-  EXPECT_EQ(manager.match(range(16), {}), 4);   // token 12 sees 8 to 12 and needs block 2: there;
-                                                // but 8 to 11 see 4 and on
+  EXPECT_EQ(manager.match(range(16), {}), 8);   // token 12 sees 8 to 12, token 8 only 4 to 8
+  manager.evict_blocks(Ids{manager.block_table(1, 0)[1]});
+  EXPECT_EQ(manager.match(range(17), {}), 4);
   manager.check_integrity();
 }
 
@@ -92,7 +95,7 @@ TEST(Window, WhatTheBatchGivesBackIsThereForTheBatch) {
   manager.allocate(1, 12);
   EXPECT_EQ(manager.num_free_blocks(), 0);
   manager.append(1, 1);
-  EXPECT_EQ(manager.block_table(1), (Blocks{0, 0, 3, 1}));
+  EXPECT_EQ(manager.block_table(1), (Blocks{0, 0, 3, 2}));
   manager.check_integrity();
 }
 

@@ -190,7 +190,7 @@ TEST(Random, MatchesTheModelWhenBlocksAreFew) {
 
 // A day of requests: allocate, append, fork, free, a million calls in all, with prefixes that meet.
 TEST(Random, AMillionCallsLeaveNothingBehind) {
-  constexpr int64_t kBlocks = 512;
+  constexpr int64_t kBlocks = 80;
   KVCacheManager manager(Options{.num_blocks = kBlocks, .block_size = 8});
   std::mt19937_64 random(11);
   const auto below = [&](uint64_t limit) { return static_cast<int64_t>(random() % limit); };

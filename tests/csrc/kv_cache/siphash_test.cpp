@@ -1,5 +1,6 @@
 // The hash against values that OpenSSL 3 gives for the reference's key 00 01 .. 0f and messages
-// 00 01 02 ...: openssl mac -macopt hexkey:0001..0f -macopt size:16 -in FILE SIPHASH
+// 00 01 02 ...: openssl mac -macopt hexkey:0001..0f -macopt size:16 -macopt c-rounds:1 -macopt
+// d-rounds:3 -in FILE SIPHASH
 #include "kv_cache/siphash.h"
 
 #include <gtest/gtest.h>
@@ -31,12 +32,12 @@ TEST(SipHash, EqualsOpenSSL) {
   for (size_t i = 0; i < message.size(); ++i) message[i] = static_cast<uint8_t>(i);
   const SipHash sip(key);
   const std::vector<std::pair<size_t, const char*>> expected = {
-      {0, "a3817f04ba25a8e66df67214c7550293"},   {1, "da87c1d86b99af44347659119b22fc45"},
-      {7, "a1f1ebbed8dbc153c0b84aa61ff08239"},   {8, "3b62a9ba6258f5610f83e264f31497b4"},
-      {15, "5493e99933b0a8117e08ec0f97cfc3d9"},  {16, "6ee2a4ca67b054bbfd3315bf85230577"},
-      {63, "5150d1772f50834a503e069a973fbd7c"},  {64, "1eaf077dc0d4cd3f8cad4d383658a74b"},
-      {80, "d2c76ae17a4370f858fba4795a0df822"},  {96, "e79731444673d4420110d764da2768ca"},
-      {200, "7c5853f4ed12ff9d836a79bc4047022d"},
+      {0, "e77ebcb22788a5befd62db6add303001"},   {1, "fc6f370460d3eda85e0573cc2b2ff063"},
+      {7, "1084b923f2aae0c3a62f2ec80848ab77"},   {8, "aa12fee1d5e3dab4724f16ab35f9c799"},
+      {15, "c17e5505b2bd526c2921cdec1e7e0109"},  {16, "d0a8d95715518eebb513b0f83d9e1793"},
+      {63, "4c5800e34efe426f079f6b0aa75260ad"},  {64, "1253def24b4aa5364ec8a759ba6a66c2"},
+      {80, "c84c3733beccc694066a271a4c4a73f0"},  {96, "b427cf98051bafe1efcd679ca30e0267"},
+      {200, "59301d38dad5fb4a7d555582d6b70ee6"},
   };
   for (const auto& [size, digest] : expected) {
     EXPECT_EQ(hex(sip(message.data(), size)), digest) << size << " bytes";

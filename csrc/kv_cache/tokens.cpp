@@ -1,0 +1,14 @@
+#include "kv_cache/tokens.h"
+
+namespace vllm_kernels::kv_cache {
+
+bool narrow_tokens(std::span<const int64_t> values, int32_t* tokens) noexcept {
+  int64_t lost = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    tokens[i] = static_cast<int32_t>(values[i]);
+    lost |= values[i] ^ tokens[i];
+  }
+  return lost == 0;
+}
+
+}  // namespace vllm_kernels::kv_cache

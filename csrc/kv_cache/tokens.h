@@ -1,0 +1,15 @@
+// Token ids as the manager keeps them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "export.h"
+
+namespace vllm_kernels::kv_cache {
+
+// Writes int64 ids as int32, [values.size()]. False: one does not fit.
+VLLM_KERNELS_EXPORT bool narrow_tokens(std::span<const int64_t> values, int32_t* tokens) noexcept;
+
+}  // namespace vllm_kernels::kv_cache
