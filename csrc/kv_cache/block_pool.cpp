@@ -57,6 +57,8 @@ int32_t BlockPool::take(int32_t& evicted) {
     ++num_evictions_;
   }
   unlink(block);
+  __builtin_prefetch(&blocks_[blocks_[block].content == kNoContent ? blocks_[empty_head()].next
+                                                                   : blocks_[cached_head()].next]);
   evicted = blocks_[block].content;
   blocks_[block].content = kNoContent;
   blocks_[block].references = 1;

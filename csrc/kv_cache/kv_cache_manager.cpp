@@ -254,13 +254,13 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
   if (needed > pool_.num_free()) throw OutOfBlocks("allocate", needed, pool_.num_free());
   reserve_sequences(added.size());
   reserve_events(0, record_events_ ? needed : 0);
+  evicted_.reserve(needed);
   for (Sequence& sequence : added) {
     sequence.blocks.reserve(blocks_for(sequence.num_tokens) * num_groups());
   }
 
   for (Sequence& sequence : added) {
-    const int64_t count = blocks_for(sequence.num_tokens) * num_groups();
-    for (int64_t i = 0; i < count; ++i) sequence.blocks.push_back(take_block());
+    take_blocks(blocks_for(sequence.num_tokens) * num_groups(), sequence.blocks);
     if (cache_) cache_->hold(sequence.node = cache_->default_root());
     push_sequence(std::move(sequence));
   }
@@ -306,6 +306,7 @@ void KVCacheManager::fork(int64_t parent, int64_t child) {
     if (!is_null(block)) pool_.add_reference(block);
   }
   if (follows(copy)) cache_->hold(copy.node);
+  sequences_[position].own_tail = false;
   push_sequence(std::move(copy));
 }
 
@@ -317,6 +318,7 @@ KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
   copy.blocks.assign(parent.blocks.begin(), parent.blocks.begin() + used);
   copy.node = parent.node;
   copy.num_hashed = parent.num_hashed;
+  copy.own_tail = false;
   if (follows(parent)) copy.tail.reserve(block_size_);
   copy.tail.assign(parent.tail.begin(), parent.tail.end());
   copy.extras = parent.extras;
@@ -374,6 +376,7 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
   for (size_t i = 0; i < replacements.size(); ++i) {
     if (batch_[i].num_tokens == batch_[i].position) continue;
     Sequence& sequence = sequences_[batch_[i].position];
+    sequences_[batch_[i].num_tokens].own_tail = sequence.own_tail = false;
     drop_entries(sequence, 0);
     if (follows(sequence)) cache_->drop(sequence.node);
     Sequence& replacement = replacements[i];
@@ -423,6 +426,7 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
   }
   for (const BatchItem& item : batch_) {
     Sequence& sequence = sequences_[item.position];
+    if (item.num_tokens < sequence.num_tokens) sequence.own_tail = false;
     sequence.num_tokens = item.num_tokens;
     drop_entries(sequence, blocks_for(item.num_tokens));
     if (follows(sequence) && item.num_tokens < known(sequence)) {

@@ -193,6 +193,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     uint64_t serial = 0;          // no other sequence of this process has it
     int64_t edits = 0;            // of table entries that were there before
     bool swapped = false;
+    // The partly filled last block is surely held by nobody else and not findable: appending needs
+    // no look at it. False: perhaps not.
+    bool own_tail = true;
     // What is known of its tokens, if `node` is not kNone: num_hashed blocks, and the tail.
     int32_t node = PrefixCache::kNone;                      // of the last hashed block, or a root
     int64_t num_hashed = 0;                                 // blocks
@@ -249,6 +252,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void check_group(const char* call, int64_t group) const;
   void check_new(const char* call, const char* argument, int64_t id) const;
   void check_visible(const Sequence& sequence, int64_t num_tokens) const;
+  static constexpr size_t kPrefetched = 12;  // items of a batch ahead
+
   Sequence share(const Sequence& parent) const;
   void check_tokens_of(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
 
@@ -258,7 +263,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
                std::span<const int64_t> counts, Where where = Where::kDevice);
   void check_where(const char* call, const Sequence& sequence, Where where) const;
   void check_lookahead(const char* call, int64_t lookahead) const;
-  void plan_append(const char* call, size_t copies_room, const AppendOptions& options);
+  int64_t plan_append(const char* call, size_t copies_room, const AppendOptions& options);
   int64_t count_copies();
   int64_t blocks_behind_window(const Sequence& sequence) const;
   void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
@@ -269,13 +274,16 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
 
   // Changes: cannot fail after the validation above.
-  int64_t commit_append(std::span<BlockCopy> copies, const AppendOptions& options);
+  int64_t commit_append(int64_t num_blocks, std::span<BlockCopy> copies,
+                        const AppendOptions& options);
   int64_t fill(std::span<BatchBuffers* const> buffers) const noexcept;
   int64_t fill(BatchBuffers& buffers, int64_t group) const noexcept;
   void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
   void release_behind_window(Sequence& sequence);
+  void prefetch_sequence(size_t item) const noexcept;
+  void prefetch_memory_of(size_t item) const noexcept;
   void drop_entries(Sequence& sequence, int64_t keep);
   void forget_tokens(Sequence& sequence, int64_t keep);
   void remove(int32_t position);
@@ -298,6 +306,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void unregister_block(int32_t block);
   void detach(int32_t block, int32_t node);
   int32_t take_block();
+  void take_blocks(int64_t count, std::vector<int32_t>& blocks);
   void clear_cache();
 
   // Swapping.
@@ -323,6 +332,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   uint64_t batch_number_ = 0;
   std::vector<BatchItem> batch_;        // scratch: the batch in work
   std::vector<int32_t> shared_tails_;   // scratch: its shared, partly filled last blocks
+  std::vector<int32_t> taken_;          // scratch: blocks for it, in reverse order
+  std::vector<int32_t> evicted_;        // scratch of take_blocks(): what they held
   mutable std::vector<Hash> hashes_;    // scratch of walk(): of the leading blocks
   mutable std::vector<int32_t> found_;  // scratch of walk(): their nodes, as far as there are
 

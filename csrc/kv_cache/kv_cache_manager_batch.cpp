@@ -77,8 +77,8 @@ int64_t KVCacheManager::append(std::span<const int64_t> ids, std::span<const int
                                std::span<BlockCopy> copies, const AppendOptions& options) {
   const auto guard = lock();
   resolve("append", ids, "num_tokens", num_tokens);
-  plan_append("append", copies.size(), options);
-  return commit_append(copies, options);
+  const int64_t blocks = plan_append("append", copies.size(), options);
+  return commit_append(blocks, copies, options);
 }
 
 int64_t KVCacheManager::build(std::span<const int64_t> ids,
@@ -97,8 +97,8 @@ int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64
   resolve("step", ids, "num_tokens", num_tokens);
   check_lookahead("step", options.lookahead);
   check_room("step", buffers, &options);
-  plan_append("step", copies.size(), options);
-  const int64_t count = commit_append(copies, options);
+  const int64_t blocks = plan_append("step", copies.size(), options);
+  const int64_t count = commit_append(blocks, copies, options);
   fill(buffers);
   return count;
 }
@@ -114,21 +114,39 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
   batch_.resize(ids.size());
   ++batch_number_;
   for (size_t i = 0; i < ids.size(); ++i) {
-    const int64_t id = ids[i];
-    const int32_t position = position_of(call, id);
-    Sequence& sequence = sequences_[position];
+    batch_[i] = {position_of(call, ids[i]), counts_name == nullptr ? 0 : counts[i]};
+  }
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    prefetch_sequence(i + kPrefetched);
+    Sequence& sequence = sequences_[batch_[i].position];
     if (sequence.batch == batch_number_) {
       throw DuplicateSequence(
-          concat(call, ": sequence_ids: expected distinct ids, got id ", id, " twice"));
+          concat(call, ": sequence_ids: expected distinct ids, got id ", sequence.id, " twice"));
     }
     sequence.batch = batch_number_;
     check_where(call, sequence, where);
-    batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
     if (batch_[i].num_tokens < 0) {
       throw InvalidArgument(concat(call, ": ", counts_name, ": expected >= 0, got ",
                                    batch_[i].num_tokens, " at index ", i));
     }
   }
+}
+
+// Starts to read an item's sequence, if there are that many.
+void KVCacheManager::prefetch_sequence(size_t item) const noexcept {
+  if (item >= batch_.size()) return;
+  const auto* bytes = reinterpret_cast<const char*>(&sequences_[batch_[item].position]);
+  __builtin_prefetch(bytes);
+  __builtin_prefetch(bytes + 64);
+  __builtin_prefetch(bytes + sizeof(Sequence) - 1);
+}
+
+// Starts to read where the sequence's next token will be kept, and its last blocks.
+void KVCacheManager::prefetch_memory_of(size_t item) const noexcept {
+  if (item >= batch_.size()) return;
+  const Sequence& sequence = sequences_[batch_[item].position];
+  __builtin_prefetch(sequence.tail.data() + sequence.tail.size());
+  __builtin_prefetch(sequence.blocks.data() + sequence.blocks.size() - 1);
 }
 
 void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const {
@@ -139,13 +157,15 @@ void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const 
 }
 
 // After this, commit_append() cannot fail: enough blocks are free, and everything has its room.
-void KVCacheManager::plan_append(const char* call, size_t copies_room,
-                                 const AppendOptions& options) {
+int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
+                                    const AppendOptions& options) {
   check_lookahead(call, options.lookahead);
   if (options.tokens) plan_tokens(call, *options.tokens, false);
   AppendPlan plan;
   shared_tails_.clear();
-  for (const BatchItem& item : batch_) {
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    prefetch_memory_of(i);
+    const BatchItem& item = batch_[i];
     const int64_t slots = item.num_tokens + options.lookahead;
     if (slots == 0) continue;
     const Sequence& sequence = sequences_[item.position];
@@ -158,7 +178,7 @@ void KVCacheManager::plan_append(const char* call, size_t copies_room,
     plan.blocks += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
     if (has_windows_) plan.freed += blocks_behind_window(sequence);
     const int64_t tail = block_of(sequence.num_tokens);
-    if (tail * block_size_ == sequence.num_tokens) continue;
+    if (sequence.own_tail || tail * block_size_ == sequence.num_tokens) continue;
     for (int64_t group = 0; group < num_groups(); ++group) {
       const int32_t block = sequence.blocks[tail * num_groups() + group];
       if (pool_.references(block) > 1) shared_tails_.push_back(block);
@@ -182,6 +202,8 @@ void KVCacheManager::plan_append(const char* call, size_t copies_room,
       blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
     }
   }
+  taken_.reserve(plan.blocks);
+  evicted_.reserve(plan.blocks);
   // A block that is taken may be evicted, a last block that is written to becomes unfindable; the
   // tokens' own events come on top, in plan_tokens' room.
   if (record_events_) {
@@ -190,6 +212,7 @@ void KVCacheManager::plan_append(const char* call, size_t copies_room,
         options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_size_ : 0;
     reserve_events((stored + tails) * num_groups(), plan.blocks + tails);
   }
+  return plan.blocks;
 }
 
 // Of the sharers in shared_tails_ that append, each gets a copy, but for the one left alone with
@@ -234,7 +257,8 @@ void KVCacheManager::release_behind_window(Sequence& sequence) {
   }
 }
 
-int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies, const AppendOptions& options) {
+int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> copies,
+                                      const AppendOptions& options) {
   if (has_windows_) {
     for (const BatchItem& item : batch_) {
       if (item.num_tokens + options.lookahead > 0) {
@@ -242,6 +266,14 @@ int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies, const AppendO
       }
     }
   }
+  taken_.clear();
+  take_blocks(num_blocks, taken_);
+  std::reverse(taken_.begin(), taken_.end());
+  const auto take = [this] {
+    const int32_t block = taken_.back();
+    taken_.pop_back();
+    return block;
+  };
   const int32_t* tokens = options.tokens ? options.tokens->data() : nullptr;
   int64_t num_copies = 0;
   for (const BatchItem& item : batch_) {
@@ -251,11 +283,11 @@ int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies, const AppendO
     std::vector<int32_t>& blocks = sequence.blocks;
     const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
     const int64_t tail = block_of(sequence.num_tokens);
-    if (tail * block_size_ != sequence.num_tokens) {
+    if (!sequence.own_tail && tail * block_size_ != sequence.num_tokens) {
       for (int64_t group = 0; group < num_groups(); ++group) {
         int32_t& block = blocks[tail * num_groups() + group];
         if (pool_.references(block) > 1) {
-          const int32_t source = std::exchange(block, take_block());
+          const int32_t source = std::exchange(block, take());
           copies[num_copies++] = {source, block};
           pool_.release(source);
           ++sequence.edits;
@@ -264,13 +296,16 @@ int64_t KVCacheManager::commit_append(std::span<BlockCopy> copies, const AppendO
         }
       }
     }
-    while (blocks.size() < wanted) blocks.push_back(take_block());
+    while (blocks.size() < wanted) blocks.push_back(take());
+    sequence.own_tail = true;
     sequence.num_tokens += item.num_tokens;
     if (tokens != nullptr) {
       if (follows(sequence)) add_tokens(sequence, tokens, item.num_tokens);
       tokens += item.num_tokens;
     }
   }
+  // What the plan counted for copies that were not needed, because a window gave a sharer's back.
+  for (; !taken_.empty(); taken_.pop_back()) pool_.release(taken_.back());
   num_copies_ += num_copies;
   return num_copies;
 }
@@ -331,7 +366,9 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcep
   before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
   int64_t row = 0;
-  for (const BatchItem& item : batch_) {
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    prefetch_memory_of(i + kPrefetched);
+    const BatchItem& item = batch_[i];
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);
     buffers.seq_lens[row] = static_cast<int32_t>(sequence.num_tokens);

@@ -204,6 +204,7 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
   needed += watermark(needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("allocate", needed, pool_.num_free());
   sequence.blocks.reserve(total * num_groups());
+  evicted_.reserve(taken);
   reserve_sequences(1);
   if (cache_) {
     const int64_t filled = block_of(sequence.num_tokens) - hits;
@@ -219,7 +220,7 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
       sequence.blocks.push_back(block);
     }
   }
-  for (int64_t i = 0; i < taken; ++i) sequence.blocks.push_back(take_block());
+  take_blocks(taken, sequence.blocks);
   Sequence& added = push_sequence(std::move(sequence));
   if (cache_) {
     if (hits > 0) added.node = found_[hits - 1];
@@ -298,6 +299,26 @@ int32_t KVCacheManager::take_block() {
   const int32_t block = pool_.take(evicted);
   if (evicted != BlockPool::kNoContent) detach(block, evicted);
   return block;
+}
+
+// As many calls of take_block(), in passes that start to read ahead what the next one needs: the
+// evicted nodes, and where they stand in the index. Room for the blocks and evicted_ is there.
+void KVCacheManager::take_blocks(int64_t count, std::vector<int32_t>& blocks) {
+  evicted_.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t evicted;
+    blocks.push_back(pool_.take(evicted));
+    evicted_.push_back(evicted);
+    if (evicted != BlockPool::kNoContent) cache_->prefetch_node(evicted);
+  }
+  for (const int32_t node : evicted_) {
+    if (node != BlockPool::kNoContent) cache_->prefetch(cache_->hash_of(node));
+  }
+  const int32_t* block = blocks.data() + blocks.size() - count;
+  for (const int32_t node : evicted_) {
+    if (node != BlockPool::kNoContent) detach(*block, node);
+    ++block;
+  }
 }
 
 void KVCacheManager::unregister_block(int32_t block) {

@@ -175,6 +175,7 @@ int64_t KVCacheManager::swap_in(std::span<const int64_t> ids, std::span<BlockCop
       found->claimed = true;
     }
     sequence.swapped = false;
+    sequence.own_tail = false;
     ++sequence.edits;
   }
   return num_copies;

@@ -54,6 +54,8 @@ class PrefixCache {
     if (!index_.empty()) __builtin_prefetch(&index_[home(tag_of(hash))]);
   }
 
+  void prefetch_node(int32_t node) const noexcept { __builtin_prefetch(record(node)); }
+
   // A sequence reaches or leaves a node.
   void hold(int32_t node) noexcept { ++header(node).holders; }
   void drop(int32_t node) noexcept;

@@ -16,13 +16,14 @@
 #include "kv_cache/kv_cache_manager.h"
 #include "python/kv_cache_arguments.h"
 #include "python/kv_cache_exceptions.h"
+#include "python/released_gil.h"
 
 namespace py = pybind11;
 
 namespace vllm_kernels::kv_cache {
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<ReleasedGil>;
 
 // --- results and calls ---
 
@@ -54,7 +55,7 @@ py::array collect_copies(size_t size, Call call) {
   CopyPairs pairs(size);
   int64_t count = 0;
   {
-    py::gil_scoped_release release;
+    const ReleasedGil released;
     count = call(pairs.room());
   }
   return std::move(pairs).keep(count);
@@ -140,7 +141,7 @@ int64_t allocate(KVCacheManager& self, int64_t id, py::handle tokens,
   }
   const TokensInput input(tokens, "allocate: tokens");
   const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
-  py::gil_scoped_release release;
+  const ReleasedGil released;
   return self.allocate(id, input.values(), num_new.value_or(kMaxTokens), keys);
 }
 
@@ -149,7 +150,7 @@ bool can_allocate(const KVCacheManager& self, py::handle tokens, py::handle salt
   if (is_integer(tokens)) return self.can_allocate(tokens.cast<int64_t>());
   const TokensInput input(tokens, "can_allocate: tokens");
   const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
-  py::gil_scoped_release release;
+  const ReleasedGil released;
   return self.can_allocate(input.values(), keys);
 }
 
@@ -157,7 +158,7 @@ int64_t match(const KVCacheManager& self, py::handle tokens, py::handle salt, py
               py::handle cache_dtype, const py::sequence& multimodal) {
   const TokensInput input(tokens, "match: tokens");
   const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
-  py::gil_scoped_release release;
+  const ReleasedGil released;
   return self.match(input.values(), keys);
 }
 
@@ -296,7 +297,7 @@ void bind_batches(Class& manager) {
           [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens) {
             const Int64Input ids(sequence_ids, "allocate: sequence_ids");
             const Int64Counts counts(num_tokens, "allocate: num_tokens", ids.values().size());
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             self.allocate(ids.values(), counts.values());
           },
           py::arg("sequence_ids"), py::arg("num_tokens"))
@@ -321,7 +322,7 @@ void bind_batches(Class& manager) {
             const Int64Input ids(sequence_ids, "record_tokens: sequence_ids");
             const Int64Counts counts(num_tokens, "record_tokens: num_tokens", ids.values().size());
             const TokensInput input(tokens, "record_tokens: tokens");
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             self.record_tokens(ids.values(), counts.values(), input.values());
           },
           py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("tokens"))
@@ -329,7 +330,7 @@ void bind_batches(Class& manager) {
           "free_batch",
           [](KVCacheManager& self, py::handle sequence_ids) {
             const Int64Input ids(sequence_ids, "free: sequence_ids");
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             self.free(ids.values());
           },
           py::arg("sequence_ids"))
@@ -338,7 +339,7 @@ void bind_batches(Class& manager) {
           [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens) {
             const Int64Input ids(sequence_ids, "truncate: sequence_ids");
             const Int64Counts counts(num_tokens, "truncate: num_tokens", ids.values().size());
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             self.truncate(ids.values(), counts.values());
           },
           py::arg("sequence_ids"), py::arg("num_tokens"))
@@ -347,7 +348,7 @@ void bind_batches(Class& manager) {
           [](KVCacheManager& self, py::handle sequence_ids, py::handle parent_ids) {
             const Int64Input ids(sequence_ids, "reorder: sequence_ids");
             const Int64Input parents(parent_ids, "reorder: parent_ids");
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             self.reorder(ids.values(), parents.values());
           },
           py::arg("sequence_ids"), py::arg("parent_ids"))
@@ -359,7 +360,7 @@ void bind_batches(Class& manager) {
             const Int64Counts counts(num_query_tokens, "build: num_query_tokens",
                                      ids.values().size());
             const std::vector<BatchBuffers*> groups = views(buffers);
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             return self.build(ids.values(), counts.values(), groups);
           },
           py::arg("sequence_ids"), py::arg("num_query_tokens"), py::arg("buffers"))
@@ -386,7 +387,7 @@ void bind_swapping(Class& manager) {
           "can_swap_out",
           [](KVCacheManager& self, py::handle sequence_ids) {
             const Int64Input ids(sequence_ids, "can_swap_out: sequence_ids");
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             return self.can_swap_out(ids.values());
           },
           py::arg("sequence_ids"))
@@ -394,7 +395,7 @@ void bind_swapping(Class& manager) {
           "can_swap_in",
           [](KVCacheManager& self, py::handle sequence_ids) {
             const Int64Input ids(sequence_ids, "can_swap_in: sequence_ids");
-            py::gil_scoped_release release;
+            const ReleasedGil released;
             return self.can_swap_in(ids.values());
           },
           py::arg("sequence_ids"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -254,6 +256,105 @@ def test_a_fork_of_the_process_is_refused() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     manager.append(1)
+
+
+def test_interpreter_shutdown_is_quiet() -> None:
+    program = """if True:
+        import threading, time
+        from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+        manager = KVCacheManager(4096, 4, events=True)
+        buffers = BatchBuffers.zeros(8, 64, 64)
+        manager.allocate(1, list(range(100)))
+
+        def work():
+            while True:
+                manager.step([1], 1, buffers)
+                manager.truncate(1, 100)
+
+        threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.05)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_tokens_come_as_lists_arrays_or_tensors() -> None:
+    manager = KVCacheManager(64, 4, hash_key=bytes(16))
+    prompt = list(range(1, 11))
+    arrays = [
+        np.array(prompt, np.int32),
+        np.array(prompt, np.int64),
+        np.array(prompt, ">i4"),
+        np.array([prompt, prompt]).T[:, 0],
+        np.frombuffer(b"x" + np.array(prompt, np.int32).tobytes(), np.int32, offset=1, count=10),
+        torch.tensor(prompt),
+        torch.tensor(prompt, dtype=torch.int32),
+        tuple(prompt),
+        range(1, 11),
+    ]
+    assert manager.allocate(0, prompt) == 0
+    for i, tokens in enumerate(arrays, 1):
+        assert manager.match(tokens) == 8
+        assert manager.allocate(i, tokens) == 8
+    assert manager.allocate(50, np.int64(3)) == 0 and manager.num_tokens(50) == 3
+    assert manager.allocate(51, []) == 0 and manager.num_tokens(51) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2**31]}, "allocate: tokens: expected values of int32, got 2147483648"),
+        ({"tokens": np.array([1.0])}, "allocate: tokens: expected int64 or int32 .* float64"),
+        ({"tokens": "1"}, "allocate: tokens: expected"),
+        ({"tokens": None}, "allocate: tokens: expected"),
+        ({"tokens": [[1]]}, r"allocate: tokens: expected .* of shape \[1, 1\]"),
+        ({"tokens": 4, "num_new": 2}, "num_new: expected None with a number of tokens"),
+        ({"tokens": -4}, "num_tokens: expected 0 to"),
+        ({"tokens": [1], "num_new": -1}, "num_new: expected >= 0, got -1"),
+        ({"tokens": [1], "salt": 5}, "salt: expected bytes, str or None, got int"),
+        ({"tokens": [1], "multimodal": [(0, 0, "x")]}, "multimodal: expected items of at least"),
+        ({"tokens": [1], "multimodal": [(0, 1)]}, "multimodal: expected items of .start"),
+    ],
+)
+def test_bad_prompts_are_refused(arguments: dict[str, Any], message: str) -> None:
+    manager = KVCacheManager(8, 4)
+    with pytest.raises(kv_cache.InvalidArgument, match=message):
+        manager.allocate(1, **arguments)
+    assert 1 not in manager and manager.num_free_blocks == 8
+
+
+def test_the_null_block_and_the_groups_are_told() -> None:
+    assert KVCacheManager(8, 4).null_block is None
+    assert KVCacheManager(8, 4, null_block=True).null_block == 0
+    manager = KVCacheManager(8, 4, windows=[None, 16])
+    assert (manager.null_block, manager.num_groups, manager.windows) == (0, 2, (0, 16))
+    assert manager.num_free_blocks == 7
+    with pytest.raises(kv_cache.InvalidArgument, match="null_block: expected None or True"):
+        KVCacheManager(8, 4, windows=[16], null_block=False)
+    with pytest.raises(kv_cache.InvalidArgument, match="hash_key: expected 16 bytes, got 3"):
+        KVCacheManager(8, 4, hash_key=b"abc")
+    manager.allocate(1, 5)
+    buffers = BatchBuffers.zeros(4, 4, 8)
+    with pytest.raises(kv_cache.InvalidArgument, match=r"buffers: expected 2 \(one a group"):
+        manager.build([1], 1, buffers)
+    with pytest.raises(kv_cache.InvalidArgument, match="group: expected 0 to 1, got 2"):
+        manager.block_table(1, group=2)
+
+
+def test_events_are_named() -> None:
+    manager = KVCacheManager(2, 2, events=True)
+    manager.allocate(1, [5, 6, 7])
+    (stored,) = manager.take_events()
+    assert isinstance(stored, kv_cache.BlockStored)
+    assert (stored.block, stored.group, stored.tokens) == (0, 0, [5, 6])
+    assert len(stored.block_hash) == len(stored.parent_hash) == 16
+    manager.free(1)
+    manager.allocate(2, 4)
+    assert manager.take_events() == [kv_cache.BlockRemoved(0, 0, stored.block_hash)]
+    manager.reset_prefix_cache()
+    assert manager.take_events() == [kv_cache.AllBlocksCleared()]
 
 
 def test_threads_share_one_manager() -> None:
