@@ -146,7 +146,7 @@ void KVCacheManager::prefetch_memory_of(size_t item) const noexcept {
   if (item >= batch_.size()) return;
   const Sequence& sequence = sequences_[batch_[item].position];
   __builtin_prefetch(sequence.tail.data() + sequence.tail.size());
-  __builtin_prefetch(sequence.blocks.data() + sequence.blocks.size() - 1);
+  if (!sequence.blocks.empty()) __builtin_prefetch(&sequence.blocks.back());
 }
 
 void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const {
