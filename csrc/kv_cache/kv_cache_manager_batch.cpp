@@ -114,7 +114,10 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
   batch_.resize(ids.size());
   ++batch_number_;
   for (size_t i = 0; i < ids.size(); ++i) {
-    batch_[i] = {position_of(call, ids[i]), counts_name == nullptr ? 0 : counts[i]};
+    const int64_t id = ids[i];
+    int32_t position = index_.find(id);
+    if (position == SequenceIndex::kAbsent) position = position_of(call, id);  // throws
+    batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
   }
   for (size_t i = 0; i < batch_.size(); ++i) {
     prefetch_sequence(i + kPrefetched);
