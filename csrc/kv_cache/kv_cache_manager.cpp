@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <limits>
 #include <random>
 #include <string>
 #include <utility>
@@ -223,11 +224,14 @@ bool KVCacheManager::can_allocate(int64_t num_tokens) const {
   return needed + watermark(needed) <= pool_.num_free();
 }
 
-void KVCacheManager::allocate(int64_t id, int64_t num_tokens) {
-  allocate(std::span(&id, 1), std::span(&num_tokens, 1));
+void KVCacheManager::allocate(int64_t id, int64_t num_tokens, const PrefixKeys& keys) {
+  allocate(std::span(&id, 1), std::span(&num_tokens, 1), keys);
 }
 
-void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens) {
+void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+                              const PrefixKeys& keys) {
+  check_items("allocate", keys.multimodal, kMaxTokens);
+  const auto extras = make_extras(keys);
   const auto guard = lock();
   if (ids.size() != num_tokens.size()) {
     throw InvalidArgument(concat("allocate: num_tokens: expected ", ids.size(),
@@ -241,8 +245,11 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     const int64_t id = added[i].id = sorted[i] = ids[i];
     const int64_t tokens = added[i].num_tokens = num_tokens[i];
     check_tokens("allocate", tokens);
+    check_items("allocate", keys.multimodal, tokens);
     check_new("allocate", "sequence", id);
-    needed += blocks_for(tokens) * num_groups();
+    if (__builtin_add_overflow(needed, blocks_for(tokens) * num_groups(), &needed)) {
+      throw InvalidArgument("allocate: num_tokens: expected blocks that an int64 can count");
+    }
   }
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
@@ -250,8 +257,10 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     throw DuplicateSequence(
         concat("allocate: sequence_ids: expected distinct ids, got id ", *twice, " twice"));
   }
-  needed += watermark(needed);
+  needed += std::min(watermark(needed), std::numeric_limits<int64_t>::max() - needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("allocate", needed, pool_.num_free());
+  std::optional<HeldRoot> root;
+  if (cache_) root.emplace(*cache_, cache_->find_or_add_root(encode_keys(keys)));
   reserve_sequences(added.size());
   reserve_events(0, record_events_ ? needed : 0);
   evicted_.reserve(needed);
@@ -261,7 +270,10 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
 
   for (Sequence& sequence : added) {
     take_blocks(blocks_for(sequence.num_tokens) * num_groups(), sequence.blocks);
-    if (cache_) cache_->hold(sequence.node = cache_->default_root());
+    if (cache_) {
+      cache_->hold(sequence.node = root->node());
+      sequence.extras = extras;
+    }
     push_sequence(std::move(sequence));
   }
 }

@@ -84,8 +84,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // --- one sequence ---
   // Whether allocate(id, num_tokens) would find enough free blocks.
   bool can_allocate(int64_t num_tokens) const;
-  // A new sequence of num_tokens >= 0 tokens. Throws DuplicateSequence, OutOfBlocks.
-  void allocate(int64_t id, int64_t num_tokens);
+  // A new sequence of num_tokens >= 0 tokens, whose ids may follow (record_tokens) and are then
+  // registered under these keys. Throws DuplicateSequence, OutOfBlocks.
+  void allocate(int64_t id, int64_t num_tokens, const PrefixKeys& keys = {});
   // Lengthens a sequence by num_tokens >= 0; at most one pair a group. Throws UnknownSequence,
   // OutOfBlocks.
   std::vector<BlockCopy> append(int64_t id, int64_t num_tokens, const AppendOptions& options = {});
@@ -127,7 +128,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   Events take_events();
 
   // --- many sequences in one call; arrays of one length ---
-  void allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens);
+  // The keys hold for all of them.
+  void allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+                const PrefixKeys& keys = {});
   // Writes the pairs to `copies` and returns how many; room for ids.size() * num_groups() is always
   // enough, and less is an error before anything changes if it does not do.
   int64_t append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "kv_cache/errors.h"
@@ -14,6 +15,53 @@ void require_size(const char* buffer, size_t got, int64_t expected, const char* 
   if (static_cast<int64_t>(got) != expected) {
     throw InvalidArgument(concat("buffers: ", buffer, ": expected ", expected, " elements (",
                                  meaning, "), got ", got));
+  }
+}
+
+struct Range {
+  const char* name;
+  const void* begin;
+  const void* end;
+  bool per_group;  // differs from group to group
+};
+using Ranges = std::array<Range, 5>;
+
+Ranges ranges_of(const BatchBuffers& buffers) {
+  const auto range = [](const char* name, const auto* data, int64_t size, bool per_group) {
+    return Range{name, data, data + size, per_group};
+  };
+  const auto whole = [&](const char* name, const auto& values, bool per_group) {
+    return range(name, values.data(), static_cast<int64_t>(values.size()), per_group);
+  };
+  const int64_t table_size =
+      buffers.max_sequences == 0
+          ? 0
+          : (buffers.max_sequences - 1) * buffers.row_stride + buffers.max_blocks;
+  return {range("block_tables", buffers.block_tables, table_size, true),
+          whole("seq_lens", buffers.seq_lens, false),
+          whole("query_start_loc", buffers.query_start_loc, false),
+          whole("slot_mapping", buffers.slot_mapping, true),
+          whole("positions", buffers.positions, false)};
+}
+
+bool overlap(const Range& left, const Range& right) {
+  const std::less<const void*> before;  // a total order, also across arrays
+  return before(left.begin, right.end) && before(right.begin, left.end);
+}
+
+// Of two groups: only what is the same for both may be the same memory.
+void check_apart(const BatchBuffers& first, const BatchBuffers& second) {
+  const Ranges ranges = ranges_of(first);
+  const Ranges others = ranges_of(second);
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    for (size_t j = 0; j < others.size(); ++j) {
+      const bool shared = i == j && !ranges[i].per_group && ranges[i].begin == others[j].begin;
+      if (!shared && overlap(ranges[i], others[j])) {
+        throw InvalidArgument(concat("buffers: ", others[j].name,
+                                     ": expected memory of its own, got memory that overlaps ",
+                                     ranges[i].name, " of another group"));
+      }
+    }
   }
 }
 
@@ -35,28 +83,10 @@ void check_buffers(const BatchBuffers& buffers) {
                  static_cast<int64_t>(buffers.slot_mapping.size()), "as slot_mapping");
   }
 
-  struct Range {
-    const char* name;
-    const void* begin;
-    const void* end;
-  };
-  const auto range = [](const char* name, const auto* data, int64_t size) {
-    return Range{name, data, data + size};
-  };
-  const int64_t table_size =
-      buffers.max_sequences == 0
-          ? 0
-          : (buffers.max_sequences - 1) * buffers.row_stride + buffers.max_blocks;
-  const std::array<Range, 5> ranges = {
-      range("block_tables", buffers.block_tables, table_size),
-      range("seq_lens", buffers.seq_lens.data(), buffers.seq_lens.size()),
-      range("query_start_loc", buffers.query_start_loc.data(), buffers.query_start_loc.size()),
-      range("slot_mapping", buffers.slot_mapping.data(), buffers.slot_mapping.size()),
-      range("positions", buffers.positions.data(), buffers.positions.size())};
-  const std::less<const void*> before;  // a total order, also across arrays
+  const Ranges ranges = ranges_of(buffers);
   for (size_t i = 0; i < ranges.size(); ++i) {
     for (size_t j = i + 1; j < ranges.size(); ++j) {
-      if (before(ranges[i].begin, ranges[j].end) && before(ranges[j].begin, ranges[i].end)) {
+      if (overlap(ranges[i], ranges[j])) {
         throw InvalidArgument(concat("buffers: ", ranges[j].name,
                                      ": expected memory of its own, got memory that overlaps ",
                                      ranges[i].name));
@@ -169,8 +199,6 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
   for (size_t i = 0; i < batch_.size(); ++i) {
     prefetch_memory_of(i);
     const BatchItem& item = batch_[i];
-    const int64_t slots = item.num_tokens + options.lookahead;
-    if (slots == 0) continue;
     const Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > kMaxTokens - options.lookahead - sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
@@ -178,6 +206,8 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
                                    " (sequence ", sequence.id, " has ", sequence.num_tokens,
                                    "), got ", item.num_tokens));
     }
+    const int64_t slots = item.num_tokens + options.lookahead;
+    if (slots == 0) continue;
     plan.blocks += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
     if (has_windows_) plan.freed += blocks_behind_window(sequence);
     const int64_t tail = block_of(sequence.num_tokens);
@@ -207,8 +237,8 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
   }
   taken_.reserve(plan.blocks);
   evicted_.reserve(plan.blocks);
-  // A block that is taken may be evicted, a last block that is written to becomes unfindable; the
-  // tokens' own events come on top, in plan_tokens' room.
+  // A block that is taken may be evicted, a last block that is written to becomes unfindable, and
+  // the tokens fill blocks. One room for all: that of plan_tokens is not added to it.
   if (record_events_) {
     const auto tails = static_cast<int64_t>(batch_.size()) * num_groups();
     const int64_t stored =
@@ -323,8 +353,16 @@ void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const>
   const auto num_sequences = static_cast<int64_t>(batch_.size());
   int64_t max_tokens = kMaxTokens;
   int64_t max_blocks = kMaxTokens;
-  for (BatchBuffers* group : buffers) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const BatchBuffers* group = buffers[i];
     check_buffers(*group);
+    for (size_t j = 0; j < i; ++j) {
+      if (group == buffers[j]) {
+        throw InvalidArgument(
+            concat(call, ": buffers: expected each once, got those of another group at ", i));
+      }
+      check_apart(*buffers[j], *group);
+    }
     if (num_sequences > group->max_sequences) {
       throw InvalidArgument(concat(call, ": sequence_ids: expected at most ", group->max_sequences,
                                    " (rows of block_tables), got ", num_sequences));
@@ -388,10 +426,11 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcep
       if (is_null(block)) {
         std::fill_n(slots, count, -1);
       } else {
-        for (int64_t i = 0; i < count; ++i) slots[i] = block * block_size_ + offset + i;
+        const int64_t first = block * block_size_ + offset;
+        std::iota(slots, slots + count, first);
       }
       if (with_positions) {
-        for (int64_t i = 0; i < count; ++i) buffers.positions[written + i] = token + i;
+        std::iota(&buffers.positions[written], &buffers.positions[written] + count, token);
       }
       written += count;
       token += count;
@@ -424,14 +463,14 @@ void KVCacheManager::fill_row(BatchBuffers& buffers, int64_t row, const Sequence
 // Behind `rows` rows and `tokens` tokens, where the last batch left something else.
 void KVCacheManager::fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept {
   WrittenBatch& before = buffers.written;
-  const auto fill = [](auto& values, int64_t first, int64_t last, auto value) {
+  const auto set = [](auto& values, int64_t first, int64_t last, auto value) {
     if (first < last) std::fill(values.begin() + first, values.begin() + last, value);
   };
-  fill(buffers.seq_lens, rows, before.num_sequences, 0);
+  set(buffers.seq_lens, rows, before.num_sequences, 0);
   const int64_t starts = tokens == before.num_tokens ? before.num_sequences : buffers.max_sequences;
-  fill(buffers.query_start_loc, rows, starts + 1, static_cast<int32_t>(tokens));
-  fill(buffers.slot_mapping, tokens, before.num_tokens, int64_t{-1});
-  if (!buffers.positions.empty()) fill(buffers.positions, tokens, before.num_tokens, int64_t{0});
+  set(buffers.query_start_loc, rows, starts + 1, static_cast<int32_t>(tokens));
+  set(buffers.slot_mapping, tokens, before.num_tokens, int64_t{-1});
+  if (!buffers.positions.empty()) set(buffers.positions, tokens, before.num_tokens, int64_t{0});
   before.num_sequences = rows;
   before.num_tokens = tokens;
 }

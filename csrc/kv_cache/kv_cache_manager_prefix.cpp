@@ -12,28 +12,6 @@ namespace {
 constexpr int32_t kNone = PrefixCache::kNone;
 constexpr int64_t kHashedAtOnce = 64;  // blocks, before the first of them is looked for
 
-// Keeps a root alive while it is not known yet whether the sequence will be.
-class HeldRoot {
- public:
-  HeldRoot(PrefixCache& cache, int32_t root) : cache_(cache), root_(root) { cache_.hold(root_); }
-  ~HeldRoot() { cache_.drop(root_); }
-  HeldRoot(const HeldRoot&) = delete;
-
- private:
-  PrefixCache& cache_;
-  int32_t root_;
-};
-
-void check_items(const std::vector<MultimodalItem>& items) {
-  for (const MultimodalItem& item : items) {
-    if (item.start < 0 || item.num_tokens < 1 || item.start > kMaxTokens ||
-        item.num_tokens > kMaxTokens - item.start) {
-      throw InvalidArgument(concat("multimodal: expected items of at least one token within ",
-                                   kMaxTokens, ", got ", item.num_tokens, " from ", item.start));
-    }
-  }
-}
-
 void check_size(const char* call, size_t size) {
   if (size > static_cast<size_t>(kMaxTokens)) {
     throw InvalidArgument(concat(call, ": tokens: expected at most ", kMaxTokens, ", got ", size));
@@ -42,21 +20,31 @@ void check_size(const char* call, size_t size) {
 
 }  // namespace
 
-// Extra bytes of every block that an item reaches into, ascending; null if there are none.
+// Extra bytes of every block that an item reaches into, ascending; null if there are none. The
+// items may come in any order, but not overlap, so that the work grows with their tokens only.
 std::shared_ptr<const std::vector<KVCacheManager::BlockExtra>> KVCacheManager::make_extras(
     const PrefixKeys& keys) const {
   if (keys.multimodal.empty()) return nullptr;
-  std::vector<int64_t> indices;
-  for (const MultimodalItem& item : keys.multimodal) {
-    const int64_t last = block_of(item.start + item.num_tokens - 1);
-    for (int64_t index = block_of(item.start); index <= last; ++index) indices.push_back(index);
-  }
-  std::sort(indices.begin(), indices.end());
-  indices.erase(std::unique(indices.begin(), indices.end()), indices.end());
+  std::vector<const MultimodalItem*> items;
+  for (const MultimodalItem& item : keys.multimodal) items.push_back(&item);
+  std::sort(items.begin(), items.end(),
+            [](const auto* left, const auto* right) { return left->start < right->start; });
   auto extras = std::make_shared<std::vector<BlockExtra>>();
-  for (const int64_t index : indices) {
-    extras->push_back({index, std::make_shared<const std::string>(
-                                  encode_items(keys.multimodal, index, block_size_))});
+  std::shared_ptr<std::string> bytes;  // of the last of them
+  int64_t end = 0;                     // of the item before
+  for (const MultimodalItem* item : items) {
+    if (item->start < end) {
+      throw InvalidArgument(concat("multimodal: expected items that do not overlap, got one from ",
+                                   item->start, " behind one up to ", end));
+    }
+    end = item->start + item->num_tokens;
+    for (int64_t index = block_of(item->start); index <= block_of(end - 1); ++index) {
+      if (extras->empty() || extras->back().index != index) {
+        bytes = std::make_shared<std::string>();
+        extras->push_back({index, bytes});
+      }
+      append_item(*bytes, *item, index * block_size_);
+    }
   }
   return extras;
 }
@@ -153,22 +141,22 @@ int64_t KVCacheManager::look_up(int32_t root, std::span<const int32_t> tokens,
 }
 
 int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
-  const auto guard = lock();
   check_size("match", tokens.size());
-  check_items(keys.multimodal);
-  if (!cache_) return 0;
+  check_items("match", keys.multimodal, static_cast<int64_t>(tokens.size()));
   const auto extras = make_extras(keys);
+  const auto guard = lock();
+  if (!cache_) return 0;
   return look_up(cache_->find_root(encode_keys(keys)), tokens, extras.get()) * block_size_;
 }
 
 bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
-  const auto guard = lock();
   check_size("can_allocate", tokens.size());
-  check_items(keys.multimodal);
+  check_items("can_allocate", keys.multimodal, static_cast<int64_t>(tokens.size()));
+  const auto extras = make_extras(keys);
+  const auto guard = lock();
   int64_t hits = 0;
   int64_t needed = blocks_for(static_cast<int64_t>(tokens.size())) * num_groups();
   if (cache_) {
-    const auto extras = make_extras(keys);
     hits = look_up(cache_->find_root(encode_keys(keys)), tokens, extras.get());
     needed += revived_blocks(hits) - hits * num_groups();
   }
@@ -177,9 +165,10 @@ bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixK
 
 int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, int64_t num_new,
                                  const PrefixKeys& keys) {
-  const auto guard = lock();
   check_size("allocate", tokens.size());
-  check_items(keys.multimodal);
+  check_items("allocate", keys.multimodal, static_cast<int64_t>(tokens.size()));
+  auto extras = make_extras(keys);
+  const auto guard = lock();
   check_new("allocate", "sequence", id);
   if (num_new < 0) {
     throw InvalidArgument(concat("allocate: num_new: expected >= 0, got ", num_new));
@@ -192,7 +181,7 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
   if (cache_) {
     sequence.node = cache_->find_or_add_root(encode_keys(keys));
     root.emplace(*cache_, sequence.node);
-    sequence.extras = make_extras(keys);
+    sequence.extras = std::move(extras);
     hits = look_up(sequence.node, tokens, sequence.extras.get());
     sequence.tail.reserve(block_size_);
   }
@@ -212,7 +201,10 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
     reserve_events(filled * num_groups(), taken);
   }
 
-  // What is found first, so that no block of it is given out.
+  // What is found first, so that no block of it is given out; and its node, which may have no block
+  // left when a window of one token wants none.
+  if (hits > 0) sequence.node = found_[hits - 1];
+  if (cache_) cache_->hold(sequence.node);
   for (int64_t i = 0; i < hits; ++i) {
     for (int64_t group = 0; group < num_groups(); ++group) {
       const int32_t block = hit_block(i, hits, group);
@@ -223,8 +215,6 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
   take_blocks(taken, sequence.blocks);
   Sequence& added = push_sequence(std::move(sequence));
   if (cache_) {
-    if (hits > 0) added.node = found_[hits - 1];
-    cache_->hold(added.node);
     added.num_hashed = hits;
     const int64_t found = hits * block_size_;
     add_tokens(added, tokens.data() + found, added.num_tokens - found, hashes_);

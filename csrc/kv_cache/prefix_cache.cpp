@@ -38,19 +38,23 @@ std::string encode_keys(const PrefixKeys& keys) {
   return bytes;
 }
 
-std::string encode_items(const std::vector<MultimodalItem>& items, int64_t index,
-                         int64_t block_size) {
-  std::string bytes;
-  const int64_t begin = index * block_size;
+void append_item(std::string& bytes, const MultimodalItem& item, int64_t begin) {
+  bytes += 'm';
+  append_bytes(bytes, item.start - begin);
+  append_bytes(bytes, item.num_tokens);
+  append_bytes(bytes, static_cast<int64_t>(item.digest.size()));
+  bytes += item.digest;
+}
+
+void check_items(const char* call, const std::vector<MultimodalItem>& items, int64_t num_tokens) {
   for (const MultimodalItem& item : items) {
-    if (item.start >= begin + block_size || item.start + item.num_tokens <= begin) continue;
-    bytes += 'm';
-    append_bytes(bytes, item.start - begin);
-    append_bytes(bytes, item.num_tokens);
-    append_bytes(bytes, static_cast<int64_t>(item.digest.size()));
-    bytes += item.digest;
+    if (item.start < 0 || item.num_tokens < 1 || item.start > num_tokens ||
+        item.num_tokens > num_tokens - item.start) {
+      throw InvalidArgument(concat(call, ": multimodal: expected items of at least one token ",
+                                   "within the ", num_tokens, " tokens, got ", item.num_tokens,
+                                   " from ", item.start));
+    }
   }
-  return bytes;
 }
 
 PrefixCache::PrefixCache(int64_t block_size, int64_t num_groups, const HashKey& key, int hash_bits)

@@ -133,10 +133,25 @@ class PrefixCache {
   std::unique_ptr<uint8_t[]> message_;  // scratch of hash()
 };
 
+// Keeps a root alive while it is not known yet whether a sequence will.
+class HeldRoot {
+ public:
+  HeldRoot(PrefixCache& cache, int32_t root) : cache_(cache), root_(root) { cache_.hold(root_); }
+  ~HeldRoot() { cache_.drop(root_); }
+  HeldRoot(const HeldRoot&) = delete;
+
+  int32_t node() const noexcept { return root_; }
+
+ private:
+  PrefixCache& cache_;
+  int32_t root_;
+};
+
 // The keys but for multimodal items as tagged bytes: equal only if every field is.
 std::string encode_keys(const PrefixKeys& keys);
-// The part of the items that lies in block `index`; empty if none does.
-std::string encode_items(const std::vector<MultimodalItem>& items, int64_t index,
-                         int64_t block_size);
+// Adds an item to the extra bytes of a block that starts at token `begin`.
+void append_item(std::string& bytes, const MultimodalItem& item, int64_t begin);
+// Throws InvalidArgument unless each item has tokens and lies within the `num_tokens` first ones.
+void check_items(const char* call, const std::vector<MultimodalItem>& items, int64_t num_tokens);
 
 }  // namespace vllm_kernels::kv_cache

@@ -64,12 +64,15 @@ py::array collect_copies(size_t size, Call call) {
 py::array slots_of(const KVCacheManager& manager, int64_t id, int64_t start,
                    std::optional<int64_t> num_tokens, int64_t group) {
   const int64_t tokens = manager.num_tokens(id);
-  const int64_t count = num_tokens.value_or(tokens - start);
-  // Before memory is asked for; the manager checks again, as the sequence may have changed since.
-  if (start < 0 || start > tokens || count < 0 || count > tokens - start) {
+  const auto check = [&](bool fits, int64_t count) {
+    if (fits) return;
     throw InvalidArgument(concat("slot_mapping: start, num_tokens: expected a range within ",
                                  tokens, " tokens, got ", count, " from ", start));
-  }
+  };
+  // Before memory is asked for; the manager checks again, as the sequence may have changed since.
+  check(start >= 0 && start <= tokens, num_tokens.value_or(0));
+  const int64_t count = num_tokens.value_or(tokens - start);
+  check(count >= 0 && count <= tokens - start, count);
   Int64Array slots(count);
   manager.slot_mapping(id, start, {slots.mutable_data(), static_cast<size_t>(count)}, group);
   return slots;
@@ -123,7 +126,9 @@ class AppendInput {
   AppendOptions options_;
 };
 
+// But for bools, which are refused as tokens.
 bool is_integer(py::handle object) {
+  if (PyBool_Check(object.ptr())) return false;
   return PyLong_Check(object.ptr()) != 0 ||
          (PyIndex_Check(object.ptr()) != 0 && py::hasattr(object, "ndim") &&
           object.attr("ndim").cast<int>() == 0);
@@ -132,24 +137,26 @@ bool is_integer(py::handle object) {
 int64_t allocate(KVCacheManager& self, int64_t id, py::handle tokens,
                  std::optional<int64_t> num_new, py::handle salt, py::handle adapter,
                  py::handle cache_dtype, const py::sequence& multimodal) {
+  const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
   if (is_integer(tokens)) {
     if (num_new) {
       throw InvalidArgument("allocate: num_new: expected None with a number of tokens");
     }
-    self.allocate(id, tokens.cast<int64_t>());
+    self.allocate(id, integer_of(tokens, "allocate: tokens"), keys);
     return 0;
   }
   const TokensInput input(tokens, "allocate: tokens");
-  const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
   const ReleasedGil released;
   return self.allocate(id, input.values(), num_new.value_or(kMaxTokens), keys);
 }
 
 bool can_allocate(const KVCacheManager& self, py::handle tokens, py::handle salt,
                   py::handle adapter, py::handle cache_dtype, const py::sequence& multimodal) {
-  if (is_integer(tokens)) return self.can_allocate(tokens.cast<int64_t>());
-  const TokensInput input(tokens, "can_allocate: tokens");
   const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
+  if (is_integer(tokens)) {
+    return self.can_allocate(integer_of(tokens, "can_allocate: tokens"));
+  }
+  const TokensInput input(tokens, "can_allocate: tokens");
   const ReleasedGil released;
   return self.can_allocate(input.values(), keys);
 }

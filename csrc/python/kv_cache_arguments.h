@@ -142,15 +142,22 @@ class TokensInput {
   std::vector<int32_t> tokens_;
 };
 
+// An int or a NumPy integer.
+inline int64_t integer_of(py::handle object, const char* name) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  if (!index) throw py::error_already_set();
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) throw InvalidArgument(concat(name, ": expected an int64, got more bits"));
+  return value;
+}
+
 // One value for each of `size` sequences: an int that holds for all of them, or an Int64Input.
 class Int64Counts {
  public:
   Int64Counts(py::handle object, const char* name, size_t size) {
-    if (PyLong_Check(object.ptr())) {
-      int overflow = 0;
-      const int64_t value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
-      if (overflow != 0) throw InvalidArgument(concat(name, ": expected an int64, got more bits"));
-      same_.assign(size, value);
+    if (PyLong_Check(object.ptr()) && !PyBool_Check(object.ptr())) {
+      same_.assign(size, integer_of(object, name));
       return;
     }
     if (PyList_Check(object.ptr())) {
@@ -245,13 +252,25 @@ struct OwnedBuffers {
   BatchBuffers view;
 };
 
-// Text or bytes, or nothing.
+// Bytes, or text as UTF-8.
+inline std::string bytes_of(py::handle object, const char* name, const char* expected) {
+  if (py::isinstance<py::bytes>(object)) return object.cast<std::string>();
+  if (!py::isinstance<py::str>(object)) {
+    throw InvalidArgument(concat(name, ": expected ", expected, ", got ", type_name(object)));
+  }
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (text == nullptr) {
+    const py::error_already_set error;
+    if (!error.matches(PyExc_UnicodeEncodeError)) throw error;
+    throw InvalidArgument(concat(name, ": expected text that UTF-8 has, got a lone surrogate"));
+  }
+  return {text, static_cast<size_t>(size)};
+}
+
 inline std::optional<std::string> optional_bytes(py::handle object, const char* name) {
   if (object.is_none()) return std::nullopt;
-  if (!py::isinstance<py::str>(object) && !py::isinstance<py::bytes>(object)) {
-    throw InvalidArgument(concat(name, ": expected bytes, str or None, got ", type_name(object)));
-  }
-  return object.cast<std::string>();
+  return bytes_of(object, name, "bytes, str or None");
 }
 
 inline PrefixKeys prefix_keys(py::handle salt, py::handle adapter, py::handle cache_dtype,
@@ -260,12 +279,12 @@ inline PrefixKeys prefix_keys(py::handle salt, py::handle adapter, py::handle ca
                   .adapter = optional_bytes(adapter, "adapter"),
                   .cache_dtype = optional_bytes(cache_dtype, "cache_dtype"),
                   .multimodal = {}};
-  for (const py::handle item : multimodal) {
+  for (const py::object item : multimodal) {
     try {
       const auto [start, num_tokens, digest] =
           item.cast<std::tuple<int64_t, int64_t, py::object>>();
       keys.multimodal.push_back(
-          {start, num_tokens, optional_bytes(digest, "multimodal: digest").value_or("")});
+          {start, num_tokens, bytes_of(digest, "multimodal: digest", "bytes or str")});
     } catch (const py::cast_error&) {
       throw InvalidArgument(
           "multimodal: expected items of (start, num_tokens, digest), got something else");

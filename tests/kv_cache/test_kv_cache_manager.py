@@ -170,6 +170,7 @@ def test_integers_come_as_lists_arrays_or_tensors(ids: Any, count: Any) -> None:
         ("1", 1, "append: sequence_ids: expected"),
         ([2**70], 1, "append: sequence_ids: expected"),
         ([1], 2**70, "append: num_tokens: expected an int64"),
+        ([1], True, "append: num_tokens: expected int64 or int32 .* bool"),
         ([1], 1.5, "append: num_tokens: expected"),
         ([1], [1, 1], r"append: num_tokens: expected 1 elements \(as sequence_ids\), got 2"),
         ([1], -1, "append: num_tokens: expected >= 0, got -1 at index 0"),
@@ -312,6 +313,10 @@ def test_tokens_come_as_lists_arrays_or_tensors() -> None:
         ({"tokens": [[1]]}, r"allocate: tokens: expected .* of shape \[1, 1\]"),
         ({"tokens": 4, "num_new": 2}, "num_new: expected None with a number of tokens"),
         ({"tokens": -4}, "num_tokens: expected 0 to"),
+        ({"tokens": 2**70}, "allocate: tokens: expected an int64"),
+        ({"tokens": True}, "allocate: tokens: expected int64 or int32 .* bool"),
+        ({"tokens": [1], "salt": "\ud800"}, "salt: expected text that UTF-8 has"),
+        ({"tokens": [1], "multimodal": [(0, 2, "x")]}, "multimodal: expected items .* 1 tokens"),
         ({"tokens": [1], "num_new": -1}, "num_new: expected >= 0, got -1"),
         ({"tokens": [1], "salt": 5}, "salt: expected bytes, str or None, got int"),
         ({"tokens": [1], "multimodal": [(0, 0, "x")]}, "multimodal: expected items of at least"),
@@ -382,3 +387,80 @@ def test_threads_share_one_manager() -> None:
     assert not errors
     manager.check_integrity()
     assert manager.num_free_blocks == 4096
+
+
+# --- keys, items and groups ---
+
+
+def test_a_number_of_tokens_keeps_its_keys() -> None:
+    manager = KVCacheManager(64, 4)
+    keys: dict[str, Any] = {
+        "salt": "tenant",
+        "adapter": "lora",
+        "cache_dtype": "fp8",
+        "multimodal": [(1, 3, "cat")],
+    }
+    manager.allocate(1, 9, **keys)
+    manager.record_tokens([1], [9], list(range(9)))
+    assert manager.match(list(range(9))) == 0
+    assert manager.match(list(range(9)), **keys) == 8
+    for name, other in {**dict.fromkeys(keys, "x"), "multimodal": [(1, 3, "dog")]}.items():
+        assert manager.match(list(range(9)), **{**keys, name: other}) == 0
+    with pytest.raises(kv_cache.InvalidArgument, match="salt: expected bytes, str or None"):
+        manager.can_allocate(4, salt=5)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("windows", [(1,), (1, 1)])
+def test_a_hit_that_needs_no_block_outlives_its_blocks(windows: tuple[int, ...]) -> None:
+    manager = KVCacheManager(1 + 3 * len(windows), 2, windows=windows)
+    manager.allocate(1, [0] * 6)
+    manager.free(1)
+    assert manager.allocate(2, [0] * 6 + [1] * 5) == 6
+    manager.check_integrity()
+
+
+def test_multimodal_items_may_be_made_on_the_way() -> None:
+    class Items:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> tuple[int, int, bytes]:
+            if i >= 3:
+                raise IndexError(i)
+            return (2 * i, 1, b"digest %d" % i * 10)
+
+    manager = KVCacheManager(16, 4)
+    tokens = list(range(9))
+    manager.allocate(1, tokens, multimodal=Items())
+    assert manager.match(tokens, multimodal=list(Items())) == 8
+    assert manager.match(tokens) == 0
+
+
+def test_groups_do_not_write_over_each_other() -> None:
+    manager = KVCacheManager(64, 4, windows=(None, 8))
+    manager.allocate(1, 5)
+    first, second = make_buffers(), make_buffers()
+    shared = {name: first[name] for name in ("seq_lens", "query_start_loc", "positions")}
+    groups = [BatchBuffers(**first), BatchBuffers(**{**second, **shared})]
+    assert manager.build([1], 5, groups) == 5  # these three are the same for all groups
+    assert groups[0].block_tables[0, :2].tolist() == manager.block_table(1).tolist()
+    assert groups[1].block_tables[0, :2].tolist() == manager.block_table(1, group=1).tolist()
+    for group in (
+        groups[0],
+        BatchBuffers(**{**second, "block_tables": first["block_tables"]}),
+        BatchBuffers(**{**second, "slot_mapping": first["slot_mapping"]}),
+        BatchBuffers(**{**second, "positions": first["slot_mapping"]}),
+    ):
+        with pytest.raises(kv_cache.InvalidArgument, match="buffers: .* of another group"):
+            manager.build([1], 5, [groups[0], group])
+        with pytest.raises(kv_cache.InvalidArgument, match="buffers: .* of another group"):
+            manager.step([1], 1, [groups[0], group])
+    assert manager.num_tokens(1) == 5
+
+
+def test_an_item_without_a_digest_is_refused() -> None:
+    manager = KVCacheManager(16, 4)
+    with pytest.raises(kv_cache.InvalidArgument, match="multimodal: digest: expected bytes or str"):
+        manager.allocate(1, list(range(9)), multimodal=[(0, 4, None)])
+    assert 1 not in manager

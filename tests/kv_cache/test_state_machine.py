@@ -46,7 +46,9 @@ class ManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 40),
         block_size=st.integers(1, 6),
         max_references=st.sampled_from([2, 3, MANY, MANY]),
-        windows=st.sampled_from([(None,), (None,), (None,), (5,), (None, 3), (4, None, 9)]),
+        windows=st.sampled_from(
+            [(None,), (None,), (None,), (1,), (1, 1), (2,), (5,), (None, 3), (4, None, 9)]
+        ),
         host=st.sampled_from([0, 5, 50]),
         watermark=st.sampled_from([0, 0, 2]),
         hash_bits=st.sampled_from([1, 3, 128]),
@@ -129,6 +131,11 @@ class ManagerMachine(RuleBasedStateMachine):
     ) -> None:
         new, model, manager = self.new_id(), self.model, self.manager
         arguments = {**keys, "multimodal": items}
+        if any(item.start + item.num_tokens > len(prompt) for item in items):
+            self.refused(
+                kv_cache.InvalidArgument, lambda: manager.allocate(new, prompt, **arguments)
+            )
+            return
         sequence = Sequence([], [], (tuple(sorted(keys.items())),), 0)
         numbers = model.number_prompt(sequence, prompt, items)
         cached, needed = model.needed_to_allocate(numbers, MANY if num_new is None else num_new)

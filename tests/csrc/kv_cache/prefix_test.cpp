@@ -135,9 +135,25 @@ TEST(Prefix, MultimodalItemsAreThePartOfTheBlocksTheyReachInto) {
   manager.free(2);
   manager.reset_prefix_cache();
   manager.check_integrity();
-  for (const auto& [start, size] : {std::pair<int64_t, int64_t>{-1, 2}, {0, 0}, {kMaxTokens, 1}}) {
+  for (const auto& [start, size] : {std::pair<int64_t, int64_t>{-1, 2}, {0, 0}, {kMaxTokens, 1}, {2, 3}}) {
     EXPECT_THROW(manager.allocate(3, range(4), kAll, with(start, size, "")), InvalidArgument);
+    EXPECT_THROW(manager.allocate(3, 4, with(start, size, "")), InvalidArgument);
+    EXPECT_THROW(manager.match(range(4), with(start, size, "")), InvalidArgument);
   }
+}
+
+TEST(Prefix, MultimodalItemsMayComeInAnyOrderButNotOverlap) {
+  KVCacheManager manager(small(40));
+  const MultimodalItem cat{.start = 1, .num_tokens = 5, .digest = "cat"};
+  const MultimodalItem dog{.start = 6, .num_tokens = 2, .digest = "dog"};
+  const auto with = [](std::vector<MultimodalItem> items) {
+    return PrefixKeys{.salt = {}, .adapter = {}, .cache_dtype = {}, .multimodal = std::move(items)};
+  };
+  manager.allocate(1, range(9), kAll, with({cat, dog}));
+  EXPECT_EQ(manager.match(range(9), with({dog, cat})), 8);
+  EXPECT_EQ(manager.match(range(9), with({cat})), 4);
+  EXPECT_THROW(manager.match(range(9), with({cat, cat})), InvalidArgument);
+  manager.check_integrity();
 }
 
 // Half of all blocks have the hash of another one: tokens, parents and extra bytes are compared.
