@@ -211,7 +211,8 @@ class KVCacheManager:
     given out, stands in the table instead.
 
     Threads: calls from several threads are safe; they run one after the other, batch calls without
-    the GIL. A fork of the process, a pickle or a copy of the manager is refused.
+    the GIL. One :class:`BatchBuffers` is for one thread at a time, ``invalidate`` and
+    ``changed_rows`` included. A fork of the process, a pickle or a copy of the manager is refused.
 
     Args:
         num_blocks: blocks of the cache, 1 to 2**31 - 3 (with a null block, that one included).
@@ -358,10 +359,12 @@ class KVCacheManager:
                 their number, >= 0: all blocks are new, and ids may follow by
                 :meth:`record_tokens`.
             num_new: slots for at most so many tokens beyond the cached ones (chunked prefill: 0,
-                and the chunks by :meth:`step` with ``tokens=``). None: for all of them.
+                and the chunks by :meth:`step` with ``tokens=``). None: for all of them. Blocks are
+                findable from when they are handed out, so 0 is best where a pass may not run.
             salt, adapter, cache_dtype: of a tenant, a LoRA adapter, a kind of cache: tokens are
                 only found by sequences with the same three.
-            multimodal: the items that placeholder tokens among all the sequence's tokens stand for.
+            multimodal: the items that placeholder tokens among ``tokens`` stand for, in any order,
+                within ``tokens`` and without overlap.
 
         Returns:
             How many leading tokens are cached already: whole blocks, and fewer than n. The
@@ -408,17 +411,24 @@ class KVCacheManager:
         """
         self._native.fork(parent_id, child_id)
 
-    def free(self, sequence_id: int) -> None:
+    def free(self, sequence_id: int, *, num_computed: int | None = None) -> None:
         """Forgets a sequence; blocks that no other one holds become free, the last one first.
+
+        Blocks whose tokens are known are findable from when they were handed out. Of a sequence
+        that is aborted before its passes have run, say how many leading tokens were computed
+        (``num_computed``, cached ones included): the blocks behind become unfindable, also those
+        that others hold meanwhile. None: all of them were.
 
         Raises:
             UnknownSequence: the id does not exist (any more).
+            InvalidArgument: ``num_computed`` is negative.
         """
-        self._native.free(sequence_id)
+        self._native.free(sequence_id, num_computed)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
         """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has, and drops
-        its lookahead (speculative decoding: the tokens that were not accepted).
+        its lookahead (speculative decoding: the tokens that were not accepted). Blocks whose tokens
+        were known stay findable until they are written again, computed or not: see :meth:`free`.
 
         Raises:
             UnknownSequence: the id does not exist.
@@ -495,7 +505,7 @@ class KVCacheManager:
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
             OutOfBlocks: too few blocks are free; those that windows give back count as free if no
-                other sequence holds them.
+                sequence outside of the batch holds them.
             InvalidArgument: a negative count, tokens for a sequence with earlier ones unknown, or
                 a sequence that is swapped out.
         """
@@ -508,7 +518,10 @@ class KVCacheManager:
         ``num_tokens[i]`` unknown ones (sampled tokens, where slots were handed out ahead).
 
         Args:
-            tokens: one sequence after the other, [sum of num_tokens].
+            tokens: one sequence after the other, [sum of num_tokens]. Sequences that share a block
+                (:meth:`fork` before its tokens are known) must be told the same ones: that is not
+                checked, and where they differ the first record is what later sequences find, while
+                :meth:`check_integrity` raises.
 
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
@@ -584,7 +597,7 @@ class KVCacheManager:
         return self._native.can_swap_out(sequence_ids)
 
     def can_swap_in(self, sequence_ids: Integers) -> bool:
-        """Whether enough blocks are free, the watermark included."""
+        """Whether enough blocks are free, the watermark included where other sequences run."""
         return self._native.can_swap_in(sequence_ids)
 
     def swap_out(self, sequence_ids: Integers) -> npt.NDArray[np.int64]:
@@ -597,7 +610,8 @@ class KVCacheManager:
 
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
-            InvalidArgument: one is swapped out already.
+            InvalidArgument: one is swapped out already; or another thread lengthened one meanwhile,
+                so that the pairs have no room ("copies"): nothing changed, call again.
             OutOfBlocks: too few host blocks are free.
         """
         return self._native.swap_out(sequence_ids)
@@ -618,7 +632,7 @@ class KVCacheManager:
     # Prefixes.
 
     def num_common_prefix_blocks(self, sequence_ids: Integers, *, group: int = 0) -> int:
-        """Leading blocks that are the same ones in all of the sequences (cascade attention)."""
+        """Leading blocks, filled, that are the same in all of the sequences (cascade attention)."""
         return self._native.num_common_prefix_blocks(sequence_ids, group)
 
     def evict_blocks(self, blocks: Integers) -> None:
@@ -633,10 +647,12 @@ class KVCacheManager:
 
     def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         """What happened to the prefix cache since the last call, in order; empty unless made with
-        ``events=True``. They pile up until they are taken."""
+        ``events=True``. They pile up until they are taken, by one thread at a time; an error
+        (no memory) leaves them there."""
         events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
-        for kind, *fields in self._native.take_events():
+        for kind, *fields in self._native.peek_events():
             events.append((BlockStored, BlockRemoved, AllBlocksCleared)[kind](*fields))
+        self._native.drop_events(len(events))
         return events
 
     # All sequences.

@@ -401,13 +401,32 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
   }
 }
 
-void KVCacheManager::free(int64_t id) {
-  free(std::span<const int64_t>(&id, 1));
+void KVCacheManager::free(int64_t id, int64_t num_computed) {
+  const auto guard = lock();
+  resolve("free", std::span(&id, 1), "num_computed", std::span(&num_computed, 1), Where::kAnywhere);
+  const Sequence& sequence = sequences_[batch_[0].position];
+  if (follows(sequence)) {
+    const int64_t uncomputed = sequence.num_hashed - block_of(num_computed);
+    reserve_events(0, std::max<int64_t>(0, uncomputed) * num_groups());
+    int32_t node = sequence.node;  // held, and with it those above
+    for (int64_t i = 0; i < uncomputed; ++i) {
+      for (int64_t group = 0; group < num_groups(); ++group) {
+        const int32_t block = cache_->block(node, group);
+        if (block != PrefixCache::kNone) unregister_block(block);
+      }
+      node = cache_->parent(node);
+    }
+  }
+  free_batch();
 }
 
 void KVCacheManager::free(std::span<const int64_t> ids) {
   const auto guard = lock();
   resolve("free", ids, nullptr, {}, Where::kAnywhere);
+  free_batch();
+}
+
+void KVCacheManager::free_batch() {
   for (const BatchItem& item : batch_) {
     Sequence& sequence = sequences_[item.position];
     drop_entries(sequence, 0);
@@ -501,7 +520,7 @@ void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
   BlockPool& pool = sequence.swapped ? *host_pool_ : pool_;
   for (; blocks.size() > wanted; blocks.pop_back()) {
     const int32_t block = blocks.back();
-    if (sequence.swapped ? block >= 0 : !is_null(block)) pool.release(block);
+    if (sequence.swapped ? block != kNoHostBlock : !is_null(block)) pool.release(block);
   }
 }
 

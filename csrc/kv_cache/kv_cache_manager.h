@@ -92,8 +92,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   std::vector<BlockCopy> append(int64_t id, int64_t num_tokens, const AppendOptions& options = {});
   // A new sequence `child` that shares all blocks of `parent`, those for lookahead excepted.
   void fork(int64_t parent, int64_t child);
-  // Forgets a sequence; blocks that nobody else holds become free, the last one first.
-  void free(int64_t id);
+  // Forgets a sequence; blocks that nobody else holds become free, the last one first. Blocks
+  // behind its first num_computed tokens become unfindable: no pass has filled them.
+  void free(int64_t id, int64_t num_computed = kMaxTokens);
   // Shortens a sequence to num_tokens in [0, its tokens], but not to where a window has passed.
   void truncate(int64_t id, int64_t num_tokens);
   bool contains(int64_t id) const;
@@ -118,7 +119,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // The ids of the next num_tokens[i] tokens of each sequence that has slots for them.
   void record_tokens(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                      std::span<const int32_t> tokens);
-  // Leading blocks that all sequences share (for cascade attention).
+  // Leading full blocks that all sequences share (for cascade attention).
   int64_t num_common_prefix_blocks(std::span<const int64_t> ids, int64_t group = 0) const;
   // Makes blocks unfindable; sequences that hold them keep them.
   void evict_blocks(std::span<const int64_t> blocks);
@@ -126,6 +127,10 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void reset_prefix_cache();
   // Events since the last call.
   Events take_events();
+  // The same in two halves, for a caller that may fail in between: a copy, and forgetting the first
+  // `count` of them. By one thread at a time.
+  Events peek_events() const;
+  void drop_events(size_t count);
 
   // --- many sequences in one call; arrays of one length ---
   // The keys hold for all of them.
@@ -268,7 +273,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void check_lookahead(const char* call, int64_t lookahead) const;
   int64_t plan_append(const char* call, size_t copies_room, const AppendOptions& options);
   int64_t count_copies();
-  int64_t blocks_behind_window(const Sequence& sequence) const;
+  void find_behind_window(const Sequence& sequence);
+  int64_t count_freed();
   void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
   void check_room(const char* call, std::span<BatchBuffers* const> buffers,
                   const AppendOptions* append) const;
@@ -289,6 +295,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void prefetch_memory_of(size_t item) const noexcept;
   void drop_entries(Sequence& sequence, int64_t keep);
   void forget_tokens(Sequence& sequence, int64_t keep);
+  void free_batch();
   void remove(int32_t position);
   Sequence& push_sequence(Sequence&& sequence);
 
@@ -335,6 +342,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   uint64_t batch_number_ = 0;
   std::vector<BatchItem> batch_;        // scratch: the batch in work
   std::vector<int32_t> shared_tails_;   // scratch: its shared, partly filled last blocks
+  std::vector<int32_t> behind_window_;  // scratch: blocks that its windows give back
   std::vector<int32_t> taken_;          // scratch: blocks for it, in reverse order
   std::vector<int32_t> evicted_;        // scratch of take_blocks(): what they held
   mutable std::vector<Hash> hashes_;    // scratch of walk(): of the leading blocks

@@ -196,6 +196,7 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
   if (options.tokens) plan_tokens(call, *options.tokens, false);
   AppendPlan plan;
   shared_tails_.clear();
+  behind_window_.clear();
   for (size_t i = 0; i < batch_.size(); ++i) {
     prefetch_memory_of(i);
     const BatchItem& item = batch_[i];
@@ -209,7 +210,7 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
     const int64_t slots = item.num_tokens + options.lookahead;
     if (slots == 0) continue;
     plan.blocks += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
-    if (has_windows_) plan.freed += blocks_behind_window(sequence);
+    if (has_windows_) find_behind_window(sequence);
     const int64_t tail = block_of(sequence.num_tokens);
     if (sequence.own_tail || tail * block_size_ == sequence.num_tokens) continue;
     for (int64_t group = 0; group < num_groups(); ++group) {
@@ -217,6 +218,7 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
       if (pool_.references(block) > 1) shared_tails_.push_back(block);
     }
   }
+  plan.freed = count_freed();
   plan.copies = count_copies();
   plan.blocks += plan.copies;
 
@@ -264,18 +266,29 @@ int64_t KVCacheManager::count_copies() {
   return copies;
 }
 
-// Blocks that become free when the window moves on; those that others hold too are left out,
-// although they may all be about to give them back.
-int64_t KVCacheManager::blocks_behind_window(const Sequence& sequence) const {
-  int64_t blocks = 0;
+// Blocks that the sequence gives back when its windows move on.
+void KVCacheManager::find_behind_window(const Sequence& sequence) {
   for (int64_t group = 0; group < num_groups(); ++group) {
     for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
       const int32_t block = sequence.blocks[i * num_groups() + group];
       if (is_null(block)) break;
-      blocks += pool_.references(block) == 1;
+      behind_window_.push_back(block);
     }
   }
-  return blocks;
+}
+
+// Of behind_window_, those that nobody outside of the batch holds.
+int64_t KVCacheManager::count_freed() {
+  std::sort(behind_window_.begin(), behind_window_.end());
+  int64_t freed = 0;
+  size_t first = 0;  // of those with the same block
+  for (size_t i = 0; i < behind_window_.size(); ++i) {
+    const int32_t block = behind_window_[i];
+    if (i + 1 < behind_window_.size() && behind_window_[i + 1] == block) continue;
+    freed += static_cast<int64_t>(i + 1 - first) == pool_.references(block);
+    first = i + 1;
+  }
+  return freed;
 }
 
 void KVCacheManager::release_behind_window(Sequence& sequence) {

@@ -121,7 +121,7 @@ void KVCacheManager::check_integrity() const {
     for (size_t entry = 0; entry < sequence.blocks.size(); ++entry) {
       const int32_t block = sequence.blocks[entry];
       const auto group = static_cast<int64_t>(entry) % num_groups();
-      if (sequence.swapped ? block == -1 : is_null(block)) {
+      if (sequence.swapped ? block == kNoHostBlock : is_null(block)) {
         require(
             static_cast<int64_t>(entry) / num_groups() < first_visible(sequence.num_tokens, group),
             "block that can be seen is missing", sequence.id);

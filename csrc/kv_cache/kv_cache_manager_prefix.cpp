@@ -399,9 +399,9 @@ int64_t KVCacheManager::num_common_prefix_blocks(std::span<const int64_t> ids,
     check_where("num_common_prefix_blocks", sequence, Where::kDevice);
     if (first == nullptr) {
       first = &sequence;
-      common = entries(sequence);
+      common = block_of(sequence.num_tokens);
     }
-    common = std::min(common, entries(sequence));
+    common = std::min(common, block_of(sequence.num_tokens));
     for (int64_t i = 0; i < common; ++i) {
       const int32_t block = sequence.blocks[i * num_groups() + group];
       if (is_null(block) || block != first->blocks[i * num_groups() + group]) common = i;
@@ -454,6 +454,21 @@ void KVCacheManager::clear_cache() {
 Events KVCacheManager::take_events() {
   const auto guard = lock();
   return std::exchange(events_, Events{});
+}
+
+Events KVCacheManager::peek_events() const {
+  const auto guard = lock();
+  return events_;
+}
+
+void KVCacheManager::drop_events(size_t count) {
+  const auto guard = lock();
+  auto& [events, tokens] = events_;
+  const auto last = events.begin() + static_cast<int64_t>(std::min(count, events.size()));
+  const auto stored = std::count_if(
+      events.begin(), last, [](const Event& event) { return event.kind == Event::Kind::kStored; });
+  events.erase(events.begin(), last);
+  tokens.erase(tokens.begin(), tokens.begin() + stored * block_size_);
 }
 
 }  // namespace vllm_kernels::kv_cache

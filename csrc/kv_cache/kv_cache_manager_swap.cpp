@@ -9,7 +9,6 @@ namespace vllm_kernels::kv_cache {
 namespace {
 
 constexpr int32_t kNone = PrefixCache::kNone;
-constexpr int32_t kNoHostBlock = -1;  // in a swapped table, for the null block
 
 void check_copies(const char* call, size_t needed, size_t room) {
   if (needed > room) {
@@ -125,7 +124,10 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(int64_t& needed) 
   }
   std::sort(revived.begin(), revived.end());
   needed += std::unique(revived.begin(), revived.end()) - revived.begin();
-  needed += watermark(needed);
+  // Where none runs, none is to grow meanwhile, and one that is larger than the rest gets in.
+  const bool some_run = std::any_of(sequences_.begin(), sequences_.end(),
+                                    [](const Sequence& sequence) { return !sequence.swapped; });
+  if (some_run) needed += watermark(needed);
   return swaps;
 }
 

@@ -24,6 +24,9 @@ inline constexpr int64_t kFullAttention = 0;
 // The block that stands in tables where a sliding window has passed; it never holds a token.
 inline constexpr int32_t kNullBlock = 0;
 
+// Stands for it in the table of a swapped sequence: every host block may hold tokens.
+inline constexpr int32_t kNoHostBlock = -1;
+
 using HashKey = std::array<uint8_t, 16>;
 
 struct Options {

@@ -88,8 +88,8 @@ py::bytes bytes_of(const Hash& hash) {
 }
 
 // Tuples of (kind, fields...), which the Python side names.
-py::list events_of(KVCacheManager& manager) {
-  const Events taken = manager.take_events();
+py::list events_of(const KVCacheManager& manager) {
+  const Events taken = manager.peek_events();
   const int32_t* tokens = taken.tokens.data();
   py::list events;
   for (const Event& event : taken.events) {
@@ -284,7 +284,12 @@ void bind_one_sequence(Class& manager) {
           py::arg("sequence_id"), py::arg("num_tokens") = 1, py::arg("tokens") = py::none(),
           py::arg("lookahead") = 0)
       .def("fork", &KVCacheManager::fork, py::arg("parent_id"), py::arg("child_id"))
-      .def("free", py::overload_cast<int64_t>(&KVCacheManager::free), py::arg("sequence_id"))
+      .def(
+          "free",
+          [](KVCacheManager& self, int64_t id, std::optional<int64_t> num_computed) {
+            self.free(id, num_computed.value_or(kMaxTokens));
+          },
+          py::arg("sequence_id"), py::arg("num_computed") = py::none())
       .def("truncate", py::overload_cast<int64_t, int64_t>(&KVCacheManager::truncate),
            py::arg("sequence_id"), py::arg("num_tokens"))
       .def("__contains__", &KVCacheManager::contains, py::arg("sequence_id"))
@@ -465,7 +470,8 @@ void bind_manager(py::module_& module) {
           },
           py::arg("blocks"))
       .def("reset_prefix_cache", &KVCacheManager::reset_prefix_cache, ReleaseGil())
-      .def("take_events", &events_of)
+      .def("peek_events", &events_of)
+      .def("drop_events", &KVCacheManager::drop_events, py::arg("count"))
       .def("reset", &KVCacheManager::reset, ReleaseGil())
       .def("statistics", &KVCacheManager::statistics, ReleaseGil())
       .def("check_integrity", &KVCacheManager::check_integrity, ReleaseGil());

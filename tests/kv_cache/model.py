@@ -23,6 +23,8 @@ class Histories:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
+        self.before: list[object] = []
+        """Of each number, what came before its last token."""
 
     def extend(
         self,
@@ -37,7 +39,10 @@ class Histories:
         numbers = []
         for position, token in enumerate(tokens, start):
             step = (before, token, items.get(position // block_size))
-            before = self._numbers.setdefault(step, len(self._numbers))
+            if step not in self._numbers:
+                self._numbers[step] = len(self._numbers)
+                self.before.append(before)
+            before = self._numbers[step]
             numbers.append(before)
         return numbers
 
@@ -135,9 +140,26 @@ class Model:
             for group, window in enumerate(self.windows):
                 for i in range(self.first_visible(count * self.block_size, window), count):
                     seen.append(blocks.get((group, numbers[(i + 1) * self.block_size - 1])))
-            if None not in seen:
+            followed = seen or not count or numbers[count * self.block_size - 1] in self.followed()
+            if None not in seen and followed:
                 return count, sum(references[block] == 0 for block in seen)
         raise AssertionError("no prefix is always there")
+
+    def followed(self) -> set[object]:
+        """Histories at the ends of blocks that the manager still knows: of a block that is findable
+        or of a sequence, and those before. A window of one token makes them hits without a block.
+        """
+        ends: list[object] = [number for _, number in self.findable.values()]
+        for sequence in self.sequences.values():
+            if full := (sequence.known or 0) // self.block_size:
+                ends.append(sequence.numbers[full * self.block_size - 1])
+        known: set[object] = set()
+        for end in ends:
+            while isinstance(end, int) and end not in known:
+                known.add(end)
+                for _ in range(self.block_size):
+                    end = self.histories.before[end]  # noqa: PLW2901
+        return known
 
     def number_prompt(
         self, sequence: Sequence, prompt: list[int], items: tuple[MultimodalItem, ...]
@@ -164,7 +186,8 @@ class Model:
         """(blocks to take, of them for copies, blocks that windows give back)."""
         references = self.references()
         sharers = Counter(references)
-        blocks = copies = freed = 0
+        gone: Counter[int] = Counter()
+        blocks = copies = 0
         for i, count in zip(ids, counts, strict=True):
             if count + lookahead == 0:
                 continue
@@ -174,12 +197,35 @@ class Model:
             blocks += max(0, after - entries) * len(self.windows)
             for group, window in enumerate(self.windows):
                 table = self.table(i, group)
-                gone = table[: self.first_visible(have, window)]
-                freed += sum(references[b] == 1 for b in gone if b != self.null)
+                gone.update(b for b in table[: self.first_visible(have, window)] if b != self.null)
                 if have % self.block_size and sharers[table[have // self.block_size]] > 1:
                     sharers[table[have // self.block_size]] -= 1
                     copies += 1
+        freed = sum(references[block] == count for block, count in gone.items())
         return blocks + copies, copies, freed
+
+    def needed_to_swap_in(self, ids: list[int]) -> int:
+        """Blocks that leave the free lists, the watermark included where some sequence runs."""
+        references = self.references()
+        cached = {content: block for block, content in self.findable.items()}
+        held: dict[int, int | None] = {}  # host block -> the block that holds the same, if any
+        for i in ids:
+            sequence = self.sequences[i]
+            for group in range(len(self.windows)):
+                for index, host_block in enumerate(self.table(i, group)):
+                    end = (index + 1) * self.block_size
+                    if host_block == NOTHING:
+                        continue
+                    found = None
+                    if end <= (sequence.known or 0):
+                        found = cached.get((group, sequence.numbers[end - 1]))
+                    if found is not None and references[found] > self.max_references - len(ids):
+                        found = None
+                    held[host_block] = held.get(host_block) if found is None else found
+        needed = sum(block is None for block in held.values())
+        needed += sum(block is not None and not references[block] for block in set(held.values()))
+        runs = any(not sequence.swapped for sequence in self.sequences.values())
+        return needed + (self.watermark if needed and runs else 0)
 
     # --- what happens in the cache ---
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -121,14 +122,16 @@ def test_step_writes_into_the_callers_memory(kind: str) -> None:
 
 
 def test_buffers_keep_their_memory_alive() -> None:
-    buffers = BatchBuffers.zeros(256, 64, 4096)
-    native = buffers._native
-    del buffers
-    junk = [np.full(100_000, 7) for _ in range(20)]
+    arrays = {name: tensor.numpy().copy() for name, tensor in make_buffers().items()}
+    alive = [weakref.ref(array) for array in arrays.values()]
+    native = BatchBuffers(**arrays)._native
+    arrays.clear()
+    assert all(array() is not None for array in alive)
     manager = KVCacheManager(64, 4)
-    manager.allocate(1, 200)
-    manager._native.build([1], [200], [native])
-    assert all((array == 7).all() for array in junk)
+    manager.allocate(1, 5)
+    manager._native.build([1], [5], [native])
+    del native
+    assert all(array() is None for array in alive)
 
 
 @pytest.mark.parametrize(
@@ -464,3 +467,74 @@ def test_an_item_without_a_digest_is_refused() -> None:
     with pytest.raises(kv_cache.InvalidArgument, match="multimodal: digest: expected bytes or str"):
         manager.allocate(1, list(range(9)), multimodal=[(0, 4, None)])
     assert 1 not in manager
+
+
+def test_blocks_that_were_never_computed_are_not_found() -> None:
+    manager = KVCacheManager(64, 4, num_host_blocks=8, events=True)
+    prompt = list(range(17))
+    for swapped in (False, True):
+        manager.allocate(1, prompt)
+        if swapped:
+            manager.swap_out([1])
+        with pytest.raises(kv_cache.InvalidArgument, match="num_computed: expected >= 0"):
+            manager.free(1, num_computed=-1)
+        manager.take_events()
+        manager.free(1, num_computed=9)
+        assert [type(event) for event in manager.take_events()] == [kv_cache.BlockRemoved] * 2
+        assert manager.match(prompt) == 8
+        manager.check_integrity()
+    manager.allocate(1, prompt)
+    manager.free(1)
+    assert manager.match(prompt) == 16
+
+
+def test_a_sequence_that_outgrew_the_watermark_comes_back() -> None:
+    manager = KVCacheManager(8, 4, num_host_blocks=8, watermark_blocks=2, prefix_caching=False)
+    manager.allocate(1, 24)
+    manager.append(1, 8)
+    manager.swap_out([1])
+    manager.allocate(2, 0)
+    assert not manager.can_swap_in([1])
+    manager.free(2)
+    assert manager.can_swap_in([1])
+    assert len(manager.swap_in([1])) == 8
+
+
+def test_sharers_give_back_what_is_behind_their_windows() -> None:
+    manager = KVCacheManager(4, 4, windows=(4,))
+    manager.allocate(1, 12)
+    manager.fork(1, 2)
+    with pytest.raises(kv_cache.OutOfBlocks):
+        manager.append(1)  # the other one still holds the blocks
+    assert manager.append_batch([1, 2]).tolist() == []
+    manager.check_integrity()
+
+
+def test_common_prefix_blocks_are_full() -> None:
+    manager = KVCacheManager(16, 4)
+    manager.allocate(1, 6)
+    manager.append(1, 0, lookahead=8)
+    assert manager.num_common_prefix_blocks([1, 1]) == 1
+    manager.fork(1, 2)
+    assert manager.num_common_prefix_blocks([1, 2]) == 1
+
+
+def test_events_that_cannot_be_named_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = KVCacheManager(8, 2, events=True)
+    manager.allocate(1, [5, 6, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "BlockStored", None)
+        with pytest.raises(TypeError):
+            manager.take_events()
+    (stored,) = manager.take_events()
+    assert isinstance(stored, kv_cache.BlockStored) and manager.take_events() == []
+
+
+def test_a_range_far_outside_a_sequence_is_refused() -> None:
+    manager = KVCacheManager(8, 4)
+    manager.allocate(1, 3)
+    for start in (-(2**63), 2**63 - 1):
+        with pytest.raises(kv_cache.InvalidArgument, match="expected a range within 3 tokens"):
+            manager.slot_mapping(1, start)
+    with pytest.raises(kv_cache.InvalidArgument, match="num_tokens: expected at most"):
+        manager.append(1, 2**63 - 1, lookahead=9)

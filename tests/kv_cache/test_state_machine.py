@@ -199,9 +199,10 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.manager.fork(parent, child)
         self.sequences[child] = self.sequences[parent].copy()
-        assert self.manager.num_common_prefix_blocks([parent, child]) == sum(
-            block != self.model.null for block in self.model.table(child)
-        ) * (self.model.null not in self.model.table(child)[:1])
+        full = len(self.sequences[child].tokens) // self.block_size
+        assert self.manager.num_common_prefix_blocks([parent, child]) == full * (
+            self.model.null not in self.model.table(child)[:full]
+        )
 
     # --- rules: more tokens ---
 
@@ -445,10 +446,10 @@ class ManagerMachine(RuleBasedStateMachine):
         model = self.model
         swapped = sorted(i for i, sequence in self.sequences.items() if sequence.swapped)
         ids = data.draw(st.lists(st.sampled_from(swapped), unique=True), "ids")
-        fits = self.manager.can_swap_in(ids)
-        if not fits:
-            error = self.refused(kv_cache.OutOfBlocks, lambda: self.manager.swap_in(ids))
-            assert error.needed > error.free == self.manager.num_free_blocks
+        needed, free = model.needed_to_swap_in(ids), self.manager.num_free_blocks
+        assert self.manager.can_swap_in(ids) == (needed <= free)
+        if needed > free:
+            self.out_of_blocks(lambda: self.manager.swap_in(ids), needed, free)
             return
         pairs = self.manager.swap_in(ids)
         model.copy_blocks(pairs, model.host, model.shadow)

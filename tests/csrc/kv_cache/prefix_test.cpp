@@ -135,7 +135,8 @@ TEST(Prefix, MultimodalItemsAreThePartOfTheBlocksTheyReachInto) {
   manager.free(2);
   manager.reset_prefix_cache();
   manager.check_integrity();
-  for (const auto& [start, size] : {std::pair<int64_t, int64_t>{-1, 2}, {0, 0}, {kMaxTokens, 1}, {2, 3}}) {
+  for (const auto& [start, size] :
+       {std::pair<int64_t, int64_t>{-1, 2}, {0, 0}, {kMaxTokens, 1}, {2, 3}}) {
     EXPECT_THROW(manager.allocate(3, range(4), kAll, with(start, size, "")), InvalidArgument);
     EXPECT_THROW(manager.allocate(3, 4, with(start, size, "")), InvalidArgument);
     EXPECT_THROW(manager.match(range(4), with(start, size, "")), InvalidArgument);
