@@ -158,7 +158,7 @@ class Model:
             while isinstance(end, int) and end not in known:
                 known.add(end)
                 for _ in range(self.block_size):
-                    end = self.histories.before[end]  # noqa: PLW2901
+                    end = self.histories.before[end]
         return known
 
     def number_prompt(

@@ -455,9 +455,9 @@ def test_groups_do_not_write_over_each_other() -> None:
         BatchBuffers(**{**second, "slot_mapping": first["slot_mapping"]}),
         BatchBuffers(**{**second, "positions": first["slot_mapping"]}),
     ):
-        with pytest.raises(kv_cache.InvalidArgument, match="buffers: .* of another group"):
+        with pytest.raises(kv_cache.InvalidArgument, match=r"buffers: .* of another group"):
             manager.build([1], 5, [groups[0], group])
-        with pytest.raises(kv_cache.InvalidArgument, match="buffers: .* of another group"):
+        with pytest.raises(kv_cache.InvalidArgument, match=r"buffers: .* of another group"):
             manager.step([1], 1, [groups[0], group])
     assert manager.num_tokens(1) == 5
 
