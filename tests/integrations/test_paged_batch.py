@@ -7,10 +7,11 @@ import torch
 
 from vllm_kernels.integrations.paged_batch import PagedBatch
 from vllm_kernels.kv_cache import OutOfBlocks
+from vllm_kernels.kv_tensors import KVShape
 
 
 def small_batch(num_blocks: int) -> PagedBatch:
-    return PagedBatch(1, 1, 32, num_blocks, 8, torch.float32, torch.device("cpu"))
+    return PagedBatch(KVShape(1, 1, 32, torch.float32, 8), num_blocks, torch.device("cpu"))
 
 
 def test_first_pass_that_does_not_fit_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -10,15 +11,15 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
-from tiny_models import generate_ours, left_padded, poisoned_cache, tiny_model
-from transformers import AttentionInterface
+from tiny_models import SERVED, generate_ours, left_padded, poisoned_cache, tiny_model
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from vllm_kernels.integrations.llama_patch import FAMILIES
 from vllm_kernels.integrations.op_counter import OpCounter
 from vllm_kernels.integrations.transformers import (
     NAME,
     PagedCache,
     patched_layers,
+    stop_paged_attention,
     use_paged_attention,
 )
 from vllm_kernels.kv_cache import OutOfBlocks
@@ -29,9 +30,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20}
 # --- equal to transformers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_with_left_padding(family: str, device: str) -> None:
-    model = tiny_model(family, device)
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_with_left_padding(name: str, device: str) -> None:
+    model = tiny_model(name, device)
     inputs = left_padded((5, 19, 33), device)
     expected = model.generate(**inputs, **GREEDY)
     with poisoned_cache(model) as cache:
@@ -246,7 +247,7 @@ def test_freed_cache_is_refused() -> None:
     model = tiny_model()
     with poisoned_cache(model) as cache:
         pass
-    assert cache._batch.key_caches == []
+    assert cache._batch.cache.is_freed
     with pytest.raises(RuntimeError, match="freed"):
         generate_ours(model, left_padded((5,)), cache, **GREEDY)
 
@@ -295,7 +296,7 @@ def test_other_caches_and_other_attention_are_refused() -> None:
             model.generate(**inputs, **settings, **GREEDY)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "softcap", "sliding_window", "position_bias", "news"])
+@pytest.mark.parametrize("name", ["position_bias", "news"])
 def test_unserved_arguments_are_refused(name: str) -> None:
     """Also those that no model passes yet: an ignored argument is silently wrong text."""
     model = tiny_model()
@@ -308,36 +309,42 @@ def test_unserved_arguments_are_refused(name: str) -> None:
             attention(None, heads, key, value, None, scaling=1.0, **{name: torch.ones(4)})
         with pytest.raises(NotImplementedError, match="dropout"):
             attention(None, heads, key, value, None, scaling=1.0, dropout=0.1)
+        with pytest.raises(NotImplementedError, match="sliding_window: 4 of the layer, 0 of its"):
+            attention(None, heads, key, value, None, scaling=1.0, sliding_window=4)
         assert cache.get_seq_length() == 0
         attention(None, heads, key, value, None, scaling=1.0, **{name: None})
         assert cache.get_seq_length() == 3
 
 
-@pytest.mark.parametrize(
-    ("family", "config", "named"),
-    [
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
-        ("gemma2", {"attn_logit_softcapping": 5.0}, "softcap"),
-    ],
-)
-def test_models_of_other_attention_are_refused(
-    family: str, config: dict[str, object], named: str
-) -> None:
-    model = tiny_model(family, layer_types=["full_attention"] * 2, **config)
+@torch.no_grad()
+def test_window_that_the_layer_does_not_know_is_refused() -> None:
+    """A model whose mask has a window that its attention function is not told of."""
+    model = tiny_model("mistral-window")
     use_paged_attention(model)
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.copy(layer.self_attn.config)
+        layer.self_attn.config.sliding_window = None
     with (
         PagedCache(model, 16) as cache,
-        torch.no_grad(),
-        pytest.raises(NotImplementedError, match=f"{named}: not served"),
+        pytest.raises(NotImplementedError, match="sliding_window: 0 of the layer, 8 of its"),
     ):
-        model.generate(**left_padded((5,)), past_key_values=cache, **GREEDY)
+        model(**left_padded((5,)), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_masks_beside_the_window_are_refused() -> None:
+    """Gemma 3 as an encoder: its window looks both ways."""
+    model = tiny_model("gemma3", use_bidirectional_attention=True)
+    use_paged_attention(model)
+    with PagedCache(model, 16) as cache, pytest.raises(NotImplementedError):
+        model(**left_padded((5,)), past_key_values=cache)
 
 
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("mistral", {"sliding_window": 8}, "sliding_window: expected None, got 8"),
-        ("gemma2", {}, "layer types: expected full_attention"),
+        ("llama4_text", {"num_local_experts": 2}, "layer types: .* got chunked_attention"),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ("llama", {"head_dim": 24}, "head size: expected a multiple of 8 from 32 to 256, got 24"),
     ],
 )
@@ -348,10 +355,33 @@ def test_models_that_the_cache_cannot_hold(
         PagedCache(tiny_model(family, **config), 16)
 
 
+def test_attention_of_its_own_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "falcon", num_hidden_layers=1, hidden_size=128, num_attention_heads=4, vocab_size=128
+        )
+    )
+    with pytest.raises(NotImplementedError, match="model type: falcon computes attention"):
+        use_paged_attention(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_attention_is_given_back(name: str) -> None:
+    model = tiny_model(name)
+    inputs = left_padded((5, 9))
+    expected = model.generate(**inputs, **GREEDY)
+    before = model.config._attn_implementation
+    use_paged_attention(model)
+    use_paged_attention(model)  # again: nothing
+    stop_paged_attention(model)
+    assert model.config._attn_implementation == before
+    assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+
+
 def test_dtypes_and_block_sizes_are_refused() -> None:
     model = tiny_model()
-    with pytest.raises(NotImplementedError, match="block_size: expected 8, 16 or 32, got 4"):
-        PagedCache(model, 16, block_size=4)
+    with pytest.raises(NotImplementedError, match=r"block_size: expected a power of two.*, got 24"):
+        PagedCache(model, 16, block_size=24)
     cache = PagedCache(model, 16)
     with pytest.raises(NotImplementedError, match=r"query: expected torch.float32"):
         generate_ours(model.to(torch.bfloat16), left_padded((5,)), cache, **GREEDY)

@@ -1,20 +1,34 @@
-"""A batch of sequences over paged key/value caches: the manager, the tensors and the ops together.
+"""A padded batch of sequences over a paged KV cache: the manager, the tensors and the ops together.
 
-One forward pass of a model is ``begin`` once, then ``write`` and ``attend`` in every layer. Knows
-nothing of transformers; :mod:`vllm_kernels.integrations.transformers` is the adapter.
+One forward pass of a model is ``begin`` once, then ``write`` and ``attend`` in every layer
+(``forward`` does all of it). Knows nothing of transformers' classes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-import vllm_kernels
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+from vllm_kernels.kv_tensors import KVCache, KVShape
 
-HEAD_SIZES = range(32, 257, 8)
-BLOCK_SIZES = (8, 16, 32)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+if TYPE_CHECKING:
+    from vllm_kernels.integrations.attention import AttentionOptions
+
+
+@dataclass
+class _Pass:
+    """What every layer of one forward pass needs."""
+
+    tokens: Tensor | None  # int64 [num_tokens], places of the tokens in the columns; None: all
+    slot_mapping: Tensor  # int64 [num_tokens]
+    block_tables: Tensor  # int32 [rows, blocks]
+    seq_lens: Tensor  # int32 [rows]
+    query_start_loc: Tensor | None  # int32 [rows + 1]; None: a token a row
+    max_query_len: int
 
 
 class PagedBatch:
@@ -24,56 +38,23 @@ class PagedBatch:
     counts the padded columns, as the model does.
 
     Args:
-        num_layers: of attention.
-        num_kv_heads: key/value heads of every layer.
-        head_size: a multiple of 8 from 32 to 256.
-        num_blocks: blocks of each layer's cache, shared by all rows.
-        block_size: 8, 16 or 32 tokens.
-        dtype: of keys, values and queries: float32, float16 or bfloat16.
-        device: of the caches.
-
-    Raises:
-        NotImplementedError: a head size, block size or dtype that the kernels do not serve.
+        shape: of a block.
+        num_blocks: blocks of the cache, shared by all rows.
+        device: of the cache.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if head_size not in HEAD_SIZES:
-            raise NotImplementedError(
-                f"PagedCache: head size: expected a multiple of 8 from 32 to 256, got {head_size}"
-            )
-        if block_size not in BLOCK_SIZES:
-            raise NotImplementedError(
-                f"PagedCache: block_size: expected 8, 16 or 32, got {block_size}"
-            )
-        if dtype not in DTYPES:
-            raise NotImplementedError(
-                f"PagedCache: dtype: expected float32, float16 or bfloat16, got {dtype}"
-            )
-        self.manager = KVCacheManager(num_blocks, block_size)
-        self.block_size = block_size
-        self.dtype = dtype
+    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        self.manager = KVCacheManager(num_blocks, shape.block_size)
+        self.cache = KVCache(shape, num_blocks, device=device)
+        self.block_size = shape.block_size
+        self.dtype = shape.dtype
         self.device = device
-        pack = 16 // dtype.itemsize
-        key_shape = (num_blocks, num_kv_heads, head_size // pack, block_size, pack)
-        value_shape = (num_blocks, num_kv_heads, head_size, block_size)
-        options = {"dtype": dtype, "device": device}
-        self.key_caches = [torch.empty(key_shape, **options) for _ in range(num_layers)]
-        self.value_caches = [torch.empty(value_shape, **options) for _ in range(num_layers)]
-        self._one = torch.ones(1, device=device)  # k_scale and v_scale of caches that are not fp8
 
         self._rows: list[int] = []  # the sequence id of each row
         self._next_id = 0
         self._is_token = torch.empty(0, 0, dtype=torch.bool)  # [rows, length], False for padding
         self._buffers: BatchBuffers | None = None
+        self._pass: _Pass | None = None
 
     @property
     def length(self) -> int:
@@ -85,6 +66,21 @@ class PagedBatch:
         return len(self._rows)
 
     # The forward pass.
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """A layer of the pass, which begins with layer 0; arguments as ``Pages.forward`` has."""
+        if layer == 0:
+            self.begin(query.shape[0], query.shape[2], mask)
+        self.write(layer, key, value)
+        return self.attend(layer, query, options)
 
     def begin(self, batch_size: int, num_columns: int, attention_mask: Tensor | None) -> None:
         """Makes room for ``num_columns`` more columns in each row, and plans the pass over them.
@@ -99,7 +95,7 @@ class PagedBatch:
                 is stored in the columns before.
             OutOfBlocks: the pool is too small for these sequences; nothing has changed.
         """
-        if not self.key_caches:
+        if self.cache.is_freed:
             raise RuntimeError("PagedCache: it was freed: make a new one")
         new = self._new_columns(batch_size, num_columns, attention_mask)
         buffers = self._buffers_for(batch_size, num_columns)
@@ -115,48 +111,47 @@ class PagedBatch:
                 self.manager.free_batch(rows)
                 raise
             self._rows, self._is_token = rows, new
-        if len(copies):
-            self._copy_blocks(torch.from_numpy(copies))
+        self.cache.copy(torch.from_numpy(copies))
         self._plan(new, buffers)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Stores the new keys and values, [rows, kv_heads, columns, head_size], of one layer."""
-        vllm_kernels.reshape_and_cache(
-            _token_major(key),
-            _token_major(value),
-            self.key_caches[layer],
-            self.value_caches[layer],
-            self._slot_mapping,
-            "auto",
-            self._one,
-            self._one,
+        plan = self._pass
+        assert plan is not None
+        self.cache.write(
+            layer, self._packed(key, plan), self._packed(value, plan), plan.slot_mapping
         )
 
-    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Causal attention of the new tokens over all that is stored of their rows.
-
-        Every token is a row of the paged-attention op, with a length of its own over the block
-        table of its sequence; so a prompt runs through the same kernel as a decode step. (A kernel
-        for many query tokens would read each page once for all of them.)
 
         Args:
             layer: whose caches.
             query: [rows, heads, columns, head_size].
-            scale: of the logits.
 
         Returns:
             [rows, columns, heads, head_size]; zeros at padding.
         """
-        batch_size, num_heads, num_columns, head_size = query.shape
-        out = vllm_kernels.paged_attention(
-            _token_major(query),
-            self.key_caches[layer],
-            self.value_caches[layer],
-            self._block_tables,
-            self._seq_lens,
-            scale=scale,
+        plan = self._pass
+        assert plan is not None
+        rows, num_heads, num_columns, head_size = query.shape
+        out = self.cache.attend(
+            layer,
+            self._packed(query, plan),
+            plan.block_tables,
+            plan.seq_lens,
+            query_start_loc=plan.query_start_loc,
+            max_query_len=plan.max_query_len,
+            scale=options.scale,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            alibi_slopes=options.alibi_slopes,
         )
-        return out.view(batch_size, num_columns, num_heads, head_size)
+        if plan.tokens is not None:
+            padded = out.new_zeros(rows * num_columns, num_heads, head_size)
+            out = padded.index_copy_(0, plan.tokens, out)
+        return out.view(rows, num_columns, num_heads, head_size)
 
     # What happens to whole sequences between passes.
 
@@ -192,8 +187,7 @@ class PagedBatch:
     def free(self) -> None:
         """Gives the caches' memory back. The batch cannot be used afterwards."""
         self.reset()
-        self.key_caches = []
-        self.value_caches = []
+        self.cache.free()
 
     # Inner workings.
 
@@ -240,29 +234,38 @@ class PagedBatch:
         return have
 
     def _plan(self, new: Tensor, buffers: BatchBuffers) -> None:
-        """Sets what ``write`` and ``attend`` of every layer need, for each of the new columns."""
-        batch_size, num_columns = new.shape
-        is_token = new.flatten()
-        num_tokens = int(is_token.sum())
-        block_tables = buffers.block_tables[:batch_size]
-        if num_columns == 1 and num_tokens == batch_size:  # a decode step: the buffers as they are
-            seq_lens = buffers.seq_lens[:batch_size]
-            slot_mapping = buffers.slot_mapping[:batch_size]
-        else:
-            seq_lens = torch.zeros(len(is_token), dtype=torch.int32)
-            seq_lens[is_token] = buffers.positions[:num_tokens].to(torch.int32) + 1
-            slot_mapping = torch.full((len(is_token),), -1)
-            slot_mapping[is_token] = buffers.slot_mapping[:num_tokens]
-            block_tables = block_tables.repeat_interleave(num_columns, 0)
-        self._seq_lens = seq_lens.to(self.device)
-        self._slot_mapping = slot_mapping.to(self.device)
-        self._block_tables = block_tables.to(self.device)
+        """Sets what ``write`` and ``attend`` of every layer need, for the tokens of the new
+        columns."""
+        rows, num_columns = new.shape
+        num_tokens = int(new.sum())
+        padded = num_tokens < new.numel()
+        one_each = num_columns == 1 and not padded
 
-    def _copy_blocks(self, pairs: Tensor) -> None:
-        vllm_kernels.copy_blocks(self.key_caches, self.value_caches, pairs.to(self.device))
+        def upload(tensor: Tensor) -> Tensor:
+            # A copy: the buffers are filled again while a GPU may not have read them.
+            return tensor.to(self.device, copy=True)
+
+        self._pass = _Pass(
+            tokens=upload(new.flatten().nonzero().squeeze(1)) if padded else None,
+            slot_mapping=upload(buffers.slot_mapping[:num_tokens]),
+            block_tables=upload(buffers.block_tables[:rows]),
+            seq_lens=upload(buffers.seq_lens[:rows]),
+            query_start_loc=None if one_each else upload(buffers.query_start_loc[: rows + 1]),
+            max_query_len=num_columns,
+        )
+
+    @staticmethod
+    def _packed(heads: Tensor, plan: _Pass) -> Tensor:
+        """[rows, heads, columns, head_size] as [tokens, heads, head_size], without padding."""
+        tokens = token_major(heads)
+        return tokens if plan.tokens is None else tokens.index_select(0, plan.tokens)
 
 
-def _token_major(heads: Tensor) -> Tensor:
-    """[rows, heads, columns, head_size] as [rows * columns, heads, head_size], contiguous; models
-    hold heads as a transposed view of just that, so this rarely copies."""
-    return heads.transpose(1, 2).flatten(0, 1).contiguous()
+def token_major(heads: Tensor) -> Tensor:
+    """[rows, heads, columns, head_size] as [rows * columns, heads, head_size], a token's heads
+    contiguous. Models hold heads as a transposed view of mostly that, so it rarely copies."""
+    tokens = heads.transpose(1, 2).flatten(0, 1)
+    size = tokens.shape[-1]
+    if tokens.stride(-1) == 1 and tokens.stride(1) == size:
+        return tokens
+    return tokens.contiguous()

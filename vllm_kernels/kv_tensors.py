@@ -1,0 +1,306 @@
+"""The tensors of a paged KV cache: of all layers, on the device and on the host.
+
+:class:`~vllm_kernels.kv_cache.KVCacheManager` says which block is whose; :class:`KVCache` holds the
+blocks, and runs the copies that the manager asks for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import vllm_kernels
+
+__all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "free_memory"]
+
+LAYOUTS = ("vllm", "NHD", "HND")
+CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+"""Names of 8-bit caches; "auto" stands for the model's dtype."""
+
+_HEAD_SIZES = range(32, 257, 8)
+_MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_VECTOR_BYTES = 16  # of layout "vllm": what one load takes of a key
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a block of the cache is like, the same in every layer.
+
+    Args:
+        num_layers: of attention.
+        num_kv_heads: key/value heads of a layer.
+        head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache).
+        dtype: of keys, values and queries: float32, float16 or bfloat16.
+        block_size: tokens of a block, a power of two from 1 to 256.
+        layout: "vllm", "NHD" or "HND", as :func:`vllm_kernels.paged_attention` has them.
+        cache_dtype: "auto" (dtype), or one of CACHE_DTYPES.
+
+    Raises:
+        NotImplementedError: what the kernels do not serve, by name.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    block_size: int = 16
+    layout: str = "vllm"
+    cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        def check(holds: bool, name: str, expected: str, got: object) -> None:
+            if not holds:
+                raise NotImplementedError(f"KV cache: {name}: expected {expected}, got {got}")
+
+        check(self.num_layers >= 1, "num_layers", "at least 1", self.num_layers)
+        check(self.num_kv_heads >= 1, "num_kv_heads", "at least 1", self.num_kv_heads)
+        step = 8 if self.cache_dtype == "auto" else 16
+        check(
+            self.head_size in _HEAD_SIZES and self.head_size % step == 0,
+            "head size", f"a multiple of {step} from 32 to 256", self.head_size,
+        )  # fmt: skip
+        check(self.dtype in _MODEL_DTYPES, "dtype", "float32, float16 or bfloat16", self.dtype)
+        check(
+            self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
+            "block_size", "a power of two from 1 to 256", self.block_size,
+        )  # fmt: skip
+        check(self.layout in LAYOUTS, "layout", " or ".join(LAYOUTS), self.layout)
+        check(
+            self.cache_dtype == "auto" or self.cache_dtype in CACHE_DTYPES,
+            "cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", self.cache_dtype,
+        )  # fmt: skip
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the cache's elements."""
+        return CACHE_DTYPES.get(self.cache_dtype, self.dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        elements = self.block_size * self.num_kv_heads * self.head_size
+        return 2 * self.num_layers * elements * self.stored_dtype.itemsize
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's key cache and value cache."""
+        heads, size, block = self.num_kv_heads, self.head_size, self.block_size
+        if self.layout == "vllm":
+            pack = _VECTOR_BYTES // self.stored_dtype.itemsize
+            return (num_blocks, heads, size // pack, block, pack), (num_blocks, heads, size, block)
+        if self.layout == "NHD":
+            return ((num_blocks, block, heads, size),) * 2
+        return ((num_blocks, heads, block, size),) * 2
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks.
+
+    Args:
+        shape: of a block.
+        num_blocks: of the device, as many as the manager has.
+        num_host_blocks: of a second pool on the host, for sequences that are swapped out; pinned
+            where the device is a GPU.
+        k_scale, v_scale: for an 8-bit cache: what its elements are multiples of. A number for all
+            layers, or a float32 tensor [num_layers] or [num_layers, num_kv_heads].
+
+    Attributes:
+        key_caches, value_caches: a tensor a layer; their contents are not initialised.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        *,
+        device: torch.device | str = "cpu",
+        num_host_blocks: int = 0,
+        k_scale: Tensor | float = 1.0,
+        v_scale: Tensor | float = 1.0,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"KVCache: num_blocks: expected at least 1, got {num_blocks}")
+        if num_host_blocks < 0:
+            raise ValueError(f"KVCache: num_host_blocks: expected >= 0, got {num_host_blocks}")
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.device = torch.device(device)
+        self._k_scales = self._scales("k_scale", k_scale)
+        self._v_scales = self._scales("v_scale", v_scale)
+        self.key_caches, self.value_caches = self._pool(num_blocks, self.device, pinned=False)
+        self.host_key_caches: list[Tensor] = []
+        self.host_value_caches: list[Tensor] = []
+        if num_host_blocks:
+            self.host_key_caches, self.host_value_caches = self._pool(
+                num_host_blocks, torch.device("cpu"), pinned=self.device.type == "cuda"
+            )
+
+    @classmethod
+    def from_bytes(
+        cls, shape: KVShape, num_bytes: int, *, host_bytes: int = 0, **options: object
+    ) -> KVCache:
+        """As many blocks as fit into ``num_bytes`` (and ``host_bytes`` on the host).
+
+        Raises:
+            ValueError: not even one block fits.
+        """
+        if num_bytes < shape.block_bytes:
+            raise ValueError(
+                f"KVCache: a block takes {shape.block_bytes:,} bytes, got {num_bytes:,}"
+            )
+        return cls(
+            shape,
+            num_bytes // shape.block_bytes,
+            num_host_blocks=host_bytes // shape.block_bytes,
+            **options,  # type: ignore[arg-type]
+        )
+
+    @classmethod
+    def from_free_memory(
+        cls, shape: KVShape, fraction: float, *, device: torch.device | str, **options: object
+    ) -> KVCache:
+        """As many blocks as fit into ``fraction`` of the memory that is free on ``device`` now."""
+        if not 0 < fraction <= 1:
+            raise ValueError(f"KVCache: fraction: expected more than 0, up to 1, got {fraction}")
+        num_bytes = int(free_memory(torch.device(device)) * fraction)
+        return cls.from_bytes(shape, num_bytes, device=device, **options)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether :meth:`free` was called."""
+        return not self.key_caches
+
+    def free(self) -> None:
+        """Gives the memory back. The cache cannot be used afterwards."""
+        self.key_caches, self.value_caches = [], []
+        self.host_key_caches, self.host_value_caches = [], []
+
+    # One layer of a forward pass.
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Stores new tokens.
+
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_size].
+            slot_mapping: [num_tokens] int64; -1: not stored.
+        """
+        kc, vc = self.key_caches[layer], self.value_caches[layer]
+        scales = self._k_scales[layer], self._v_scales[layer]
+        kind = self.shape.cache_dtype
+        if self.shape.layout == "vllm":
+            vllm_kernels.reshape_and_cache(key, value, kc, vc, slot_mapping, kind, *scales)
+            return
+        if self.shape.layout == "HND":
+            kc, vc = kc.transpose(1, 2), vc.transpose(1, 2)
+        vllm_kernels.reshape_and_cache_flash(key, value, kc, vc, slot_mapping, kind, *scales)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        *,
+        query_start_loc: Tensor | None = None,
+        max_query_len: int | None = None,
+        scale: float | None = None,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`vllm_kernels.paged_attention` of ``query`` [num_tokens, num_heads, head_size]
+        over this layer's pages."""
+        quantised = self.shape.cache_dtype != "auto"
+        result = vllm_kernels.paged_attention(
+            query,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            block_tables,
+            seq_lens,
+            scale=scale,
+            query_start_loc=query_start_loc,
+            max_query_len=max_query_len,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            k_scale=self._k_scales[layer] if quantised else None,
+            v_scale=self._v_scales[layer] if quantised else None,
+            layout=self.shape.layout,
+            out=out,
+        )
+        assert isinstance(result, Tensor)
+        return result
+
+    # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination).
+
+    def copy(self, pairs: Tensor) -> None:
+        """Copy-on-write: within the device, in every layer."""
+        if len(pairs):
+            pairs = pairs.to(self.device)
+            vllm_kernels.copy_blocks(self.key_caches, self.value_caches, pairs)
+
+    def swap_out(self, pairs: Tensor) -> None:
+        """From the device to the host. ``pairs`` on the CPU."""
+        self._refuse_without_host(pairs)
+        for device, host in self._device_and_host():
+            vllm_kernels.swap_blocks(device, host, pairs)
+
+    def swap_in(self, pairs: Tensor) -> None:
+        """From the host to the device. ``pairs`` on the CPU."""
+        self._refuse_without_host(pairs)
+        for device, host in self._device_and_host():
+            vllm_kernels.swap_blocks(host, device, pairs)
+
+    # Inner workings.
+
+    def _device_and_host(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.key_caches, self.host_key_caches)
+        yield from zip(self.value_caches, self.host_value_caches)
+
+    def _refuse_without_host(self, pairs: Tensor) -> None:
+        if len(pairs) and not self.num_host_blocks:
+            raise RuntimeError("KVCache: swap: there are no host blocks: give num_host_blocks")
+
+    def _pool(
+        self, num_blocks: int, device: torch.device, pinned: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        options = {"dtype": self.shape.stored_dtype, "device": device, "pin_memory": pinned}
+        key_shape, value_shape = self.shape.cache_shapes(num_blocks)
+        layers = range(self.shape.num_layers)
+        keys = [torch.empty(key_shape, **options) for _ in layers]
+        return keys, [torch.empty(value_shape, **options) for _ in layers]
+
+    def _scales(self, name: str, scale: Tensor | float) -> list[Tensor]:
+        """A tensor a layer, [1] or [num_kv_heads]."""
+        layers, heads = self.shape.num_layers, self.shape.num_kv_heads
+        scales = torch.as_tensor(scale, dtype=torch.float32)
+        if scales.ndim == 0:
+            scales = scales.expand(layers)
+        if scales.shape not in ((layers,), (layers, heads)):
+            raise ValueError(
+                f"KVCache: {name}: expected a number, [{layers}] or [{layers}, {heads}], got "
+                f"{list(scales.shape)}"
+            )
+        return list(scales.reshape(layers, -1).to(self.device).contiguous())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a new tensor on ``device`` may take: what is free there, and what torch holds
+    without using it."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
