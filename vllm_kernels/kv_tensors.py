@@ -7,7 +7,7 @@ blocks, and runs the copies that the manager asks for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,11 @@ _VECTOR_BYTES = 16  # of layout "vllm": what one load takes of a key
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a block of the cache is like, the same in every layer.
+    """What a block of the cache is like.
 
     Args:
-        num_layers: of attention.
+        num_layers: whose keys and values a block holds, all layers of a group (of all, where there
+            is one group).
         num_kv_heads: key/value heads of a layer.
         head_size: a multiple of 8 from 32 to 256 (of 16 for an 8-bit cache).
         dtype: of keys, values and queries: float32, float16 or bfloat16.
@@ -86,7 +87,7 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
+        """Bytes of one block: keys and values of its layers."""
         elements = self.block_size * self.num_kv_heads * self.head_size
         return 2 * self.num_layers * elements * self.stored_dtype.itemsize
 
@@ -109,8 +110,11 @@ class KVCache:
         num_blocks: of the device, as many as the manager has.
         num_host_blocks: of a second pool on the host, for sequences that are swapped out; pinned
             where the device is a GPU.
+        tensor_of_layer: for groups of layers with tables of their own over one pool of blocks:
+            which of shape.num_layers tensors each layer uses. Layers of different groups may share
+            one, since their blocks differ. None: a tensor a layer.
         k_scale, v_scale: for an 8-bit cache: what its elements are multiples of. A number for all
-            layers, or a float32 tensor [num_layers] or [num_layers, num_kv_heads].
+            layers, or a float32 tensor [layers] or [layers, num_kv_heads].
 
     Attributes:
         key_caches, value_caches: a tensor a layer; their contents are not initialised.
@@ -123,6 +127,7 @@ class KVCache:
         *,
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
+        tensor_of_layer: Sequence[int] | None = None,
         k_scale: Tensor | float = 1.0,
         v_scale: Tensor | float = 1.0,
     ) -> None:
@@ -134,13 +139,22 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.device = torch.device(device)
-        self._k_scales = self._scales("k_scale", k_scale)
-        self._v_scales = self._scales("v_scale", v_scale)
-        self.key_caches, self.value_caches = self._pool(num_blocks, self.device, pinned=False)
-        self.host_key_caches: list[Tensor] = []
-        self.host_value_caches: list[Tensor] = []
+        tensors = range(shape.num_layers)
+        of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
+        if set(of_layer) != set(tensors):
+            raise ValueError(
+                f"KVCache: tensor_of_layer: expected all of 0 to {shape.num_layers - 1} (from "
+                f"shape.num_layers), got {of_layer}"
+            )
+        self._k_scales = self._scales("k_scale", k_scale, len(of_layer))
+        self._v_scales = self._scales("v_scale", v_scale, len(of_layer))
+        self._keys, self._values = self._pool(num_blocks, self.device, pinned=False)
+        self.key_caches = [self._keys[tensor] for tensor in of_layer]
+        self.value_caches = [self._values[tensor] for tensor in of_layer]
+        self._host_keys: list[Tensor] = []
+        self._host_values: list[Tensor] = []
         if num_host_blocks:
-            self.host_key_caches, self.host_value_caches = self._pool(
+            self._host_keys, self._host_values = self._pool(
                 num_host_blocks, torch.device("cpu"), pinned=self.device.type == "cuda"
             )
 
@@ -182,7 +196,7 @@ class KVCache:
     def free(self) -> None:
         """Gives the memory back. The cache cannot be used afterwards."""
         self.key_caches, self.value_caches = [], []
-        self.host_key_caches, self.host_value_caches = [], []
+        self._keys, self._values, self._host_keys, self._host_values = [], [], [], []
 
     # One layer of a forward pass.
 
@@ -249,7 +263,7 @@ class KVCache:
         """Copy-on-write: within the device, in every layer."""
         if len(pairs):
             pairs = pairs.to(self.device)
-            vllm_kernels.copy_blocks(self.key_caches, self.value_caches, pairs)
+            vllm_kernels.copy_blocks(self._keys, self._values, pairs)
 
     def swap_out(self, pairs: Tensor) -> None:
         """From the device to the host. ``pairs`` on the CPU."""
@@ -266,8 +280,8 @@ class KVCache:
     # Inner workings.
 
     def _device_and_host(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.key_caches, self.host_key_caches)
-        yield from zip(self.value_caches, self.host_value_caches)
+        yield from zip(self._keys, self._host_keys)
+        yield from zip(self._values, self._host_values)
 
     def _refuse_without_host(self, pairs: Tensor) -> None:
         if len(pairs) and not self.num_host_blocks:
@@ -282,9 +296,9 @@ class KVCache:
         keys = [torch.empty(key_shape, **options) for _ in layers]
         return keys, [torch.empty(value_shape, **options) for _ in layers]
 
-    def _scales(self, name: str, scale: Tensor | float) -> list[Tensor]:
+    def _scales(self, name: str, scale: Tensor | float, layers: int) -> list[Tensor]:
         """A tensor a layer, [1] or [num_kv_heads]."""
-        layers, heads = self.shape.num_layers, self.shape.num_kv_heads
+        heads = self.shape.num_kv_heads
         scales = torch.as_tensor(scale, dtype=torch.float32)
         if scales.ndim == 0:
             scales = scales.expand(layers)

@@ -1,0 +1,432 @@
+"""Continuous batching of a model of transformers over a paged KV cache.
+
+engine = Engine(model, tokenizer)
+for output in engine.generate(["The for statement", "A class"], SamplingParams(max_tokens=20)):
+    print(output.completions[0].text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from itertools import count
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vllm_kernels.integrations.attention import (
+    kv_shape,
+    stop_paged_attention,
+    use_paged_attention,
+)
+from vllm_kernels.integrations.detokenizer import Detokenizer
+from vllm_kernels.integrations.packed import LayerGroups, PackedModel, layer_windows
+from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.integrations.sampler import sample
+from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
+from vllm_kernels.integrations.verify import verify
+from vllm_kernels.kv_cache import KVCacheManager, Statistics
+from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
+
+__all__ = ["Completion", "Engine", "EngineStatistics", "RequestOutput", "TokenOutput"]
+
+Prompt = str | Items[int]
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One new token of one sequence."""
+
+    request_id: int
+    index: int
+    """Which of the request's n sequences."""
+    token: int
+    text: str
+    """What became certain of the text with this token (may be empty); without a tokenizer ""."""
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sequence of a request, finished."""
+
+    index: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request, finished. Times in seconds."""
+
+    request_id: int
+    prompt: list[int]
+    completions: list[Completion]
+    num_cached_tokens: int
+    """Leading tokens of the prompt that were found in the prefix cache."""
+    time_to_first_token: float
+    total_time: float
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What the engine did so far, and how full its cache is now."""
+
+    scheduler: SchedulerStatistics
+    cache: Statistics
+    num_running: int
+    num_unfinished: int
+
+
+class Engine:
+    """Serves many requests with one model at a time.
+
+    Every :meth:`step` is one forward pass over packed tokens: the next token of each sequence that
+    is being decoded, and parts of the prompts of new ones. Their keys and values lie in blocks that
+    sequences with a common prefix share.
+
+    While the engine exists the model belongs to it (its attention is replaced); :meth:`close`, or
+    the end of a ``with`` block, gives the model and the memory back.
+
+    Args:
+        model: a decoder model of transformers, in eval mode, on a CPU or one GPU.
+        tokenizer: its tokenizer, for prompts, stop strings and text. None: tokens only.
+        block_size: tokens of a block, a power of two from 1 to 256.
+        num_blocks: of the cache. None: as many as fit into ``cache_bytes``.
+        cache_bytes: of the cache. None: 0.9 of what is free on a GPU; on a CPU what
+            ``max_batch_size`` sequences of ``max_length`` need, and at most a quarter of what is
+            free.
+        host_bytes: of a second pool in host memory, to which sequences are swapped out when blocks
+            run short. 0: they are computed again.
+        layout: of the cache: "vllm", "NHD" or "HND".
+        cache_dtype: "auto" (the model's), "fp8", "fp8_e5m2" or "int8".
+        k_scale, v_scale: of an 8-bit cache, as :class:`~vllm_kernels.kv_tensors.KVCache` has them.
+        max_batch_size: sequences in one pass.
+        max_batch_tokens: tokens in one pass: longer prompts are computed in parts. None: 2048, or
+            max_batch_size if that is more.
+        max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
+        prefix_caching: whether blocks of finished or running sequences are found by later ones with
+            the same beginning.
+        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU.
+        compile: whether the model is called through torch.compile.
+        check: whether the first thing is to compare a few logits with the model's own attention.
+
+    Raises:
+        NotImplementedError: a model that cannot be served, naming what is not.
+        ValueError: an argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        cache_bytes: int | None = None,
+        host_bytes: int = 0,
+        layout: str = "vllm",
+        cache_dtype: str = "auto",
+        k_scale: Tensor | float = 1.0,
+        v_scale: Tensor | float = 1.0,
+        max_batch_size: int = 64,
+        max_batch_tokens: int | None = None,
+        max_length: int | None = None,
+        prefix_caching: bool = True,
+        cuda_graphs: bool | None = None,
+        compile: bool = False,
+        check: bool = True,
+    ) -> None:
+        if model.training:
+            raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
+        config = model.config.get_text_config(decoder=True)
+        if max_length is None:
+            max_length = getattr(config, "max_position_embeddings", None) or 4096
+        if max_batch_tokens is None:
+            max_batch_tokens = max(2048, max_batch_size)
+        self.model = model
+        self.tokenizer = tokenizer
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, Detokenizer] = {}  # by sequence id
+        self._next_id = count()
+        self._end_tokens = _end_tokens(model)
+
+        shape = kv_shape(model, block_size, layout, cache_dtype)
+        use_paged_attention(model)
+        try:
+            groups = LayerGroups.of(layer_windows(model))
+            shape = replace(shape, num_layers=groups.num_tensors)
+            if num_blocks is None:
+                if cache_bytes is None:
+                    tokens = max_batch_size * max_length
+                    cache_bytes = _default_bytes(model.device, shape, tokens, len(groups.windows))
+                num_blocks = cache_bytes // shape.block_bytes
+            if num_blocks < 2:
+                raise ValueError(
+                    f"Engine: cache: expected at least 2 blocks of {shape.block_bytes:,} bytes, "
+                    f"got {num_blocks}"
+                )
+            self.manager = KVCacheManager(
+                num_blocks,
+                block_size,
+                num_host_blocks=host_bytes // shape.block_bytes,
+                windows=groups.windows,
+                prefix_caching=prefix_caching,
+            )
+            self.cache = KVCache(
+                shape,
+                num_blocks,
+                device=model.device,
+                num_host_blocks=self.manager.num_host_blocks,
+                tensor_of_layer=groups.tensor_of_layer,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            self._packed = PackedModel(
+                model,
+                self.cache,
+                groups,
+                max_batch_size=max_batch_size,
+                max_batch_tokens=max_batch_tokens,
+                max_length=max_length,
+                cuda_graphs=model.device.type == "cuda" if cuda_graphs is None else cuda_graphs,
+                compiled=compile,
+            )
+            self.scheduler = Scheduler(
+                self.manager,
+                self._packed.host_buffers,
+                max_batch_size=max_batch_size,
+                max_batch_tokens=max_batch_tokens,
+                max_length=max_length,
+            )
+            if check:
+                verify(self._packed, self.manager)
+        except BaseException:
+            stop_paged_attention(model)
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the model its attention and the cache's memory back. The engine cannot be used
+        afterwards."""
+        self.cache.free()
+        stop_paged_attention(self.model)
+
+    # Requests.
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Takes a request in; :meth:`step` works on it.
+
+        Args:
+            prompt: text (needs a tokenizer), or token ids.
+            params: of its sampling; None: greedy, 16 tokens.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError: a request that cannot be served, saying why; nothing has changed.
+        """
+        params = params or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
+        request = Request(
+            next(self._next_id), self._tokens(prompt), params, arrival=time.perf_counter()
+        )
+        self.scheduler.add(request)
+        self._requests[request.id] = request
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its blocks are free. Raises KeyError for an id that is not there."""
+        request = self._requests.pop(request_id)
+        self.scheduler.abort(request)
+        for sequence in request.sequences:
+            self._texts.pop(sequence.id, None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return self.scheduler.num_unfinished > 0
+
+    def step(self) -> list[TokenOutput]:
+        """One forward pass. Returns the tokens that it gave, none while only parts of prompts were
+        computed. If it fails, the running sequences are computed again by the next call."""
+        if self.cache.is_freed:
+            raise RuntimeError("Engine: it was closed: make a new one")
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        try:
+            logits = self._run(plan)
+        except BaseException:
+            self.scheduler.failed()
+            raise
+        ready = self.scheduler.computed(plan)
+        if not ready:
+            return []
+        if len(ready) > len(logits):  # sequences that share a prompt share its logits
+            ran = set(plan.sequences)
+            rows = torch.tensor([sequence in ran for sequence in ready]).cumsum(0) - 1
+            logits = logits[rows.to(logits.device)]
+        tokens = sample(logits, ready)
+        now = time.perf_counter()
+        return [self._take(sequence, token, now) for sequence, token in zip(ready, tokens)]
+
+    def generate(
+        self,
+        prompts: Items[Prompt],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Serves all prompts and returns their outputs, in their order.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: for all, or one for each.
+        """
+        chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
+        if len(chosen) != len(prompts):
+            raise ValueError(
+                f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
+            )
+        requests = []
+        try:
+            for prompt, one in zip(prompts, chosen):
+                requests.append(self._requests[self.add_request(prompt, one)])
+            while not all(request.is_finished for request in requests):
+                self.step()
+        except BaseException:
+            for request in requests:
+                if request.id in self._requests:
+                    self.abort(request.id)
+            raise
+        return [_output(request) for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenOutput]:
+        """Serves one prompt and yields its tokens as they come; other requests go on meanwhile.
+        Leaving the loop early ends the request."""
+        request_id = self.add_request(prompt, params)
+        try:
+            while request_id in self._requests:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield output
+        finally:
+            if request_id in self._requests:
+                self.abort(request_id)
+
+    def statistics(self) -> EngineStatistics:
+        """What it did so far, and how full its cache is now."""
+        scheduler = self.scheduler
+        return EngineStatistics(
+            scheduler.statistics,
+            self.manager.statistics(),
+            scheduler.num_running,
+            scheduler.num_unfinished,
+        )
+
+    # Inner workings.
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            tokens = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
+        else:
+            tokens = self.tokenizer(prompt)["input_ids"]
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"Engine: prompt: expected tokens from 0 to {vocabulary - 1}, got {token}"
+                )
+        return tokens
+
+    def _run(self, plan: Plan) -> Tensor:
+        for copies in plan.copies:
+            getattr(self.cache, copies.kind)(torch.from_numpy(copies.pairs))
+        return self._packed.run(plan)
+
+    def _take(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
+        """Adds a token to its sequence and ends the sequence where it must end."""
+        request = sequence.request
+        params = request.params
+        if request.first_token_time is None:
+            request.first_token_time = now
+        sequence.tokens.append(token)
+        reason = None
+        if token in params.stop_token_ids or (token in self._end_tokens and not params.ignore_eos):
+            reason = FinishReason.STOP
+        elif (
+            sequence.num_output >= params.max_tokens
+            or len(sequence.tokens) >= self.scheduler.max_length
+        ):
+            reason = FinishReason.LENGTH
+        text = ""
+        if self.tokenizer is not None:
+            detokenizer = self._texts.get(sequence.id)
+            if detokenizer is None:
+                detokenizer = Detokenizer(self.tokenizer, request.prompt, params.stop)
+                self._texts[sequence.id] = detokenizer
+            text = detokenizer.add(token)
+            if reason is not None:
+                text += detokenizer.finish()
+            if detokenizer.is_stopped:
+                reason = FinishReason.STOP
+            sequence.text = detokenizer.text
+        if reason is not None:
+            self.scheduler.finish(sequence, reason)
+            self._texts.pop(sequence.id, None)
+            if request.is_finished:
+                request.finish_time = now
+                self._requests.pop(request.id)
+        return TokenOutput(request.id, sequence.index, token, text, reason)
+
+
+def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:
+    """How large the cache is where the caller does not say."""
+    free = free_memory(device)
+    if device.type == "cuda":
+        return int(0.9 * free)
+    wanted = (tokens // shape.block_size + 1) * groups * shape.block_bytes
+    return min(wanted, free // 4)
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    end = getattr(model.generation_config, "eos_token_id", None)
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)
+
+
+def _output(request: Request) -> RequestOutput:
+    assert request.first_token_time is not None and request.finish_time is not None
+    completions = []
+    for sequence in request.sequences:
+        assert sequence.finish_reason is not None
+        completions.append(
+            Completion(sequence.index, sequence.output, sequence.text, sequence.finish_reason)
+        )
+    return RequestOutput(
+        request.id,
+        request.prompt,
+        completions,
+        request.num_cached_tokens,
+        request.first_token_time - request.arrival,
+        request.finish_time - request.arrival,
+    )

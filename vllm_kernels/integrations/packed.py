@@ -1,0 +1,379 @@
+"""A model's forward pass over packed tokens: those of all sequences in one row.
+
+:class:`PackedModel` runs the plans of a scheduler: it uploads what the manager filled, calls the
+model, and returns the logits of the sequences that get a token. Passes of one token a sequence
+replay CUDA graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from vllm_kernels.integrations.attention import AttentionOptions, PagedLayer
+from vllm_kernels.integrations.paged_batch import token_major
+from vllm_kernels.integrations.scheduler import Plan
+from vllm_kernels.kv_cache import BatchBuffers
+from vllm_kernels.kv_tensors import KVCache
+
+__all__ = ["LayerGroups", "PackedModel", "layer_windows"]
+
+_MOST_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """Layers that share block tables: those of one window.
+
+    Groups are of one size, so that a block of one group takes the place of a block of another in
+    the same tensors: layer i of each group shares tensor i (as in vLLM's hybrid KV-cache manager).
+    """
+
+    windows: tuple[int, ...]  # of each group; 0: all tokens
+    group_of_layer: tuple[int, ...]
+    tensor_of_layer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, windows: Sequence[int]) -> LayerGroups:
+        """For layers with these windows (0: none)."""
+        kinds = {window: list(windows).count(window) for window in windows}
+        size = min(kinds.values())
+        if sum(-(-layers // size) for layers in kinds.values()) > _MOST_GROUPS:
+            size = max(kinds.values())
+        groups: list[int] = []
+        group_of_layer, tensor_of_layer = [], []
+        filled: dict[int, tuple[int, int]] = {}  # by window: its last group, and layers in it
+        for window in windows:
+            group, layers = filled.get(window, (0, size))
+            if layers == size:
+                group, layers = len(groups), 0
+                groups.append(window)
+            group_of_layer.append(group)
+            tensor_of_layer.append(layers)
+            filled[window] = group, layers + 1
+        return cls(tuple(groups), tuple(group_of_layer), tuple(tensor_of_layer))
+
+    @property
+    def num_tensors(self) -> int:
+        """Layers of a group."""
+        return max(self.tensor_of_layer) + 1
+
+
+@dataclass
+class PackedStep:
+    """What attention needs in every layer of one pass. S sequences, T tokens."""
+
+    slot_mappings: list[Tensor]  # a group: int64 [T]
+    block_tables: list[Tensor]  # a group: int32 [S, blocks]
+    seq_lens: Tensor  # int32 [S]
+    num_single: int  # leading sequences with one token
+    starts: Tensor | None  # int32 [S - num_single + 1], of the others among their tokens
+    max_query_len: int
+
+
+class PackedPages:
+    """What stores and attends, for one row of packed tokens."""
+
+    length = 0  # of what a mask would have to cover beside the new tokens
+
+    def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
+        self.cache = cache
+        self.groups = groups
+        self.dtype = cache.shape.dtype
+        self.step: PackedStep | None = None
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """As ``Pages.forward``, of a batch of 1."""
+        step = self.step
+        assert step is not None
+        group = self.groups.group_of_layer[layer]
+        self.cache.write(layer, token_major(key), token_major(value), step.slot_mappings[group])
+        return self.attend(layer, token_major(query), options)[None]
+
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attention of all tokens: query and result are [T, heads, head_size]."""
+        step = self.step
+        assert step is not None
+        tables = step.block_tables[self.groups.group_of_layer[layer]]
+        single = step.num_single
+        arguments = {
+            "scale": options.scale,
+            "sliding_window": options.sliding_window,
+            "softcap": options.softcap,
+            "sinks": options.sinks,
+            "alibi_slopes": options.alibi_slopes,
+        }
+        if step.starts is None:
+            return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
+        out = query.new_empty(query.shape)
+        if single:
+            self.cache.attend(
+                layer, query[:single], tables[:single], step.seq_lens[:single],
+                out=out[:single], **arguments,
+            )  # fmt: skip
+        self.cache.attend(
+            layer, query[single:], tables[single:], step.seq_lens[single:],
+            query_start_loc=step.starts, max_query_len=step.max_query_len,
+            out=out[single:], **arguments,
+        )  # fmt: skip
+        return out
+
+
+class _WindowRecorder:
+    """Takes the place of pages in a pass that only asks each layer for its window."""
+
+    length = 0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.windows: dict[int, int] = {}
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        self.windows[layer] = options.sliding_window
+        return torch.zeros_like(query.transpose(1, 2))
+
+
+def layer_windows(model: PreTrainedModel) -> list[int]:
+    """The sliding window of every attention layer, 0 for none, found by a pass over one token.
+
+    Raises:
+        NotImplementedError: what attention refuses, and layers that never came to it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    recorder = _WindowRecorder(model.dtype)
+    layers = range(config.num_hidden_layers)
+    cache = Cache(layers=[PagedLayer(recorder, config, index) for index in layers])
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        positions = {"position_ids": token} if _takes_positions(model) else {}
+        model(input_ids=token, past_key_values=cache, use_cache=True, **positions)
+    missing = [layer for layer in layers if layer not in recorder.windows]
+    if missing:
+        raise NotImplementedError(
+            f"Engine: {config.model_type}: layers {missing} do not attend through a cache of theirs"
+        )
+    return [recorder.windows[layer] for layer in layers]
+
+
+class _Buffers:
+    """Where a pass's input lies: on the host, filled by the manager, and on the device."""
+
+    def __init__(
+        self, groups: int, sequences: int, blocks: int, tokens: int, device: torch.device
+    ) -> None:
+        pinned = device.type == "cuda"
+        self.host = [
+            BatchBuffers.zeros(sequences, blocks, tokens, pin_memory=pinned) for _ in range(groups)
+        ]
+        self.host_input_ids = torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned)
+        self.host_starts = torch.zeros(sequences + 1, dtype=torch.int32, pin_memory=pinned)
+        first = self.host[0]
+        host = [
+            self.host_input_ids, first.positions, first.seq_lens, self.host_starts,
+            *(group.slot_mapping for group in self.host),
+            *(group.block_tables for group in self.host),
+        ]  # fmt: skip
+        self._copied = pinned
+        self._host = host
+        self._device = [x.to(device) for x in host] if pinned else host
+        self.input_ids, self.positions, self.seq_lens, self.starts = self._device[:4]
+        self.slot_mappings = self._device[4 : 4 + groups]
+        self.block_tables = self._device[4 + groups :]
+
+    def upload(self, tokens: int, sequences: int) -> None:
+        """Copies the first ``tokens`` and ``sequences`` to the device, without a wait. The host's
+        must stay as they are until the pass is over."""
+        if not self._copied:
+            return
+        groups = len(self.host)
+        sizes = [tokens, tokens, sequences, sequences + 1, *[tokens] * groups]
+        sizes += [sequences] * groups
+        for device, host, size in zip(self._device, self._host, sizes):
+            device[:size].copy_(host[:size], non_blocking=True)
+
+
+class PackedModel:
+    """Runs plans.
+
+    Args:
+        model: after ``use_paged_attention``.
+        cache, groups: of its layers.
+        max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
+        cuda_graphs: whether passes of one token a sequence are captured, by batch size.
+        compiled: whether the model is called through torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        groups: LayerGroups,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_length: int,
+        cuda_graphs: bool,
+        compiled: bool,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.pages = PackedPages(cache, groups)
+        layers = range(len(groups.group_of_layer))
+        self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
+        blocks = -(-max_length // cache.shape.block_size)
+        self._buffers = _Buffers(
+            len(groups.windows), max_batch_size, blocks, max_batch_tokens, cache.device
+        )
+        self._takes_positions = _takes_positions(model)
+        self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._call: Callable[..., Any] = torch.compile(model, dynamic=True) if compiled else model
+
+    @property
+    def host_buffers(self) -> list[BatchBuffers]:
+        """For the manager to fill, one a group."""
+        return self._buffers.host
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Tensor:
+        """The pass of ``plan``, whose buffers the manager has just filled.
+
+        Returns:
+            Logits of every sequence that has all of its tokens computed then, in the order of the
+            plan: [n, vocabulary]. Valid until the next pass.
+        """
+        buffers = self._buffers
+        tokens, sequences = plan.num_tokens, len(plan.sequences)
+        buffers.host_input_ids[:tokens] = torch.from_numpy(plan.input_ids)
+        if plan.num_single == sequences:
+            size = next((size for size in self._graph_sizes if size >= sequences), None)
+            if size is not None:
+                buffers.host_input_ids[tokens:size] = 0
+                buffers.upload(size, size)
+                logits = self._replay(size)
+                if logits is not None:
+                    return self._ready(logits[:sequences], plan)
+            buffers.upload(tokens, sequences)
+            return self._ready(self._forward(self._single_step(sequences), tokens), plan)
+        single = plan.num_single
+        starts = np.cumsum([0, *plan.counts[single:]], dtype=np.int32)
+        buffers.host_starts[: len(starts)] = torch.from_numpy(starts)
+        buffers.upload(tokens, sequences)
+        step = PackedStep(
+            slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
+            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            seq_lens=buffers.seq_lens[:sequences],
+            num_single=single,
+            starts=buffers.starts[: len(starts)],
+            max_query_len=max(plan.counts),
+        )
+        ends = np.cumsum(plan.counts) - 1
+        last = torch.from_numpy(ends[self._is_ready(plan)]).to(buffers.input_ids.device)
+        return self._forward(step, tokens, last)
+
+    # Inner workings.
+
+    @staticmethod
+    def _is_ready(plan: Plan) -> np.ndarray:
+        """bool [sequences]: those of which the pass computes all that is left."""
+        return np.fromiter(
+            (seq.num_to_compute == n for seq, n in zip(plan.sequences, plan.counts)), np.bool_
+        )
+
+    def _ready(self, logits: Tensor, plan: Plan) -> Tensor:
+        ready = self._is_ready(plan)
+        return logits if ready.all() else logits[torch.from_numpy(ready).to(logits.device)]
+
+    def _single_step(self, sequences: int) -> PackedStep:
+        buffers = self._buffers
+        return PackedStep(
+            slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
+            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            seq_lens=buffers.seq_lens[:sequences],
+            num_single=sequences,
+            starts=None,
+            max_query_len=1,
+        )
+
+    def _forward(self, step: PackedStep, tokens: int, last: Tensor | None = None) -> Tensor:
+        """Logits [n, vocabulary] of the tokens ``last``, or of all."""
+        buffers = self._buffers
+        self.pages.step = step
+        options = {} if last is None else {"logits_to_keep": last}
+        if self._takes_positions:
+            options["position_ids"] = buffers.positions[None, :tokens]
+        out = self._call(
+            input_ids=buffers.input_ids[None, :tokens],
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        )
+        return out.logits[0]
+
+    def _replay(self, size: int) -> Tensor | None:
+        """The pass over ``size`` sequences from its graph. None: the model cannot be captured."""
+        if size not in self._graphs:
+            try:
+                self._graphs[size] = self._capture(size)
+            except RuntimeError as error:
+                warnings.warn(
+                    f"Engine: {self.model.config.model_type} runs without CUDA graphs: {error}",
+                    stacklevel=2,
+                )
+                self._graph_sizes = []
+                return None
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records the pass over the first ``size`` rows of the device's buffers. What it computes
+        meanwhile is this very pass, which is then replayed: writing the same keys twice is fine."""
+        step = self._single_step(size)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # a library's first calls may allocate, compile or synchronise
+                self._forward(step, size)
+        torch.cuda.current_stream().wait_stream(stream)
+        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            logits = self._forward(step, size)
+        return graph, logits
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Batch sizes to which passes are padded: dense where a padded row costs most."""
+    sizes = {1, 2, 4, max_batch_size, *range(8, 65, 8), *range(80, 257, 16)}
+    sizes |= set(range(288, max_batch_size, 32))
+    return sorted(size for size in sizes if size <= max_batch_size)
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model wants to be told positions; those with ALiBi do not."""
+    return "position_ids" in inspect.signature(model.forward).parameters

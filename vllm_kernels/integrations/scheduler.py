@@ -1,0 +1,385 @@
+"""Which tokens of which sequences go into the next forward pass.
+
+Continuous batching (Yu et al. 2022, Orca, OSDI 22) over paged memory (Kwon et al. 2023,
+arXiv:2309.06180): every pass takes one token of each sequence that is being decoded, then as much
+of prompts as fits (chunked prefill; Agrawal et al. 2024, arXiv:2403.02310). Sequences that memory
+does not suffice for are preempted, youngest first: swapped to the host, or freed and computed
+again. Knows the manager and no model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_kernels.integrations.request import FinishReason, Request, Sequence
+from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
+
+__all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]
+
+
+@dataclass
+class Copies:
+    """Blocks to copy before the pass, in order of ``kind``'s calls."""
+
+    kind: str  # "copy", "swap_out" or "swap_in"
+    pairs: npt.NDArray[np.int64]  # [n, 2], (source, destination)
+
+
+@dataclass
+class Plan:
+    """One forward pass."""
+
+    sequences: list[Sequence]  # those of one token first
+    counts: list[int]  # tokens of each
+    input_ids: npt.NDArray[np.int64]  # [sum of counts]
+    copies: list[Copies]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return len(self.input_ids)
+
+    @property
+    def num_single(self) -> int:
+        """Leading sequences with one token each."""
+        return self.counts.count(1)
+
+
+@dataclass
+class SchedulerStatistics:
+    """Since the scheduler was made."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # computed, those computed again included
+    num_swapped: int = 0  # preemptions by swapping
+    num_recomputed: int = 0  # preemptions by computing again
+    num_cached_tokens: int = 0  # found in the prefix cache
+    num_prompt_tokens: int = 0  # looked for there
+
+
+@dataclass
+class _Queues:
+    waiting: deque[Sequence] = field(default_factory=deque)  # nothing of them is in memory
+    swapped: deque[Sequence] = field(default_factory=deque)  # on the host
+    running: list[Sequence] = field(default_factory=list)  # by arrival
+
+
+class Scheduler:
+    """Requests in, plans of forward passes out.
+
+    Args:
+        manager: of the blocks; all of its sequences are the scheduler's.
+        buffers: filled for each plan, one a group of layers; their sizes bound a pass.
+        max_batch_size: sequences in one pass.
+        max_batch_tokens: tokens in one pass, >= max_batch_size.
+        max_length: tokens of a sequence.
+
+    While others run, a hundredth of the blocks is kept free of new sequences, so that those that
+    run can grow before one has to be preempted.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        buffers: list[BatchBuffers],
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_length: int,
+    ) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
+        if max_batch_tokens < max_batch_size:
+            raise ValueError(
+                f"Scheduler: max_batch_tokens: expected at least {max_batch_size} (from "
+                f"max_batch_size), got {max_batch_tokens}"
+            )
+        self.manager = manager
+        self.buffers = buffers
+        self.max_batch_size = max_batch_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_length = max_length
+        self.watermark_blocks = max(1, manager.num_blocks // 100)
+        self.statistics = SchedulerStatistics()
+        self._queues = _Queues()
+        self._next_id = count()
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; its first sequence waits for room.
+
+        Raises:
+            ValueError: a request that could not be served even if it were alone.
+        """
+        prompt, params = len(request.prompt), request.params
+        if prompt < 1:
+            raise ValueError("Engine: prompt: expected at least one token, got none")
+        if prompt + 1 > self.max_length:
+            raise ValueError(
+                f"Engine: prompt: expected fewer than {self.max_length} tokens (max_length), got "
+                f"{prompt}"
+            )
+        if params.n > self.max_batch_size:
+            raise ValueError(
+                f"Engine: n: expected at most {self.max_batch_size} (max_batch_size), got "
+                f"{params.n}"
+            )
+        longest = min(prompt + params.max_tokens, self.max_length)
+        needed, there = self._blocks_at_most(longest), self._num_blocks()
+        if needed > there:
+            raise ValueError(
+                f"Engine: prompt and max_tokens: {longest} tokens need {needed} blocks, the cache "
+                f"has {there}"
+            )
+        sequence = Sequence(next(self._next_id), request, 0, list(request.prompt))
+        request.sequences.append(sequence)
+        self._queues.waiting.append(sequence)
+
+    def abort(self, request: Request) -> None:
+        """Ends what is left of a request and frees its blocks."""
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence, FinishReason.ABORT)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence and frees its blocks, which stay findable as a prefix."""
+        queues = self._queues
+        for queue in (queues.running, queues.waiting, queues.swapped):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.id in self.manager:
+            self.manager.free(sequence.id)
+        sequence.finish_reason = reason
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that are waiting, running or swapped out."""
+        queues = self._queues
+        return len(queues.waiting) + len(queues.running) + len(queues.swapped)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks of the device."""
+        return len(self._queues.running)
+
+    # Passes.
+
+    def schedule(self) -> Plan | None:
+        """Plans the next pass, and fills the buffers for it. None: nothing is left to do."""
+        if not self.num_unfinished:
+            return None
+        copies: list[Copies] = []
+        chosen, budget = self._continue_running()
+        admitted = self._admit(chosen, budget, copies)
+        while True:
+            plan = self._step(chosen, copies)
+            if plan is not None:
+                break
+            if admitted:  # they were let in by an estimate: send them back, youngest first
+                self._send_back(admitted.pop(), chosen)
+            else:
+                self._preempt_youngest(chosen, copies)
+        self.statistics.num_steps += 1
+        self.statistics.num_tokens += plan.num_tokens
+        return plan
+
+    def computed(self, plan: Plan) -> list[Sequence]:
+        """Takes note that a plan's pass was run.
+
+        Returns:
+            The sequences that get a token now, in the order of the plan. Where a request wants
+            several and its prompt is complete, its other sequences follow the first: they share
+            its blocks from here on.
+        """
+        ready: list[Sequence] = []
+        for sequence, num_tokens in zip(plan.sequences, plan.counts):
+            sequence.num_computed += num_tokens
+            if sequence.num_to_compute == 0:
+                ready += [sequence, *self._fork(sequence)]
+        return ready
+
+    def failed(self) -> None:
+        """Takes note that a plan's pass was not run to its end: what the cache holds is unknown,
+        so everything that runs is computed again."""
+        queues = self._queues
+        for sequence in reversed(queues.running):
+            self.manager.free(sequence.id)
+            sequence.num_computed = 0
+            queues.waiting.appendleft(sequence)
+        queues.running.clear()
+        self.manager.reset_prefix_cache()
+
+    # Inner workings.
+
+    def _continue_running(self) -> tuple[dict[Sequence, int], int]:
+        """Tokens of the running sequences, decoding ones first, and what is left of the budget."""
+        budget = self.max_batch_tokens
+        chosen: dict[Sequence, int] = {}
+        prompts = []
+        for sequence in self._queues.running:
+            if sequence.num_to_compute == 1:
+                chosen[sequence] = 1
+                budget -= 1
+            else:
+                prompts.append(sequence)
+        for sequence in prompts:
+            if budget == 0:
+                break
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+        return chosen, budget
+
+    def _admit(
+        self, chosen: dict[Sequence, int], budget: int, copies: list[Copies]
+    ) -> list[Sequence]:
+        """Adds sequences that fit: swapped ones, then waiting ones, none before an older one."""
+        queues = self._queues
+        places = self.max_batch_size - sum(sequence.width for sequence in queues.running)
+        while queues.swapped and places and budget:
+            sequence = queues.swapped[0]
+            needed = self._blocks(len(sequence.tokens))
+            if not self.manager.can_swap_in([sequence.id]) or self._is_tight(needed):
+                return []
+            copies.append(Copies("swap_in", self.manager.swap_in([sequence.id])))
+            queues.swapped.popleft()
+            self._run(sequence)
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+            places -= 1
+        if queues.swapped:
+            return []
+        admitted: list[Sequence] = []
+        # What running prompts will still ask for: they were let in with all of their tokens.
+        promised = sum(self._blocks(sequence.num_to_compute) for sequence in queues.running)
+        while queues.waiting and budget:
+            sequence = queues.waiting[0]
+            if places < sequence.width:
+                break
+            tokens = np.array(sequence.tokens, np.int32)
+            if not self.manager.can_allocate(tokens):
+                break
+            needed = self._blocks(len(tokens) - self.manager.match(tokens))
+            if self._is_tight(promised + needed):
+                break
+            cached = self.manager.allocate(sequence.id, tokens, num_new=0)
+            queues.waiting.popleft()
+            self._run(sequence)
+            self._count_cached(sequence, cached)
+            admitted.append(sequence)
+            promised += needed
+            places -= sequence.width
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+        return admitted
+
+    def _is_tight(self, needed: int) -> bool:
+        """Whether so many blocks would leave too few to those that run."""
+        free = self.manager.num_free_blocks - self.watermark_blocks
+        return bool(self._queues.running) and needed > free
+
+    def _step(self, chosen: dict[Sequence, int], copies: list[Copies]) -> Plan | None:
+        """Hands out the slots of all tokens; None where there are too few blocks."""
+        order = sorted(chosen, key=lambda sequence: chosen[sequence] > 1)  # stable: single first
+        counts = [chosen[sequence] for sequence in order]
+        input_ids = np.fromiter(
+            (
+                token
+                for sequence, num_tokens in zip(order, counts)
+                for token in sequence.tokens[
+                    sequence.num_computed : sequence.num_computed + num_tokens
+                ]
+            ),
+            np.int64,
+            sum(counts),
+        )
+        ids = np.fromiter((sequence.id for sequence in order), np.int64, len(order))
+        try:
+            pairs = self.manager.step(
+                ids, np.array(counts, np.int64), self.buffers, tokens=input_ids
+            )
+        except OutOfBlocks:
+            return None
+        if len(pairs):
+            copies = [*copies, Copies("copy", pairs)]
+        return Plan(order, counts, input_ids, copies)
+
+    def _run(self, sequence: Sequence) -> None:
+        """Puts a sequence among the running ones, by arrival."""
+        running = self._queues.running
+        at = len(running)
+        while at and running[at - 1].request.arrival > sequence.request.arrival:
+            at -= 1
+        running.insert(at, sequence)
+
+    def _send_back(self, sequence: Sequence, chosen: dict[Sequence, int]) -> None:
+        """Undoes an admission."""
+        del chosen[sequence]
+        self._queues.running.remove(sequence)
+        self.manager.free(sequence.id)
+        sequence.num_computed = 0
+        self._queues.waiting.appendleft(sequence)
+
+    def _preempt_youngest(self, chosen: dict[Sequence, int], copies: list[Copies]) -> None:
+        queues = self._queues
+        if len(queues.running) == 1:
+            raise RuntimeError(
+                "Engine: one sequence alone finds too few blocks, which add() should have refused"
+            )
+        sequence = queues.running.pop()
+        chosen.pop(sequence, None)
+        sequence.num_preemptions += 1
+        if self.manager.num_host_blocks and self.manager.can_swap_out([sequence.id]):
+            copies.append(Copies("swap_out", self.manager.swap_out([sequence.id])))
+            queues.swapped.appendleft(sequence)
+            self.statistics.num_swapped += 1
+        else:
+            self.manager.free(sequence.id)
+            sequence.num_computed = 0
+            queues.waiting.appendleft(sequence)
+            self.statistics.num_recomputed += 1
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The request's other sequences, once its prompt is computed."""
+        request = sequence.request
+        if sequence.width == 1:
+            return []
+        children = []
+        for index in range(1, request.params.n):
+            child = Sequence(
+                next(self._next_id), request, index, list(sequence.tokens), sequence.num_computed
+            )
+            self.manager.fork(sequence.id, child.id)
+            self._run(child)
+            children.append(child)
+        request.sequences += children
+        return children
+
+    def _count_cached(self, sequence: Sequence, cached: int) -> None:
+        sequence.num_computed = cached
+        self.statistics.num_cached_tokens += cached
+        self.statistics.num_prompt_tokens += len(sequence.tokens)
+        if not sequence.num_preemptions:
+            sequence.request.num_cached_tokens = cached
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.manager.block_size) * self.manager.num_groups
+
+    def _blocks_at_most(self, num_tokens: int) -> int:
+        """What one sequence of so many tokens ever holds, in all groups."""
+        needed = 0
+        for window in self.manager.windows:
+            # A window's blocks are given back by each step: one holds the window and the step.
+            held = min(num_tokens, window + self.max_batch_tokens) if window else num_tokens
+            needed += -(-held // self.manager.block_size) + (1 if window else 0)
+        return needed
+
+    def _num_blocks(self) -> int:
+        """Blocks that sequences may hold."""
+        has_null_block = self.manager.null_block is not None
+        return self.manager.num_blocks - has_null_block

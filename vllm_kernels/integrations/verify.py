@@ -1,0 +1,104 @@
+"""Whether a packed forward pass gives the logits of the model's own attention.
+
+Models differ in ways that no configuration tells (where positions come from, which state a layer
+keeps beside its keys): so an engine compares before it serves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vllm_kernels.integrations.attention import stop_paged_attention, use_paged_attention
+from vllm_kernels.integrations.packed import PackedModel
+from vllm_kernels.integrations.request import Request, SamplingParams, Sequence
+from vllm_kernels.integrations.scheduler import Plan
+from vllm_kernels.kv_cache import KVCacheManager
+
+__all__ = ["verify"]
+
+_TOLERANCE = {torch.float32: 1e-2}
+"""Of the relative error of a row of logits, by the model's dtype; wrong positions or a wrong mask
+give errors around 1."""
+_TOLERANCE_OF_16_BITS = 0.15
+_TOLERANCE_OF_8_BIT_CACHES = 0.3
+
+
+def verify(packed: PackedModel, manager: KVCacheManager) -> None:
+    """Two short sequences, one in two parts, beside each other, against the model one by one.
+
+    Raises:
+        NotImplementedError: their logits differ.
+    """
+    model = packed.model
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    long, short = (
+        torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length))
+        for length in (7, 5)
+    )
+    ours = _packed_logits(packed, manager, long.tolist(), short.tolist())
+    stop_paged_attention(model)
+    try:
+        theirs = [_own_logits(model, tokens) for tokens in (short[:4], short, long)]
+    finally:
+        use_paged_attention(model)
+    shape = packed.pages.cache.shape
+    tolerance = _TOLERANCE.get(shape.dtype, _TOLERANCE_OF_16_BITS)
+    if shape.cache_dtype != "auto":
+        tolerance = _TOLERANCE_OF_8_BIT_CACHES
+    for got, expected in zip(ours, theirs):
+        error = (got - expected).norm() / (expected - expected.mean()).norm().clamp_min(1e-12)
+        if not error <= tolerance:  # NaN, too
+            raise NotImplementedError(
+                f"Engine: model type: {model.config.model_type}: its logits differ from those of "
+                f"its own attention (relative error {error:.2g}): it is not served"
+            )
+
+
+def _packed_logits(
+    packed: PackedModel, manager: KVCacheManager, long: list[int], short: list[int]
+) -> list[Tensor]:
+    """Logits after short[:4], short and long."""
+    request = Request(-1, [], SamplingParams(), arrival=time.perf_counter())
+    a = Sequence(0, request, 0, long)
+    b = Sequence(1, request, 0, short[:4])
+    rows: list[Tensor] = []
+    try:
+        for sequence in (a, b):
+            manager.allocate(sequence.id, 0)
+        rows += _pass(packed, manager, [a, b], [3, 4])
+        b.tokens = short
+        rows += _pass(packed, manager, [b, a], [1, 4])
+    finally:
+        manager.reset()
+    return rows
+
+
+def _pass(
+    packed: PackedModel, manager: KVCacheManager, sequences: list[Sequence], counts: list[int]
+) -> list[Tensor]:
+    tokens = [
+        token
+        for sequence, count in zip(sequences, counts)
+        for token in sequence.tokens[sequence.num_computed : sequence.num_computed + count]
+    ]
+    ids = np.array([sequence.id for sequence in sequences], np.int64)
+    manager.step(ids, np.array(counts, np.int64), packed.host_buffers)
+    logits = packed.run(Plan(sequences, counts, np.array(tokens, np.int64), []))
+    for sequence, count in zip(sequences, counts):
+        sequence.num_computed += count
+    return list(logits.float().clone())
+
+
+@torch.inference_mode()
+def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[vocabulary], after the last of ``tokens``."""
+    options = {"use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        options["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
+    return model(input_ids=tokens[None].to(model.device), **options).logits[0, -1].float()
