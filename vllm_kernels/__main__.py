@@ -1,10 +1,12 @@
-"""``python -m vllm_kernels demo`` and ``python -m vllm_kernels info``."""
+"""``python -m vllm_kernels demo``, ``bench`` and ``info``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+
+from vllm_kernels.bench.arguments import add_arguments
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
 
@@ -20,6 +22,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     demo.add_argument("--prompt", nargs="+", metavar="TEXT", help="one text or more to continue")
     demo.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
+    bench = commands.add_parser("bench", help="requests through the engine, measured")
+    benches = bench.add_subparsers(dest="bench", required=True)
+    engine = benches.add_parser("engine", help="replays a trace of requests")
+    add_arguments(engine, TOY_MODEL)
     commands.add_parser("info", help="versions, build, libraries, CPU level, GPU")
     return parser
 
@@ -32,16 +38,38 @@ def main(argv: list[str] | None = None) -> int:
         print_info()
         return 0
     try:
-        from vllm_kernels.demo import DemoError, run_demo
+        if arguments.command == "bench":
+            return _bench(arguments)
+        return _demo(arguments)
     except ModuleNotFoundError as error:
-        print(f"The demo needs {error.name}: pip install 'vllm_kernels[demo]'", file=sys.stderr)
+        if error.name is None or error.name.startswith("vllm_kernels"):
+            raise
+        print(
+            f"The {arguments.command} needs {error.name}: pip install 'vllm_kernels[demo]'",
+            file=sys.stderr,
+        )
         return 2
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from vllm_kernels.demo import DemoError, run_demo
+
     try:
         return run_demo(
             arguments.model, arguments.device, arguments.prompt, arguments.max_new_tokens
         )
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from vllm_kernels.bench.command import BenchError, run_bench
+
+    try:
+        return run_bench(arguments)
+    except BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 2
 
 

@@ -217,6 +217,42 @@ class KVCache:
             kc, vc = kc.transpose(1, 2), vc.transpose(1, 2)
         vllm_kernels.reshape_and_cache_flash(key, value, kc, vc, slot_mapping, kind, *scales)
 
+    def rope_and_write(
+        self,
+        layer: int,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos_sin_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        is_neox: bool = True,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        epsilon: float = 1e-6,
+    ) -> None:
+        """:func:`vllm_kernels.rope_and_cache` with this layer's pages: turns query in place, and
+        stores key, turned, and value."""
+        quantised = self.shape.cache_dtype != "auto"
+        vllm_kernels.rope_and_cache(
+            positions,
+            query,
+            key,
+            value,
+            cos_sin_cache,
+            is_neox,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            slot_mapping,
+            self.shape.layout,
+            self._k_scales[layer] if quantised else None,
+            self._v_scales[layer] if quantised else None,
+            q_weight,
+            k_weight,
+            epsilon,
+        )
+
     def attend(
         self,
         layer: int,

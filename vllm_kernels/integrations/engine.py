@@ -24,7 +24,8 @@ from vllm_kernels.integrations.attention import (
     use_paged_attention,
 )
 from vllm_kernels.integrations.detokenizer import Detokenizer
-from vllm_kernels.integrations.packed import LayerGroups, PackedModel, layer_windows
+from vllm_kernels.integrations.packed import PackedModel, layer_windows
+from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
 from vllm_kernels.integrations.sampler import sample
 from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
@@ -114,6 +115,8 @@ class Engine:
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU.
         compile: whether the model is called through torch.compile.
+        fused: whether Llama-like models (Llama, Mistral, Qwen 2 and 3) run by this library's ops
+            for everything but the matrix products, instead of through transformers' modules.
         check: whether the first thing is to compare a few logits with the model's own attention.
 
     Raises:
@@ -140,6 +143,7 @@ class Engine:
         prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
         compile: bool = False,
+        fused: bool = True,
         check: bool = True,
     ) -> None:
         if model.training:
@@ -196,6 +200,7 @@ class Engine:
                 max_length=max_length,
                 cuda_graphs=model.device.type == "cuda" if cuda_graphs is None else cuda_graphs,
                 compiled=compile,
+                fused=fused,
             )
             self.scheduler = Scheduler(
                 self.manager,
@@ -224,6 +229,9 @@ class Engine:
     def close(self) -> None:
         """Gives the model its attention and the cache's memory back. The engine cannot be used
         afterwards."""
+        if self.cache.is_freed:
+            return
+        self._packed.close()
         self.cache.free()
         stop_paged_attention(self.model)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,120 +18,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from vllm_kernels.integrations.attention import AttentionOptions, PagedLayer
-from vllm_kernels.integrations.paged_batch import token_major
+from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
+from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
 from vllm_kernels.integrations.scheduler import Plan
 from vllm_kernels.kv_cache import BatchBuffers
 from vllm_kernels.kv_tensors import KVCache
 
-__all__ = ["LayerGroups", "PackedModel", "layer_windows"]
-
-_MOST_GROUPS = 8
-
-
-@dataclass(frozen=True)
-class LayerGroups:
-    """Layers that share block tables: those of one window.
-
-    Groups are of one size, so that a block of one group takes the place of a block of another in
-    the same tensors: layer i of each group shares tensor i (as in vLLM's hybrid KV-cache manager).
-    """
-
-    windows: tuple[int, ...]  # of each group; 0: all tokens
-    group_of_layer: tuple[int, ...]
-    tensor_of_layer: tuple[int, ...]
-
-    @classmethod
-    def of(cls, windows: Sequence[int]) -> LayerGroups:
-        """For layers with these windows (0: none)."""
-        kinds = {window: list(windows).count(window) for window in windows}
-        size = min(kinds.values())
-        if sum(-(-layers // size) for layers in kinds.values()) > _MOST_GROUPS:
-            size = max(kinds.values())
-        groups: list[int] = []
-        group_of_layer, tensor_of_layer = [], []
-        filled: dict[int, tuple[int, int]] = {}  # by window: its last group, and layers in it
-        for window in windows:
-            group, layers = filled.get(window, (0, size))
-            if layers == size:
-                group, layers = len(groups), 0
-                groups.append(window)
-            group_of_layer.append(group)
-            tensor_of_layer.append(layers)
-            filled[window] = group, layers + 1
-        return cls(tuple(groups), tuple(group_of_layer), tuple(tensor_of_layer))
-
-    @property
-    def num_tensors(self) -> int:
-        """Layers of a group."""
-        return max(self.tensor_of_layer) + 1
-
-
-@dataclass
-class PackedStep:
-    """What attention needs in every layer of one pass. S sequences, T tokens."""
-
-    slot_mappings: list[Tensor]  # a group: int64 [T]
-    block_tables: list[Tensor]  # a group: int32 [S, blocks]
-    seq_lens: Tensor  # int32 [S]
-    num_single: int  # leading sequences with one token
-    starts: Tensor | None  # int32 [S - num_single + 1], of the others among their tokens
-    max_query_len: int
-
-
-class PackedPages:
-    """What stores and attends, for one row of packed tokens."""
-
-    length = 0  # of what a mask would have to cover beside the new tokens
-
-    def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
-        self.cache = cache
-        self.groups = groups
-        self.dtype = cache.shape.dtype
-        self.step: PackedStep | None = None
-
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """As ``Pages.forward``, of a batch of 1."""
-        step = self.step
-        assert step is not None
-        group = self.groups.group_of_layer[layer]
-        self.cache.write(layer, token_major(key), token_major(value), step.slot_mappings[group])
-        return self.attend(layer, token_major(query), options)[None]
-
-    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of all tokens: query and result are [T, heads, head_size]."""
-        step = self.step
-        assert step is not None
-        tables = step.block_tables[self.groups.group_of_layer[layer]]
-        single = step.num_single
-        arguments = {
-            "scale": options.scale,
-            "sliding_window": options.sliding_window,
-            "softcap": options.softcap,
-            "sinks": options.sinks,
-            "alibi_slopes": options.alibi_slopes,
-        }
-        if step.starts is None:
-            return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
-        out = query.new_empty(query.shape)
-        if single:
-            self.cache.attend(
-                layer, query[:single], tables[:single], step.seq_lens[:single],
-                out=out[:single], **arguments,
-            )  # fmt: skip
-        self.cache.attend(
-            layer, query[single:], tables[single:], step.seq_lens[single:],
-            query_start_loc=step.starts, max_query_len=step.max_query_len,
-            out=out[single:], **arguments,
-        )  # fmt: skip
-        return out
+__all__ = ["PackedModel", "layer_windows"]
 
 
 class _WindowRecorder:
@@ -225,6 +117,7 @@ class PackedModel:
         max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
         cuda_graphs: whether passes of one token a sequence are captured, by batch size.
         compiled: whether the model is called through torch.compile.
+        fused: whether Llama-like models run as :class:`PackedLlama`.
     """
 
     def __init__(
@@ -238,6 +131,7 @@ class PackedModel:
         max_length: int,
         cuda_graphs: bool,
         compiled: bool,
+        fused: bool,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -248,15 +142,26 @@ class PackedModel:
         self._buffers = _Buffers(
             len(groups.windows), max_batch_size, blocks, max_batch_tokens, cache.device
         )
+        self._llama: PackedLlama | None = None
+        if fused and can_be_packed(model):
+            windows = [groups.windows[group] for group in groups.group_of_layer]
+            self._llama = PackedLlama(model, self.pages, windows, max_length)
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._call: Callable[..., Any] = torch.compile(model, dynamic=True) if compiled else model
+        call: Callable[..., Any] = self._llama or model
+        self._call = torch.compile(call, dynamic=True) if compiled else call
 
     @property
     def host_buffers(self) -> list[BatchBuffers]:
         """For the manager to fill, one a group."""
         return self._buffers.host
+
+    def close(self) -> None:
+        """Leaves the model as it was, and forgets the graphs."""
+        self._graphs.clear()
+        if self._llama is not None:
+            self._llama.close()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Tensor:
@@ -323,6 +228,8 @@ class PackedModel:
         """Logits [n, vocabulary] of the tokens ``last``, or of all."""
         buffers = self._buffers
         self.pages.step = step
+        if self._llama is not None:
+            return self._call(buffers.input_ids[:tokens], buffers.positions[:tokens], last)
         options = {} if last is None else {"logits_to_keep": last}
         if self._takes_positions:
             options["position_ids"] = buffers.positions[None, :tokens]

@@ -1,0 +1,123 @@
+"""``python -m vllm_kernels bench engine``, from its arguments on."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+import vllm_kernels
+from vllm_kernels.bench.engine import compare, draw, print_comparison, print_replay, replay
+from vllm_kernels.bench.trace import TraceRequest, made_trace, read_trace
+from vllm_kernels.integrations.engine import Engine
+from vllm_kernels.integrations.request import SamplingParams
+
+__all__ = ["BenchError", "run_bench"]
+
+_WARM_UP = [TraceRequest(0.0, [2, 3, 4], 4)] * 4
+
+
+class BenchError(Exception):
+    """The benchmark cannot start: a wrong argument, or something that is missing."""
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """The whole benchmark. Returns the exit code: 1 if compared tokens differ.
+
+    Raises:
+        BenchError: an argument that does not fit.
+    """
+    console = Console()
+    model, tokenizer = _load(arguments)
+    trace = _trace(arguments, model, tokenizer)
+    engine = Engine(
+        model,
+        tokenizer,
+        block_size=arguments.block_size,
+        num_blocks=arguments.num_blocks,
+        host_bytes=arguments.host_bytes,
+        layout=arguments.layout,
+        cache_dtype=arguments.cache_dtype,
+        max_batch_size=arguments.max_batch_size,
+        max_batch_tokens=arguments.max_batch_tokens,
+        max_length=arguments.max_length,
+        compile=arguments.compile,
+    )
+    params = SamplingParams(ignore_eos=True)
+    console.print(
+        f"vllm_kernels {vllm_kernels.__version__}, torch {torch.__version__}, {arguments.device}; "
+        f"{arguments.model.name}: {model.num_parameters():,} parameters, {arguments.dtype}; "
+        f"{len(trace)} requests, cache of {engine.manager.num_blocks} blocks"
+    )
+    with engine:
+        quiet = Console(quiet=True)
+        replay(engine, _WARM_UP, params, quiet)
+        engine.reset_statistics()
+        result = replay(engine, trace, params, console)
+    print_replay(console, result, arguments.block_size)
+    if arguments.plot is not None:
+        try:
+            draw(arguments.plot, result)
+        except ModuleNotFoundError as error:
+            raise BenchError(f"--plot needs {error.name}: pip install matplotlib") from None
+        console.print(f"drawn: {arguments.plot}")
+    if not arguments.compare:
+        return 0
+    comparison = compare(model, trace, result, arguments.max_batch_size)
+    print_comparison(console, comparison)
+    return 1 if any(one.equal is False for one in comparison) else 0
+
+
+def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
+    if not (arguments.model / "config.json").is_file():
+        raise BenchError(f"--model: expected a folder with a config.json, got {arguments.model}")
+    if arguments.device == "cuda" and not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        raise BenchError("--device cuda: there is no GPU, or the CUDA library is not loaded")
+    if arguments.compare and (arguments.rate < math.inf or arguments.turns > 1):
+        raise BenchError("--compare: expected requests all at once, without --rate and --turns")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=getattr(torch, arguments.dtype), local_files_only=True
+    )
+    tokenizer = None
+    if arguments.trace is not None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
+    return model.to(arguments.device).eval(), tokenizer
+
+
+def _trace(
+    arguments: argparse.Namespace, model: PreTrainedModel, tokenizer: object
+) -> list[TraceRequest]:
+    config = model.config.get_text_config(decoder=True)
+    if arguments.trace is None:
+        if arguments.requests < 1:
+            raise BenchError(f"--requests: expected at least 1, got {arguments.requests}")
+        return made_trace(
+            arguments.requests,
+            seed=arguments.seed,
+            vocabulary=config.vocab_size,
+            max_length=arguments.max_length or config.max_position_embeddings,
+            rate=arguments.rate,
+            turns=arguments.turns,
+            prompt_mean=arguments.prompt_mean,
+            output_mean=arguments.output_mean,
+        )
+    try:
+        trace = read_trace(arguments.trace, round(arguments.output_mean))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--trace: {error}") from None
+    return [
+        TraceRequest(
+            request.arrival,
+            tokenizer(request.prompt)["input_ids"]  # type: ignore[operator]
+            if isinstance(request.prompt, str)
+            else request.prompt,
+            request.max_tokens,
+        )
+        for request in trace
+    ]

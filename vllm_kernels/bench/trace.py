@@ -1,0 +1,97 @@
+"""Requests to replay: made from a seed, or read from a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["TraceRequest", "made_trace", "read_trace"]
+
+PROMPT_MEAN, OUTPUT_MEAN = 161, 338
+"""Tokens of a request in ShareGPT, as the vLLM paper counts them (arXiv:2309.06180, figure 11)."""
+_SIGMA = 1.0  # of the logarithm of lengths
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A request that is to come."""
+
+    arrival: float  # seconds after the start
+    prompt: str | list[int]
+    max_tokens: int  # tokens of the answer
+
+
+def made_trace(
+    num_requests: int,
+    *,
+    seed: int,
+    vocabulary: int,
+    max_length: int,
+    rate: float = math.inf,
+    turns: float = 1.0,
+    prompt_mean: float = PROMPT_MEAN,
+    output_mean: float = OUTPUT_MEAN,
+) -> list[TraceRequest]:
+    """Conversations of log-normal lengths; the same seed gives the same requests everywhere.
+
+    Args:
+        num_requests: in all.
+        vocabulary: tokens are drawn from 2 to vocabulary - 1, evenly.
+        max_length: prompt and answer together are at most so long.
+        rate: requests a second, at exponential distances; infinity: all at once.
+        turns: requests of a conversation on average (geometric). Each but the first brings all that
+            was said before, with other words for the answers, and its own tokens.
+        prompt_mean, output_mean: mean tokens of what a request adds, and of its answer.
+    """
+    numbers = random.Random(seed)
+
+    def length(mean: float, at_most: int) -> int:
+        drawn = numbers.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)
+        return max(1, min(round(drawn), at_most))
+
+    def words(count: int) -> list[int]:
+        return [numbers.randrange(2, vocabulary) for _ in range(count)]
+
+    requests: list[TraceRequest] = []
+    said: list[int] = []
+    arrival = 0.0
+    for _ in range(num_requests):
+        prompt = said + words(length(prompt_mean, max_length // 2))
+        if len(prompt) > max_length // 2:  # a new conversation
+            prompt = prompt[len(said) :]
+        answer = length(output_mean, max_length - len(prompt))
+        requests.append(TraceRequest(arrival, prompt, answer))
+        goes_on = numbers.random() < 1 - 1 / turns
+        said = prompt + words(answer) if goes_on else []
+        arrival += numbers.expovariate(rate) if rate < math.inf else 0.0
+    return requests
+
+
+def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
+    """One request a line of JSON: ``{"prompt": "text" or [ids], "max_tokens": 100, "arrival": 1.5}``
+    with seconds; the last two may be left out (``max_tokens``, 0).
+
+    Raises:
+        ValueError: naming the line and what is wrong with it.
+    """
+    requests = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompt = entry["prompt"]
+            if not isinstance(prompt, str):
+                prompt = [int(token) for token in prompt]
+            request = TraceRequest(
+                float(entry.get("arrival", 0)), prompt, int(entry.get("max_tokens", max_tokens))
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file}:{number}: expected a prompt in JSON, got {error!r}") from None
+        requests.append(request)
+    if not requests:
+        raise ValueError(f"{file}: expected at least one request, got none")
+    return sorted(requests, key=lambda request: request.arrival)

@@ -1,0 +1,122 @@
+"""Pages behind a row of packed tokens: where keys and values of each layer go, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kernels.integrations.attention import AttentionOptions
+from vllm_kernels.integrations.paged_batch import token_major
+from vllm_kernels.kv_tensors import KVCache
+
+__all__ = ["LayerGroups", "PackedPages", "PackedStep"]
+
+_MOST_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """Layers that share block tables: those of one window.
+
+    Groups are of one size, so that a block of one group takes the place of a block of another in
+    the same tensors: layer i of each group shares tensor i (as in vLLM's hybrid KV-cache manager).
+    """
+
+    windows: tuple[int, ...]  # of each group; 0: all tokens
+    group_of_layer: tuple[int, ...]
+    tensor_of_layer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, windows: Sequence[int]) -> LayerGroups:
+        """For layers with these windows (0: none)."""
+        kinds = {window: list(windows).count(window) for window in windows}
+        size = min(kinds.values())
+        if sum(-(-layers // size) for layers in kinds.values()) > _MOST_GROUPS:
+            size = max(kinds.values())
+        groups: list[int] = []
+        group_of_layer, tensor_of_layer = [], []
+        filled: dict[int, tuple[int, int]] = {}  # by window: its last group, and layers in it
+        for window in windows:
+            group, layers = filled.get(window, (0, size))
+            if layers == size:
+                group, layers = len(groups), 0
+                groups.append(window)
+            group_of_layer.append(group)
+            tensor_of_layer.append(layers)
+            filled[window] = group, layers + 1
+        return cls(tuple(groups), tuple(group_of_layer), tuple(tensor_of_layer))
+
+    @property
+    def num_tensors(self) -> int:
+        """Layers of a group."""
+        return max(self.tensor_of_layer) + 1
+
+
+@dataclass
+class PackedStep:
+    """What attention needs in every layer of one pass. S sequences, T tokens."""
+
+    slot_mappings: list[Tensor]  # a group: int64 [T]
+    block_tables: list[Tensor]  # a group: int32 [S, blocks]
+    seq_lens: Tensor  # int32 [S]
+    num_single: int  # leading sequences with one token
+    starts: Tensor | None  # int32 [S - num_single + 1], of the others among their tokens
+    max_query_len: int
+
+
+class PackedPages:
+    """What stores and attends, for one row of packed tokens."""
+
+    length = 0  # of what a mask would have to cover beside the new tokens
+
+    def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
+        self.cache = cache
+        self.groups = groups
+        self.dtype = cache.shape.dtype
+        self.step: PackedStep | None = None
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """As ``Pages.forward``, of a batch of 1."""
+        step = self.step
+        assert step is not None
+        group = self.groups.group_of_layer[layer]
+        self.cache.write(layer, token_major(key), token_major(value), step.slot_mappings[group])
+        return self.attend(layer, token_major(query), options)[None]
+
+    def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attention of all tokens: query and result are [T, heads, head_size]."""
+        step = self.step
+        assert step is not None
+        tables = step.block_tables[self.groups.group_of_layer[layer]]
+        single = step.num_single
+        arguments = {
+            "scale": options.scale,
+            "sliding_window": options.sliding_window,
+            "softcap": options.softcap,
+            "sinks": options.sinks,
+            "alibi_slopes": options.alibi_slopes,
+        }
+        if step.starts is None:
+            return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
+        out = query.new_empty(query.shape)
+        if single:
+            self.cache.attend(
+                layer, query[:single], tables[:single], step.seq_lens[:single],
+                out=out[:single], **arguments,
+            )  # fmt: skip
+        self.cache.attend(
+            layer, query[single:], tables[single:], step.seq_lens[single:],
+            query_start_loc=step.starts, max_query_len=step.max_query_len,
+            out=out[single:], **arguments,
+        )  # fmt: skip
+        return out
