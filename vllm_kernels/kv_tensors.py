@@ -139,6 +139,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.device = torch.device(device)
+        self._is_quantised = shape.cache_dtype != "auto"
         tensors = range(shape.num_layers)
         of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
         if set(of_layer) != set(tensors):
@@ -209,6 +210,8 @@ class KVCache:
         """
         kc, vc = self.key_caches[layer], self.value_caches[layer]
         scales = self._k_scales[layer], self._v_scales[layer]
+        if not self._is_quantised:  # the writers want one element then
+            scales = scales[0][:1], scales[1][:1]
         kind = self.shape.cache_dtype
         if self.shape.layout == "vllm":
             vllm_kernels.reshape_and_cache(key, value, kc, vc, slot_mapping, kind, *scales)
@@ -234,7 +237,6 @@ class KVCache:
     ) -> None:
         """:func:`vllm_kernels.rope_and_cache` with this layer's pages: turns query in place, and
         stores key, turned, and value."""
-        quantised = self.shape.cache_dtype != "auto"
         vllm_kernels.rope_and_cache(
             positions,
             query,
@@ -246,8 +248,8 @@ class KVCache:
             self.value_caches[layer],
             slot_mapping,
             self.shape.layout,
-            self._k_scales[layer] if quantised else None,
-            self._v_scales[layer] if quantised else None,
+            self._k_scales[layer] if self._is_quantised else None,
+            self._v_scales[layer] if self._is_quantised else None,
             q_weight,
             k_weight,
             epsilon,
@@ -271,7 +273,6 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.paged_attention` of ``query`` [num_tokens, num_heads, head_size]
         over this layer's pages."""
-        quantised = self.shape.cache_dtype != "auto"
         result = vllm_kernels.paged_attention(
             query,
             self.key_caches[layer],
@@ -285,8 +286,8 @@ class KVCache:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
-            k_scale=self._k_scales[layer] if quantised else None,
-            v_scale=self._v_scales[layer] if quantised else None,
+            k_scale=self._k_scales[layer] if self._is_quantised else None,
+            v_scale=self._v_scales[layer] if self._is_quantised else None,
             layout=self.shape.layout,
             out=out,
         )
@@ -333,7 +334,7 @@ class KVCache:
         return keys, [torch.empty(value_shape, **options) for _ in layers]
 
     def _scales(self, name: str, scale: Tensor | float, layers: int) -> list[Tensor]:
-        """A tensor a layer, [1] or [num_kv_heads]."""
+        """A tensor a layer: [num_kv_heads]."""
         heads = self.shape.num_kv_heads
         scales = torch.as_tensor(scale, dtype=torch.float32)
         if scales.ndim == 0:
@@ -343,7 +344,8 @@ class KVCache:
                 f"KVCache: {name}: expected a number, [{layers}] or [{layers}, {heads}], got "
                 f"{list(scales.shape)}"
             )
-        return list(scales.reshape(layers, -1).to(self.device).contiguous())
+        scales = scales.reshape(layers, -1).expand(layers, heads)
+        return list(scales.to(self.device).contiguous())
 
 
 def free_memory(device: torch.device) -> int:

@@ -34,19 +34,22 @@ def run_bench(arguments: argparse.Namespace) -> int:
     console = Console()
     model, tokenizer = _load(arguments)
     trace = _trace(arguments, model, tokenizer)
-    engine = Engine(
-        model,
-        tokenizer,
-        block_size=arguments.block_size,
-        num_blocks=arguments.num_blocks,
-        host_bytes=arguments.host_bytes,
-        layout=arguments.layout,
-        cache_dtype=arguments.cache_dtype,
-        max_batch_size=arguments.max_batch_size,
-        max_batch_tokens=arguments.max_batch_tokens,
-        max_length=arguments.max_length,
-        compile=arguments.compile,
-    )
+    try:
+        engine = Engine(
+            model,
+            tokenizer,
+            block_size=arguments.block_size,
+            num_blocks=arguments.num_blocks,
+            host_bytes=arguments.host_bytes,
+            layout=arguments.layout,
+            cache_dtype=arguments.cache_dtype,
+            max_batch_size=arguments.max_batch_size,
+            max_batch_tokens=arguments.max_batch_tokens,
+            max_length=arguments.max_length,
+            compile=arguments.compile,
+        )
+    except (NotImplementedError, ValueError) as error:
+        raise BenchError(str(error)) from None
     params = SamplingParams(ignore_eos=True)
     console.print(
         f"vllm_kernels {vllm_kernels.__version__}, torch {torch.__version__}, {arguments.device}; "
@@ -56,7 +59,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     with engine:
         quiet = Console(quiet=True)
         replay(engine, _WARM_UP, params, quiet)
-        engine.reset_statistics()
+        engine.reset()
         result = replay(engine, trace, params, console)
     print_replay(console, result, arguments.block_size)
     if arguments.plot is not None:

@@ -1,4 +1,4 @@
-"""``python -m vllm_kernels bench engine``: replays requests through an engine and says how it went."""
+"""Replays requests through an engine and says how it went."""
 
 from __future__ import annotations
 

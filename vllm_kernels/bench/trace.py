@@ -71,8 +71,10 @@ def made_trace(
 
 
 def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
-    """One request a line of JSON: ``{"prompt": "text" or [ids], "max_tokens": 100, "arrival": 1.5}``
-    with seconds; the last two may be left out (``max_tokens``, 0).
+    """One request a line of JSON: ``{"prompt": "text", "max_tokens": 100, "arrival": 1.5}``.
+
+    The prompt may be a list of token ids; arrival is in seconds. The other two may be left out, and
+    stand for ``max_tokens`` and 0 then.
 
     Raises:
         ValueError: naming the line and what is wrong with it.

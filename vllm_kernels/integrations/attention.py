@@ -166,7 +166,9 @@ def kv_shape(
         )
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache: encoder-decoder models are not served")
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise NotImplementedError(f"PagedCache: {config.model_type} has no attention heads")
     return KVShape(
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -114,7 +114,7 @@ class Engine:
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU.
-        compile: whether the model is called through torch.compile.
+        compile: whether the model is called through torch.compile; a name: of its backend.
         fused: whether Llama-like models (Llama, Mistral, Qwen 2 and 3) run by this library's ops
             for everything but the matrix products, instead of through transformers' modules.
         check: whether the first thing is to compare a few logits with the model's own attention.
@@ -142,7 +142,7 @@ class Engine:
         max_length: int | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
         fused: bool = True,
         check: bool = True,
     ) -> None:
@@ -199,7 +199,7 @@ class Engine:
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
                 cuda_graphs=model.device.type == "cuda" if cuda_graphs is None else cuda_graphs,
-                compiled=compile,
+                backend="inductor" if compile is True else compile or None,
                 fused=fused,
             )
             self.scheduler = Scheduler(
@@ -337,6 +337,19 @@ class Engine:
         finally:
             if request_id in self._requests:
                 self.abort(request_id)
+
+    def reset(self) -> None:
+        """Forgets all cached prefixes and sets the statistics to zero.
+
+        Raises:
+            RuntimeError: there are unfinished requests.
+        """
+        if self.has_unfinished:
+            raise RuntimeError(
+                f"Engine: reset: {self.scheduler.num_unfinished} sequences are unfinished"
+            )
+        self.manager.reset()
+        self.scheduler.statistics = SchedulerStatistics()
 
     def statistics(self) -> EngineStatistics:
         """What it did so far, and how full its cache is now."""

@@ -116,7 +116,7 @@ class PackedModel:
         cache, groups: of its layers.
         max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
         cuda_graphs: whether passes of one token a sequence are captured, by batch size.
-        compiled: whether the model is called through torch.compile.
+        backend: of torch.compile, through which the model is called; None: not at all.
         fused: whether Llama-like models run as :class:`PackedLlama`.
     """
 
@@ -130,7 +130,7 @@ class PackedModel:
         max_batch_tokens: int,
         max_length: int,
         cuda_graphs: bool,
-        compiled: bool,
+        backend: str | None,
         fused: bool,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -150,7 +150,9 @@ class PackedModel:
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         call: Callable[..., Any] = self._llama or model
-        self._call = torch.compile(call, dynamic=True) if compiled else call
+        if backend is not None:
+            call = torch.compile(call, dynamic=True, backend=backend)
+        self._call = call
 
     @property
     def host_buffers(self) -> list[BatchBuffers]:

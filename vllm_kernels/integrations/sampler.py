@@ -28,15 +28,13 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
         for i in penalised:
             _penalise(logits[i], sequences[i].tokens, params[i].repetition_penalty)
     tokens = logits.argmax(-1)
-    if random:
-        rows = torch.tensor(random, device=logits.device)
-        tokens[rows] = _draw(
-            logits[rows].float(),
-            torch.tensor([params[i].temperature for i in random]),
-            [params[i].top_k for i in random],
-            torch.tensor([params[i].top_p for i in random]),
-            torch.tensor([sequences[i].random.random() for i in random], dtype=torch.float32),
-        )
+    # Apart, so that what a row draws does not depend on the others' parameters.
+    for restricted in (False, True):
+        some = [i for i in random if (params[i].top_k > 0 or params[i].top_p < 1) is restricted]
+        if some:
+            rows = torch.tensor(some, device=logits.device)
+            draw = _draw_restricted if restricted else _draw
+            tokens[rows] = draw(logits[rows].float(), [sequences[i] for i in some])
     return tokens.tolist()
 
 
@@ -47,39 +45,42 @@ def _penalise(logits: Tensor, tokens: list[int], penalty: float) -> None:
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _draw(
-    logits: Tensor, temperature: Tensor, top_k: list[int], top_p: Tensor, uniform: Tensor
-) -> Tensor:
-    """A token for every row of logits [rows, vocabulary], float32.
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """A token for every row of logits [rows, vocabulary], float32."""
+    return _at(_tempered(logits, sequences).softmax(-1).cumsum(-1), sequences)
 
-    Args:
-        temperature, top_p: [rows], float32.
-        top_k: of each row; 0: all.
-        uniform: [rows] in [0, 1).
-    """
-    vocabulary = logits.shape[-1]
+
+def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The same, of the likeliest tokens only."""
     device = logits.device
-    logits = logits / temperature.to(device)[:, None]
-    kept = [min(k, vocabulary) or vocabulary for k in top_k]
-    restricted = max(kept) < vocabulary or bool((top_p < 1).any()) or min(kept) < vocabulary
-    if not restricted:
-        return _at(logits.softmax(-1).cumsum(-1), uniform.to(device))
-    logits, tokens = logits.topk(max(kept), sorted=True)  # all of them is a sort
+    vocabulary = logits.shape[-1]
+    params = [sequence.request.params for sequence in sequences]
+    kept = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    top_p = torch.tensor([p.top_p for p in params], device=device)
+    best, tokens = _tempered(logits, sequences).topk(max(kept), sorted=True)
     places = torch.arange(max(kept), device=device)
-    logits.masked_fill_(places >= torch.tensor(kept, device=device)[:, None], -torch.inf)
-    probabilities = logits.softmax(-1)
+    best.masked_fill_(places >= torch.tensor(kept, device=device)[:, None], -torch.inf)
+    probabilities = best.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
-    outside = before >= top_p.to(device)[:, None]
+    outside = before >= top_p[:, None]
     outside[:, 0] = False
     probabilities.masked_fill_(outside, 0)
-    chosen = _at(probabilities.cumsum(-1), uniform.to(device))
+    chosen = _at(probabilities.cumsum(-1), sequences)
     return tokens.gather(-1, chosen[:, None]).squeeze(-1)
 
 
-def _at(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """The first place where the cumulated probabilities exceed ``uniform`` of their sum."""
+def _tempered(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    temperatures = [sequence.request.params.temperature for sequence in sequences]
+    return logits / torch.tensor(temperatures, device=logits.device)[:, None]
+
+
+def _at(cumulated: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The first place where the cumulated probabilities exceed each sequence's next random number,
+    taken as a part of their sum."""
+    uniform = torch.tensor([sequence.random.random() for sequence in sequences])
     total = cumulated[:, -1:]
-    places = torch.searchsorted(cumulated, uniform[:, None] * total, right=True).squeeze(-1)
+    wanted = uniform.to(cumulated.device)[:, None] * total
+    places = torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)
     # By rounding the product may reach the sum: then the last place that adds to it.
     last = (cumulated < total).sum(-1)
     return torch.minimum(places, last)

@@ -1,0 +1,413 @@
+"""Continuous batching gives what transformers gives for each request alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
+
+from tiny_models import SERVED, VOCABULARY, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import vllm_kernels
+from vllm_kernels.__main__ import TOY_MODEL
+from vllm_kernels.integrations.engine import Engine
+from vllm_kernels.integrations.op_counter import OpCounter
+from vllm_kernels.integrations.request import FinishReason, SamplingParams
+
+LENGTHS = (5, 19, 33, 8, 70, 3)
+SMALL = {"num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24}
+"""Chunks of prompts, and more requests than places."""
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    return [torch.randint(1, VOCABULARY, (length,)).tolist() for length in lengths]
+
+
+def by_transformers(
+    model: PreTrainedModel, prompt: list[int], max_tokens: int = 20, **settings: object
+) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
+        **settings,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def greedy(engine: Engine, texts: list[list[int]], **params: object) -> list[list[int]]:
+    outputs = engine.generate(texts, SamplingParams(**({"max_tokens": 20} | params)))
+    return [output.completions[0].tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TOY_MODEL)
+
+
+@pytest.fixture(scope="module")
+def toy() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TOY_MODEL, dtype=torch.float32).eval()
+
+
+# --- equal to transformers
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_models(name: str, device: str) -> None:
+    model = tiny_model(name, device)
+    texts = prompts()
+    expected = [by_transformers(model, text) for text in texts]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with Engine(model, **SMALL) as engine:
+        for cache in (*engine.cache.key_caches, *engine.cache.value_caches):
+            cache.fill_(float("nan"))
+        assert greedy(engine, texts) == expected
+        engine.manager.check_integrity()
+        assert engine.manager.num_sequences == 0
+    assert by_transformers(model, texts[0]) == expected[0]  # the model is as it was
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window"])
+def test_models_through_the_modules_of_transformers(name: str, device: str) -> None:
+    model = tiny_model(name, device)
+    texts = prompts()
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, fused=False, **SMALL) as engine:
+        assert greedy(engine, texts) == expected
+
+
+@pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_layouts(name: str, layout: str, device: str) -> None:
+    model = tiny_model(name, device)
+    texts = prompts((9, 30))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, layout=layout, **SMALL) as engine:
+        assert greedy(engine, texts) == expected
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_8_bit_caches(name: str, cache_dtype: str, device: str) -> None:
+    """The engine's own comparison of logits bounds the error; text may differ."""
+    model = tiny_model(name, device, initializer_range=0.1)
+    scale = {"fp8": 0.05, "fp8_e5m2": 0.001, "int8": 0.05}[cache_dtype]
+    with Engine(model, cache_dtype=cache_dtype, k_scale=scale, v_scale=scale, **SMALL) as engine:
+        assert engine.cache.shape.stored_dtype.itemsize == 1
+        assert [len(tokens) for tokens in greedy(engine, prompts((9, 30)))] == [20, 20]
+
+
+def test_16_bits(dtype: torch.dtype, device: str) -> None:
+    """Token for token is a claim about float32; here the comparison of logits is the test."""
+    for name in ("llama", "gemma3", "bloom"):
+        with Engine(tiny_model(name, device, initializer_range=0.05).to(dtype), **SMALL) as engine:
+            assert len(greedy(engine, prompts((9,)))[0]) == 20
+
+
+def test_all_of_it_runs_through_the_ops(device: str) -> None:
+    model = tiny_model(device=device)
+    with Engine(model, cuda_graphs=False, **SMALL) as engine, OpCounter() as counter:
+        greedy(engine, prompts((3, 9)), max_tokens=4)
+    passes, layers = 4, 2
+    assert counter.ours("rms_norm") == passes
+    assert counter.ours("fused_add_rms_norm") == passes * 2 * layers
+    for op in ("rope_and_cache", "paged_attention", "silu_and_mul"):
+        assert counter.ours(op) == passes * layers, op
+    assert not counter.torch_attention()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_torch_compile(fused: bool, device: str) -> None:
+    """Traced without a break by a backend that needs no compiler."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model("llama", device, num_hidden_layers=1)
+    texts = prompts((9,))
+    expected = [by_transformers(model, text, 4) for text in texts]
+    with Engine(model, compile="aot_eager", fused=fused, check=False, **SMALL) as engine:
+        assert greedy(engine, texts, max_tokens=4) == expected
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_cuda_graphs() -> None:
+    if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        pytest.skip("needs a GPU and the CUDA library")
+    for name in ("llama", "gemma2", "gpt_neox", "bloom"):
+        model = tiny_model(name, "cuda")
+        texts = prompts()
+        expected = [by_transformers(model, text) for text in texts]
+        with Engine(model, **SMALL) as engine:
+            assert greedy(engine, texts) == expected
+            assert sorted(engine._packed._graphs) == [1, 2, 4]  # 3 sequences run as 4
+            engine.reset()
+            assert greedy(engine, texts) == expected  # all replayed
+
+
+# --- memory
+
+
+def test_prefixes_are_found(device: str) -> None:
+    model = tiny_model("gemma2", device)
+    common, *ends = prompts((40, 5, 6, 7))
+    texts = [common + end for end in ends]
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, **SMALL) as engine:
+        assert greedy(engine, texts[:1]) == expected[:1]
+        outputs = engine.generate(texts, SamplingParams(max_tokens=20))
+        assert [output.completions[0].tokens for output in outputs] == expected
+        assert outputs[0].num_cached_tokens == 40
+        assert outputs[1].num_cached_tokens == outputs[2].num_cached_tokens == 40
+        assert engine.statistics().scheduler.num_cached_tokens == 120
+    with Engine(model, prefix_caching=False, **SMALL) as engine:
+        assert greedy(engine, texts + texts) == expected + expected
+        assert engine.statistics().scheduler.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_preemption(name: str, host_bytes: int, device: str) -> None:
+    model = tiny_model(name, device)
+    texts = prompts((30, 28, 31, 29))
+    expected = [by_transformers(model, text, 40) for text in texts]
+    small = SMALL | {"num_blocks": 22, "max_batch_tokens": 40}
+    with Engine(
+        model, host_bytes=host_bytes, prefix_caching=False, max_length=80, **small
+    ) as engine:
+        assert greedy(engine, texts, max_tokens=40) == expected
+        statistics = engine.statistics().scheduler
+        if name == "llama":  # the others give blocks back behind their windows
+            assert (statistics.num_swapped > 0) is (host_bytes > 0)
+            assert (statistics.num_recomputed > 0) is (host_bytes == 0)
+        engine.manager.check_integrity()
+
+
+def test_windows_give_blocks_back() -> None:
+    model = tiny_model("mistral-window")
+    with Engine(model, **SMALL) as engine:
+        greedy(engine, prompts((100,)), max_tokens=100)
+        assert engine.statistics().cache.peak_used_blocks <= 6  # not 25
+    model = tiny_model("gemma3")  # a full and a sliding layer share the memory of one
+    with Engine(model, **SMALL) as engine:
+        assert len(set(map(id, engine.cache.key_caches))) == 1
+        greedy(engine, prompts((100,)), max_tokens=100)
+        assert engine.statistics().cache.peak_used_blocks <= 25 + 6
+
+
+# --- sampling
+
+
+def test_parallel_sampling_shares_the_prompt(device: str) -> None:
+    model = tiny_model(device=device)
+    (text,) = prompts((65,))
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=4)
+    with Engine(model, **SMALL) as engine:
+        request = engine.add_request(text, params)
+        while engine.statistics().num_running < 4:
+            engine.step()
+        assert engine.statistics().cache.used_blocks <= 9 + 4  # not 4 * 9
+        while engine.has_unfinished:
+            engine.step()
+        (output,) = engine.generate([text], params)
+        assert output.request_id != request
+        texts = [tuple(one.tokens) for one in output.completions]
+        assert [one.index for one in output.completions] == [0, 1, 2, 3]
+        assert len(set(texts)) == 4
+        # The seed's tokens do not depend on what else is in the batch.
+        others = [SamplingParams(max_tokens=9, temperature=2.0)] * 3
+        again = engine.generate([*prompts((4, 20, 9)), text], [*others, params])[-1]
+        assert [tuple(one.tokens) for one in again.completions] == texts
+
+
+def test_repetition_penalty(device: str) -> None:
+    model = tiny_model(device=device)
+    texts = prompts((9, 30))
+    expected = [by_transformers(model, text, repetition_penalty=1.8) for text in texts]
+    with Engine(model, **SMALL) as engine:
+        assert greedy(engine, texts, repetition_penalty=1.8) == expected
+        assert greedy(engine, texts) != expected
+
+
+# --- the end of a sequence
+
+
+def test_end_tokens(device: str) -> None:
+    model = tiny_model(device=device)
+    (text,) = prompts((9,))
+    plain = by_transformers(model, text)
+    end = plain[6]
+    at = plain.index(end)
+    model.generation_config.eos_token_id = [end, 1_000]
+    with Engine(model, **SMALL) as engine:
+        (output,) = engine.generate([text], SamplingParams(max_tokens=20))
+        assert output.completions[0].tokens == plain[: at + 1]
+        assert output.completions[0].finish_reason is FinishReason.STOP
+        assert greedy(engine, [text], ignore_eos=True) == [plain]
+        assert greedy(engine, [text], ignore_eos=True, stop_token_ids=[plain[2]]) == [
+            plain[: plain.index(plain[2]) + 1]
+        ]
+
+
+def test_longest_sequence() -> None:
+    model = tiny_model()
+    with Engine(model, max_length=24, **SMALL) as engine:
+        (output,) = engine.generate(prompts((20,)), SamplingParams(max_tokens=20))
+        assert len(output.completions[0].tokens) == 4
+        assert output.completions[0].finish_reason is FinishReason.LENGTH
+        with pytest.raises(ValueError, match="prompt: expected fewer than 24 tokens"):
+            engine.generate(prompts((24,)))
+
+
+def test_text_and_stop_strings(toy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "The for statement is used to"
+    with Engine(toy, tokenizer, max_length=256) as engine:
+        params = SamplingParams(max_tokens=40)
+        (output,) = engine.generate([text], params)
+        (one,) = output.completions
+        assert one.text == tokenizer.decode(one.tokens, skip_special_tokens=True)
+        stop = one.text[20:26]
+        (output,) = engine.generate([text], SamplingParams(max_tokens=40, stop=[stop]))
+        (stopped,) = output.completions
+        assert stopped.text == one.text[: one.text.index(stop)]
+        assert stopped.finish_reason is FinishReason.STOP
+        assert len(stopped.tokens) < 40
+
+
+def test_stream(toy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    params = SamplingParams(max_tokens=30)
+    with Engine(toy, tokenizer, max_length=256) as engine:
+        other = engine.add_request("Functions are", params)
+        outputs = list(engine.stream("A class definition", params))
+        assert len(outputs) == 30
+        assert [output.finish_reason for output in outputs[-2:]] == [None, FinishReason.LENGTH]
+        (expected,) = engine.generate(["A class definition"], params)
+        assert "".join(output.text for output in outputs) == expected.completions[0].text
+        assert other not in engine._requests  # it was served meanwhile
+        for _ in engine.stream("A class definition", params):
+            break  # the request ends with the loop
+        assert not engine.has_unfinished and engine.manager.num_sequences == 0
+
+
+def test_abort() -> None:
+    with Engine(tiny_model(), **SMALL) as engine:
+        ids = [engine.add_request(text, SamplingParams(n=2)) for text in prompts()]
+        for _ in range(4):
+            engine.step()
+        for request in ids:
+            if request in engine._requests:
+                engine.abort(request)
+        assert not engine.has_unfinished and engine.manager.num_sequences == 0
+        with pytest.raises(KeyError):
+            engine.abort(12345)
+
+
+# --- faults
+
+
+def test_a_pass_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model = tiny_model(device=device)
+    texts = prompts()
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, **SMALL) as engine:
+        run = engine._packed.run
+        calls = 0
+
+        def failing(plan: object) -> Tensor:
+            nonlocal calls
+            calls += 1
+            logits = run(plan)
+            if calls % 5 == 3:
+                raise MemoryError("the device is full")
+            return logits
+
+        monkeypatch.setattr(engine._packed, "run", failing)
+        ids = [engine.add_request(text, SamplingParams(max_tokens=20)) for text in texts]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        failures = 0
+        while engine.has_unfinished:
+            try:
+                for output in engine.step():
+                    got[output.request_id].append(output.token)
+            except MemoryError:
+                failures += 1
+        assert failures > 3
+        assert list(got.values()) == expected
+        engine.manager.check_integrity()
+
+
+def test_requests_that_cannot_be_served() -> None:
+    with Engine(tiny_model(), **SMALL) as engine:
+        for prompt, params, message in (
+            ([], {}, "prompt: expected at least one token"),
+            ([1, VOCABULARY], {}, f"prompt: expected tokens from 0 to 127, got {VOCABULARY}"),
+            ([1, -1], {}, "prompt: expected tokens from 0 to 127, got -1"),
+            ("text", {}, "prompt: expected token ids .there is no tokenizer., got text"),
+            ([1], {"stop": ["a"]}, "stop: expected a tokenizer with the engine, got none"),
+            ([1], {"n": 9}, "n: expected at most 4"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.add_request(prompt, SamplingParams(**params))
+        with pytest.raises(ValueError, match=r"params: expected 2 .from prompts., got 1"):
+            engine.generate([[1], [2]], [SamplingParams()])
+        with pytest.raises(ValueError):
+            engine.generate([[1], [VOCABULARY]])
+        assert not engine.has_unfinished  # the first of the two was taken back
+        engine.add_request([1])
+        with pytest.raises(RuntimeError, match="1 sequences are unfinished"):
+            engine.reset()
+
+
+def test_closed_engine_is_refused() -> None:
+    model = tiny_model()
+    with Engine(model, **SMALL) as engine:
+        pass
+    engine.close()  # again: nothing
+    engine.add_request([1])
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("falcon", {"num_attention_heads": 6}, "model type: falcon computes attention"),
+        ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
+        ("mamba", {"state_size": 4}, "linear_attention"),
+        ("rwkv", {"attention_hidden_size": 384}, "rwkv has no attention heads"),
+    ],
+)
+def test_models_that_are_refused(family: str, config: dict[str, object], message: str) -> None:
+    settings = {"num_hidden_layers": 2, "hidden_size": 384, "vocab_size": 64} | config
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    with pytest.raises(NotImplementedError, match=message):
+        Engine(model, num_blocks=16)
+
+
+def test_a_model_that_ignores_positions_is_refused() -> None:
+    """Right alone, wrong in a packed row: only the comparison of logits can tell."""
+    model = tiny_model("gpt_neox")
+    rotary = model.gpt_neox.rotary_emb.forward
+
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(x, torch.arange(position_ids.shape[1])[None])
+
+    model.gpt_neox.rotary_emb.forward = forward
+    with pytest.raises(NotImplementedError, match="model type: gpt_neox: its logits differ"):
+        Engine(model, **SMALL)
+    assert model.config._attn_implementation == "eager"  # the model is as it was
+
+
+def test_training_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one in eval mode"):
+        Engine(tiny_model().train())

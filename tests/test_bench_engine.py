@@ -1,0 +1,93 @@
+"""``python -m vllm_kernels bench engine``: traces, what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
+
+from vllm_kernels.__main__ import main
+from vllm_kernels.bench.trace import made_trace, read_trace
+
+FEW = ["bench", "engine", "--requests", "6", "--max-length", "96", "--num-blocks", "80"]
+
+
+def test_made_traces() -> None:
+    options = {"seed": 3, "vocabulary": 100, "max_length": 2048, "rate": 10.0}
+    trace = made_trace(400, **options)
+    assert trace == made_trace(400, **options)
+    assert trace != made_trace(400, **(options | {"seed": 4}))
+    assert mean(len(request.prompt) for request in trace) == pytest.approx(161, rel=0.2)
+    assert mean(request.max_tokens for request in trace) == pytest.approx(338, rel=0.2)
+    assert trace[-1].arrival == pytest.approx(40, rel=0.2)
+    assert all(2 <= token < 100 for request in trace for token in request.prompt)
+    assert all(len(request.prompt) + request.max_tokens <= 2048 for request in trace)
+    assert {request.arrival for request in made_trace(9, **(options | {"rate": math.inf}))} == {0}
+
+
+def test_made_conversations() -> None:
+    trace = made_trace(200, seed=0, vocabulary=100, max_length=4096, turns=3)
+    goes_on = [
+        later.prompt[: len(before.prompt)] == before.prompt for before, later in pairwise(trace)
+    ]
+    assert 0.5 < mean(goes_on) < 0.8
+
+
+def test_traces_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"prompt": [1, 2], "max_tokens": 3, "arrival": 2}\n\n{"prompt": "A class"}\n')
+    first, second = read_trace(file, max_tokens=7)
+    assert (first.prompt, first.max_tokens, first.arrival) == ("A class", 7, 0)
+    assert (second.prompt, second.max_tokens, second.arrival) == ([1, 2], 3, 2)
+    for line in ("nonsense", "[1]", '{"text": "a"}', '{"prompt": 5}'):
+        file.write_text(f'{{"prompt": "good"}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"trace.jsonl:2: expected a prompt in JSON"):
+            read_trace(file, 7)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="expected at least one request"):
+        read_trace(file, 7)
+
+
+def test_what_is_printed(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.png"
+    assert main([*FEW, "--device", device, "--plot", str(plot), "--compare"]) == 0
+    printed = capsys.readouterr().out
+    for name in (
+        "throughput, output tokens/s", "time to first token", "time per output token",
+        "waste in used blocks", "prefix cache hit rate", "preemptions", "one by one",
+    ):  # fmt: skip
+        assert name in printed, name
+    assert printed.count("equal") == 2 and "DIFFERENT" not in printed
+    assert plot.stat().st_size > 10_000
+
+
+def test_prompts_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        {"prompt": "The for statement is used to repeat", "max_tokens": 5, "arrival": 0.01 * i}
+        for i in range(3)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--max-length", "64", "--num-blocks", "40", "--block-size", "4"]
+    assert main(["bench", "engine", "--trace", str(file), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "3 requests" in printed and "drawn" not in printed
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--model", str(tmp_path)], "--model: expected a folder with a config.json"),
+        (["--requests", "0"], "--requests: expected at least 1, got 0"),
+        (["--compare", "--rate", "3"], "--compare: expected requests all at once"),
+        (["--trace", str(tmp_path / "none")], "--trace: "),
+        (["--num-blocks", "1"], "at least 2 blocks"),
+    ):
+        assert main(["bench", "engine", *arguments]) == 2
+        assert message in capsys.readouterr().err

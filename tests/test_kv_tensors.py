@@ -1,0 +1,137 @@
+"""KVCache: the tensors of a paged cache, of every layout and type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_kernels.kv_tensors import CACHE_DTYPES, LAYOUTS, KVCache, KVShape, free_memory
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_size=32, dtype=torch.float32, block_size=8)
+
+
+def shape(**changes: object) -> KVShape:
+    fields = {name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}
+    return KVShape(**(fields | changes))
+
+
+def fill(cache: KVCache, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stores tokens in the first slots."""
+    size = (num_tokens, cache.shape.num_kv_heads, cache.shape.head_size)
+    key, value = torch.randn(2, *size, dtype=cache.shape.dtype, device=cache.device)
+    cache.write(layer, key, value, torch.arange(num_tokens, device=cache.device))
+    return key, value
+
+
+def attend(cache: KVCache, layer: int, blocks: list[int], num_tokens: int, seed: int = 0):
+    query = torch.randn(1, 4, cache.shape.head_size, generator=torch.Generator().manual_seed(seed))
+    return cache.attend(
+        layer,
+        query.to(cache.device, cache.shape.dtype),
+        torch.tensor([blocks], dtype=torch.int32, device=cache.device),
+        torch.tensor([num_tokens], dtype=torch.int32, device=cache.device),
+    )
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", *CACHE_DTYPES])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_write_and_attend(layout: str, cache_dtype: str, device: str) -> None:
+    """All layouts and types hold the same tokens, 8-bit ones roughly."""
+    scale = {"auto": 1.0, "fp8_e5m2": 1e-3, "int8": 0.03}.get(cache_dtype, 0.02)
+    cache = KVCache(
+        shape(layout=layout, cache_dtype=cache_dtype), 4, device=device,
+        k_scale=scale, v_scale=torch.full((3, 2), scale),
+    )  # fmt: skip
+    key, value = fill(cache, 1, 20)
+    got = attend(cache, 1, [0, 1, 2, 3], 20)
+    query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    scores = torch.einsum("hd,thd->ht", query[0], key.repeat_interleave(2, 1)) * 32**-0.5
+    expected = torch.einsum("ht,thd->hd", scores.softmax(-1), value.repeat_interleave(2, 1))
+    tolerance = 1e-5 if cache_dtype == "auto" else 0.25
+    torch.testing.assert_close(got[0], expected, atol=tolerance, rtol=tolerance)
+    assert cache.key_caches[0].dtype == cache.shape.stored_dtype
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies(layout: str, device: str) -> None:
+    cache = KVCache(shape(layout=layout), 6, device=device, num_host_blocks=4)
+    for layer in range(3):
+        fill(cache, layer, 16)
+    before = [attend(cache, layer, [0, 1], 16) for layer in range(3)]
+    cache.copy(torch.tensor([[0, 4], [1, 5]]))
+    cache.swap_out(torch.tensor([[0, 3], [1, 0]]))
+    for tensor in (*cache.key_caches, *cache.value_caches):
+        tensor[:4] = float("nan")
+    cache.swap_in(torch.tensor([[3, 2], [0, 1]]))
+    for layer in range(3):
+        assert torch.equal(attend(cache, layer, [4, 5], 16), before[layer])
+        assert torch.equal(attend(cache, layer, [2, 1], 16), before[layer])
+    nothing = torch.empty(0, 2, dtype=torch.int64)
+    cache.copy(nothing)
+    cache.swap_out(nothing)
+
+
+def test_layers_of_different_groups_share_tensors() -> None:
+    cache = KVCache(shape(num_layers=2), 4, tensor_of_layer=[0, 1, 0, 1])
+    assert cache.key_caches[0] is cache.key_caches[2]
+    fill(cache, 3, 8)
+    before = attend(cache, 3, [0], 8)
+    cache.copy(torch.tensor([[0, 2]]))  # once, not once a layer
+    assert torch.equal(attend(cache, 1, [2], 8), before)
+    with pytest.raises(ValueError, match=r"tensor_of_layer: expected all of 0 to 1"):
+        KVCache(shape(num_layers=2), 4, tensor_of_layer=[0, 0])
+
+
+def test_sizes() -> None:
+    assert SHAPE.block_bytes == 2 * 3 * 8 * 2 * 32 * 4
+    assert shape(cache_dtype="fp8", dtype=torch.bfloat16).block_bytes == SHAPE.block_bytes // 4
+    cache = KVCache.from_bytes(SHAPE, 5 * SHAPE.block_bytes + 1, host_bytes=2 * SHAPE.block_bytes)
+    assert (cache.num_blocks, cache.num_host_blocks) == (5, 2)
+    tensors = cache.key_caches + cache.value_caches
+    assert sum(tensor.nbytes for tensor in tensors) == 5 * SHAPE.block_bytes
+    with pytest.raises(ValueError, match="a block takes 12,288 bytes, got 100"):
+        KVCache.from_bytes(SHAPE, 100)
+    assert not cache.is_freed
+    cache.free()
+    assert cache.is_freed
+
+
+def test_free_memory(device: str) -> None:
+    free = free_memory(torch.device(device))
+    assert free > 1 << 20
+    cache = KVCache.from_free_memory(SHAPE, 1e-4, device=device)
+    assert 0.5 < cache.num_blocks * SHAPE.block_bytes / (free * 1e-4) <= 1.5
+    with pytest.raises(ValueError, match="fraction: expected more than 0, up to 1, got 2"):
+        KVCache.from_free_memory(SHAPE, 2, device=device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected at least 1, got 0"),
+        ({"head_size": 264}, "head size: expected a multiple of 8 from 32 to 256, got 264"),
+        (
+            {"head_size": 40, "cache_dtype": "fp8"},
+            "head size: expected a multiple of 16 from 32 to 256, got 40",
+        ),
+        ({"dtype": torch.float64}, "dtype: expected float32, float16 or bfloat16"),
+        ({"block_size": 24}, "block_size: expected a power of two from 1 to 256, got 24"),
+        ({"layout": "DNH"}, "layout: expected vllm or NHD or HND, got DNH"),
+        ({"cache_dtype": "fp4"}, "cache_dtype: expected auto, fp8,"),
+    ],
+)
+def test_what_is_not_served_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        shape(**changes)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="num_blocks: expected at least 1, got 0"):
+        KVCache(SHAPE, 0)
+    with pytest.raises(ValueError, match="num_host_blocks: expected >= 0, got -1"):
+        KVCache(SHAPE, 1, num_host_blocks=-1)
+    with pytest.raises(ValueError, match=r"k_scale: expected a number, \[3\] or \[3, 2\]"):
+        KVCache(SHAPE, 1, k_scale=torch.ones(2))
+    with pytest.raises(RuntimeError, match="there are no host blocks"):
+        KVCache(SHAPE, 1).swap_out(torch.tensor([[0, 0]]))
