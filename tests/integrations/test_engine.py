@@ -58,6 +58,11 @@ def toy() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TOY_MODEL, dtype=torch.float32).eval()
 
 
+@pytest.fixture(params=[False, True], ids=["", "overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 # --- equal to transformers
 
 
@@ -76,6 +81,31 @@ def test_models(name: str, device: str) -> None:
     assert by_transformers(model, texts[0]) == expected[0]  # the model is as it was
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+def test_next_pass_before_the_tokens_are_known(name: str, device: str) -> None:
+    model = tiny_model(name, device)
+    texts = prompts()
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, overlap=True, **SMALL) as engine:
+        scheduler = engine.scheduler
+        ahead = 0
+        schedule_ahead = scheduler.schedule_ahead
+
+        def counted() -> object:
+            nonlocal ahead
+            plan = schedule_ahead()
+            ahead += plan is not None
+            return plan
+
+        scheduler.schedule_ahead = counted
+        assert greedy(engine, texts) == expected
+        assert ahead > 20  # most of the passes
+        # The blocks of what was generated are found, though tokens came after their slots.
+        (first,) = engine.generate([texts[0] + expected[0]])
+        assert first.num_cached_tokens == (len(texts[0]) + 20 - 1) // 8 * 8
+        engine.manager.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-window"])
@@ -158,26 +188,26 @@ def test_cuda_graphs() -> None:
 # --- memory
 
 
-def test_prefixes_are_found(device: str) -> None:
+def test_prefixes_are_found(overlap: bool, device: str) -> None:
     model = tiny_model("gemma2", device)
     common, *ends = prompts((40, 5, 6, 7))
     texts = [common + end for end in ends]
     expected = [by_transformers(model, text) for text in texts]
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, overlap=overlap, **SMALL) as engine:
         assert greedy(engine, texts[:1]) == expected[:1]
         outputs = engine.generate(texts, SamplingParams(max_tokens=20))
         assert [output.completions[0].tokens for output in outputs] == expected
         assert outputs[0].num_cached_tokens == 40
         assert outputs[1].num_cached_tokens == outputs[2].num_cached_tokens == 40
         assert engine.statistics().scheduler.num_cached_tokens == 120
-    with Engine(model, prefix_caching=False, **SMALL) as engine:
+    with Engine(model, prefix_caching=False, overlap=overlap, **SMALL) as engine:
         assert greedy(engine, texts + texts) == expected + expected
         assert engine.statistics().scheduler.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_preemption(name: str, host_bytes: int, device: str) -> None:
+def test_preemption(name: str, host_bytes: int, overlap: bool, device: str) -> None:
     model = tiny_model(name, device)
     texts = prompts((30, 28, 31, 29))
     expected = [by_transformers(model, text, 40) for text in texts]
@@ -208,11 +238,11 @@ def test_windows_give_blocks_back() -> None:
 # --- sampling
 
 
-def test_parallel_sampling_shares_the_prompt(device: str) -> None:
+def test_parallel_sampling_shares_the_prompt(overlap: bool, device: str) -> None:
     model = tiny_model(device=device)
     (text,) = prompts((65,))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=4)
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, overlap=overlap, **SMALL) as engine:
         request = engine.add_request(text, params)
         while engine.statistics().num_running < 4:
             engine.step()
@@ -230,11 +260,11 @@ def test_parallel_sampling_shares_the_prompt(device: str) -> None:
         assert [tuple(one.tokens) for one in again.completions] == texts
 
 
-def test_repetition_penalty(device: str) -> None:
+def test_repetition_penalty(overlap: bool, device: str) -> None:
     model = tiny_model(device=device)
     texts = prompts((9, 30))
     expected = [by_transformers(model, text, repetition_penalty=1.8) for text in texts]
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, overlap=overlap, **SMALL) as engine:
         assert greedy(engine, texts, repetition_penalty=1.8) == expected
         assert greedy(engine, texts) != expected
 
@@ -242,14 +272,14 @@ def test_repetition_penalty(device: str) -> None:
 # --- the end of a sequence
 
 
-def test_end_tokens(device: str) -> None:
+def test_end_tokens(overlap: bool, device: str) -> None:
     model = tiny_model(device=device)
     (text,) = prompts((9,))
     plain = by_transformers(model, text)
     end = plain[6]
     at = plain.index(end)
     model.generation_config.eos_token_id = [end, 1_000]
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, overlap=overlap, **SMALL) as engine:
         (output,) = engine.generate([text], SamplingParams(max_tokens=20))
         assert output.completions[0].tokens == plain[: at + 1]
         assert output.completions[0].finish_reason is FinishReason.STOP
@@ -315,18 +345,20 @@ def test_abort() -> None:
 # --- faults
 
 
-def test_a_pass_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_pass_that_fails_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, device: str
+) -> None:
     model = tiny_model(device=device)
     texts = prompts()
     expected = [by_transformers(model, text) for text in texts]
-    with Engine(model, **SMALL) as engine:
+    with Engine(model, overlap=overlap, **SMALL) as engine:
         run = engine._packed.run
         calls = 0
 
-        def failing(plan: object) -> Tensor:
+        def failing(*arguments: object) -> Tensor:
             nonlocal calls
             calls += 1
-            logits = run(plan)
+            logits = run(*arguments)
             if calls % 5 == 3:
                 raise MemoryError("the device is full")
             return logits

@@ -19,9 +19,13 @@ from transformers import (
 )
 
 from vllm_kernels.__main__ import TOY_MODEL
+from vllm_kernels.integrations import sampler
 from vllm_kernels.integrations.detokenizer import Detokenizer
 from vllm_kernels.integrations.request import Request, SamplingParams, Sequence
-from vllm_kernels.integrations.sampler import sample
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    return sampler.sample(logits, sequences).tolist()
 
 
 def sequence(tokens: list[int] | None = None, index: int = 0, **params: object) -> Sequence:

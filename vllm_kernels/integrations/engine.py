@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +39,7 @@ __all__ = ["Completion", "Engine", "EngineStatistics", "RequestOutput", "TokenOu
 Prompt = str | Items[int]
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One new token of one sequence."""
 
     request_id: int
@@ -114,6 +114,10 @@ class Engine:
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU.
+        overlap: whether the next pass is started before the tokens of the last one are looked at,
+            so that a GPU does not wait for Python. :meth:`step` then returns tokens one call later,
+            and a sequence that ends by a stop token or string is computed one pass too far. None:
+            on a GPU.
         compile: whether the model is called through torch.compile; a name: of its backend.
         fused: whether Llama-like models (Llama, Mistral, Qwen 2 and 3) run by this library's ops
             for everything but the matrix products, instead of through transformers' modules.
@@ -142,6 +146,7 @@ class Engine:
         max_length: int | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
+        overlap: bool | None = None,
         compile: bool | str = False,
         fused: bool = True,
         check: bool = True,
@@ -159,6 +164,10 @@ class Engine:
         self._texts: dict[int, Detokenizer] = {}  # by sequence id
         self._next_id = count()
         self._end_tokens = _end_tokens(model)
+        on_gpu = model.device.type == "cuda"
+        self._overlap = on_gpu if overlap is None else overlap
+        self._flight: _Flight | None = None  # the last pass, if its tokens are not looked at yet
+        self._undelivered: list[TokenOutput] = []
 
         shape = kv_shape(model, block_size, layout, cache_dtype)
         use_paged_attention(model)
@@ -198,7 +207,7 @@ class Engine:
                 max_batch_size=max_batch_size,
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
-                cuda_graphs=model.device.type == "cuda" if cuda_graphs is None else cuda_graphs,
+                cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
                 backend="inductor" if compile is True else compile or None,
                 fused=fused,
             )
@@ -270,31 +279,56 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has something to do."""
-        return self.scheduler.num_unfinished > 0
+        return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
 
     def step(self) -> list[TokenOutput]:
-        """One forward pass. Returns the tokens that it gave, none while only parts of prompts were
-        computed. If it fails, the running sequences are computed again by the next call."""
+        """Moves on by one forward pass.
+
+        Returns:
+            New tokens; none while only parts of prompts were computed. With ``overlap`` they are
+            those of the pass before, fetched while the next one runs.
+
+        If it fails, the running sequences are computed again by the next call.
+        """
         if self.cache.is_freed:
             raise RuntimeError("Engine: it was closed: make a new one")
+        if self._flight is not None:
+            return self._step_ahead()
+        outputs, self._undelivered = self._undelivered, []
+        self._packed.wait()
         plan = self.scheduler.schedule()
         if plan is None:
-            return []
+            return outputs
         try:
-            logits = self._run(plan)
+            flight = self._sample(plan, self._run(plan))
         except BaseException:
+            self._undelivered = outputs
             self.scheduler.failed()
             raise
-        ready = self.scheduler.computed(plan)
-        if not ready:
-            return []
-        if len(ready) > len(logits):  # sequences that share a prompt share its logits
-            ran = set(plan.sequences)
-            rows = torch.tensor([sequence in ran for sequence in ready]).cumsum(0) - 1
-            logits = logits[rows.to(logits.device)]
-        tokens = sample(logits, ready)
-        now = time.perf_counter()
-        return [self._take(sequence, token, now) for sequence, token in zip(ready, tokens)]
+        if self._overlap:
+            self._flight = flight
+            return outputs
+        return outputs + self._take(flight)
+
+    def _step_ahead(self) -> list[TokenOutput]:
+        """Starts the next pass if it is certain, and takes the tokens of the one before."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        self._packed.wait()
+        plan = self.scheduler.schedule_ahead()
+        if plan is None:
+            return self._take(flight)
+        outputs: list[TokenOutput] = []
+        try:
+            logits = self._run(plan, flight.tokens_of(plan.sequences))
+            outputs = self._take(flight)
+            self.scheduler.record(plan)
+            self._flight = self._sample(plan, logits)
+        except BaseException:
+            self._undelivered = outputs or self._take(flight)
+            self.scheduler.failed()
+            raise
+        return outputs
 
     def generate(
         self,
@@ -348,6 +382,7 @@ class Engine:
             raise RuntimeError(
                 f"Engine: reset: {self.scheduler.num_unfinished} sequences are unfinished"
             )
+        self._flight = None  # of sequences that were aborted
         self.manager.reset()
         self.scheduler.statistics = SchedulerStatistics()
 
@@ -378,38 +413,54 @@ class Engine:
                 )
         return tokens
 
-    def _run(self, plan: Plan) -> Tensor:
+    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
             getattr(self.cache, copies.kind)(torch.from_numpy(copies.pairs))
-        return self._packed.run(plan)
+        return self._packed.run(plan, tokens_before)
 
-    def _take(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
+    def _sample(self, plan: Plan, logits: Tensor) -> _Flight:
+        """Draws the tokens that a pass gives; they are not fetched yet."""
+        ready = self.scheduler.computed(plan)
+        if len(ready) > len(logits):  # sequences that share a prompt share its logits
+            ran = set(plan.sequences)
+            rows = torch.tensor([sequence in ran for sequence in ready]).cumsum(0) - 1
+            logits = logits[rows.to(logits.device)]
+        flight = _Flight(ready, sample(logits, ready))
+        for sequence in ready:
+            sequence.num_pending = 1
+        return flight
+
+    def _take(self, flight: _Flight) -> list[TokenOutput]:
+        """Adds the tokens of a pass to their sequences; once."""
+        sequences, flight.sequences = flight.sequences, []
+        tokens = flight.fetch()
+        now = time.perf_counter()
+        outputs = []
+        for sequence, token in zip(sequences, tokens):
+            sequence.num_pending = 0
+            if sequence.finish_reason is None:  # else it ended meanwhile, and this was in vain
+                outputs.append(self._add_token(sequence, token, now))
+        return outputs
+
+    def _add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
         """Adds a token to its sequence and ends the sequence where it must end."""
         request = sequence.request
         params = request.params
         if request.first_token_time is None:
             request.first_token_time = now
-        sequence.tokens.append(token)
+        tokens = sequence.tokens
+        tokens.append(token)
         reason = None
-        if token in params.stop_token_ids or (token in self._end_tokens and not params.ignore_eos):
+        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
             reason = FinishReason.STOP
         elif (
-            sequence.num_output >= params.max_tokens
-            or len(sequence.tokens) >= self.scheduler.max_length
+            len(tokens) - len(request.prompt) >= params.max_tokens
+            or len(tokens) >= self.scheduler.max_length
         ):
             reason = FinishReason.LENGTH
         text = ""
         if self.tokenizer is not None:
-            detokenizer = self._texts.get(sequence.id)
-            if detokenizer is None:
-                detokenizer = Detokenizer(self.tokenizer, request.prompt, params.stop)
-                self._texts[sequence.id] = detokenizer
-            text = detokenizer.add(token)
-            if reason is not None:
-                text += detokenizer.finish()
-            if detokenizer.is_stopped:
-                reason = FinishReason.STOP
-            sequence.text = detokenizer.text
+            text, reason = self._add_text(sequence, token, reason)
         if reason is not None:
             self.scheduler.finish(sequence, reason)
             self._texts.pop(sequence.id, None)
@@ -417,6 +468,57 @@ class Engine:
                 request.finish_time = now
                 self._requests.pop(request.id)
         return TokenOutput(request.id, sequence.index, token, text, reason)
+
+    def _add_text(
+        self, sequence: Sequence, token: int, reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        """The text that a token makes certain, and why the sequence ends, if it does."""
+        assert self.tokenizer is not None
+        detokenizer = self._texts.get(sequence.id)
+        if detokenizer is None:
+            request = sequence.request
+            detokenizer = Detokenizer(self.tokenizer, request.prompt, request.params.stop)
+            self._texts[sequence.id] = detokenizer
+        text = detokenizer.add(token)
+        if reason is not None:
+            text += detokenizer.finish()
+        sequence.text = detokenizer.text
+        return text, FinishReason.STOP if detokenizer.is_stopped else reason
+
+
+class _Flight:
+    """Tokens that were drawn on the device, on their way to the host.
+
+    Args:
+        sequences: that get them.
+        tokens: int64 [len(sequences)], on the device.
+    """
+
+    def __init__(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        self.sequences = sequences
+        self._order = sequences
+        self._tokens = tokens
+        self._host = tokens
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
+        """Those of some of the sequences, on the device."""
+        if sequences == self._order:
+            return self._tokens
+        row = {sequence: at for at, sequence in enumerate(self._order)}
+        rows = torch.tensor([row[sequence] for sequence in sequences])
+        return self._tokens[rows.to(self._tokens.device, non_blocking=True)]
+
+    def fetch(self) -> list[int]:
+        """All of them, after a wait for the pass."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
 
 
 def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:

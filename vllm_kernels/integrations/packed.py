@@ -89,23 +89,30 @@ class _Buffers:
             *(group.slot_mapping for group in self.host),
             *(group.block_tables for group in self.host),
         ]  # fmt: skip
-        self._copied = pinned
+        self._uploaded = torch.cuda.Event() if pinned else None
         self._host = host
         self._device = [x.to(device) for x in host] if pinned else host
         self.input_ids, self.positions, self.seq_lens, self.starts = self._device[:4]
         self.slot_mappings = self._device[4 : 4 + groups]
         self.block_tables = self._device[4 + groups :]
 
-    def upload(self, tokens: int, sequences: int) -> None:
-        """Copies the first ``tokens`` and ``sequences`` to the device, without a wait. The host's
-        must stay as they are until the pass is over."""
-        if not self._copied:
-            return
-        groups = len(self.host)
-        sizes = [tokens, tokens, sequences, sequences + 1, *[tokens] * groups]
-        sizes += [sequences] * groups
-        for device, host, size in zip(self._device, self._host, sizes):
-            device[:size].copy_(host[:size], non_blocking=True)
+    def upload(self, tokens: int, sequences: int, input_ids: Tensor | None = None) -> None:
+        """Copies the first ``tokens`` and ``sequences`` to the device, without a wait, and there
+        ``input_ids`` over the first of those. See :meth:`wait`."""
+        if self._uploaded is not None:
+            groups = len(self.host)
+            sizes = [tokens, tokens, sequences, sequences + 1, *[tokens] * groups]
+            sizes += [sequences] * groups
+            for device, host, size in zip(self._device, self._host, sizes):
+                device[:size].copy_(host[:size], non_blocking=True)
+            self._uploaded.record()
+        if input_ids is not None:
+            self.input_ids[: len(input_ids)] = input_ids
+
+    def wait(self) -> None:
+        """Returns when the host's buffers may be filled again."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
 
 
 class PackedModel:
@@ -159,6 +166,10 @@ class PackedModel:
         """For the manager to fill, one a group."""
         return self._buffers.host
 
+    def wait(self) -> None:
+        """Returns when the manager may fill the buffers again."""
+        self._buffers.wait()
+
     def close(self) -> None:
         """Leaves the model as it was, and forgets the graphs."""
         self._graphs.clear()
@@ -166,8 +177,11 @@ class PackedModel:
             self._llama.close()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         """The pass of ``plan``, whose buffers the manager has just filled.
+
+        Args:
+            tokens_before: for a plan without input_ids: int64 [sequences], on the device.
 
         Returns:
             Logits of every sequence that has all of its tokens computed then, in the order of the
@@ -175,16 +189,17 @@ class PackedModel:
         """
         buffers = self._buffers
         tokens, sequences = plan.num_tokens, len(plan.sequences)
-        buffers.host_input_ids[:tokens] = torch.from_numpy(plan.input_ids)
+        if plan.input_ids is not None:
+            buffers.host_input_ids[:tokens] = torch.from_numpy(plan.input_ids)
         if plan.num_single == sequences:
             size = next((size for size in self._graph_sizes if size >= sequences), None)
             if size is not None:
                 buffers.host_input_ids[tokens:size] = 0
-                buffers.upload(size, size)
+                buffers.upload(size, size, tokens_before)
                 logits = self._replay(size)
                 if logits is not None:
                     return self._ready(logits[:sequences], plan)
-            buffers.upload(tokens, sequences)
+            buffers.upload(tokens, sequences, tokens_before)
             return self._ready(self._forward(self._single_step(sequences), tokens), plan)
         single = plan.num_single
         starts = np.cumsum([0, *plan.counts[single:]], dtype=np.int32)

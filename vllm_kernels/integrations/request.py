@@ -101,6 +101,7 @@ class Sequence:
     index: int  # among the request's n
     tokens: list[int]  # prompt and output
     num_computed: int = 0  # leading tokens whose keys and values are in the cache
+    num_pending: int = 0  # tokens behind ``tokens`` that are sampled and not fetched yet
     text: str = ""  # of the output, where there is a tokenizer
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -122,7 +123,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """Tokens whose keys and values are missing: 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
     def width(self) -> int:

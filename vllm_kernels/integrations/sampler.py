@@ -10,7 +10,7 @@ from vllm_kernels.integrations.request import Sequence
 __all__ = ["sample"]
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """The next token of every sequence.
 
     Each sequence draws one number from its own generator and takes the token at that place of the
@@ -19,6 +19,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     Args:
         logits: [len(sequences), vocabulary], any float dtype; not changed.
         sequences: with the parameters of their requests.
+
+    Returns:
+        int64 [len(sequences)], on the device of ``logits``.
     """
     params = [sequence.request.params for sequence in sequences]
     penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
@@ -35,7 +38,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
             rows = torch.tensor(some, device=logits.device)
             draw = _draw_restricted if restricted else _draw
             tokens[rows] = draw(logits[rows].float(), [sequences[i] for i in some])
-    return tokens.tolist()
+    return tokens
 
 
 def _penalise(logits: Tensor, tokens: list[int], penalty: float) -> None:

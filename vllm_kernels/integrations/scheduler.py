@@ -36,13 +36,13 @@ class Plan:
 
     sequences: list[Sequence]  # those of one token first
     counts: list[int]  # tokens of each
-    input_ids: npt.NDArray[np.int64]  # [sum of counts]
+    input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: those that the last pass gave
     copies: list[Copies]
 
     @property
     def num_tokens(self) -> int:
         """Of all sequences."""
-        return len(self.input_ids)
+        return sum(self.counts)
 
     @property
     def num_single(self) -> int:
@@ -189,6 +189,47 @@ class Scheduler:
         self.statistics.num_tokens += plan.num_tokens
         return plan
 
+    def schedule_ahead(self) -> Plan | None:
+        """Plans the next pass while the tokens that the last one gave are not known yet.
+
+        It takes one token of every sequence but those that end with the last pass for certain. One
+        that turns out to have ended otherwise is computed in vain.
+
+        Returns:
+            The plan, without input_ids. None: the next pass may be another one (sequences may be
+            admitted, prompts go on, blocks run short), or there is none: fetch the tokens, then
+            call :meth:`schedule`.
+        """
+        queues = self._queues
+        if queues.swapped or (queues.waiting and self._may_admit(queues.waiting[0])):
+            return None
+        order = []
+        for sequence in queues.running:
+            if sequence.num_to_compute != 1 or sequence.num_pending != 1:
+                return None
+            length = len(sequence.tokens) + 1
+            params = sequence.request.params
+            ends = length - len(sequence.request.prompt) >= params.max_tokens
+            if not ends and length < self.max_length:
+                order.append(sequence)
+        if not order:
+            return None
+        ids = [sequence.id for sequence in order]
+        try:
+            pairs = self.manager.step(ids, 1, self.buffers)
+        except OutOfBlocks:
+            return None
+        self.statistics.num_steps += 1
+        self.statistics.num_tokens += len(order)
+        return Plan(order, [1] * len(order), None, [Copies("copy", pairs)] if len(pairs) else [])
+
+    def record(self, plan: Plan) -> None:
+        """Says which tokens a plan of :meth:`schedule_ahead` had, now that they are known: so its
+        full blocks can be found as prefixes."""
+        alive = [sequence for sequence in plan.sequences if sequence.finish_reason is None]
+        ids = [sequence.id for sequence in alive]
+        self.manager.record_tokens(ids, 1, [sequence.tokens[-1] for sequence in alive])
+
     def computed(self, plan: Plan) -> list[Sequence]:
         """Takes note that a plan's pass was run.
 
@@ -210,7 +251,7 @@ class Scheduler:
         queues = self._queues
         for sequence in reversed(queues.running):
             self.manager.free(sequence.id)
-            sequence.num_computed = 0
+            sequence.num_computed = sequence.num_pending = 0
             queues.waiting.appendleft(sequence)
         queues.running.clear()
         self.manager.reset_prefix_cache()
@@ -240,7 +281,9 @@ class Scheduler:
     ) -> list[Sequence]:
         """Adds sequences that fit: swapped ones, then waiting ones, none before an older one."""
         queues = self._queues
-        places = self.max_batch_size - sum(sequence.width for sequence in queues.running)
+        if not queues.swapped and not queues.waiting:
+            return []
+        places = self._places()
         while queues.swapped and places and budget:
             sequence = queues.swapped[0]
             needed = self._blocks(len(sequence.tokens))
@@ -277,6 +320,16 @@ class Scheduler:
             chosen[sequence] = min(sequence.num_to_compute, budget)
             budget -= chosen[sequence]
         return admitted
+
+    def _places(self) -> int:
+        """Sequences that may be admitted."""
+        return self.max_batch_size - sum(sequence.width for sequence in self._queues.running)
+
+    def _may_admit(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may find room: what :meth:`_admit` asks, roughly."""
+        if self._places() < sequence.width:
+            return False
+        return self.manager.can_allocate(np.array(sequence.tokens, np.int32))
 
     def _is_tight(self, needed: int) -> bool:
         """Whether so many blocks would leave too few to those that run."""
