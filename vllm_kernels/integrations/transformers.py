@@ -1,8 +1,15 @@
-"""Paged attention for Hugging Face transformers: ``model.generate`` over a paged cache.
+"""Paged attention for Hugging Face transformers.
+
+``model.generate`` over a paged cache::
 
     use_paged_attention(model)
     with PagedCache(model, num_blocks=256) as cache, patched_layers(model), torch.no_grad():
         model.generate(**inputs, past_key_values=cache)
+
+Many requests at once, by continuous batching::
+
+    with Engine(model, tokenizer) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=64))
 
 The cache holds keys and values in blocks that a
 :class:`~vllm_kernels.kv_cache.KVCacheManager` deals out, so that padding takes no memory and beams
@@ -27,11 +34,25 @@ from vllm_kernels.integrations.attention import (
     stop_paged_attention,
     use_paged_attention,
 )
+from vllm_kernels.integrations.engine import Completion, Engine, RequestOutput, TokenOutput
 from vllm_kernels.integrations.llama_patch import patched_layers
 from vllm_kernels.integrations.paged_batch import PagedBatch
+from vllm_kernels.integrations.request import FinishReason, SamplingParams
 from vllm_kernels.kv_cache import Statistics
 
-__all__ = ["NAME", "PagedCache", "patched_layers", "stop_paged_attention", "use_paged_attention"]
+__all__ = [
+    "NAME",
+    "Completion",
+    "Engine",
+    "FinishReason",
+    "PagedCache",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenOutput",
+    "patched_layers",
+    "stop_paged_attention",
+    "use_paged_attention",
+]
 
 
 class PagedCache(Cache):
