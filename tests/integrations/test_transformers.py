@@ -108,6 +108,44 @@ def test_prompt_lookup_crops(device: str) -> None:
         assert torch.equal(generate_ours(model, inputs, cache, **settings), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "bloom"])
+def test_assisted_decoding(name: str, device: str) -> None:
+    """A small model drafts, with a cache of transformers' own; what is rejected is cropped."""
+    model = tiny_model(name, device)
+    assistant = tiny_model(device=device, num_hidden_layers=1)
+    inputs = left_padded((12,), device)
+    expected = model.generate(**inputs, **GREEDY)
+    with poisoned_cache(model) as cache:
+        ours = generate_ours(model, inputs, cache, assistant_model=assistant, **GREEDY)
+        assert cache.statistics().num_tokens == 12 + 19
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gpt_oss", "gptj", "bloom", "mpt"])
+def test_beams_of_other_attention(name: str, device: str) -> None:
+    model = tiny_model(name, device)
+    inputs = left_padded((5, 19), device)
+    settings = {"do_sample": False, "max_new_tokens": 10, "num_beams": 3}
+    expected = model.generate(**inputs, **settings)
+    with poisoned_cache(model) as cache:
+        assert torch.equal(generate_ours(model, inputs, cache, **settings), expected)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_layouts_and_cache_types(layout: str, cache_dtype: str, device: str) -> None:
+    model = tiny_model(device=device)
+    inputs = left_padded((5, 19), device)
+    expected = model.generate(**inputs, **GREEDY)
+    with PagedCache(model, 64, 16, layout=layout, cache_dtype=cache_dtype) as cache:
+        ours = generate_ours(model, inputs, cache, **GREEDY)
+        assert cache._batch.cache.shape.stored_dtype.itemsize == (1 if cache_dtype == "fp8" else 4)
+    if cache_dtype == "auto":
+        assert torch.equal(ours, expected)
+    else:
+        assert ours.shape == expected.shape
+
+
 def test_prefill_in_chunks(device: str) -> None:
     model = tiny_model(device=device)
     inputs = left_padded((30, 30), device)
