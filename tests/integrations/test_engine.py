@@ -289,6 +289,25 @@ def test_end_tokens(overlap: bool, device: str) -> None:
         ]
 
 
+def test_nothing_comes_after_the_end(overlap: bool, device: str) -> None:
+    """Not even what a pass that had started before computed in vain."""
+    model = tiny_model(device=device)
+    short, long = prompts((9, 12))
+    expected = [by_transformers(model, text) for text in (short, long)]
+    stop = expected[0][4]
+    at = expected[0].index(stop) + 1
+    with Engine(model, overlap=overlap, **SMALL) as engine:
+        ids = [
+            engine.add_request(short, SamplingParams(max_tokens=20, stop_token_ids=[stop])),
+            engine.add_request(long, SamplingParams(max_tokens=20)),
+        ]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        while engine.has_unfinished:
+            for output in engine.step():
+                got[output.request_id].append(output.token)
+        assert list(got.values()) == [expected[0][:at], expected[1]]
+
+
 def test_longest_sequence() -> None:
     model = tiny_model()
     with Engine(model, max_length=24, **SMALL) as engine:

@@ -66,7 +66,6 @@ def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     probabilities = best.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
     outside = before >= top_p[:, None]
-    outside[:, 0] = False
     probabilities.masked_fill_(outside, 0)
     chosen = _at(probabilities.cumsum(-1), sequences)
     return tokens.gather(-1, chosen[:, None]).squeeze(-1)
