@@ -297,9 +297,9 @@ class KVCache:
     # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination).
 
     def copy(self, pairs: Tensor) -> None:
-        """Copy-on-write: within the device, in every layer."""
+        """Copy-on-write: within the device, in every layer. ``pairs`` on the CPU, for no wait, or
+        on the device."""
         if len(pairs):
-            pairs = pairs.to(self.device)
             vllm_kernels.copy_blocks(self._keys, self._values, pairs)
 
     def swap_out(self, pairs: Tensor) -> None:

@@ -21,6 +21,7 @@ import vllm_kernels
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.op_counter import OpCounter
+from vllm_kernels.integrations.packed import PackedModel
 from vllm_kernels.integrations.request import FinishReason, SamplingParams
 
 LENGTHS = (5, 19, 33, 8, 70, 3)
@@ -81,6 +82,18 @@ def test_models(name: str, device: str) -> None:
     assert by_transformers(model, texts[0]) == expected[0]  # the model is as it was
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 5), (2, 3), (3, 200)], ids=str)
+def test_small_passes(name: str, sizes: tuple[int, int], device: str) -> None:
+    """One token a pass, one sequence a pass, and whole prompts."""
+    model = tiny_model(name, device)
+    texts = prompts((5, 19))
+    expected = [by_transformers(model, text, 6) for text in texts]
+    size, tokens = sizes
+    with Engine(model, num_blocks=40, max_batch_size=size, max_batch_tokens=tokens) as engine:
+        assert greedy(engine, texts, max_tokens=6) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
@@ -183,6 +196,55 @@ def test_cuda_graphs() -> None:
             assert sorted(engine._packed._graphs) == [1, 2, 4]  # 3 sequences run as 4
             engine.reset()
             assert greedy(engine, texts) == expected  # all replayed
+
+
+class _Replayed:
+    """Stands for a CUDA graph: the same call on the same buffers, into the same logits."""
+
+    def __init__(self, packed: PackedModel, size: int) -> None:
+        self.packed, self.step, self.size = packed, packed._single_step(size), size
+        self.logits = packed._forward(self.step, size).clone()
+
+    def replay(self) -> None:
+        self.logits.copy_(self.packed._forward(self.step, self.size))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt_oss"])
+def test_padded_passes(name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA graphs need, without a GPU: passes padded to a few sizes, over buffers that stay
+    where they are. The CPU's ops refuse bad lengths and slots, those of padding too."""
+
+    def capture(packed: PackedModel, size: int) -> tuple[_Replayed, Tensor]:
+        graph = _Replayed(packed, size)
+        return graph, graph.logits
+
+    monkeypatch.setattr(PackedModel, "_capture", capture)
+    model = tiny_model(name)
+    texts = prompts((5, 19, 33, 8, 70, 3, 12, 4, 9, 1, 2))
+    expected = [by_transformers(model, text) for text in texts]
+    sizes = SMALL | {"max_batch_size": 11}
+    with Engine(model, cuda_graphs=True, overlap=overlap, **sizes) as engine:
+        assert greedy(engine, texts) == expected
+        assert set(engine._packed._graphs) <= {1, 2, 4, 8, 11}
+        assert 8 in engine._packed._graphs or 11 in engine._packed._graphs
+        engine.reset()
+        assert greedy(engine, texts) == expected
+        assert len(set(engine._packed._graph_sizes)) == 5
+
+
+def test_a_model_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(packed: PackedModel, size: int) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(PackedModel, "_capture", capture)
+    model = tiny_model()
+    texts = prompts((5, 19))
+    expected = [by_transformers(model, text) for text in texts]
+    with (
+        Engine(model, cuda_graphs=True, **SMALL) as engine,
+        pytest.warns(UserWarning, match="llama runs without CUDA graphs: operation not permitted"),
+    ):
+        assert greedy(engine, texts) == expected
 
 
 # --- memory
@@ -457,6 +519,20 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="model type: gpt_neox: its logits differ"):
         Engine(model, **SMALL)
     assert model.config._attn_implementation == "eager"  # the model is as it was
+
+
+def test_sizes_that_do_not_fit() -> None:
+    for sizes, message in (
+        ({"num_blocks": 1}, "at least 2 blocks of 16,384 bytes, got 1"),
+        ({"num_blocks": None, "cache_bytes": 100}, "at least 2 blocks of 16,384 bytes, got 0"),
+        ({"num_blocks": 2, "block_size": 4}, "room for 7 and 5 tokens, got 2 blocks"),
+        ({"max_length": 7}, "max_length: expected at least 8, got 7"),
+        ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens: expected at least 8"),
+    ):
+        model = tiny_model()
+        with pytest.raises(ValueError, match=message):
+            Engine(model, **({"num_blocks": 16} | sizes))
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_training_models_are_refused() -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +32,7 @@ from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
 from vllm_kernels.integrations.sampler import sample
 from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
+from vllm_kernels.integrations.upload import upload
 from vllm_kernels.integrations.verify import verify
 from vllm_kernels.kv_cache import KVCacheManager, Statistics
 from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
@@ -165,6 +168,8 @@ class Engine:
         self._next_id = count()
         self._end_tokens = _end_tokens(model)
         on_gpu = model.device.type == "cuda"
+        # Streams, events and graphs are those of the current device.
+        self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
         self._overlap = on_gpu if overlap is None else overlap
         self._flight: _Flight | None = None  # the last pass, if its tokens are not looked at yet
         self._undelivered: list[TokenOutput] = []
@@ -184,6 +189,9 @@ class Engine:
                     f"Engine: cache: expected at least 2 blocks of {shape.block_bytes:,} bytes, "
                     f"got {num_blocks}"
                 )
+            max_length = min(max_length, num_blocks * block_size)
+            if max_length < 8:
+                raise ValueError(f"Engine: max_length: expected at least 8, got {max_length}")
             self.manager = KVCacheManager(
                 num_blocks,
                 block_size,
@@ -200,17 +208,18 @@ class Engine:
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-            self._packed = PackedModel(
-                model,
-                self.cache,
-                groups,
-                max_batch_size=max_batch_size,
-                max_batch_tokens=max_batch_tokens,
-                max_length=max_length,
-                cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
-                backend="inductor" if compile is True else compile or None,
-                fused=fused,
-            )
+            with self._on_device:
+                self._packed = PackedModel(
+                    model,
+                    self.cache,
+                    groups,
+                    max_batch_size=max_batch_size,
+                    max_batch_tokens=max_batch_tokens,
+                    max_length=max_length,
+                    cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
+                    backend="inductor" if compile is True else compile or None,
+                    fused=fused,
+                )
             self.scheduler = Scheduler(
                 self.manager,
                 self._packed.host_buffers,
@@ -219,8 +228,11 @@ class Engine:
                 max_length=max_length,
             )
             if check:
-                verify(self._packed, self.manager)
+                with self._on_device:
+                    verify(self._packed, self.manager)
         except BaseException:
+            if hasattr(self, "_packed"):
+                self._packed.close()
             stop_paged_attention(model)
             raise
 
@@ -292,8 +304,11 @@ class Engine:
         """
         if self.cache.is_freed:
             raise RuntimeError("Engine: it was closed: make a new one")
-        if self._flight is not None:
-            return self._step_ahead()
+        with self._on_device:
+            return self._step() if self._flight is None else self._step_ahead()
+
+    def _step(self) -> list[TokenOutput]:
+        """Runs the pass that the scheduler wants next, all tokens being known."""
         outputs, self._undelivered = self._undelivered, []
         self._packed.wait()
         plan = self.scheduler.schedule()
@@ -423,8 +438,8 @@ class Engine:
         ready = self.scheduler.computed(plan)
         if len(ready) > len(logits):  # sequences that share a prompt share its logits
             ran = set(plan.sequences)
-            rows = torch.tensor([sequence in ran for sequence in ready]).cumsum(0) - 1
-            logits = logits[rows.to(logits.device)]
+            rows = np.cumsum([sequence in ran for sequence in ready]) - 1
+            logits = logits[upload(rows, logits.device)]
         flight = _Flight(ready, sample(logits, ready))
         for sequence in ready:
             sequence.num_pending = 1
@@ -511,8 +526,8 @@ class _Flight:
         if sequences == self._order:
             return self._tokens
         row = {sequence: at for at, sequence in enumerate(self._order)}
-        rows = torch.tensor([row[sequence] for sequence in sequences])
-        return self._tokens[rows.to(self._tokens.device, non_blocking=True)]
+        rows = upload([row[sequence] for sequence in sequences], self._tokens.device)
+        return self._tokens[rows]
 
     def fetch(self) -> list[int]:
         """All of them, after a wait for the pass."""

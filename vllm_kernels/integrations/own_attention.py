@@ -26,6 +26,13 @@ _MODULES = {
 }
 """By model type, the class of the attention modules."""
 
+_BIASES = {"build_alibi_tensor", "build_mpt_alibi_tensor"}
+"""Methods that make a bias which is not looked at here, and that no CUDA graph could hold."""
+
+
+def _no_bias(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty(0)
+
 
 def bind_own_attention(model: PreTrainedModel, name: str) -> bool:
     """Lets the attention modules of ``model`` call the registered attention ``name``. False, and
@@ -40,6 +47,8 @@ def bind_own_attention(model: PreTrainedModel, name: str) -> bool:
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         return AttentionInterface()[name](*args, **kwargs)[0]
 
+    for build in _BIASES & set(dir(model.base_model)):
+        setattr(model.base_model, build, _no_bias)
     for module in modules:
         module.register_buffer(_SLOPES, slopes, persistent=False)
         module.forward = MethodType(_bound(forward, attention), module)
@@ -51,6 +60,8 @@ def unbind_own_attention(model: PreTrainedModel, before: str) -> bool:
     """Undoes :func:`bind_own_attention`; False for a model type that is none of these."""
     if model.config.model_type not in _MODULES:
         return False
+    for build in _BIASES & set(vars(model.base_model)):
+        delattr(model.base_model, build)
     for module in _attention_modules(model):
         del module.forward
         delattr(module, _SLOPES)

@@ -21,6 +21,7 @@ from vllm_kernels.integrations.attention import AttentionOptions, PagedLayer
 from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
 from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
 from vllm_kernels.integrations.scheduler import Plan
+from vllm_kernels.integrations.upload import upload
 from vllm_kernels.kv_cache import BatchBuffers
 from vllm_kernels.kv_tensors import KVCache
 
@@ -142,6 +143,9 @@ class PackedModel:
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
+        self.max_batch_size = max_batch_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_length = max_length
         self.pages = PackedPages(cache, groups)
         layers = range(len(groups.group_of_layer))
         self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
@@ -155,7 +159,10 @@ class PackedModel:
             self._llama = PackedLlama(model, self.pages, windows, max_length)
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
+        self._capture_stream: torch.cuda.Stream | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # Given, so that no model makes one. What is stored is told by slots, not by this.
+        self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
         call: Callable[..., Any] = self._llama or model
         if backend is not None:
             call = torch.compile(call, dynamic=True, backend=backend)
@@ -214,7 +221,7 @@ class PackedModel:
             max_query_len=max(plan.counts),
         )
         ends = np.cumsum(plan.counts) - 1
-        last = torch.from_numpy(ends[self._is_ready(plan)]).to(buffers.input_ids.device)
+        last = upload(ends[self._is_ready(plan)], buffers.input_ids.device)
         return self._forward(step, tokens, last)
 
     # Inner workings.
@@ -228,7 +235,7 @@ class PackedModel:
 
     def _ready(self, logits: Tensor, plan: Plan) -> Tensor:
         ready = self._is_ready(plan)
-        return logits if ready.all() else logits[torch.from_numpy(ready).to(logits.device)]
+        return logits if ready.all() else logits[upload(ready.nonzero()[0], logits.device)]
 
     def _single_step(self, sequences: int) -> PackedStep:
         buffers = self._buffers
@@ -252,6 +259,7 @@ class PackedModel:
             options["position_ids"] = buffers.positions[None, :tokens]
         out = self._call(
             input_ids=buffers.input_ids[None, :tokens],
+            attention_mask=self._mask[:, :tokens],
             past_key_values=self._cache,
             use_cache=True,
             **options,
@@ -278,7 +286,9 @@ class PackedModel:
         """Records the pass over the first ``size`` rows of the device's buffers. What it computes
         meanwhile is this very pass, which is then replayed: writing the same keys twice is fine."""
         step = self._single_step(size)
-        stream = torch.cuda.Stream()
+        if self._capture_stream is None:  # one for all: each stream has scratch of its own
+            self._capture_stream = torch.cuda.Stream()
+        stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # a library's first calls may allocate, compile or synchronise

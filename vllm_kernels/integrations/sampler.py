@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kernels.integrations.request import Sequence
+from vllm_kernels.integrations.upload import upload
 
 __all__ = ["sample"]
 
@@ -35,7 +36,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     for restricted in (False, True):
         some = [i for i in random if (params[i].top_k > 0 or params[i].top_p < 1) is restricted]
         if some:
-            rows = torch.tensor(some, device=logits.device)
+            rows = upload(some, logits.device)
             draw = _draw_restricted if restricted else _draw
             tokens[rows] = draw(logits[rows].float(), [sequences[i] for i in some])
     return tokens
@@ -43,7 +44,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 def _penalise(logits: Tensor, tokens: list[int], penalty: float) -> None:
     """In place, once for each distinct token. logits: [vocabulary]."""
-    seen = torch.tensor(sorted(set(tokens)), device=logits.device)
+    seen = upload(sorted(set(tokens)), logits.device)
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -59,10 +60,10 @@ def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     vocabulary = logits.shape[-1]
     params = [sequence.request.params for sequence in sequences]
     kept = [min(p.top_k, vocabulary) or vocabulary for p in params]
-    top_p = torch.tensor([p.top_p for p in params], device=device)
+    top_p = upload([p.top_p for p in params], device, torch.float32)
     best, tokens = _tempered(logits, sequences).topk(max(kept), sorted=True)
     places = torch.arange(max(kept), device=device)
-    best.masked_fill_(places >= torch.tensor(kept, device=device)[:, None], -torch.inf)
+    best.masked_fill_(places >= upload(kept, device)[:, None], -torch.inf)
     probabilities = best.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
     outside = before >= top_p[:, None]
@@ -73,15 +74,15 @@ def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 def _tempered(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     temperatures = [sequence.request.params.temperature for sequence in sequences]
-    return logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    return logits / upload(temperatures, logits.device, torch.float32)[:, None]
 
 
 def _at(cumulated: Tensor, sequences: list[Sequence]) -> Tensor:
     """The first place where the cumulated probabilities exceed each sequence's next random number,
     taken as a part of their sum."""
-    uniform = torch.tensor([sequence.random.random() for sequence in sequences])
+    numbers = [sequence.random.random() for sequence in sequences]
     total = cumulated[:, -1:]
-    wanted = uniform.to(cumulated.device)[:, None] * total
+    wanted = upload(numbers, cumulated.device, torch.float32)[:, None] * total
     places = torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)
     # By rounding the product may reach the sum: then the last place that adds to it.
     last = (cumulated < total).sum(-1)

@@ -18,10 +18,11 @@ from vllm_kernels.integrations.attention import stop_paged_attention, use_paged_
 from vllm_kernels.integrations.packed import PackedModel
 from vllm_kernels.integrations.request import Request, SamplingParams, Sequence
 from vllm_kernels.integrations.scheduler import Plan
-from vllm_kernels.kv_cache import KVCacheManager
+from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
 
 __all__ = ["verify"]
 
+_LONGEST = 60
 _TOLERANCE = {torch.float32: 1e-2}
 """Of the relative error of a row of logits, by the model's dtype; wrong positions or a wrong mask
 give errors around 1."""
@@ -37,9 +38,11 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
     """
     model = packed.model
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    # Longer than a small window, so that its edge is compared as well.
+    windows = [window for window in packed.pages.groups.windows if 0 < window < _LONGEST]
     long, short = (
         torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length))
-        for length in (7, 5)
+        for length in (min(max(windows, default=4) + 3, packed.max_length), 5)
     )
     ours = _packed_logits(packed, manager, long.tolist(), short.tolist())
     stop_paged_attention(model)
@@ -71,11 +74,31 @@ def _packed_logits(
     try:
         for sequence in (a, b):
             manager.allocate(sequence.id, 0)
-        rows += _pass(packed, manager, [a, b], [3, 4])
+        rows += _step(packed, manager, {a: 3, b: 4})
         b.tokens = short
-        rows += _pass(packed, manager, [b, a], [1, 4])
+        rows += _step(packed, manager, {b: 1, a: len(long) - 3})
+    except OutOfBlocks as error:
+        raise ValueError(
+            f"Engine: cache: expected room for {len(long)} and {len(short)} tokens, got "
+            f"{manager.num_blocks} blocks"
+        ) from error
     finally:
         manager.reset()
+    return rows
+
+
+def _step(
+    packed: PackedModel, manager: KVCacheManager, counts: dict[Sequence, int]
+) -> list[Tensor]:
+    """So many tokens of each sequence, in one pass if that is large enough, else in several."""
+    if len(counts) <= packed.max_batch_size and sum(counts.values()) <= packed.max_batch_tokens:
+        return _pass(packed, manager, list(counts), list(counts.values()))
+    rows = []
+    for sequence, count in counts.items():
+        while count:
+            part = min(count, packed.max_batch_tokens)
+            rows += _pass(packed, manager, [sequence], [part])
+            count -= part
     return rows
 
 
@@ -88,6 +111,7 @@ def _pass(
         for token in sequence.tokens[sequence.num_computed : sequence.num_computed + count]
     ]
     ids = np.array([sequence.id for sequence in sequences], np.int64)
+    packed.wait()
     manager.step(ids, np.array(counts, np.int64), packed.host_buffers)
     logits = packed.run(Plan(sequences, counts, np.array(tokens, np.int64), []))
     for sequence, count in zip(sequences, counts):
