@@ -6,6 +6,8 @@ compared with the tokens of the sequences.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,6 +35,7 @@ class Memory:
         batch_size: int = 4,
         batch_tokens: int = 16,
         prefix_caching: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.manager = KVCacheManager(
             num_blocks,
@@ -54,6 +57,8 @@ class Memory:
         self.device = np.full((num_blocks, BLOCK_SIZE), -1)
         self.host = np.full((max(host_blocks, 1), BLOCK_SIZE), -1)
         self.requests: list[Request] = []
+        self.overlap = overlap
+        self.flight: list[Sequence] | None = None  # whose next tokens are drawn and not known yet
 
     def add(self, prompt: list[int], **params: object) -> Request:
         request = Request(
@@ -64,14 +69,28 @@ class Memory:
         return request
 
     def step(self) -> Plan | None:
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return None
-        self._write(plan)
-        for row, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
-            self._check(row, sequence, count)
-        for sequence in self.scheduler.computed(plan):
-            self._take(sequence)
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            plan = self.scheduler.schedule_ahead()
+            if plan is None:
+                self._take(flight)
+                return self.step()
+            assert set(plan.sequences) <= set(flight)
+            self._pass(plan)
+            self._take(flight)
+            self.scheduler.record(plan)
+        else:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return None
+            self._pass(plan)
+        ready = self.scheduler.computed(plan)
+        for sequence in ready:
+            sequence.num_pending = 1
+        if self.overlap:
+            self.flight = ready
+        else:
+            self._take(ready)
         return plan
 
     def run(self) -> None:
@@ -85,6 +104,11 @@ class Memory:
         for request in self.requests:
             for sequence in request.sequences:
                 assert sequence.output == expected(request, sequence.index), sequence
+
+    def _pass(self, plan: Plan) -> None:
+        self._write(plan)
+        for row, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
+            self._check(row, sequence, count)
 
     def _write(self, plan: Plan) -> None:
         for copies in plan.copies:
@@ -101,23 +125,34 @@ class Memory:
         for buffers in self.buffers:
             slots = buffers.slot_mapping[: plan.num_tokens].numpy()
             assert len(set(slots)) == len(slots), "two tokens in one slot"
-            self.device.reshape(-1)[slots] = plan.input_ids
+            input_ids = plan.input_ids
+            if input_ids is None:
+                input_ids = [next_token(s.tokens, s.index) for s in plan.sequences]
+            self.device.reshape(-1)[slots] = input_ids
 
     def _check(self, row: int, sequence: Sequence, count: int) -> None:
         """What attention reads for this row is the sequence's tokens."""
         length = sequence.num_computed + count
+        tokens = [*sequence.tokens, next_token(sequence.tokens, sequence.index)]
         for window, buffers in zip(self.manager.windows, self.buffers):
             assert buffers.seq_lens[row] == length
             first = max(sequence.num_computed - window + 1, 0) if window else 0
             table = buffers.block_tables[row].numpy()
             for place in range(first, length):
                 got = self.device[table[place // BLOCK_SIZE], place % BLOCK_SIZE]
-                assert got == sequence.tokens[place], (sequence.id, place)
+                assert got == tokens[place], (sequence.id, place)
 
-    def _take(self, sequence: Sequence) -> None:
-        sequence.tokens.append(next_token(sequence.tokens, sequence.index))
-        if sequence.num_output == sequence.request.params.max_tokens:
-            self.scheduler.finish(sequence, FinishReason.LENGTH)
+    def _take(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.num_pending = 0
+            if sequence.finish_reason is not None:
+                continue
+            token = next_token(sequence.tokens, sequence.index)
+            sequence.tokens.append(token)
+            if token in sequence.request.params.stop_token_ids:
+                self.scheduler.finish(sequence, FinishReason.STOP)
+            elif sequence.num_output == sequence.request.params.max_tokens:
+                self.scheduler.finish(sequence, FinishReason.LENGTH)
 
 
 def next_token(tokens: list[int], index: int) -> int:
@@ -128,6 +163,8 @@ def expected(request: Request, index: int) -> list[int]:
     tokens = list(request.prompt)
     for _ in range(request.params.max_tokens):
         tokens.append(next_token(tokens, index))
+        if tokens[-1] in request.params.stop_token_ids:
+            break
     return tokens[len(request.prompt) :]
 
 
@@ -137,14 +174,14 @@ requests_strategy = st.lists(
         st.integers(1, 20),  # max_tokens
         st.integers(1, 3),  # n
         st.integers(0, 6),  # steps until the next request
-        st.integers(0, 9),  # 0: aborted before the next one
+        st.integers(0, 9),  # 0: aborted before the next one; 1 to 4: a token that ends it
     ),
     min_size=1,
     max_size=12,
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=int(os.environ.get("SCHEDULER_EXAMPLES", "60")), deadline=None)
 @given(
     requests=requests_strategy,
     num_blocks=st.integers(27, 60),
@@ -152,6 +189,7 @@ requests_strategy = st.lists(
     windows=st.sampled_from([(0,), (6,), (0, 6)]),
     batch_tokens=st.sampled_from([4, 7, 16]),
     prefix_caching=st.booleans(),
+    overlap=st.booleans(),
 )
 def test_every_sequence_reads_its_own_tokens(
     requests: list[tuple[list[int], int, int, int, int]],
@@ -160,6 +198,7 @@ def test_every_sequence_reads_its_own_tokens(
     windows: tuple[int, ...],
     batch_tokens: int,
     prefix_caching: bool,
+    overlap: bool,
 ) -> None:
     memory = Memory(
         num_blocks,
@@ -167,9 +206,11 @@ def test_every_sequence_reads_its_own_tokens(
         windows=windows,
         batch_tokens=batch_tokens,
         prefix_caching=prefix_caching,
+        overlap=overlap,
     )
     for prompt, max_tokens, n, steps, fate in requests:
-        request = memory.add(prompt, max_tokens=max_tokens, n=n)
+        stop = [fate] if 1 <= fate <= 4 else []
+        request = memory.add(prompt, max_tokens=max_tokens, n=n, stop_token_ids=stop)
         for _ in range(steps):
             memory.step()
         if fate == 0:
