@@ -201,7 +201,6 @@ class PackedModel:
         if plan.num_single == sequences:
             size = next((size for size in self._graph_sizes if size >= sequences), None)
             if size is not None:
-                buffers.host_input_ids[tokens:size] = 0
                 buffers.upload(size, size, tokens_before)
                 logits = self._replay(size)
                 if logits is not None:
