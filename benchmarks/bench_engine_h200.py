@@ -116,14 +116,16 @@ def decode_step(
         with torch.inference_mode():
             layers = packed._llama._layers
             x = torch.randn(batch, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            attended = x.new_ones(batch, layers[0].out.shape[1])
+            activated = x.new_ones(batch, layers[0].down.shape[1])
             pages.step = step
 
             def products() -> Tensor:
                 for layer in layers:
                     linear(x, layer.qkv)
-                    linear(_like(x, layer.out), layer.out)
+                    linear(attended, layer.out)
                     linear(x, layer.gate_up)
-                    linear(_like(x, layer.down), layer.down)
+                    linear(activated, layer.down)
                 return model.lm_head(x)
 
             heads = (batch, model.config.num_attention_heads, model.config.head_dim)
@@ -140,14 +142,6 @@ def decode_step(
     result["step / (products + attention)"] = result["step"] / alone
     result["graph / (products + attention)"] = result["graph"] / alone
     return result
-
-
-def _like(x: Tensor, weight: Tensor) -> Tensor:
-    """An input for ``weight``, made of x's memory."""
-    columns = weight.shape[1]
-    if columns <= x.shape[1]:
-        return x[:, :columns]
-    return x.new_ones(len(x), columns)
 
 
 def _is_decoding(engine: Engine, batch: int) -> bool:
