@@ -201,9 +201,11 @@ def test_cuda_graphs() -> None:
         expected = [by_transformers(model, text) for text in texts]
         with Engine(model, **SMALL) as engine:
             assert greedy(engine, texts) == expected
-            assert sorted(engine._packed._graphs) == [1, 2, 4]  # 3 sequences run as 4
+            captured = set(engine._packed._graphs)  # 3 sequences run as 4
+            assert captured <= {1, 2, 4} and 4 in captured
             engine.reset()
-            assert greedy(engine, texts) == expected  # all replayed
+            assert greedy(engine, texts) == expected
+            assert set(engine._packed._graphs) == captured  # all replayed
 
 
 class _Replayed:

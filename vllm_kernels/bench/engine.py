@@ -14,7 +14,8 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from vllm_kernels.bench.trace import TraceRequest
-from vllm_kernels.integrations.engine import Engine, EngineStatistics
+from vllm_kernels.integrations.engine import Engine
+from vllm_kernels.integrations.outputs import EngineStatistics
 from vllm_kernels.integrations.request import SamplingParams
 
 __all__ = ["Replay", "compare", "draw", "print_comparison", "print_replay", "replay"]

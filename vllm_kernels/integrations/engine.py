@@ -1,4 +1,4 @@
-"""Continuous batching of a model of transformers over a paged KV cache.
+"""Continuous batching of a model of transformers over a paged KV cache::
 
 engine = Engine(model, tokenizer)
 for output in engine.generate(["The for statement", "A class"], SamplingParams(max_tokens=20)):
@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +26,13 @@ from vllm_kernels.integrations.attention import (
     use_paged_attention,
 )
 from vllm_kernels.integrations.detokenizer import Detokenizer
+from vllm_kernels.integrations.flight import Flight
+from vllm_kernels.integrations.outputs import (
+    EngineStatistics,
+    RequestOutput,
+    TokenOutput,
+    output_of,
+)
 from vllm_kernels.integrations.packed import PackedModel, layer_windows
 from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
@@ -34,57 +40,12 @@ from vllm_kernels.integrations.sampler import sample
 from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.integrations.upload import upload
 from vllm_kernels.integrations.verify import verify
-from vllm_kernels.kv_cache import KVCacheManager, Statistics
+from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
 
-__all__ = ["Completion", "Engine", "EngineStatistics", "RequestOutput", "TokenOutput"]
+__all__ = ["Engine"]
 
 Prompt = str | Items[int]
-
-
-class TokenOutput(NamedTuple):
-    """One new token of one sequence."""
-
-    request_id: int
-    index: int
-    """Which of the request's n sequences."""
-    token: int
-    text: str
-    """What became certain of the text with this token (may be empty); without a tokenizer ""."""
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sequence of a request, finished."""
-
-    index: int
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A request, finished. Times in seconds."""
-
-    request_id: int
-    prompt: list[int]
-    completions: list[Completion]
-    num_cached_tokens: int
-    """Leading tokens of the prompt that were found in the prefix cache."""
-    time_to_first_token: float
-    total_time: float
-
-
-@dataclass(frozen=True)
-class EngineStatistics:
-    """What the engine did so far, and how full its cache is now."""
-
-    scheduler: SchedulerStatistics
-    cache: Statistics
-    num_running: int
-    num_unfinished: int
 
 
 class Engine:
@@ -171,7 +132,7 @@ class Engine:
         # Streams, events and graphs are those of the current device.
         self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
         self._overlap = on_gpu if overlap is None else overlap
-        self._flight: _Flight | None = None  # the last pass, if its tokens are not looked at yet
+        self._flight: Flight | None = None  # the last pass, if its tokens are not looked at yet
         self._undelivered: list[TokenOutput] = []
 
         shape = kv_shape(model, block_size, layout, cache_dtype)
@@ -372,7 +333,7 @@ class Engine:
                 if request.id in self._requests:
                     self.abort(request.id)
             raise
-        return [_output(request) for request in requests]
+        return [output_of(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenOutput]:
         """Serves one prompt and yields its tokens as they come; other requests go on meanwhile.
@@ -433,19 +394,19 @@ class Engine:
             getattr(self.cache, copies.kind)(torch.from_numpy(copies.pairs))
         return self._packed.run(plan, tokens_before)
 
-    def _sample(self, plan: Plan, logits: Tensor) -> _Flight:
+    def _sample(self, plan: Plan, logits: Tensor) -> Flight:
         """Draws the tokens that a pass gives; they are not fetched yet."""
         ready = self.scheduler.computed(plan)
         if len(ready) > len(logits):  # sequences that share a prompt share its logits
             ran = set(plan.sequences)
             rows = np.cumsum([sequence in ran for sequence in ready]) - 1
             logits = logits[upload(rows, logits.device)]
-        flight = _Flight(ready, sample(logits, ready))
+        flight = Flight(ready, sample(logits, ready))
         for sequence in ready:
             sequence.num_pending = 1
         return flight
 
-    def _take(self, flight: _Flight) -> list[TokenOutput]:
+    def _take(self, flight: Flight) -> list[TokenOutput]:
         """Adds the tokens of a pass to their sequences; once."""
         sequences, flight.sequences = flight.sequences, []
         tokens = flight.fetch()
@@ -501,41 +462,6 @@ class Engine:
         return text, FinishReason.STOP if detokenizer.is_stopped else reason
 
 
-class _Flight:
-    """Tokens that were drawn on the device, on their way to the host.
-
-    Args:
-        sequences: that get them.
-        tokens: int64 [len(sequences)], on the device.
-    """
-
-    def __init__(self, sequences: list[Sequence], tokens: Tensor) -> None:
-        self.sequences = sequences
-        self._order = sequences
-        self._tokens = tokens
-        self._host = tokens
-        self._arrived: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
-        """Those of some of the sequences, on the device."""
-        if sequences == self._order:
-            return self._tokens
-        row = {sequence: at for at, sequence in enumerate(self._order)}
-        rows = upload([row[sequence] for sequence in sequences], self._tokens.device)
-        return self._tokens[rows]
-
-    def fetch(self) -> list[int]:
-        """All of them, after a wait for the pass."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host.tolist()
-
-
 def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:
     """How large the cache is where the caller does not say."""
     free = free_memory(device)
@@ -550,21 +476,3 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     if end is None:
         return frozenset()
     return frozenset([end] if isinstance(end, int) else end)
-
-
-def _output(request: Request) -> RequestOutput:
-    assert request.first_token_time is not None and request.finish_time is not None
-    completions = []
-    for sequence in request.sequences:
-        assert sequence.finish_reason is not None
-        completions.append(
-            Completion(sequence.index, sequence.output, sequence.text, sequence.finish_reason)
-        )
-    return RequestOutput(
-        request.id,
-        request.prompt,
-        completions,
-        request.num_cached_tokens,
-        request.first_token_time - request.arrival,
-        request.finish_time - request.arrival,
-    )

@@ -34,8 +34,9 @@ from vllm_kernels.integrations.attention import (
     stop_paged_attention,
     use_paged_attention,
 )
-from vllm_kernels.integrations.engine import Completion, Engine, RequestOutput, TokenOutput
+from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.llama_patch import patched_layers
+from vllm_kernels.integrations.outputs import Completion, RequestOutput, TokenOutput
 from vllm_kernels.integrations.paged_batch import PagedBatch
 from vllm_kernels.integrations.request import FinishReason, SamplingParams
 from vllm_kernels.kv_cache import Statistics
