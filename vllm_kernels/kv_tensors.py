@@ -255,6 +255,43 @@ class KVCache:
             epsilon,
         )
 
+    def decode(
+        self,
+        layer: int,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        epsilon: float = 1e-6,
+        scale: float | None = None,
+        sliding_window: int = 0,
+    ) -> Tensor:
+        """:func:`vllm_kernels.fused_decode_attention` with this layer's pages: that
+        and :meth:`attend` for one token a sequence, from the packed product ``qkv`` on."""
+        return vllm_kernels.fused_decode_attention(
+            qkv,
+            positions,
+            cos_sin_cache,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            slot_mapping,
+            block_tables,
+            seq_lens,
+            scale=scale,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            epsilon=epsilon,
+            sliding_window=sliding_window,
+            k_scale=self._k_scales[layer] if self._is_quantised else None,
+            v_scale=self._v_scales[layer] if self._is_quantised else None,
+            layout=self.shape.layout,
+        )
+
     def attend(
         self,
         layer: int,

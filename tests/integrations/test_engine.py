@@ -167,8 +167,9 @@ def test_all_of_it_runs_through_the_ops(device: str) -> None:
     passes, layers = 4, 2
     assert counter.ours("rms_norm") == passes
     assert counter.ours("fused_add_rms_norm") == passes * 2 * layers
-    for op in ("rope_and_cache", "paged_attention", "silu_and_mul"):
-        assert counter.ours(op) == passes * layers, op
+    assert counter.ours("silu_and_mul") == passes * layers
+    assert counter.ours("rope_and_cache") == counter.ours("paged_attention") == layers
+    assert counter.ours("fused_decode_attention") == (passes - 1) * layers
     assert not counter.torch_attention()
 
 

@@ -1,8 +1,9 @@
 """Llama-like models over packed tokens, by this library's ops alone beside the matrix products.
 
 The weights are those of a model of transformers; query, key and value, and gate and up, become one
-product each. Every layer is then four products, two additions with norm, the rotary embedding with
-the cache write, attention and the activation.
+product each. Every layer is then four products, two additions with norm, the activation, and
+between the first two products the rotary embedding with the cache write, and attention: as one op
+where every sequence has one token.
 """
 
 from __future__ import annotations
@@ -97,17 +98,26 @@ class PackedLlama:
     # Inner workings.
 
     def _attention(self, index: int, layer: _Layer, x: Tensor, positions: Tensor) -> Tensor:
-        kv, size = self._kv_heads, self._head_size
-        heads = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, size)
-        query, key, value = heads.split([heads.shape[1] - 2 * kv, kv, kv], 1)
-        step = self._pages.step
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        pages, step = self._pages, self._pages.step
         assert step is not None
-        self._pages.cache.rope_and_write(
-            index, positions, query, key, value, self._cos_sin,
-            step.slot_mappings[self._pages.groups.group_of_layer[index]],
-            q_weight=layer.q_norm, k_weight=layer.k_norm, epsilon=self._epsilon,
-        )  # fmt: skip
-        out = self._pages.attend(index, query, layer.options)
+        group = pages.groups.group_of_layer[index]
+        slots = step.slot_mappings[group]
+        norms = {"q_weight": layer.q_norm, "k_weight": layer.k_norm, "epsilon": self._epsilon}
+        if step.starts is None:  # one token a sequence
+            out = pages.cache.decode(
+                index, qkv, positions, self._cos_sin, slots, step.block_tables[group],
+                step.seq_lens, scale=layer.options.scale,
+                sliding_window=layer.options.sliding_window, **norms,
+            )  # fmt: skip
+        else:
+            kv = self._kv_heads
+            heads = qkv.view(len(x), -1, self._head_size)
+            query, key, value = heads.split([heads.shape[1] - 2 * kv, kv, kv], 1)
+            pages.cache.rope_and_write(
+                index, positions, query, key, value, self._cos_sin, slots, **norms
+            )
+            out = pages.attend(index, query, layer.options)
         return linear(out.flatten(1), layer.out, layer.out_bias)
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
