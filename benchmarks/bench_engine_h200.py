@@ -200,8 +200,8 @@ def by_engine(
     options = {"num_blocks": 2048} if model.device.type == "cpu" else {}
     engine = Engine(model, layout=layout, max_batch_size=batch, max_batch_tokens=8192, **options)
     with engine:
-        # Captures the graphs that the trace will need, which is not what is measured.
-        warm_up = [TraceRequest(0.0, [1, 2, 3 + i], 2 + i // 2) for i in range(batch)]
+        engine.warm_up()
+        warm_up = [TraceRequest(0.0, [1, 2, 3], 4)] * 8
         params = SamplingParams(ignore_eos=True)
         replay(engine, warm_up, params, Console(quiet=True))
         engine.reset()

@@ -57,6 +57,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         f"{len(trace)} requests, cache of {engine.manager.num_blocks} blocks"
     )
     with engine:
+        engine.warm_up()
         quiet = Console(quiet=True)
         replay(engine, _WARM_UP, params, quiet)
         engine.reset()

@@ -208,6 +208,17 @@ class Engine:
     ) -> None:
         self.close()
 
+    def warm_up(self) -> None:
+        """Captures the CUDA graphs of all batch sizes now, which takes seconds, instead of each
+        when it is first needed. Nothing without CUDA graphs.
+
+        Raises:
+            RuntimeError: there are unfinished requests.
+        """
+        self._refuse_unfinished("warm_up")
+        with self._on_device:
+            self._packed.capture_all()
+
     def close(self) -> None:
         """Gives the model its attention and the cache's memory back. The engine cannot be used
         afterwards."""
@@ -354,10 +365,7 @@ class Engine:
         Raises:
             RuntimeError: there are unfinished requests.
         """
-        if self.has_unfinished:
-            raise RuntimeError(
-                f"Engine: reset: {self.scheduler.num_unfinished} sequences are unfinished"
-            )
+        self._refuse_unfinished("reset")
         self._flight = None  # of sequences that were aborted
         self.manager.reset()
         self.scheduler.statistics = SchedulerStatistics()
@@ -373,6 +381,12 @@ class Engine:
         )
 
     # Inner workings.
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if self.has_unfinished:
+            raise RuntimeError(
+                f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
+            )
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -110,6 +110,15 @@ class _Buffers:
         if input_ids is not None:
             self.input_ids[: len(input_ids)] = input_ids
 
+    def clear(self) -> None:
+        """Makes all rows on the device padding."""
+        for tensor in (self.input_ids, self.positions, self.seq_lens):
+            tensor.zero_()
+        for slots in self.slot_mappings:
+            slots.fill_(-1)
+        for group in self.host:  # on a CPU these are the same tensors
+            group.invalidate()
+
     def wait(self) -> None:
         """Returns when the host's buffers may be filled again."""
         if self._uploaded is not None:
@@ -172,6 +181,14 @@ class PackedModel:
     def host_buffers(self) -> list[BatchBuffers]:
         """For the manager to fill, one a group."""
         return self._buffers.host
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Captures the graphs of all sizes, over padding."""
+        self._buffers.clear()
+        for size in reversed(self._graph_sizes):  # the largest first: the others fit its memory
+            if self._replay(size) is None:
+                return
 
     def wait(self) -> None:
         """Returns when the manager may fill the buffers again."""
