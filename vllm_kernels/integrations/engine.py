@@ -34,6 +34,7 @@ from vllm_kernels.integrations.outputs import (
     output_of,
 )
 from vllm_kernels.integrations.packed import PackedModel, layer_windows
+from vllm_kernels.integrations.packed_llama import refuse_changing_rotary
 from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
 from vllm_kernels.integrations.sampler import sample
@@ -136,6 +137,7 @@ class Engine:
         self._undelivered: list[TokenOutput] = []
 
         shape = kv_shape(model, block_size, layout, cache_dtype)
+        refuse_changing_rotary(model)
         use_paged_attention(model)
         try:
             groups = LayerGroups.of(layer_windows(model))

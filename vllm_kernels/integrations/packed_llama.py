@@ -21,10 +21,23 @@ from vllm_kernels.integrations.attention import AttentionOptions
 from vllm_kernels.integrations.llama_patch import FAMILIES
 from vllm_kernels.integrations.packed_pages import PackedPages
 
-__all__ = ["PackedLlama", "can_be_packed"]
+__all__ = ["PackedLlama", "can_be_packed", "refuse_changing_rotary"]
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
+
+
+def refuse_changing_rotary(model: PreTrainedModel) -> None:
+    """Raises NotImplementedError for a rotary embedding whose frequencies change with the longest
+    position of a pass: in a packed row that is another sequence's."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind is not None and kind not in _FIXED_ROTARY:
+                raise NotImplementedError(
+                    f"Engine: rope_type: {name} expected one of {', '.join(_FIXED_ROTARY)}, got "
+                    f"{kind}"
+                )
 
 
 def can_be_packed(model: PreTrainedModel) -> bool:
