@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -473,6 +474,40 @@ def test_a_pass_that_fails_is_run_again(
         engine.manager.check_integrity()
 
 
+@pytest.mark.parametrize("failing", ["swap_out", "swap_in"])
+def test_a_swap_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's blocks were never written: what was swapped out is computed again."""
+    model = tiny_model()
+    texts = prompts((30, 28, 31, 29))
+    expected = [by_transformers(model, text, 40) for text in texts]
+    small = SMALL | {"num_blocks": 22, "max_batch_tokens": 40}
+    with Engine(model, host_bytes=1 << 20, prefix_caching=False, max_length=80, **small) as engine:
+        copy = getattr(engine.cache, failing)
+        failures = 0
+
+        def fails_once(pairs: Tensor) -> None:
+            nonlocal failures
+            failures += 1
+            if failures == 1:
+                raise MemoryError("the device is full")
+            copy(pairs)
+
+        monkeypatch.setattr(engine.cache, failing, fails_once)
+        for cache in (*engine.cache._host_keys, *engine.cache._host_values):
+            cache.fill_(float("nan"))
+        ids = [engine.add_request(text, SamplingParams(max_tokens=40)) for text in texts]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        while engine.has_unfinished:
+            try:
+                for output in engine.step():
+                    got[output.request_id].append(output.token)
+            except MemoryError:
+                pass
+        assert failures > 1
+        assert list(got.values()) == expected
+        engine.manager.check_integrity()
+
+
 def test_requests_that_cannot_be_served() -> None:
     with Engine(tiny_model(), **SMALL) as engine:
         for prompt, params, message in (
@@ -520,6 +555,24 @@ def test_models_that_are_refused(family: str, config: dict[str, object], message
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
     with pytest.raises(NotImplementedError, match=message):
         Engine(model, num_blocks=16)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope"), ("gemma3", "dynamic")],
+)
+def test_rotary_embeddings_that_change_with_the_length_are_refused(family: str, kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+        rope |= {"original_max_position_embeddings": 64}
+    if family == "gemma3":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+        rope["sliding_attention"]["rope_theta"] = 10_000.0
+    model = tiny_model(family, hidden_size=128, rope_parameters=rope)
+    with pytest.raises(NotImplementedError, match=f"rope_type: model.rotary_emb .* got {kind}"):
+        Engine(model, **SMALL)
+    assert model.config._attn_implementation != "vllm_kernels"
 
 
 def test_a_model_that_ignores_positions_is_refused() -> None:

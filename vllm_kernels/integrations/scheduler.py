@@ -246,14 +246,16 @@ class Scheduler:
         return ready
 
     def failed(self) -> None:
-        """Takes note that a plan's pass was not run to its end: what the cache holds is unknown,
-        so everything that runs is computed again."""
+        """Takes note that a plan's pass was not run to its end: what the cache holds, and what the
+        host holds of it, is unknown, so everything that runs or is swapped out is computed again.
+        """
         queues = self._queues
-        for sequence in reversed(queues.running):
+        for sequence in reversed([*queues.running, *queues.swapped]):
             self.manager.free(sequence.id)
             sequence.num_computed = sequence.num_pending = 0
             queues.waiting.appendleft(sequence)
         queues.running.clear()
+        queues.swapped.clear()
         self.manager.reset_prefix_cache()
 
     # Inner workings.
