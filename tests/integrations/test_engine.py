@@ -503,7 +503,7 @@ def test_a_swap_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> Non
                     got[output.request_id].append(output.token)
             except MemoryError:
                 pass
-        assert failures > 1
+        assert failures
         assert list(got.values()) == expected
         engine.manager.check_integrity()
 

@@ -55,6 +55,7 @@ class PagedBatch:
         self._is_token = torch.empty(0, 0, dtype=torch.bool)  # [rows, length], False for padding
         self._buffers: BatchBuffers | None = None
         self._pass: _Pass | None = None
+        self._written: set[int] | None = None  # layers of the pass; None: none has begun
 
     @property
     def length(self) -> int:
@@ -91,12 +92,20 @@ class PagedBatch:
             attention_mask: [batch_size, length + num_columns], False or 0 for padding. None: none.
 
         Raises:
+            RuntimeError: the pass before has not come through all layers: it failed, or a layer is
+                called twice. :meth:`reset` helps.
             ValueError: another batch size, a mask of another shape, or one that differs from what
                 is stored in the columns before.
             OutOfBlocks: the pool is too small for these sequences; nothing has changed.
         """
         if self.cache.is_freed:
             raise RuntimeError("PagedCache: it was freed: make a new one")
+        layers = self.cache.shape.num_layers
+        if self._written is not None and len(self._written) < layers:
+            raise RuntimeError(
+                f"PagedCache: the pass before came through {len(self._written)} of {layers} layers "
+                "(it failed, or layer 0 attends twice in a pass, which is not served): reset() it"
+            )
         new = self._new_columns(batch_size, num_columns, attention_mask)
         buffers = self._buffers_for(batch_size, num_columns)
         if self._rows:
@@ -111,16 +120,26 @@ class PagedBatch:
                 self.manager.free_batch(rows)
                 raise
             self._rows, self._is_token = rows, new
+        self._written = set()
         self.cache.copy(torch.from_numpy(copies))
         self._plan(new, buffers)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Stores the new keys and values, [rows, kv_heads, columns, head_size], of one layer."""
-        plan = self._pass
-        assert plan is not None
+        """Stores the new keys and values, [rows, kv_heads, columns, head_size], of one layer.
+
+        Raises:
+            RuntimeError: the layer has stored its own in this pass already.
+        """
+        plan, written = self._pass, self._written
+        assert plan is not None and written is not None
+        if layer in written:
+            raise RuntimeError(
+                f"PagedCache: layer {layer} attends twice in a pass, which is not served"
+            )
         self.cache.write(
             layer, self._packed(key, plan), self._packed(value, plan), plan.slot_mapping
         )
+        written.add(layer)
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Causal attention of the new tokens over all that is stored of their rows.
@@ -183,6 +202,7 @@ class PagedBatch:
         self.manager.free_batch(self._rows)
         self._rows = []
         self._is_token = torch.empty(0, 0, dtype=torch.bool)
+        self._written = None
 
     def free(self) -> None:
         """Gives the caches' memory back. The batch cannot be used afterwards."""
