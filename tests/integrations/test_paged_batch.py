@@ -57,7 +57,7 @@ def test_layer_that_attends_twice_is_refused() -> None:
     write(batch, 0)
     with pytest.raises(RuntimeError, match="layer 0 attends twice"):
         write(batch, 0)
-    with pytest.raises(RuntimeError, match="1 of 2 layers .*layer 0 attends twice"):
+    with pytest.raises(RuntimeError, match=r"1 of 2 layers .*layer 0 attends twice"):
         batch.begin(2, 8, None)
     assert batch.length == 8  # the pass counts once
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -143,11 +144,49 @@ def test_extreme_logits(device: str) -> None:
         ({"n": 0}, "n: expected at least 1, got 0"),
         ({"stop": "end"}, "stop: expected a list of strings, got 'end'"),
         ({"stop": [""]}, "stop: expected strings that are not empty"),
+        ({"temperature": float("inf")}, "temperature: expected a number"),
+        ({"top_p": float("nan")}, "top_p: expected more than 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty: expected more than 0"),
     ],
 )
 def test_parameters_are_checked(params: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens: expected an integer, got 2.5"),
+        ({"max_tokens": None}, "max_tokens: expected an integer, got None"),
+        ({"top_k": 2.5}, "top_k: expected an integer, got 2.5"),
+        ({"n": True}, "n: expected an integer, got True"),
+        ({"seed": "a"}, "seed: expected an integer or None, got 'a'"),
+        ({"temperature": "1"}, "temperature: expected a number, got '1'"),
+        ({"top_p": None}, "top_p: expected a number, got None"),
+        ({"stop_token_ids": 7}, "stop_token_ids: expected a list of integers, got 7"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: expected a list of integers"),
+        ({"stop": 7}, "stop: expected a list of strings, got 7"),
+        ({"stop": [7]}, "stop: expected a list of strings"),
+    ],
+)
+def test_types_of_parameters_are_checked(params: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**params)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    params = SamplingParams(max_tokens=np.int64(3), top_p=np.float32(0.5), stop_token_ids=(4,))
+    assert params.max_tokens == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
+    rows = [sequence(temperature=temperature, seed=seed) for seed in range(2)]
+    assert sample(logits, rows) == [1, 0]
+    rows = [sequence(temperature=temperature, top_k=2, top_p=0.9) for _ in range(2)]
+    assert sample(logits, rows) == [1, 0]
 
 
 # --- text

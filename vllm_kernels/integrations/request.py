@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import random
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -27,7 +29,7 @@ class SamplingParams:
 
     Args:
         max_tokens: new tokens of a sequence, >= 1.
-        temperature: what logits are divided by; 0: always the likeliest token (greedy).
+        temperature: what logits are divided by; below 1e-5: always the likeliest token (greedy).
         top_k: only the k likeliest tokens; 0: all.
         top_p: of those, only the likeliest whose probabilities together reach p (Holtzman et al.
             2019, arXiv:1904.09751); 1: all.
@@ -42,7 +44,7 @@ class SamplingParams:
         ignore_eos: whether the model's end-of-sequence tokens are tokens like others.
 
     Raises:
-        ValueError: naming the argument, what was expected and what was given.
+        TypeError, ValueError: naming the argument, what was expected and what was given.
     """
 
     max_tokens: int = 16
@@ -57,20 +59,45 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        def check(holds: bool, name: str, expected: str) -> None:
+        def check(
+            holds: bool, name: str, expected: str, error: type[Exception] = ValueError
+        ) -> None:
             if not holds:
-                raise ValueError(
+                raise error(
                     f"SamplingParams: {name}: expected {expected}, got {getattr(self, name)!r}"
                 )
 
+        for name in ("max_tokens", "top_k", "n"):
+            check(_is_int(getattr(self, name)), name, "an integer", TypeError)
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            check(isinstance(getattr(self, name), Real), name, "a number", TypeError)
+        check(self.seed is None or _is_int(self.seed), "seed", "an integer or None", TypeError)
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0 <= self.temperature < float("inf"), "temperature", "a number >= 0")
         check(self.top_k >= 0, "top_k", "0 (all) or more")
         check(0 < self.top_p <= 1, "top_p", "more than 0, up to 1")
         check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0")
         check(self.n >= 1, "n", "at least 1")
+        check(
+            isinstance(self.stop_token_ids, Collection) and all(map(_is_int, self.stop_token_ids)),
+            "stop_token_ids", "a list of integers", TypeError,
+        )  # fmt: skip
         check(not isinstance(self.stop, str), "stop", "a list of strings")
+        check(
+            isinstance(self.stop, Collection) and all(isinstance(x, str) for x in self.stop),
+            "stop", "a list of strings", TypeError,
+        )  # fmt: skip
         check(all(self.stop), "stop", "strings that are not empty")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken. So small a temperature leaves no other a chance,
+        and logits divided by it might overflow."""
+        return self.temperature < 1e-5
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """
     params = [sequence.request.params for sequence in sequences]
     penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
-    random = [i for i, p in enumerate(params) if p.temperature > 0]
+    random = [i for i, p in enumerate(params) if not p.is_greedy]
     if penalised:
         logits = logits.float().clone()
         for i in penalised:
