@@ -292,6 +292,32 @@ def test_what_could_never_run_is_refused() -> None:
     memory.run()
 
 
+@pytest.mark.parametrize("length", range(20, 60, 3))
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_what_is_accepted_is_served(length: int, prefix_caching: bool) -> None:
+    """A prompt that fits because windows give blocks back, though not all of it in all groups."""
+    memory = Memory(20, windows=(0, 4), batch_tokens=8, prefix_caching=prefix_caching)
+    for _ in range(3):
+        try:
+            memory.add(list(range(length)), max_tokens=4)
+        except ValueError as error:
+            assert "blocks, the cache" in str(error)
+            assert length > 50
+        else:
+            assert length < 60
+    memory.run()
+
+
+def test_a_request_that_finds_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(8)
+    memory.add([1, 2, 3], max_tokens=4)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="request 0: its 3 tok"):
+        patch.setattr(memory.scheduler, "_admit", lambda *arguments: [])
+        memory.step()
+    memory.run()
+
+
 def test_after_a_pass_that_failed_all_is_computed_again() -> None:
     memory = Memory(64)
     memory.add([1] * 20, max_tokens=3, n=2)

@@ -171,13 +171,23 @@ class Scheduler:
     # Passes.
 
     def schedule(self) -> Plan | None:
-        """Plans the next pass, and fills the buffers for it. None: nothing is left to do."""
+        """Plans the next pass, and fills the buffers for it. None: nothing is left to do.
+
+        Raises:
+            RuntimeError: naming a request that finds no room though nothing else runs.
+        """
         if not self.num_unfinished:
             return None
         copies: list[Copies] = []
         chosen, budget = self._continue_running()
         admitted = self._admit(chosen, budget, copies)
         while True:
+            if not chosen:  # add() should have refused it
+                first = (self._queues.swapped or self._queues.waiting)[0]
+                raise RuntimeError(
+                    f"Engine: request {first.request.id}: its {len(first.tokens)} tokens find too "
+                    "few blocks though nothing else runs: abort() it"
+                )
             plan = self._step(chosen, copies)
             if plan is not None:
                 break
@@ -307,7 +317,9 @@ class Scheduler:
             if places < sequence.width:
                 break
             tokens = np.array(sequence.tokens, np.int32)
-            if not self.manager.can_allocate(tokens):
+            # The estimate has room for the whole prompt in every group, more than windows hold.
+            # Where nothing else runs, what add() has checked is enough.
+            if queues.running and not self.manager.can_allocate(tokens):
                 break
             needed = self._blocks(len(tokens) - self.manager.match(tokens))
             if self._is_tight(promised + needed):
