@@ -25,7 +25,7 @@ from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.op_counter import OpCounter
 from vllm_kernels.integrations.packed import PackedModel
-from vllm_kernels.integrations.request import FinishReason, SamplingParams
+from vllm_kernels.integrations.request import FinishReason, SamplingParams, Sequence
 
 LENGTHS = (5, 19, 33, 8, 70, 3)
 SMALL = {"num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24}
@@ -420,9 +420,94 @@ def test_stream(toy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
         (expected,) = engine.generate(["A class definition"], params)
         assert "".join(output.text for output in outputs) == expected.completions[0].text
         assert other not in engine._requests  # it was served meanwhile
+        assert [output.request_id for output in engine.step()] == [other] * 30
         for _ in engine.stream("A class definition", params):
             break  # the request ends with the loop
         assert not engine.has_unfinished and engine.manager.num_sequences == 0
+
+
+def test_streams_in_turns(overlap: bool) -> None:
+    """Each call of one moves the other on; no tokens are lost, and generate takes no one's."""
+    model = tiny_model()
+    texts = prompts((5, 9, 7, 4))
+    expected = [by_transformers(model, text) for text in texts]
+    params = SamplingParams(max_tokens=20)
+    with Engine(model, overlap=overlap, **SMALL) as engine:
+        other = engine.add_request(texts[2], params)
+        pairs = list(zip(engine.stream(texts[0], params), engine.stream(texts[1], params)))
+        assert [[one.token for one in outputs] for outputs in zip(*pairs)] == expected[:2]
+        stream = engine.stream(texts[0], params)
+        got = [next(stream).token]
+        assert greedy(engine, [texts[3]]) == [expected[3]]
+        assert got + [one.token for one in stream] == expected[0]
+        outputs = engine.step()
+        assert {one.request_id for one in outputs} == {other}
+        assert [one.token for one in outputs] == expected[2]
+        assert not engine.has_unfinished and not engine._queues
+
+
+def test_text_that_fails_ends_its_request_alone(
+    toy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(max_tokens=12)
+    texts = ["A class", "The for statement", "Functions"]
+    with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
+        expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
+        ids = [engine.add_request(text, params) for text in texts]
+        add_text = engine._add_text
+
+        def failing(sequence: Sequence, *arguments: Any) -> Any:
+            if sequence.request.id == ids[1] and sequence.num_output == 5:
+                raise KeyError("an unknown piece")
+            return add_text(sequence, *arguments)
+
+        monkeypatch.setattr(engine, "_add_text", failing)
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        failures = 0
+        while engine.has_unfinished:
+            try:
+                for output in engine.step():
+                    got[output.request_id].append(output.token)
+            except KeyError:
+                failures += 1
+        assert failures == 1
+        assert got[ids[0]] == expected[0] and got[ids[2]] == expected[2]
+        assert len(got[ids[1]]) == 4
+        assert engine.manager.num_sequences == 0
+
+
+@pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "_take"])
+def test_failures_around_a_pass(
+    failing: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    texts = prompts((5, 19, 9))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, overlap=overlap, **SMALL) as engine:
+        owner = engine if failing == "_take" else engine.scheduler
+        call = getattr(owner, failing)
+        calls = 0
+
+        def fails(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls in (2, 6):
+                raise MemoryError("full")
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, failing, fails)
+        ids = [engine.add_request(text, SamplingParams(max_tokens=20)) for text in texts]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        while engine.has_unfinished:
+            try:
+                for output in engine.step():
+                    got[output.request_id].append(output.token)
+            except MemoryError:
+                pass
+        assert list(got.values()) == expected
 
 
 def test_abort() -> None:

@@ -8,6 +8,7 @@ for output in engine.generate(["The for statement", "A class"], SamplingParams(m
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
@@ -134,7 +135,9 @@ class Engine:
         self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
         self._overlap = on_gpu if overlap is None else overlap
         self._flight: Flight | None = None  # the last pass, if its tokens are not looked at yet
-        self._undelivered: list[TokenOutput] = []
+        self._undelivered: list[TokenOutput] = []  # what step() returns next
+        # What stream() and generate() have still to look at, by the ids of their requests.
+        self._queues: dict[int, deque[TokenOutput]] = {}
 
         shape = kv_shape(model, block_size, layout, cache_dtype)
         refuse_changing_rotary(model)
@@ -261,6 +264,7 @@ class Engine:
         self.scheduler.abort(request)
         for sequence in request.sequences:
             self._texts.pop(sequence.id, None)
+        self._undelivered = [one for one in self._undelivered if one.request_id != request_id]
 
     @property
     def has_unfinished(self) -> bool:
@@ -271,53 +275,57 @@ class Engine:
         """Moves on by one forward pass.
 
         Returns:
-            New tokens; none while only parts of prompts were computed. With ``overlap`` they are
-            those of the pass before, fetched while the next one runs.
+            New tokens, also those that came while :meth:`stream` or :meth:`generate` served other
+            requests; theirs are not among them. None while only parts of prompts were computed.
+            With ``overlap`` they are those of the pass before, fetched while the next one runs.
 
-        If it fails, the running sequences are computed again by the next call.
+        If it fails, the running sequences are computed again by the next call. A request whose text
+        fails (by its tokenizer) is ended.
         """
+        self._advance()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _advance(self) -> None:
+        """What :meth:`step` does, but for the return of the tokens."""
         if self.cache.is_freed:
             raise RuntimeError("Engine: it was closed: make a new one")
         with self._on_device:
-            return self._step() if self._flight is None else self._step_ahead()
+            try:
+                if self._flight is None:
+                    self._pass()
+                else:
+                    self._pass_ahead()
+            except BaseException:
+                self.scheduler.failed()
+                raise
 
-    def _step(self) -> list[TokenOutput]:
+    def _pass(self) -> None:
         """Runs the pass that the scheduler wants next, all tokens being known."""
-        outputs, self._undelivered = self._undelivered, []
         self._packed.wait()
         plan = self.scheduler.schedule()
         if plan is None:
-            return outputs
-        try:
-            flight = self._sample(plan, self._run(plan))
-        except BaseException:
-            self._undelivered = outputs
-            self.scheduler.failed()
-            raise
+            return
+        flight = self._sample(plan, self._run(plan))
         if self._overlap:
             self._flight = flight
-            return outputs
-        return outputs + self._take(flight)
+        else:
+            self._take(flight)
 
-    def _step_ahead(self) -> list[TokenOutput]:
+    def _pass_ahead(self) -> None:
         """Starts the next pass if it is certain, and takes the tokens of the one before."""
         flight, self._flight = self._flight, None
         assert flight is not None
-        self._packed.wait()
-        plan = self.scheduler.schedule_ahead()
-        if plan is None:
-            return self._take(flight)
-        outputs: list[TokenOutput] = []
         try:
-            logits = self._run(plan, flight.tokens_of(plan.sequences))
-            outputs = self._take(flight)
+            self._packed.wait()
+            plan = self.scheduler.schedule_ahead()
+            if plan is not None:
+                logits = self._run(plan, flight.tokens_of(plan.sequences))
+        finally:
+            self._take(flight)
+        if plan is not None:
             self.scheduler.record(plan)
             self._flight = self._sample(plan, logits)
-        except BaseException:
-            self._undelivered = outputs or self._take(flight)
-            self.scheduler.failed()
-            raise
-        return outputs
 
     def generate(
         self,
@@ -339,25 +347,30 @@ class Engine:
         try:
             for prompt, one in zip(prompts, chosen):
                 requests.append(self._requests[self.add_request(prompt, one)])
+                self._queues[requests[-1].id] = deque(maxlen=0)  # the requests hold it all
             while not all(request.is_finished for request in requests):
-                self.step()
-        except BaseException:
+                self._advance()
+        finally:
             for request in requests:
+                self._queues.pop(request.id, None)
                 if request.id in self._requests:
                     self.abort(request.id)
-            raise
         return [output_of(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenOutput]:
-        """Serves one prompt and yields its tokens as they come; other requests go on meanwhile.
-        Leaving the loop early ends the request."""
+        """Serves one prompt and yields its tokens as they come; other requests go on meanwhile
+        (their tokens come by :meth:`step`, or by streams of their own). Leaving the loop early ends
+        the request."""
         request_id = self.add_request(prompt, params)
+        queue = self._queues[request_id] = deque()
         try:
-            while request_id in self._requests:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        yield output
+            while queue or request_id in self._requests:
+                if queue:
+                    yield queue.popleft()
+                else:
+                    self._advance()
         finally:
+            del self._queues[request_id]
             if request_id in self._requests:
                 self.abort(request_id)
 
@@ -385,7 +398,7 @@ class Engine:
     # Inner workings.
 
     def _refuse_unfinished(self, what: str) -> None:
-        if self.has_unfinished:
+        if self.scheduler.num_unfinished:
             raise RuntimeError(
                 f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
             )
@@ -422,17 +435,28 @@ class Engine:
             sequence.num_pending = 1
         return flight
 
-    def _take(self, flight: Flight) -> list[TokenOutput]:
-        """Adds the tokens of a pass to their sequences; once."""
-        sequences, flight.sequences = flight.sequences, []
+    def _take(self, flight: Flight) -> None:
+        """Adds the tokens of a pass to their sequences.
+
+        Raises what a tokenizer raised, after all: its requests are ended, and the others are well.
+        """
         tokens = flight.fetch()
         now = time.perf_counter()
-        outputs = []
-        for sequence, token in zip(sequences, tokens):
+        failure: Exception | None = None
+        for sequence, token in zip(flight.sequences, tokens):
             sequence.num_pending = 0
-            if sequence.finish_reason is None:  # else it ended meanwhile, and this was in vain
-                outputs.append(self._add_token(sequence, token, now))
-        return outputs
+            if sequence.finish_reason is not None:  # it ended meanwhile, and this was in vain
+                continue
+            request_id = sequence.request.id
+            try:
+                output = self._add_token(sequence, token, now)
+            except Exception as error:
+                failure = error
+                self.abort(request_id)
+            else:
+                self._queues.get(request_id, self._undelivered).append(output)
+        if failure is not None:
+            raise failure
 
     def _add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
         """Adds a token to its sequence and ends the sequence where it must end."""
