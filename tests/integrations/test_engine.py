@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -614,6 +616,46 @@ def test_requests_that_cannot_be_served() -> None:
         for method in (engine.reset, engine.warm_up):
             with pytest.raises(RuntimeError, match="1 sequences are unfinished"):
                 method()
+
+
+def test_a_second_engine_on_a_model_is_refused() -> None:
+    model = tiny_model()
+    (text,) = prompts((9,))
+    expected = by_transformers(model, text)
+    with Engine(model, **SMALL) as engine:
+        with pytest.raises(ValueError, match="another engine has it"):
+            Engine(model, **SMALL)
+        assert greedy(engine, [text]) == [expected]
+    forgotten = Engine(model, **SMALL)
+    del forgotten
+    gc.collect()
+    with Engine(model, **SMALL) as engine:
+        assert greedy(engine, [text]) == [expected]
+
+
+def test_weights_are_separated_layer_by_layer() -> None:
+    """One joined weight at a time is there beside the separated ones, and no cache."""
+    model = tiny_model()
+    engine = Engine(model, **SMALL)
+    joined = [ref(layer.gate_up) for layer in engine._packed._llama._layers]
+    alive = []
+    for at, layer in enumerate(model.model.layers):
+        gate = layer.mlp.gate_proj
+        assert joined[at]().data_ptr() == gate.weight.data_ptr()
+    pop = engine._packed._llama._layers
+
+    class Layers(list):
+        def pop(self, *arguments: Any) -> Any:
+            assert engine.cache.is_freed
+            alive.append(sum(one() is not None for one in joined))
+            return super().pop(*arguments)
+
+    engine._packed._llama._layers = Layers(pop)
+    del pop
+    engine.close()
+    assert alive == [2, 1]
+    storages = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    assert len(storages) == len(list(model.parameters()))
 
 
 def test_closed_engine_is_refused() -> None:

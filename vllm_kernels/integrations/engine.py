@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ __all__ = ["Engine"]
 
 Prompt = str | Items[int]
 
+_ENGINES: WeakKeyDictionary[PreTrainedModel, ref[Engine]] = WeakKeyDictionary()
+"""The engine that a model belongs to, until it is closed or forgotten."""
+
 
 class Engine:
     """Serves many requests with one model at a time.
@@ -58,7 +62,8 @@ class Engine:
     sequences with a common prefix share.
 
     While the engine exists the model belongs to it (its attention is replaced); :meth:`close`, or
-    the end of a ``with`` block, gives the model and the memory back.
+    the end of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after
+    changing weights or adapters: cached prefixes are those of the weights before.
 
     Args:
         model: a decoder model of transformers, in eval mode, on a CPU or one GPU.
@@ -91,7 +96,7 @@ class Engine:
 
     Raises:
         NotImplementedError: a model that cannot be served, naming what is not.
-        ValueError: an argument that does not fit.
+        ValueError: an argument that does not fit, or a model that another engine has.
     """
 
     def __init__(
@@ -119,6 +124,9 @@ class Engine:
     ) -> None:
         if model.training:
             raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
+        other = _ENGINES.get(model)
+        if other is not None and other() is not None:
+            raise ValueError("Engine: model: another engine has it: close() that one first")
         config = model.config.get_text_config(decoder=True)
         if max_length is None:
             max_length = getattr(config, "max_position_embeddings", None) or 4096
@@ -196,6 +204,7 @@ class Engine:
             if check:
                 with self._on_device:
                     verify(self._packed, self.manager)
+            _ENGINES[model] = ref(self)
         except BaseException:
             if hasattr(self, "_packed"):
                 self._packed.close()
@@ -229,9 +238,13 @@ class Engine:
         afterwards."""
         if self.cache.is_freed:
             return
-        self._packed.close()
-        self.cache.free()
-        stop_paged_attention(self.model)
+        try:
+            self._packed.close()
+        finally:
+            self._flight = None
+            self.cache.free()
+            stop_paged_attention(self.model)
+            _ENGINES.pop(self.model, None)
 
     # Requests.
 
@@ -375,7 +388,8 @@ class Engine:
                 self.abort(request_id)
 
     def reset(self) -> None:
-        """Forgets all cached prefixes and sets the statistics to zero.
+        """Forgets all cached prefixes and sets the statistics to zero. Call it after changing
+        weights or adapters: keys and values in the cache are those of the weights before.
 
         Raises:
             RuntimeError: there are unfinished requests.

@@ -195,8 +195,10 @@ class PackedModel:
         self._buffers.wait()
 
     def close(self) -> None:
-        """Leaves the model as it was, and forgets the graphs."""
+        """Forgets the graphs, frees the cache, and then leaves the model as it was: that needs
+        memory."""
         self._graphs.clear()
+        self.pages.cache.free()
         if self._llama is not None:
             self._llama.close()
 

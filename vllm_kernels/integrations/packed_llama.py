@@ -99,8 +99,11 @@ class PackedLlama:
         return self._model.lm_head(x if last is None else x[last])
 
     def close(self) -> None:
-        """Gives the model weights of their own back."""
+        """Gives the model weights of their own back. Takes the memory of one layer for a moment."""
         for layer in self._model.model.layers:
+            if not self._layers:
+                return
+            self._layers.pop(0)  # what it has joined is freed with the last slice of it
             for group in _projections(layer):
                 if len(group) > 1:
                     for projection in group:
