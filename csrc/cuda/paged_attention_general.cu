@@ -94,7 +94,8 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 }  // namespace
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
+  const bool causal_pages = p.key_start_loc == nullptr && p.window_right == 0;
+  if (!causal_pages || !fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
   const LaunchPrefill prefill = prefill_kernel(p);
   if (prefill == nullptr) return launch_decode(p, workspace, stream);
