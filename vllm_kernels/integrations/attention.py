@@ -24,8 +24,8 @@ from transformers.masking_utils import (
 from vllm_kernels.integrations.own_attention import bind_own_attention, unbind_own_attention
 from vllm_kernels.kv_tensors import KVShape
 
-__all__ = ["NAME", "AttentionOptions", "PagedLayer", "kv_shape", "stop_paged_attention",
-           "use_paged_attention"]  # fmt: skip
+__all__ = ["NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
+           "stop_paged_attention", "use_paged_attention"]  # fmt: skip
 
 NAME = "vllm_kernels"
 """Of the attention function and of the mask function in transformers' registries."""
@@ -46,7 +46,7 @@ _HARMLESS = {  # keyword arguments of attention that do not change its result
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks of :func:`vllm_kernels.paged_attention`."""
+    """What a layer asks of :func:`vllm_kernels.paged_attention`, by the names it has there."""
 
     scale: float
     sliding_window: int = 0
@@ -55,23 +55,26 @@ class AttentionOptions:
     alibi_slopes: Tensor | None = None  # [num_heads], float32
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer hands to the pages behind a cache in one pass."""
+
+    layer: int
+    query: Tensor  # [batch, heads, columns, head_size]
+    key: Tensor  # [batch, kv_heads, columns, head_size], of the new columns only, as value
+    value: Tensor
+    mask: Tensor | None  # [batch, all columns], False for padding
+    options: AttentionOptions
+
+
 class Pages(Protocol):
     """What stores and attends: the batch behind a cache."""
 
     length: int
     dtype: torch.dtype
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """Stores the new keys and values [batch, kv_heads, columns, head_size] of a layer, then
-        attends with query [batch, heads, columns, head_size].
+    def forward(self, call: LayerCall) -> Tensor:
+        """Stores the new keys and values of a layer, then attends.
 
         Returns:
             [batch, columns, heads, head_size].
@@ -236,7 +239,8 @@ def _attention(
         sinks=None if s_aux is None else s_aux.detach().float(),
         alibi_slopes=alibi_slopes,
     )
-    return pages.forward(layer.index, query, key, value, attention_mask, options), None
+    call = LayerCall(layer.index, query, key, value, attention_mask, options)
+    return pages.forward(call), None
 
 
 def _mask(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from vllm_kernels.integrations.attention import AttentionOptions, PagedLayer
+from vllm_kernels.integrations.attention import LayerCall, PagedLayer
 from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
 from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
 from vllm_kernels.integrations.scheduler import Plan
@@ -37,17 +37,9 @@ class _WindowRecorder:
         self.dtype = dtype
         self.windows: dict[int, int] = {}
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        self.windows[layer] = options.sliding_window
-        return torch.zeros_like(query.transpose(1, 2))
+    def forward(self, call: LayerCall) -> Tensor:
+        self.windows[call.layer] = call.options.sliding_window
+        return torch.zeros_like(call.query.transpose(1, 2))
 
 
 def layer_windows(model: PreTrainedModel) -> list[int]:
