@@ -425,17 +425,22 @@ class KVCacheManager:
         """
         self._native.free(sequence_id, num_computed)
 
-    def truncate(self, sequence_id: int, num_tokens: int) -> None:
+    def truncate(
+        self, sequence_id: int, num_tokens: int, *, num_computed: int | None = None
+    ) -> None:
         """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has, and drops
         its lookahead (speculative decoding: the tokens that were not accepted). Blocks whose tokens
-        were known stay findable until they are written again, computed or not: see :meth:`free`.
+        were known stay findable until they are written again; but for those behind
+        ``num_computed``, as :meth:`free` has it, where a pass did not run. (Before
+        :meth:`swap_out` of a sequence whose pass did not run: truncate it to what was computed.)
 
         Raises:
             UnknownSequence: the id does not exist.
             InvalidArgument: ``num_tokens`` is negative or more than the sequence has; or so few
-                that the next token would see blocks that a window has given back.
+                that the next token would see blocks that a window has given back; or
+                ``num_computed`` is negative.
         """
-        self._native.truncate(sequence_id, num_tokens)
+        self._native.truncate(sequence_id, num_tokens, num_computed)
 
     def num_tokens(self, sequence_id: int) -> int:
         """Tokens of a sequence. Raises UnknownSequence."""
@@ -518,24 +523,31 @@ class KVCacheManager:
         ``num_tokens[i]`` unknown ones (sampled tokens, where slots were handed out ahead).
 
         Args:
-            tokens: one sequence after the other, [sum of num_tokens]. Sequences that share a block
-                (:meth:`fork` before its tokens are known) must be told the same ones: that is not
-                checked, and where they differ the first record is what later sequences find, while
-                :meth:`check_integrity` raises.
+            tokens: one sequence after the other, [sum of num_tokens].
 
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
-            InvalidArgument: more ids than a sequence has unknown tokens.
+            InvalidArgument: more ids than a sequence has unknown tokens; or tokens that complete a
+                block which another sequence shares (:meth:`fork` before they were known), and was
+                told to hold others.
         """
         self._native.record_tokens(sequence_ids, num_tokens, tokens)
 
-    def free_batch(self, sequence_ids: Integers) -> None:
+    def free_batch(
+        self, sequence_ids: Integers, *, num_computed: Integers | int | None = None
+    ) -> None:
         """:meth:`free` for many sequences: all of them, or an error and none."""
-        self._native.free_batch(sequence_ids)
+        self._native.free_batch(sequence_ids, num_computed)
 
-    def truncate_batch(self, sequence_ids: Integers, num_tokens: Integers | int) -> None:
+    def truncate_batch(
+        self,
+        sequence_ids: Integers,
+        num_tokens: Integers | int,
+        *,
+        num_computed: Integers | int | None = None,
+    ) -> None:
         """:meth:`truncate` for many sequences: all of them, or an error and none."""
-        self._native.truncate_batch(sequence_ids, num_tokens)
+        self._native.truncate_batch(sequence_ids, num_tokens, num_computed)
 
     def reorder(self, sequence_ids: Integers, parent_ids: Integers) -> None:
         """Beam search: ``sequence_ids[i]`` becomes what ``parent_ids[i]`` was before the call.

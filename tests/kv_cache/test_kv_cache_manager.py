@@ -484,7 +484,16 @@ def test_blocks_that_were_never_computed_are_not_found() -> None:
         assert manager.match(prompt) == 8
         manager.check_integrity()
     manager.allocate(1, prompt)
+    manager.truncate(1, 12, num_computed=9)
+    assert manager.match(prompt) == 8
+    manager.free_batch([1], num_computed=4)
+    assert manager.match(prompt) == 4
+    manager.allocate(1, prompt)
+    manager.truncate_batch([1], 0, num_computed=[0])
+    assert manager.match(prompt) == 0
     manager.free(1)
+    manager.allocate(1, prompt)
+    manager.free_batch([1])
     assert manager.match(prompt) == 16
 
 

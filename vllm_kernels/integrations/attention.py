@@ -54,6 +54,16 @@ class AttentionOptions:
     sinks: Tensor | None = None  # [num_heads], float32
     alibi_slopes: Tensor | None = None  # [num_heads], float32
 
+    def arguments(self) -> dict[str, Any]:
+        """All of it, by name. (torch.compile does not trace ``vars``.)"""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
 
 @dataclass(frozen=True)
 class LayerCall:

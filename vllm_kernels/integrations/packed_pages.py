@@ -91,7 +91,7 @@ class PackedPages:
         assert step is not None
         tables = step.block_tables[self.groups.group_of_layer[layer]]
         single = step.num_single
-        arguments = vars(options)
+        arguments = options.arguments()
         if step.starts is None:
             return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
         out = query.new_empty(query.shape)

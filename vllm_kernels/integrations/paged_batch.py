@@ -153,7 +153,7 @@ class PagedBatch:
             plan.seq_lens,
             query_start_loc=plan.query_start_loc,
             max_query_len=plan.max_query_len,
-            **vars(options),
+            **options.arguments(),
         )
         if plan.tokens is not None:
             padded = out.new_zeros(rows * num_columns, num_heads, head_size)
