@@ -42,7 +42,7 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens)
   if (widens) {
     return head_size <= 64    ? PrefillTuning{2, 128, 3, 2, 2, false, 192, 40, 88, 8}
            : head_size <= 96  ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 3}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 208, 40, 56, 4}
+           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 4}
                               : PrefillTuning{2, 80, 2, 2, 1, false, 208, 40, 56, 3};
   }
   if (adjusts) {
