@@ -44,9 +44,9 @@ def check_equal(
 
 
 def served_with_failures(
-    engine: Engine, texts: list[list[int]], max_tokens: int
+    engine: Engine, texts: list[list[int]] | list[str], max_tokens: int
 ) -> tuple[list[list[int]], int]:
-    """Tokens of each request by :meth:`Engine.step`, and how often it raised MemoryError."""
+    """Tokens of each request by :meth:`Engine.step`, and how often it raised."""
     ids = [engine.add_request(text, SamplingParams(max_tokens=max_tokens)) for text in texts]
     got: dict[int, list[int]] = {request: [] for request in ids}
     failures = 0
@@ -54,6 +54,6 @@ def served_with_failures(
         try:
             for output in engine.step():
                 got[output.request_id].append(output.token)
-        except MemoryError:
+        except (MemoryError, KeyError):
             failures += 1
     return list(got.values()), failures

@@ -140,26 +140,18 @@ def test_text_that_fails_ends_its_request_alone(
     texts = ["A class", "The for statement", "Functions"]
     with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
         expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
-        ids = [engine.add_request(text, params) for text in texts]
         add_text = engine._add_text
 
         def failing(sequence: Sequence, *arguments: Any) -> Any:
-            if sequence.request.id == ids[1] and sequence.num_output == 5:
+            if sequence.request.id == 4 and sequence.num_output == 5:  # of 3, 4 and 5
                 raise KeyError("an unknown piece")
             return add_text(sequence, *arguments)
 
         monkeypatch.setattr(engine, "_add_text", failing)
-        got: dict[int, list[int]] = {request: [] for request in ids}
-        failures = 0
-        while engine.has_unfinished:
-            try:
-                for output in engine.step():
-                    got[output.request_id].append(output.token)
-            except KeyError:
-                failures += 1
+        got, failures = served_with_failures(engine, texts, 12)
         assert failures == 1
-        assert got[ids[0]] == expected[0] and got[ids[2]] == expected[2]
-        assert len(got[ids[1]]) == 4
+        assert got[0] == expected[0] and got[2] == expected[2]
+        assert len(got[1]) == 4
         assert engine.manager.num_sequences == 0
 
 
