@@ -532,7 +532,7 @@ def test_events_that_cannot_be_named_are_not_lost(monkeypatch: pytest.MonkeyPatc
     manager = KVCacheManager(8, 2, events=True)
     manager.allocate(1, [5, 6, 7])
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "BlockStored", None)
+        patch.setattr("vllm_kernels.kv_cache.manager.BlockStored", None)
         with pytest.raises(TypeError):
             manager.take_events()
     (stored,) = manager.take_events()

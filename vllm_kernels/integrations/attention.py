@@ -81,7 +81,7 @@ class Pages(Protocol):
     """What stores and attends: the batch behind a cache."""
 
     length: int
-    dtype: torch.dtype
+    shape: KVShape
 
     def forward(self, call: LayerCall) -> Tensor:
         """Stores the new keys and values of a layer, then attends.
@@ -179,18 +179,33 @@ def kv_shape(
         )
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache: encoder-decoder models are not served")
-    heads = getattr(config, "num_attention_heads", None)
+    heads, kv_heads, head_size = (
+        _of_all_layers(config, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     if not heads:
         raise NotImplementedError(f"PagedCache: {config.model_type} has no attention heads")
+    if not kv_heads:
+        kv_heads = 1 if getattr(config, "multi_query", False) else heads
     return KVShape(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size or config.hidden_size // heads,
         dtype=model.dtype,
         block_size=block_size,
         layout=layout,
         cache_dtype=cache_dtype,
     )
+
+
+def _of_all_layers(config: Any, name: str) -> int | None:
+    """An attribute of a config, None where it has none; it must be the same for all layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' refusal to give one value for layers that differ
+        raise NotImplementedError(
+            f"PagedCache: {config.model_type}: {name}: expected the same in all layers"
+        ) from None
 
 
 def _attention(
@@ -231,11 +246,19 @@ def _attention(
         )
     _refuse_unserved(module, query, attention_mask, dropout, kwargs)
     pages = layer.pages
-    if query.dtype != pages.dtype:
+    shape = pages.shape
+    if query.dtype != shape.dtype:
         raise NotImplementedError(
-            f"vllm_kernels attention: query: expected {pages.dtype} (from PagedCache), "
+            f"vllm_kernels attention: query: expected {shape.dtype} (from PagedCache), "
             f"got {query.dtype}"
         )
+    for name, heads in (("key", key), ("value", value)):
+        if (heads.shape[1], heads.shape[3]) != (shape.num_kv_heads, shape.head_size):
+            raise NotImplementedError(
+                f"vllm_kernels attention: {type(module).__name__} {layer.index}: {name}: expected "
+                f"{shape.num_kv_heads} heads of size {shape.head_size} (from the model's config), "
+                f"got {heads.shape[1]} of size {heads.shape[3]}"
+            )
     window = sliding_window or 0
     masked = getattr(attention_mask, _WINDOW, 0)
     if window != masked:  # one of the two is not what the model means

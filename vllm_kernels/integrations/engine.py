@@ -126,6 +126,11 @@ class Engine:
         other = _ENGINES.get(model)
         if other is not None and other() is not None:
             raise ValueError("Engine: model: another engine has it: close() that one first")
+        if model.get_output_embeddings() is None:
+            raise NotImplementedError(
+                f"Engine: model: expected one with a language-model head, got "
+                f"{type(model).__name__}"
+            )
         config = model.config.get_text_config(decoder=True)
         if max_length is None:
             max_length = getattr(config, "max_position_embeddings", None) or 4096
@@ -150,7 +155,7 @@ class Engine:
         refuse_changing_rotary(model)
         use_paged_attention(model)
         try:
-            groups = LayerGroups.of(layer_windows(model))
+            groups = LayerGroups.of(layer_windows(model, shape))
             shape = replace(shape, num_layers=groups.num_tensors)
             if num_blocks is None:
                 if cache_bytes is None:

@@ -74,7 +74,7 @@ class PackedPages:
     def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
         self.cache = cache
         self.groups = groups
-        self.dtype = cache.shape.dtype
+        self.shape = cache.shape
         self.step: PackedStep | None = None
 
     def forward(self, call: LayerCall) -> Tensor:

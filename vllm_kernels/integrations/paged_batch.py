@@ -47,7 +47,7 @@ class PagedBatch:
         self.manager = KVCacheManager(num_blocks, shape.block_size)
         self.cache = KVCache(shape, num_blocks, device=device)
         self.block_size = shape.block_size
-        self.dtype = shape.dtype
+        self.shape = shape
         self.device = device
 
         self._rows: list[int] = []  # the sequence id of each row
