@@ -22,7 +22,7 @@ from torch import Tensor
 
 import vllm_kernels
 from benchmarks import rivals
-from benchmarks.harness import copies_for, machine, median_seconds
+from benchmarks.harness import copies_for, machine, medians
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, PAGE = 4096, 14336, 32, 8, 128, 16
 EPS = 1e-6
@@ -442,10 +442,7 @@ def main() -> None:
             ]
             rows = [row for row in rows if any(part in row[0] for part in arguments.only)]
             for name, size, copies, calls in rows:
-                seconds = {
-                    candidate: median_seconds(call, device, copies, arguments.seconds)
-                    for candidate, call in calls.items()
-                }
+                seconds = medians(calls, device, copies, arguments.seconds)
                 ours = seconds.pop("ours")
                 others = "  ".join(
                     f"{candidate} {s * 1e6:.2f} ({s / ours:.2f}x)"
