@@ -34,28 +34,28 @@ struct PrefillTuning {
   bool query_in_registers;
   // Of a thread: of those that attend, that serve them, and that widen 8-bit K and V.
   int registers, servant_registers, widener_registers;
-  int pieces_at_once;  // of 16 bytes, that a lane which widens waits for together
 };
 
 // adjusts: scores are capped or biased. widens: K and V are of 8 bits.
 constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens) {
   if (widens) {
-    return head_size <= 64    ? PrefillTuning{2, 128, 3, 2, 2, false, 192, 40, 88, 8}
-           : head_size <= 96  ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 3}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 4}
-                              : PrefillTuning{2, 80, 2, 2, 1, false, 208, 40, 56, 3};
+    return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 192, 40, 88}
+           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 1, false, 200, 40, 72}
+                              : PrefillTuning{2, 80, 2, 2, 1, false, 208, 40, 56};
   }
   if (adjusts) {
-    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56, 0, 0}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56, 0, 0}
-           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 232, 40, 0, 0}
-                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0, 0};
+    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56, 0}
+           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56, 0}
+           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 224, 56, 0}
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0};
   }
-  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56, 0, 0}
-         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56, 0, 0}
-         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56, 0, 0}
-                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0, 0};
+  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56, 0}
+         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56, 0}
+         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56, 0}
+                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0};
 }
+
+constexpr int kWideners = 2;  // warps, of K and of V each
 
 template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores, bool kWidensCache>
 struct PrefillConfig {
@@ -78,8 +78,12 @@ struct PrefillConfig {
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
-  static constexpr int kSharedBytes =
-      kQueries * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+  // Of one widener: its parts of a tile, as they are stored.
+  static constexpr int kRawBytes =
+      (kTokens / kPrefillPart + kWideners - 1) / kWideners * kPrefillPart * kHeadSize;
+  static constexpr int kSharedBytes = kQueries * kQueryBytes +
+                                      (kKeyStages + kValueStages) * kTileBytes +
+                                      (kWidens ? 2 * kWideners * kRawBytes : 0);
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)

@@ -310,12 +310,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if constexpr (Config::kWidens) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.widener_registers));
     const int widener = warp - kWarps - 4;
+    const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
     const auto widen = [&](auto cache) {
       using Cache = decltype(cache);
       if (widener < kWideners) {
-        widen_tiles<Config, false, Cache>(p, shape, shared, key, widener, lane);
+        widen_tiles<Config, false, Cache>(p, shape, shared, key, raw, widener, lane);
       } else {
-        widen_tiles<Config, true, Cache>(p, shape, shared, value, widener - kWideners, lane);
+        widen_tiles<Config, true, Cache>(p, shape, shared, value,
+                                         raw + kWideners * Config::kRawBytes, widener - kWideners,
+                                         lane);
       }
     };
     if (p.kv.dtype == DType::kFp8E4M3) {
