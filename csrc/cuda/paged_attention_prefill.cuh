@@ -293,25 +293,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (shape.query_boxes) prefetch_map(&maps.query);
   }
   __syncthreads();
-  if (warp < kWarps) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
-    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
-  } else if (warp < kWarps + 4) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.servant_registers));
-    if (warp == kWarps) {
-      queue_items(p, shape, shared, next, lane);
-    } else if (warp == kWarps + 1) {
-      copy_queries<Config>(p, shape, maps.query, shared, query, lane);
-    } else if (!Config::kWidens && warp == kWarps + 2) {
-      copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
-    } else if (!Config::kWidens) {
-      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
-    }
-  } else if constexpr (Config::kWidens) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.widener_registers));
-    const int widener = warp - kWarps - 4;
+  // By warp `widener` of those that widen K, and V.
+  [[maybe_unused]] const auto widen = [&](int widener) {
     const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
-    const auto widen = [&](auto cache) {
+    const auto from = [&](auto cache) {
       using Cache = decltype(cache);
       if (widener < kWideners) {
         widen_tiles<Config, false, Cache>(p, shape, shared, key, raw, widener, lane);
@@ -322,11 +307,28 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     };
     if (p.kv.dtype == DType::kFp8E4M3) {
-      widen(Fp8E4M3{});
+      from(Fp8E4M3{});
     } else if (p.kv.dtype == DType::kFp8E5M2) {
-      widen(Fp8E5M2{});
+      from(Fp8E5M2{});
     } else {
-      widen(int8_t{});
+      from(int8_t{});
+    }
+  };
+  if (warp < kWarps) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
+    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.servant_registers));
+    if (warp == kWarps) {
+      queue_items(p, shape, shared, next, lane);
+    } else if (warp == kWarps + 1) {
+      copy_queries<Config>(p, shape, maps.query, shared, query, lane);
+    } else if constexpr (Config::kWidens) {
+      widen(warp - kWarps - 2);
+    } else if (warp == kWarps + 2) {
+      copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
+    } else {
+      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
     }
   }
 #endif
