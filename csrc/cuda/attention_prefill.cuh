@@ -40,7 +40,7 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens)
   if (widens) {
     return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 200, 56}
            : head_size <= 128 ? PrefillTuning{2, 128, 2, 2, 1, false, 200, 56}
-                              : PrefillTuning{2, 80, 2, 2, 1, false, 208, 48};
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 200, 56};
   }
   if (adjusts) {
     return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56}

@@ -379,7 +379,8 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
 }
 
 template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts, bool kWidens>
-void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                           void* stream) {
   using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kWidens>;
   constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
   const int group = p.num_heads / p.kv.num_kv_heads;
@@ -406,13 +407,13 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
       constexpr PageForm kForm = decltype(form)::value;
       if constexpr (kHeadSize <= kMostWidened) {
         if (size_of(p.kv.dtype) == 1) {
-          return launch_prefill<T, kHeadSize, kForm, false, true>(p, launch, stream);
+          return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
         }
       }
       if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
-        return launch_prefill<T, kHeadSize, kForm, true, false>(p, launch, stream);
+        return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
       }
-      launch_prefill<T, kHeadSize, kForm, false, false>(p, launch, stream);
+      launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
     };
     if (p.kv.layout == KvLayout::kVllm) {
       with_form(std::integral_constant<PageForm, PageForm::kPages>{});
