@@ -1,7 +1,7 @@
 # csrc/cpu/<op>.cpp is compiled once per instruction-set level; level.cpp picks one at run time.
 # An architecture without levels here (aarch64) gets its compiler's baseline.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-  set(CPU_LEVELS baseline avx2 avx512 avx512_bf16)
+  set(CPU_LEVELS baseline avx2 avx512 avx512_bf16 avx512_amx)
   set(CPU_FLAGS_baseline -O1)  # for processors of before 2013: a third less to compile
 else()
   set(CPU_LEVELS baseline)
@@ -10,8 +10,11 @@ endif()
 set(CPU_FLAGS_avx2 -march=x86-64-v3)
 set(CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
 set(CPU_FLAGS_avx512_bf16 -march=x86-64-v4 -mprefer-vector-width=512 -mavx512bf16)
-# Ops whose kernels gain from bf16 dot products; the others run their avx512 kernel.
-set(CPU_BF16_OPS paged_attention)
+set(CPU_FLAGS_avx512_amx ${CPU_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
+# Ops whose kernels gain from bf16 dot products, and from products of tiles; the others run their
+# kernel of the level below.
+set(CPU_OPS_avx512_bf16 paged_attention paged_attention_general)
+set(CPU_OPS_avx512_amx paged_attention_general)
 
 function(add_cpu_kernels result)
   file(GLOB sources CONFIGURE_DEPENDS ${ROOT}/cpu/*.cpp)
@@ -21,13 +24,9 @@ function(add_cpu_kernels result)
   set(objects $<TARGET_OBJECTS:level_choice>)
   foreach(level ${CPU_LEVELS})
     set(level_sources ${sources})
-    if(level STREQUAL avx512_bf16)
-      set(level_sources "")
-      foreach(op ${CPU_BF16_OPS})
-        if(EXISTS ${ROOT}/cpu/${op}.cpp)
-          list(APPEND level_sources ${ROOT}/cpu/${op}.cpp)
-        endif()
-      endforeach()
+    if(CPU_OPS_${level})
+      list(TRANSFORM CPU_OPS_${level} PREPEND ${ROOT}/cpu/ OUTPUT_VARIABLE level_sources)
+      list(TRANSFORM level_sources APPEND .cpp)
     endif()
     if(level_sources)
       add_library(cpu_${level} OBJECT ${level_sources})

@@ -39,7 +39,7 @@ def test_every_op_has_a_test():
 
 
 def test_levels():
-    assert _C.cpu_level() in ("baseline", "avx2", "avx512", "avx512_bf16")
+    assert _C.cpu_level() in ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx")
     done = run(
         "import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
         VLLM_KERNELS_ISA="baseline",
@@ -49,7 +49,10 @@ def test_levels():
         "import vllm_kernels; from vllm_kernels import _C; print(_C.cpu_level())",
         VLLM_KERNELS_ISA="sse9",
     )
-    assert "VLLM_KERNELS_ISA=sse9: expected baseline, avx2, avx512 or avx512_bf16" in done.stderr
+    assert (
+        "VLLM_KERNELS_ISA=sse9: expected baseline, avx2, avx512, avx512_bf16 or avx512_amx"
+        in done.stderr
+    )
 
 
 def test_old_torch_is_one_sentence():

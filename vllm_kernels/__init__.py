@@ -3,8 +3,8 @@
 from vllm_kernels import _library
 from vllm_kernels._C import version as __version__
 from vllm_kernels.ops import *  # noqa: F403
-from vllm_kernels.ops import OPS, check, paged_attention_workspace
+from vllm_kernels.ops import OPS, cascade_attention, check, paged_attention_workspace
 
-__all__ = ["OPS", "__version__", "check", "paged_attention_workspace", *OPS]
+__all__ = ["OPS", "__version__", "cascade_attention", "check", "paged_attention_workspace", *OPS]
 
 cuda_loaded: bool = _library.cuda_loaded

@@ -34,12 +34,15 @@ struct Kernel {
 };
 
 // Each level's object files define their own specialisation. avx512_bf16 has one only where bf16
-// dot products pay; elsewhere it runs the avx512 kernel.
+// dot products pay, avx512_amx where products of tiles do; elsewhere they run the kernel of the
+// level below.
 template <typename Params, Level level>
 Kernel<Params> kernel_at();
 
 template <typename Params>
 constexpr bool kHasBf16Kernel = false;
+template <typename Params>
+constexpr bool kHasAmxKernel = false;
 
 #define VLLM_KERNELS_DECLARE_AT(Params, level) \
   template <>                                  \
@@ -87,6 +90,16 @@ VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
 #endif
 VLLM_KERNELS_DECLARE(GeneralAttentionWork)
 VLLM_KERNELS_DECLARE(GeneralAttentionMerge)
+#if defined(__x86_64__)
+template <>
+constexpr bool kHasBf16Kernel<GeneralAttentionWork> = true;
+template <>
+constexpr bool kHasAmxKernel<GeneralAttentionWork> = true;
+VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
+VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_amx)
+#endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 
 #undef VLLM_KERNELS_DECLARE
@@ -97,6 +110,9 @@ template <typename Params>
 Kernel<Params> kernel() {
 #if defined(__x86_64__)
   switch (level()) {
+    case Level::avx512_amx:
+      if constexpr (kHasAmxKernel<Params>) return kernel_at<Params, Level::avx512_amx>();
+      [[fallthrough]];
     case Level::avx512_bf16:
       if constexpr (kHasBf16Kernel<Params>) return kernel_at<Params, Level::avx512_bf16>();
       [[fallthrough]];

@@ -3,11 +3,32 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace vllm_kernels::cpu {
 namespace {
 
 #if defined(__x86_64__)
+// Whether the processor multiplies tiles of bf16 (cpuid 7: bits 22 and 24 of edx) and the system
+// lets this process use their registers, for which it is to be asked.
+bool has_tile_registers() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  const bool known = (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
+  return known && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 bool runs(Level level) {
   switch (level) {
     case Level::baseline:
@@ -18,6 +39,8 @@ bool runs(Level level) {
       return __builtin_cpu_supports("x86-64-v4") != 0;
     case Level::avx512_bf16:
       return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512bf16") != 0;
+    case Level::avx512_amx:
+      return runs(Level::avx512_bf16) && has_tile_registers();
   }
   return false;
 }
@@ -27,7 +50,8 @@ bool runs(Level level) {
 }
 #endif
 
-constexpr Level kBestFirst[] = {Level::avx512_bf16, Level::avx512, Level::avx2, Level::baseline};
+constexpr Level kBestFirst[] = {Level::avx512_amx, Level::avx512_bf16, Level::avx512, Level::avx2,
+                                Level::baseline};
 
 Level choose() {
   const char* forced = std::getenv("VLLM_KERNELS_ISA");
@@ -46,7 +70,7 @@ Level choose() {
     return level;
   }
   throw std::runtime_error(std::string("VLLM_KERNELS_ISA=") + forced +
-                           ": expected baseline, avx2, avx512 or avx512_bf16");
+                           ": expected baseline, avx2, avx512, avx512_bf16 or avx512_amx");
 }
 
 }  // namespace
@@ -66,6 +90,8 @@ const char* level_name(Level level) {
       return "avx512";
     case Level::avx512_bf16:
       return "avx512_bf16";
+    case Level::avx512_amx:
+      return "avx512_amx";
   }
   return "unknown";
 }

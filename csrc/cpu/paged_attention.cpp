@@ -213,8 +213,9 @@ class Attention {
     for (int t = 0; t < tokens; t += Values::kTokens, weights += Values::kParts * H) {
       Vec e[Values::kTokens / kLanes];
       for (int i = 0; i < Values::kTokens / kLanes; ++i) {
-        e[i] = Values::round(exp(load(scores + t + i * kLanes) - shift));
-        sums += e[i];
+        const Vec weight = exp(load(scores + t + i * kLanes) - shift);
+        e[i] = Values::round(weight);
+        sums += p_.lse == nullptr ? e[i] : weight;  // lse has float's precision
       }
       Weight parts[Values::kParts];
       Values::pack(e, parts);

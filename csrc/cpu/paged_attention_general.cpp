@@ -1,7 +1,10 @@
-// Attention of any query tokens to pages of any layout, with an online softmax over pieces of
-// kPieceTokens tokens. A piece's K, then its V, is widened to floats once for all rows of a tile.
+// Attention of any query tokens to pages of any layout, or to contiguous keys, with an online
+// softmax over pieces of kPieceTokens tokens. A piece's K, then its V, is widened to floats once
+// for all rows of a tile (of bf16 it stays bf16 where there are products of it). Tiles of few rows
+// multiply it row by row as it lies; for many rows it is packed and multiplied in blocks.
 #include "cpu/paged_attention_general.h"
 
+#include "cpu/attention_block.h"
 #include "cpu/attention_lanes.h"
 #include "cpu/attention_output.h"
 #include "cpu/dispatch.h"
@@ -12,7 +15,9 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kPieceTokens = 32;
+constexpr int kPieceTokens = 64;
+constexpr int kManyRows = 12;  // of a tile, from which packing pays
+constexpr int kRowBuffers = kTileRows + kMostBlockRows;
 constexpr int kMaxHeadSize = 256;
 constexpr int kValueVectors = kLanes == 16 ? 4 : 2;  // accumulators a row, in add_values()
 
@@ -34,9 +39,12 @@ inline void widen(const T* from, int count, float* to) {  // to whole vectors
   if (i < count) store(to + i, load_partial(from + i, count - i));
 }
 
-// One task's state, about 200 KiB of stack at most.
+// One task's state, about 700 KiB of stack.
 template <typename Cache>
 class GeneralAttention {
+  static constexpr int kPieceWords = kPairs<Cache> ? kPieceTokens / 2 : kPieceTokens;
+  static constexpr int kWeightStride = kPieceWords;  // of rows of weights, packed
+
  public:
   GeneralAttention(const GeneralAttentionWork& work, int64_t task)
       : work_(work),
@@ -83,20 +91,24 @@ class GeneralAttention {
 
   void begin_tile(const AttentionTile& tile) {
     const int rows = tile.queries * tile.heads;
+    many_rows_ = rows >= kManyRows;
+    words_ = many_rows_ && kPairs<Cache> ? (head_size_ / 2 + 15) / 16 * 16 : stride_;
     dispatch_float(p_.dtype, [&](auto tag) {
       for (int row = 0; row < rows; ++row) {
         const int64_t token = tile.first_token + row / tile.heads;
         const int64_t head = tile.first_head + row % tile.heads;
-        widen(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
-                  head * head_size_,
-              head_size_, query_ + row * stride_);
+        copy_row(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
+                     head * head_size_,
+                 query_ + row * words_);
       }
     });
     for (int row = 0; row < rows; ++row) {
       sum_[row] = 0.0f;
       maximum_[row] = -kInfinity;
     }
-    for (int i = 0; i < rows * stride_; ++i) out_[i] = 0.0f;
+    const int blocks = many_rows_ ? rows + kMostBlockRows : rows;  // whole ones
+    for (int i = rows * words_; i < blocks * words_; ++i) query_[i] = 0.0f;
+    for (int i = 0; i < blocks * stride_; ++i) out_[i] = 0.0f;
     score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
   }
 
@@ -109,6 +121,7 @@ class GeneralAttention {
 
   // While one of K and V is multiplied, what comes next is fetched.
   void add_piece(const AttentionTile& tile, Piece piece, Piece next) {
+    if (many_rows_) return add_piece_in_blocks(tile, piece, next);
     const int32_t first = piece.first;
     const int count = piece.count;
     prefetch<false>(tile, piece);
@@ -132,9 +145,86 @@ class GeneralAttention {
     }
   }
 
+  void add_piece_in_blocks(const AttentionTile& tile, Piece piece, Piece next) {
+    const int rows = tile.queries * tile.heads;
+    prefetch<false>(tile, piece);
+    pack_keys(tile, piece);
+    multiply<Cache, false>({.a = query_,
+                            .a_stride = words_,
+                            .b = packed_,
+                            .b_stride = kPieceTokens,
+                            .words = words_,
+                            .c = weights_,
+                            .c_stride = kPieceTokens},
+                           rows, kPieceTokens);
+    bool all_see_all = true;
+    for (int query = 0; query < tile.queries; ++query) {
+      see_piece(tile, query, piece.first, piece.count);
+      all_see_all = all_see_all && seen_[query].begin <= 0 && seen_[query].end == piece.count;
+      for (int head = 0; head < tile.heads; ++head) {
+        weigh_in_blocks(tile, query, head, piece.first);
+      }
+    }
+    prefetch<true>(tile, next);
+    pack_values(tile, piece);
+    for (int row = 0; row < rows; ++row) {
+      if (decay_[row] == 1.0f) continue;
+      float* out = out_ + row * stride_;
+      for (int d = 0; d < stride_; d += kLanes) store(out + d, load(out + d) * decay_[row]);
+    }
+    if (all_see_all || all_finite<Cache>(page_, kPieceWords * stride_)) {
+      add_weighted(rows, page_, weights_, out_);
+    } else {
+      add_only_seen(tile);
+    }
+  }
+
+  // out += weights V, of the packed values of a piece.
+  void add_weighted(int rows, const float* values, const float* weights, float* out) const {
+    multiply<Cache, true>({.a = weights,
+                           .a_stride = kWeightStride,
+                           .b = values,
+                           .b_stride = stride_,
+                           .words = kPieceWords,
+                           .c = out,
+                           .c_stride = stride_},
+                          rows, stride_);
+  }
+
+  // The same where 0 * V may be NaN: query by query, with zeros for what it does not see.
+  void add_only_seen(const AttentionTile& tile) {
+    constexpr int kRows = 24;
+    alignas(64) float out[(kRows + kMostBlockRows) * kMaxHeadSize];
+    for (int query = 0; query < tile.queries; ++query) {
+      const Seen seen = seen_[query];
+      if (seen.begin >= seen.end) continue;
+      for (int word = 0; word < kPieceWords; ++word) {
+        const uint32_t keep = word_mask(word, seen);
+        for (int d = 0; d < stride_; d += kLanes) {
+          const VecUint bits = as_bits(load(page_ + word * stride_ + d)) & keep;
+          store(packed_ + word * stride_ + d, as_float(bits));
+        }
+      }
+      const int first = query * tile.heads, end = first + tile.heads;
+      for (int row = first; row < end; row += kRows) {
+        const int rows = smaller(kRows, end - row);
+        std::memcpy(out, out_ + row * stride_, sizeof(float) * rows * stride_);
+        add_weighted(rows, packed_, weights_ + row * kWeightStride, out);
+        std::memcpy(out_ + row * stride_, out, sizeof(float) * rows * stride_);
+      }
+    }
+  }
+
   struct Seen {
     int begin, end;  // tokens of the piece
   };
+
+  // The bits of word `word` of packed values that belong to tokens of `seen`.
+  static uint32_t word_mask(int word, Seen seen) {
+    const auto sees = [&](int token) { return token >= seen.begin && token < seen.end; };
+    if constexpr (!kPairs<Cache>) return sees(word) ? ~0u : 0u;
+    return (sees(2 * word) ? 0xffffu : 0u) | (sees(2 * word + 1) ? 0xffff0000u : 0u);
+  }
 
   void see_piece(const AttentionTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
@@ -179,21 +269,102 @@ class GeneralAttention {
     });
   }
 
+  // A row of the query or of K, with zeros up to words_. (page_ has had none but such rows.)
+  template <typename T>
+  void copy_row(const T* from, float* to) const {
+    if constexpr (std::is_same_v<T, Cache> && kPairs<T>) {
+      if (many_rows_) {
+        for (int i = head_size_ / 2; i < words_; ++i) to[i] = 0.0f;
+        std::memcpy(to, from, head_size_ * sizeof(T));
+        return;
+      }
+    }
+    widen(from, head_size_, to);
+  }
+
+  // K as [words_][kPieceTokens].
+  void pack_keys(const AttentionTile& tile, Piece piece) {
+    widen_keys(tile, piece.first, piece.count);
+    transpose(page_, words_, kPieceTokens, words_, packed_, kPieceTokens);
+  }
+
+  // V as [kPieceWords][stride_] in page_, zeros behind the piece's last token.
+  void pack_values(const AttentionTile& tile, Piece piece) {
+    if (kv_.layout == KvLayout::kVllm) {
+      copy_columns(tile, piece);
+      transpose(packed_, kPieceWords, stride_, kPieceWords, page_, stride_);
+    } else if constexpr (kPairs<Cache>) {
+      copy_pairs(tile, piece);
+    } else {
+      widen_values(tile, piece.first, piece.count);
+    }
+    for (int token = piece.count; token < kPieceTokens; ++token) {
+      const int word = kPairs<Cache> ? token / 2 : token;
+      const uint32_t keep = kPairs<Cache> && token % 2 != 0 ? 0xffffu : 0u;
+      float* to = page_ + word * stride_;
+      for (int d = 0; d < stride_; d += kLanes) {
+        store(to + d, as_float(as_bits(load(to + d)) & keep));
+      }
+    }
+  }
+
+  // Layout vllm: V's columns, [stride_][kPieceWords] in packed_.
+  void copy_columns(const AttentionTile& tile, Piece piece) {
+    const Cache* values = static_cast<const Cache*>(kv_.value);
+    for (int i = head_size_ * kPieceWords; i < stride_ * kPieceWords; ++i) packed_[i] = 0.0f;
+    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
+      const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot, 0);
+      for (int d = 0; d < head_size_; ++d, value += kv_.value_dim_stride) {
+        float* to = packed_ + d * kPieceWords;
+        if constexpr (kPairs<Cache>) {
+          std::memcpy(reinterpret_cast<Cache*>(to) + at, value, slots * sizeof(Cache));
+        } else {
+          widen_column(value, slots, to + at);
+        }
+      }
+    });
+  }
+
+  // NHD and HND: the rows of tokens 2i and 2i + 1 as row i of pairs.
+  void copy_pairs(const AttentionTile& tile, Piece piece) {
+    const Cache* values = static_cast<const Cache*>(kv_.value);
+    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
+      for (int i = 0; i < slots; ++i) {
+        const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot + i, 0);
+        float* to = page_ + (at + i) / 2 * stride_;
+        const bool second = (at + i) % 2 != 0;
+        for (int d = 0; d < head_size_; d += kLanes) {
+          const int rest = head_size_ - d;
+          const VecUint bits =
+              as_bits(rest < kLanes ? load_partial(value + d, rest) : load(value + d));
+          const VecUint word = second ? (as_bits(load(to + d)) & 0xffffu) | bits : bits >> 16;
+          store(to + d, as_float(word));
+        }
+      }
+    });
+  }
+
+  static void widen_column(const Cache* from, int slots, float* to) {
+    int i = 0;
+    for (; i + kLanes <= slots; i += kLanes) store(to + i, load(from + i));
+    if (i < slots) store_partial(to + i, load_partial(from + i, slots - i), slots - i);
+  }
+
   void widen_keys(const AttentionTile& tile, int32_t first, int count) {
     const Cache* keys = static_cast<const Cache*>(kv_.key);
     for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
       const Cache* key = keys + kv_.key_offset(block, tile.kv_head, slot, 0);
-      float* to = page_ + at * stride_;
-      for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += stride_) {
+      float* to = page_ + at * words_;
+      for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words_) {
         if (kv_.layout != KvLayout::kVllm) {
-          widen(key, head_size_, to);
+          copy_row(key, to);
           continue;
         }
         Cache row[kMaxHeadSize];  // from chunks of 16 bytes
         for (int d = 0, chunk = 0; d < head_size_; d += kv_.x, ++chunk) {
           std::memcpy(row + d, key + chunk * kv_.key_chunk_stride, 16);
         }
-        widen(row, head_size_, to);
+        copy_row(row, to);
       }
     });
   }
@@ -210,19 +381,52 @@ class GeneralAttention {
         return;
       }
       for (int d = 0; d < head_size_; ++d, value += kv_.value_dim_stride) {
-        float* to = page_ + d * kPieceTokens + at;
-        int i = 0;
-        for (; i + kLanes <= slots; i += kLanes) store(to + i, load(value + i));
-        if (i < slots) store_partial(to + i, load_partial(value + i, slots - i), slots - i);
+        widen_column(value, slots, page_ + d * kPieceTokens + at);
       }
     });
   }
 
   // --- scores and weights
 
-  // weights_[row] = exp(score - maximum), 0 where the row does not see; decay_[row] what earlier
-  // sums are to be multiplied with.
   void score_row(const AttentionTile& tile, int query, int head, int32_t first) {
+    const int row = query * tile.heads + head;
+    const Seen seen = seen_[query];
+    float* weights = weights_ + row * kPieceTokens;
+    for (int token = seen.begin / kLanes * kLanes; token < seen.end; token += kLanes) {
+      store(weights + token, dot(query_ + row * stride_, token));
+    }
+    weigh_row(tile, query, head, first);
+  }
+
+  // The same of scores in weights_, but of a whole piece, and as words to multiply with.
+  void weigh_in_blocks(const AttentionTile& tile, int query, int head, int32_t first) {
+    const int row = query * tile.heads + head;
+    const Seen seen = seen_[query];
+    float* weights = weights_ + row * kPieceTokens;
+    const bool any = seen.begin < seen.end;
+    if (any) {
+      weigh_row(tile, query, head, first);
+    } else {
+      decay_[row] = 1.0f;
+    }
+    const int begin = any ? seen.begin / kLanes * kLanes : kPieceTokens;
+    const int end = any ? (seen.end + kLanes - 1) / kLanes * kLanes : kPieceTokens;
+    for (int token = 0; token < begin; token += kLanes) store(weights + token, Vec{});
+    for (int token = end; token < kPieceTokens; token += kLanes) store(weights + token, Vec{});
+#if defined(__AVX512BF16__)
+    if constexpr (kPairs<Cache>) {
+      float* pairs = weights_ + row * kWeightStride;  // at most where this row's weights begin
+      for (int token = 0; token < kPieceTokens; token += 2 * kLanes) {
+        const Vec low = load(weights + token), high = load(weights + token + kLanes);
+        store_raw(pairs + token / 2, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+      }
+    }
+#endif
+  }
+
+  // weights_[row] = exp(score - maximum) of the scores there, 0 where the row does not see;
+  // decay_[row] what earlier sums are to be multiplied with.
+  void weigh_row(const AttentionTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const Seen seen = seen_[query];
     const int from = seen.begin / kLanes * kLanes;
@@ -230,7 +434,7 @@ class GeneralAttention {
     const float position = static_cast<float>(first - tile.first_position - query);  // of token 0
     Vec maxima = splat(-kInfinity);
     for (int token = from; token < seen.end; token += kLanes) {
-      Vec score = dot(query_ + row * stride_, token) * score_scale_;
+      Vec score = load(weights + token) * score_scale_;
       if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
       if (p_.alibi_slopes != nullptr) {
@@ -343,11 +547,14 @@ class GeneralAttention {
   const int stride_;  // head_size in whole vectors
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
+  bool many_rows_ = false;
+  int words_ = 0;  // of a row of query_ and of K
 
-  alignas(64) float query_[kTileRows * kMaxHeadSize];    // [rows][stride_]
-  alignas(64) float out_[kTileRows * kMaxHeadSize];      // [rows][stride_], not divided by sum_
-  alignas(64) float page_[kPieceTokens * kMaxHeadSize];  // widen_keys()'s, widen_values()'s
-  alignas(64) float weights_[kTileRows * kPieceTokens];  // [rows][kPieceTokens]
+  alignas(64) float query_[kRowBuffers * kMaxHeadSize];    // [rows][words_]
+  alignas(64) float out_[kRowBuffers * kMaxHeadSize];      // [rows][stride_], not divided by sum_
+  alignas(64) float page_[kPieceTokens * kMaxHeadSize];    // widen_keys()'s, widen_values()'s
+  alignas(64) float packed_[kPieceTokens * kMaxHeadSize];  // pack_keys()'s
+  alignas(64) float weights_[kRowBuffers * kPieceTokens];  // [rows][kPieceTokens], or of words
   float maximum_[kTileRows];
   float sum_[kTileRows];
   float decay_[kTileRows];
@@ -356,6 +563,7 @@ class GeneralAttention {
 
 template <typename Cache>
 __attribute__((noinline)) void run_task(const GeneralAttentionWork& work, int64_t task) {
+  const TileRegisters registers;
   GeneralAttention<Cache>(work, task).run();
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_kernels import _C
 
-LEVELS = ["baseline", "avx2", "avx512", "avx512_bf16"]  # ascending
+LEVELS = ["baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"]  # ascending
 SELECTION = (
     "cpu and (ragged or alibi or groups or every_byte or strided or nan_stays or very_large_query "
     "or cache_of_another_dtype or saturation or many_and_few_heads or every_tie or magnitudes)"

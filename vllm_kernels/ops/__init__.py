@@ -20,14 +20,16 @@ from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops.activation import *  # noqa: F403
 from vllm_kernels.ops.attention import *  # noqa: F403
 from vllm_kernels.ops.cache import *  # noqa: F403
+from vllm_kernels.ops.cascade import cascade_attention
 from vllm_kernels.ops.norm import *  # noqa: F403
 from vllm_kernels.ops.norm_quant import *  # noqa: F403
 from vllm_kernels.ops.rotary import *  # noqa: F403
 
 _rooms = (norm, norm_quant, rotary, activation, cache, attention)
-__all__ = ["check", *(name for room in _rooms for name in room.__all__)]
+_no_ops = ["cascade_attention", "check", "paged_attention_workspace"]
+__all__ = ["cascade_attention", "check", *(name for room in _rooms for name in room.__all__)]
 
-OPS = [name for name in __all__ if name not in ("check", "paged_attention_workspace")]
+OPS = [name for name in __all__ if name not in _no_ops]
 """Every op of the library."""
 
 

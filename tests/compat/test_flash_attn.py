@@ -1,0 +1,537 @@
+"""Every call form and rule of FlashAttention's clients, against an oracle in plain PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kernels.compat import bert_padding, flash_attn, flash_attn_interface
+
+NAN = float("nan")
+BOUND = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+FA2, FA3 = flash_attn, flash_attn_interface
+
+
+@pytest.fixture(params=[FA2, FA3], ids=["fa2", "fa3"])
+def fa(request: pytest.FixtureRequest):
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def near(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    assert got.shape == want.shape, f"{list(got.shape)}, expected {list(want.shape)}"
+    bound = scale * BOUND.get(got.dtype, 0)
+    torch.testing.assert_close(got.double(), want.double(), rtol=bound, atol=bound)
+
+
+def near_lse(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape and got.dtype == torch.float32 and got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def ints(values: list[int], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def random(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(device, dtype)
+
+
+def starts_of(counts: list[int], device: str) -> Tensor:
+    return ints([0, *counts], device).cumsum(0).int()
+
+
+def expected_varlen(q, k, v, queries, keys, **options) -> tuple[Tensor, Tensor]:
+    """(out [T, H, Dv], lse [H, T])."""
+    parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    got = [oracle.attention(*part, **options) for part in parts]
+    return torch.cat([out for out, _ in got]), torch.cat([lse for _, lse in got], dim=1)
+
+
+# --- signatures
+
+FA2_VARLEN = (
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+    "window_size softcap alibi_slopes deterministic return_attn_probs block_table s_aux"
+)
+FA2_KVCACHE = (
+    "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
+    "block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes "
+    "num_splits return_softmax_lse s_aux"
+)
+FA3_VARLEN = (
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale "
+    "causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits "
+    "pack_gqa deterministic sm_margin return_attn_probs s_aux sinks return_softmax_lse ver"
+)
+FA3_KVCACHE = (
+    "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
+    "page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale "
+    "v_descale softmax_scale causal window_size attention_chunk softcap rotary_interleaved "
+    "scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse s_aux sinks ver"
+)
+
+
+def test_signatures():
+    """Clients look at them, and leave out what they do not find; order counts by position."""
+    for function, names in (
+        (FA2.flash_attn_varlen_func, FA2_VARLEN), (FA2.flash_attn_with_kvcache, FA2_KVCACHE),
+        (FA3.flash_attn_varlen_func, FA3_VARLEN), (FA3.flash_attn_with_kvcache, FA3_KVCACHE),
+    ):  # fmt: skip
+        assert list(inspect.signature(function).parameters) == names.split()
+    parameters = inspect.signature(FA2.flash_attn_func).parameters
+    assert (
+        " ".join(list(parameters)[:8]) == "q k v dropout_p softmax_scale causal window_size softcap"
+    )
+    assert "dropout_p" not in inspect.signature(FA3.flash_attn_func).parameters
+
+
+def test_unsupported_arguments_raise_by_name():
+    q = torch.randn(2, 3, 4, 64)
+    starts = ints([0, 3, 6], "cpu")
+    varlen = (q.flatten(0, 1),) * 3 + (starts, starts, 3, 3)
+    for function, arguments, name, value in (
+        (FA2.flash_attn_func, (q, q, q), "dropout_p", 0.1),
+        (FA2.flash_attn_varlen_func, varlen, "dropout_p", 0.5),
+        (FA3.flash_attn_func, (q, q, q), "qv", q),
+        (FA3.flash_attn_func, (q, q, q), "attention_chunk", 4),
+        (FA3.flash_attn_varlen_func, varlen, "seqused_q", starts[:2]),
+        (FA3.flash_attn_varlen_func, varlen, "qv", q),
+        (FA3.flash_attn_with_kvcache, (q, q, q), "qv", q),
+        (FA3.flash_attn_with_kvcache, (q, q, q), "rotary_seqlens", starts),
+        (FA3.flash_attn_with_kvcache, (q, q, q), "attention_chunk", 1),
+    ):
+        message = rf"^{function.__name__}: {name}: not supported, got "
+        with pytest.raises(NotImplementedError, match=message):
+            function(*arguments, **{name: value})
+    with pytest.raises(RuntimeError, match=r"^flash_attn_func: inference only"):
+        FA2.flash_attn_func(q.clone().requires_grad_(), q, q)
+    narrow = q[..., :32]
+    with pytest.raises(NotImplementedError, match=r"flash_attn_with_kvcache: v_cache: not support"):
+        FA2.flash_attn_with_kvcache(q, q, narrow)
+
+
+# --- contiguous keys
+
+
+@pytest.mark.parametrize("causal, window", [(True, (-1, -1)), (False, (-1, -1)), (True, (7, 7)),
+                                            (False, (5, 3)), (False, (-1, 2)), (False, (0, 0))]
+)  # fmt: skip
+def test_func(fa, device, dtype, causal, window):
+    """transformers' call; more queries than keys and fewer; causality cuts the right window."""
+    for length, keys in ((9, 9), (3, 20), (20, 3)):
+        q = random(2, length, 6, 64, device=device, dtype=dtype)
+        k, v = random(2, 2, keys, 2, 64, device=device, dtype=dtype)
+        out, lse, *rest = fa.flash_attn_func(
+            q, k, v, causal=causal, window_size=window, softmax_scale=0.2, return_attn_probs=True,
+            deterministic=True,
+        )  # fmt: skip
+        assert rest == ([None] if fa is FA2 else [])
+        for row in range(2):
+            want = oracle.attention(q[row], k[row], v[row], causal, window, scale=0.2)
+            near(out[row], want[0])
+            near_lse(lse[row].contiguous(), want[1])
+        plain = fa.flash_attn_func(q, k, v, causal=causal, window_size=window, softmax_scale=0.2)
+        assert torch.equal(plain, out)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_varlen(fa, device, dtype, causal):
+    queries, keys = [5, 1, 12, 0, 3], [5, 40, 4, 3, 33]
+    q = random(sum(queries), 8, 64, device=device, dtype=dtype)
+    k, v = random(2, sum(keys), 2, 64, device=device, dtype=dtype)
+    position = (q, k, v, starts_of(queries, device), starts_of(keys, device), 12, 40)
+    for options, oracles in (
+        ({}, {}),
+        ({"window_size": (6, 6)}, {"window": (6, 6)}),
+        ({"softcap": 2.0}, {"softcap": 2.0}),
+        ({"s_aux": torch.linspace(-2, 3, 8, device=device).to(dtype)}, {}),
+    ):
+        if "s_aux" in options:
+            oracles = {"sinks": options["s_aux"]}
+        out, lse, *_ = fa.flash_attn_varlen_func(
+            *position, causal=causal, return_attn_probs=True, **options
+        )
+        want = expected_varlen(q, k, v, queries, keys, causal=causal, **oracles)
+        near(out, want[0])
+        near_lse(lse, want[1])
+    assert torch.equal(
+        fa.flash_attn_varlen_func(*position, causal=causal),
+        fa.flash_attn_varlen_func(*position, causal=causal, window_size=(-1, -1)),
+    )
+
+
+def test_alibi(device, dtype):
+    q = random(3, 7, 4, 64, device=device, dtype=dtype)
+    k, v = random(2, 3, 12, 2, 64, device=device, dtype=dtype)
+    one = torch.linspace(0.05, 0.5, 4, device=device)
+    each = torch.stack([one, one * 2, one.flip(0)])
+    for causal in (True, False):
+        for slopes in (one, each, one.expand(3, 4)):
+            out, lse, _ = FA2.flash_attn_func(
+                q, k, v, causal=causal, alibi_slopes=slopes, return_attn_probs=True
+            )
+            for row in range(3):
+                mine = slopes if slopes.dim() == 1 else slopes[row]
+                want = oracle.attention(q[row], k[row], v[row], causal, slopes=mine)
+                near(out[row], want[0])
+                near_lse(lse[row].contiguous(), want[1])
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        starts = [starts_of([n] * 3, device) for n in (7, 12)]
+        packed = FA2.flash_attn_varlen_func(*rows, *starts, 7, 12, causal=causal, alibi_slopes=each)
+        dense = FA2.flash_attn_func(q, k, v, causal=causal, alibi_slopes=each)
+        assert torch.equal(packed, dense.flatten(0, 1))
+
+
+@pytest.mark.parametrize("size, value_size", [(16, 16), (36, 36), (64, 64), (192, 128), (64, 128)])
+def test_head_sizes(fa, device, dtype, size, value_size):
+    """Sizes that the kernels have not, and V's own (lightllm: 192 with 128)."""
+    q = random(20, 4, size, device=device, dtype=dtype)
+    k = random(20, 4, size, device=device, dtype=dtype)
+    v = random(20, 4, value_size, device=device, dtype=dtype)
+    starts = starts_of([8, 12], device)
+    out, lse, *_ = fa.flash_attn_varlen_func(
+        q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=12, max_seqlen_k=12,
+        causal=True, return_attn_probs=True,
+    )  # fmt: skip
+    want = expected_varlen(q, k, v, [8, 12], [8, 12], causal=True)
+    near(out, want[0])
+    near_lse(lse, want[1])
+
+
+def test_slices_of_packed_tensors(fa, device, dtype):
+    """transformers gives [B, H, S, D] transposed, others slices of a packed qkv."""
+    qkv = random(2, 9, 3, 4, 64, device=device, dtype=dtype)
+    q, k, v = qkv.unbind(2)
+    want = fa.flash_attn_func(*(x.contiguous() for x in (q, k, v)), causal=True)
+    assert torch.equal(fa.flash_attn_func(q, k, v, causal=True), want)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(fa.flash_attn_func(*heads_first, causal=True), want)
+    starts = starts_of([9, 9], device)
+    rows = qkv.flatten(0, 1)
+    packed = fa.flash_attn_varlen_func(*rows.unbind(1), starts, starts, 9, 9, causal=True)
+    assert torch.equal(packed, want.flatten(0, 1))
+    assert torch.equal(FA2.flash_attn_qkvpacked_func(qkv, causal=True), want)
+    assert torch.equal(FA2.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), want)
+    again = FA2.flash_attn_varlen_qkvpacked_func(rows, starts, 9, causal=True)
+    assert torch.equal(again, packed)
+    again = FA2.flash_attn_varlen_kvpacked_func(
+        rows[:, 0], rows[:, 1:], starts, starts, 9, 9, causal=True
+    )
+    assert torch.equal(again, packed)
+
+
+def test_eight_bits_with_descales(device):
+    """FA3: q, k and v in e4m3, scales [batch, KV heads], of their own or one expanded."""
+    queries, keys = [3, 5], [20, 9]
+    rows = [torch.randn(n, h, 64, device=device) for n, h in ((8, 4), (29, 2), (29, 2))]
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in rows)
+    own = torch.tensor([[0.5, 2.0], [1.5, 0.25]], device=device)
+    for scale in (own, own[:1, :1].expand(2, 2)):
+        out = FA3.flash_attn_varlen_func(
+            q, k, v, starts_of(queries, device), starts_of(keys, device), 5, 20, causal=True,
+            q_descale=scale, k_descale=scale, v_descale=scale,
+        )  # fmt: skip
+        assert out.dtype == torch.bfloat16
+        for row, (i, j) in enumerate(zip(q.split(queries), range(2), strict=True)):
+            mine = scale[row][:, None]
+            want, _ = oracle.attention(
+                (i.double() * mine.repeat_interleave(2, 0)).bfloat16(),
+                k.split(keys)[j].double() * mine, v.split(keys)[j].double() * mine, True,
+            )  # fmt: skip
+            near(out.split(queries)[row], want, 2.0)
+
+
+def test_seqused_k(device, dtype):
+    q = random(5, 4, 64, device=device, dtype=dtype)
+    k, v = random(2, 30, 2, 64, device=device, dtype=dtype)
+    starts = starts_of([10, 20], device)
+    k[7:10] = v[7:10] = NAN
+    out = FA3.flash_attn_varlen_func(
+        q, k, v, starts_of([2, 3], device), starts, 3, 20, seqused_k=ints([7, 20], device),
+        causal=True,
+    )  # fmt: skip
+    for got, i, j in ((out[:2], q[:2], slice(0, 7)), (out[2:], q[2:], slice(10, 30))):
+        near(got, oracle.attention(i, k[j], v[j], True)[0])
+
+
+# --- the cache
+
+
+class Paged:
+    """Pages of NaN, and sequences in some of them."""
+
+    def __init__(self, device: str, dtype: torch.dtype, lens: list[int], page: int, room: int = 8,
+                 heads: int = 2, slabs: int = 1) -> None:  # fmt: skip
+        counts = [-(-(max(n, 0) + room) // page) for n in lens]
+        width = max(counts) + 1
+        order = torch.randperm(sum(counts) + 3)
+        # A layer is every n-th slab of one buffer: strided pages.
+        pool = torch.full((len(order), slabs, 2, page, heads, 64), NAN)
+        self.pool = pool.to(device, dtype)
+        self.key, self.value = self.pool[:, slabs // 2, 0], self.pool[:, slabs // 2, 1]
+        self.table = torch.full((len(lens), width), -1, dtype=torch.int32)
+        self.rows = []
+        for seq, (length, count) in enumerate(zip(lens, counts, strict=True)):
+            mine, order = order[:count], order[count:]
+            self.table[seq, :count] = mine
+            rows = random(2, max(length, 0), heads, 64, device=device, dtype=dtype)
+            self.rows.append(rows)
+            for token in range(max(length, 0)):
+                block = int(mine[token // page])
+                self.key[block, token % page] = rows[0, token]
+                self.value[block, token % page] = rows[1, token]
+        self.table = self.table.to(device)
+        self.lens = ints(lens, device)
+        self.page = page
+
+    def gathered(self, seq: int, length: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(length, device=self.table.device)
+        blocks = self.table[seq].long()[tokens // self.page]
+        return self.key[blocks, tokens % self.page], self.value[blocks, tokens % self.page]
+
+
+def table_name(fa) -> str:
+    return "block_table" if fa is FA2 else "page_table"
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_decode_appends_in_place(fa, device, dtype, page):
+    """transformers' continuous batching; padding rows of -1 read and write nothing."""
+    lens = [5, 255, 256, 33, -1]
+    cache = Paged(device, dtype, lens, page, slabs=3)
+    cache.table[4] = -1
+    before = cache.pool.clone()
+    q = random(5, 1, 6, 64, device=device, dtype=dtype)
+    k, v = random(2, 5, 1, 2, 64, device=device, dtype=dtype)
+    for window in ((-1, -1), (9, 9), (9, 0)):
+        cache.pool.copy_(before)
+        out = fa.flash_attn_with_kvcache(
+            q, cache.key, cache.value, k, v, causal=True, softmax_scale=0.15, window_size=window,
+            cache_seqlens=cache.lens, **{table_name(fa): cache.table},
+        )  # fmt: skip
+        assert out.shape == q.shape and not out[4].any()
+        for seq in range(4):
+            keys, values = cache.gathered(seq, lens[seq] + 1)
+            assert torch.equal(keys[-1], k[seq, 0]) and torch.equal(values[-1], v[seq, 0])
+            assert torch.equal(keys[:-1], cache.rows[seq][0])
+            near(out[seq], oracle.attention(q[seq], keys, values, True, window, scale=0.15)[0])
+        after = cache.pool.nan_to_num(-7.0)
+        changed = (after != before.nan_to_num(-7.0)).flatten(3).any(-1)  # [blocks, slabs, 2, page]
+        assert changed.sum() == 8, "4 tokens of K and V, and nothing else"
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_ragged_queries_through_kvcache(device, dtype, page):
+    """mini-sglang, lightllm: prefill and decode by cu_seqlens_q, K and V halves of a buffer."""
+    lens, queries = [30, 7, 50, 0], [5, 7, 1, 0]
+    cache = Paged(device, dtype, lens, page)
+    q = random(sum(queries), 4, 64, device=device, dtype=dtype)
+    starts = starts_of(queries, device)
+    shared = {
+        "q": q, "k_cache": cache.key, "v_cache": cache.value, "page_table": cache.table,
+        "cache_seqlens": cache.lens, "cu_seqlens_q": starts, "max_seqlen_q": 7,
+        "cu_seqlens_k_new": starts_of([9, 9, 9, 9], device), "softmax_scale": 0.125,
+        "causal": True, "window_size": (-1, -1), "softcap": 0.0,
+    }  # fmt: skip
+    out, lse = FA3.flash_attn_with_kvcache(**shared, return_softmax_lse=True)
+    for seq, part in enumerate(q.split(queries)):
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        want = oracle.attention(part, *cache.rows[seq], True)
+        near(out[rows], want[0])
+        near_lse(lse[:, rows].contiguous(), want[1])
+    sglang = {"sm_margin": 0, "num_splits": 0, "pack_gqa": None, "ver": 3}
+    lightllm = {"k_descale": None, "v_descale": None, "return_softmax_lse": False}
+    for more in (sglang, lightllm):
+        assert torch.equal(FA3.flash_attn_with_kvcache(**shared, **more), out)
+    sinks = torch.linspace(-1, 2, 4, device=device)
+    with_sinks = FA3.flash_attn_with_kvcache(**shared, sinks=sinks)
+    near(with_sinks[:5], oracle.attention(q[:5], *cache.rows[0], True, sinks=sinks)[0])
+
+
+def test_ragged_tokens_are_appended(device, dtype):
+    lens, new = [30, 0, 15], [2, 5, 1]
+    cache = Paged(device, dtype, lens, 16)
+    q = random(8, 4, 64, device=device, dtype=dtype)
+    k, v = random(2, 8, 2, 64, device=device, dtype=dtype)
+    starts = starts_of(new, device)
+    out = FA3.flash_attn_with_kvcache(
+        q, cache.key, cache.value, k, v, page_table=cache.table, cache_seqlens=cache.lens,
+        cu_seqlens_q=starts, cu_seqlens_k_new=starts, max_seqlen_q=5, causal=True,
+    )  # fmt: skip
+    for seq, part in enumerate(q.split(new)):
+        keys, values = cache.gathered(seq, lens[seq] + new[seq])
+        assert torch.equal(keys[lens[seq] :], k.split(new)[seq])
+        near(out.split(new)[seq], oracle.attention(part, keys, values, True)[0])
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])
+def test_not_causal_pages(fa, device, dtype, window):
+    cache = Paged(device, dtype, [30, 5], 16)
+    q = random(2, 9, 4, 64, device=device, dtype=dtype)
+    out, lse = fa.flash_attn_with_kvcache(
+        q, cache.key, cache.value, cache_seqlens=cache.lens, window_size=window,
+        return_softmax_lse=True, **{table_name(fa): cache.table},
+    )  # fmt: skip
+    for seq in range(2):
+        want = oracle.attention(q[seq], *cache.rows[seq], False, window)
+        near(out[seq], want[0])
+        near_lse(lse[seq].contiguous(), want[1])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_rotary(fa, device, dtype, interleaved, causal):
+    """k is turned at its positions; q at its own, or where not causal at the first."""
+    cache = Paged(device, dtype, [12, 0, 3], 16)
+    q = random(3, 2, 4, 64, device=device, dtype=dtype)
+    k, v = random(2, 3, 2, 2, 64, device=device, dtype=dtype)
+    angle = torch.outer(torch.arange(40.0), 10000.0 ** -torch.linspace(0, 1, 16))
+    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    untouched = q.clone(), k.clone()
+    out = fa.flash_attn_with_kvcache(
+        q, cache.key, cache.value, k, v, rotary_cos=cos, rotary_sin=sin, causal=causal,
+        rotary_interleaved=interleaved, cache_seqlens=cache.lens, **{table_name(fa): cache.table},
+    )  # fmt: skip
+    assert torch.equal(q, untouched[0]) and torch.equal(k, untouched[1])
+    for seq, length in enumerate(cache.lens.tolist()):
+        keys, values = cache.gathered(seq, length + 2)
+        near(keys[length:], oracle.turned(k[seq], length, 1, cos, sin, interleaved), 2.0)
+        turned = oracle.turned(q[seq], length, int(causal), cos, sin, interleaved)
+        want, _ = oracle.attention(turned.to(dtype), keys, values, causal)
+        near(out[seq], want, 2.0)
+    with pytest.raises(RuntimeError, match="rotary_cos: expected k and v with it"):
+        fa.flash_attn_with_kvcache(q, cache.key, cache.value, rotary_cos=cos, rotary_sin=sin)
+
+
+@pytest.mark.parametrize("length", [64, 50])
+def test_cache_without_pages(fa, device, dtype, length):
+    """cache_seqlens an int, a tensor or None; rows chosen; heads before tokens; left padding."""
+    whole = random(5, length, 2, 64, device=device, dtype=dtype)
+    heads_first = random(5, 2, length, 64, device=device, dtype=dtype).transpose(1, 2)
+    q = random(3, 2, 4, 64, device=device, dtype=dtype)
+    index = ints([4, 0, 2], device)
+    for caches in ((whole, whole.flip(0)), (heads_first, heads_first)):
+        for lens in (37, ints([40, 3, 50], device), None):
+            got = fa.flash_attn_with_kvcache(
+                q, *caches, cache_seqlens=lens, cache_batch_idx=index, causal=True
+            )
+            for row in range(3):
+                count = (
+                    length if lens is None else lens if isinstance(lens, int) else int(lens[row])
+                )
+                key, value = (cache[index[row], :count] for cache in caches)
+                near(got[row], oracle.attention(q[row], key, value, True)[0])
+    pad = ints([5, 0, 30], device)
+    lens = ints([40, 3, 50], device)
+    got = fa.flash_attn_with_kvcache(
+        q, whole[:3], whole[:3], cache_seqlens=lens, cache_leftpad=pad, causal=True
+    )
+    for row in range(3):
+        rows = whole[row, int(pad[row]) : int(lens[row])]
+        near(got[row], oracle.attention(q[row], rows, rows, True)[0])
+    k = random(3, 2, 2, 64, device=device, dtype=dtype)
+    for key, value in ((whole, whole.clone()), (heads_first, heads_first.clone())):
+        got = fa.flash_attn_with_kvcache(
+            q, key, value, k, k + 1, cache_seqlens=ints([7, -1, 20], device),
+            cache_batch_idx=index, causal=True,
+        )  # fmt: skip
+        for row, first in ((0, 7), (2, 20)):
+            rows = [cache[index[row], : first + 2] for cache in (key, value)]
+            assert torch.equal(rows[0][first:], k[row]) and torch.equal(rows[1][first:], k[row] + 1)
+            near(got[row], oracle.attention(q[row], *rows, True)[0])
+        assert not got[1].any()
+    table = ints([[0]] * 3, device)
+    with pytest.raises(RuntimeError, match="cache_batch_idx: expected None with a block table"):
+        fa.flash_attn_with_kvcache(
+            q, whole, whole, cache_batch_idx=index, **{table_name(fa): table}
+        )
+
+
+def test_varlen_with_block_table(device, dtype):
+    cache = Paged(device, dtype, [30, 7], 16)
+    q = random(7, 4, 64, device=device, dtype=dtype)
+    out = FA2.flash_attn_varlen_func(
+        q, cache.key, cache.value, starts_of([5, 2], device), starts_of([30, 7], device), 5, 30,
+        causal=True, block_table=cache.table,
+    )  # fmt: skip
+    for got, part, rows in zip(out.split([5, 2]), q.split([5, 2]), cache.rows, strict=True):
+        near(got, oracle.attention(part, *rows, True)[0])
+
+
+def test_defaults_in_force(fa, dtype):
+    """torch.set_default_dtype and set_default_device: tensors are made with both named."""
+    cache = Paged("cpu", dtype, [12, 3], 16)
+    q = random(2, 3, 4, 64, device="cpu", dtype=dtype)
+    arguments = {"cache_seqlens": cache.lens, "causal": True, table_name(fa): cache.table}
+    want = fa.flash_attn_with_kvcache(
+        q, cache.key, cache.value, q[:, :, :2], q[:, :, 2:], **arguments
+    )
+    dense = fa.flash_attn_func(q, q, q, causal=True)
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    try:
+        got = fa.flash_attn_with_kvcache(
+            q, cache.key, cache.value, q[:, :, :2], q[:, :, 2:], **arguments
+        )
+        assert torch.equal(got, want) and torch.equal(
+            fa.flash_attn_func(q, q, q, causal=True), dense
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("page", [1, 256])
+def test_replayed_graphs(fa, device, page):
+    """Decodes as clients capture them, appended in place; other lengths, and rows of nobody."""
+    if device != "cuda":
+        pytest.skip("CUDA graphs")
+    cache = Paged(device, torch.bfloat16, [30, 8, 100, 50], page)
+    q = random(4, 1, 8, 64, device=device, dtype=torch.bfloat16)
+    k, v = random(2, 4, 1, 2, 64, device=device, dtype=torch.bfloat16)
+    before = cache.pool.clone()
+
+    def call() -> Tensor:
+        return fa.flash_attn_with_kvcache(
+            q, cache.key, cache.value, k, v, causal=True, cache_seqlens=cache.lens,
+            **{table_name(fa): cache.table},
+        )  # fmt: skip
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lens in ([30, 8, 100, 50], [12, -1, 70, 49], [3, 7, -1, -1]):
+        cache.lens.copy_(ints(lens, device))
+        cache.pool.copy_(before)
+        graph.replay()
+        for seq, length in enumerate(lens):
+            if length < 0:
+                assert not out[seq].any()
+                continue
+            keys, values = cache.gathered(seq, length + 1)
+            assert torch.equal(keys[-1], k[seq, 0])
+            near(out[seq], oracle.attention(q[seq], keys, values, True)[0])
+
+
+# --- bert_padding
+
+
+def test_padding():
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1]])
+    rows = torch.randn(3, 4, 2, 8)
+    tokens, indices, starts, longest, used = bert_padding.unpad_input(rows, mask)
+    assert starts.tolist() == [0, 3, 5, 9] and longest == 4 and used.tolist() == [3, 2, 4]
+    assert starts.dtype == torch.int32 and torch.equal(tokens, rows[mask.bool()])
+    back = bert_padding.pad_input(tokens, indices, 3, 4)
+    assert torch.equal(back, rows * mask[..., None, None])

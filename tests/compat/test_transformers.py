@@ -1,0 +1,83 @@
+"""transformers' flash_attention_2, continuous batching too, on vllm_kernels.compat.flash_attn."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+
+from vllm_kernels.compat import flash_attn  # noqa: E402
+
+
+@pytest.fixture
+def as_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a user does, and what the distribution flash-attn would answer; names of calls made."""
+    if not hasattr(utils, "lazy_import_flash_attention"):
+        pytest.skip(f"another way to flash_attn in transformers {transformers.__version__}")
+    calls = []
+
+    def counted(name: str):
+        import functools
+
+        function = getattr(flash_attn, name)
+
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        monkeypatch.setattr(flash_attn, name, counted(name))
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", flash_attn.bert_padding)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *args, **kwargs: True)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    utils.lazy_import_flash_attention("flash_attention_2")
+    return calls
+
+
+def toy(family: str, **more: object) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None, **more,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data *= 5  # clear winners
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 6, "attn_logit_softcapping": 5.0}),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_generate(device, as_flash_attn, family, more):
+    """Tokens of an unpadded and of a padded batch are those of eager attention."""
+    model = toy(family, **more).to(device)
+    tokens = torch.randint(2, 128, (3, 20), device=device)
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+    mask[2, :19] = 0
+    for attention_mask in (torch.ones_like(tokens), mask):
+        options = {"attention_mask": attention_mask, "max_new_tokens": 12, "do_sample": False}
+        model.config._attn_implementation = "eager"
+        want = model.generate(tokens, **options)
+        model.config._attn_implementation = "flash_attention_2"
+        as_flash_attn.clear()
+        got = model.generate(tokens, **options)
+        assert torch.equal(got, want)
+        assert as_flash_attn, "another attention ran"

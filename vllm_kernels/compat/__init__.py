@@ -1,0 +1,9 @@
+"""Other packages' functions, by their names and arguments, on this library's ops.
+
+- :mod:`vllm_kernels.compat.flash_attn`: FlashAttention 2 (``flash_attn``)
+- :mod:`vllm_kernels.compat.flash_attn_interface`: FlashAttention 3 (``flash_attn_interface``), with
+  what ``sgl_kernel.flash_attn`` adds
+
+On CPU and CUDA, for inference. A codebase written for one of them changes its import; where the
+import is not yours, ``sys.modules["flash_attn"] = vllm_kernels.compat.flash_attn`` before it runs.
+"""

@@ -1,0 +1,437 @@
+"""What the spellings of FlashAttention's functions have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
+from vllm_kernels.ops._common import inference_only, library_ops
+
+
+def refuse(function: str, **unsupported: object) -> None:
+    """Raises NotImplementedError for the first argument that is neither None, 0 nor False."""
+    for name, value in unsupported.items():
+        if value is not None and not (isinstance(value, (int, float)) and not value):
+            raise NotImplementedError(f"{function}: {name}: not supported, got {value!r:.60}")
+
+
+@dataclass
+class Options:
+    """Scores and what becomes of them, in FlashAttention's words."""
+
+    function: str
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
+    sinks: Tensor | None = None  # [num_heads]
+    q_descale: Tensor | None = None  # [batch, num_kv_heads], of 8-bit queries
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    def sides(self) -> tuple[int, int]:
+        """Tokens before and after a query token's position that it sees; -1: all."""
+        left, right = (-1 if side is None or side < 0 else int(side) for side in self.window)
+        return left, 0 if self.causal else right
+
+    def shared(self) -> dict[str, object]:
+        """The arguments that are the same for every sequence."""
+        sinks = None if self.sinks is None else self.sinks.float().contiguous()
+        return {"softcap": self.softcap, "sinks": sinks}
+
+    def rows(self, batch: int) -> Iterator[tuple[slice, dict[str, object]]]:
+        """Sequences whose slopes and scales are one argument: all at once, or one by one."""
+        values = {
+            "alibi_slopes": self.alibi_slopes,
+            "k_scale": self.k_descale,
+            "v_scale": self.v_descale,
+        }
+        per_row = {
+            name: value
+            for name, value in values.items()
+            if value is not None
+            and value.dim() == 2
+            and value.shape[0] > 1
+            and value.stride(0) != 0
+        }
+        whole = {
+            name: None if value is None else value[0] if value.dim() == 2 else value
+            for name, value in values.items()
+            if name not in per_row
+        }
+        shared = {name: _floats(value) for name, value in whole.items()}
+        if not per_row:
+            yield slice(0, batch), shared
+            return
+        for row in range(batch):
+            mine = {name: _floats(value[row]) for name, value in per_row.items()}
+            yield slice(row, row + 1), {**shared, **mine}
+
+
+def _floats(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.float().contiguous()
+
+
+def _int32(values: Tensor) -> Tensor:
+    return values.int().contiguous()
+
+
+def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
+    """An 8-bit query [tokens, heads, head_size] as bfloat16; seqs: the sequence of each token."""
+    if query.dtype.itemsize != 1:
+        return query
+    rows = query.float()
+    if descale is not None:
+        per_token = descale[:1] if descale.stride(0) == 0 or seqs is None else descale[seqs]
+        group = query.shape[1] // descale.shape[1]
+        rows = rows * per_token.float().repeat_interleave(group, dim=1)[..., None]
+    return rows.bfloat16()
+
+
+def _contiguous_heads(query: Tensor) -> Tensor:
+    heads = query.shape[1] == 1 or query.stride(1) == query.shape[2]
+    return query if query.stride(2) == 1 and heads else query.contiguous()
+
+
+def _rows_contiguous(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _token_seqs(starts: Tensor, num_tokens: int) -> Tensor:
+    """The sequence of every token."""
+    tokens = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
+    seqs = torch.searchsorted(starts, tokens, right=True) - 1
+    return seqs.clamp(0, max(0, starts.numel() - 2))
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    options: Options,
+    seqused_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H])."""
+    inference_only(options.function, q, k, v)
+    batch = cu_seqlens_q.numel() - 1
+    cu_seqlens_q, cu_seqlens_k = _int32(cu_seqlens_q), _int32(cu_seqlens_k)
+    if seqused_k is not None:  # of each sequence's keys only the first: pages of one token
+        first = cu_seqlens_k[:-1, None]
+        table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+        return paged(
+            q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
+        )
+    seqs = None
+    if q.dtype.itemsize == 1:
+        seqs = _token_seqs(cu_seqlens_q, q.shape[0])
+    q = _dequantized(q, options.q_descale, seqs)
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    # Head sizes that the kernels have, and one for K and V: zeros change no product.
+    head_size, value_size = q.shape[-1], v.shape[-1]
+    step = 16 if k.dtype.itemsize == 1 else 8
+    padded = max(32, -(-max(head_size, value_size) // step) * step)
+    q, k, v = (_padded(rows, padded) for rows in (q, k, v))
+    q, k, v = _contiguous_heads(q), _rows_contiguous(k), _rows_contiguous(v)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    shared = options.shared()
+    left, right = options.sides()
+    for seqs, mine in options.rows(batch):
+        ends = slice(seqs.start, seqs.stop + 1)
+        library_ops.varlen_attention(
+            out, lse, q, k, v, cu_seqlens_q[ends], cu_seqlens_k[ends], scale,
+            mine["alibi_slopes"], left, right, shared["softcap"], shared["sinks"],
+            _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]), int(max_seqlen_q), None,
+        )  # fmt: skip
+    return out[..., :value_size], lse
+
+
+def _padded(rows: Tensor, head_size: int) -> Tensor:
+    missing = head_size - rows.shape[-1]
+    if missing == 0:
+        return rows
+    if rows.dtype.itemsize == 1:  # torch pads no float8
+        return torch.nn.functional.pad(rows.view(torch.uint8), (0, missing)).view(rows.dtype)
+    return torch.nn.functional.pad(rows, (0, missing))
+
+
+def _scale_of(keys: Tensor, scale: Tensor | None) -> Tensor | None:
+    return scale if keys.dtype.itemsize == 1 else None
+
+
+def paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H])."""
+    inference_only(options.function, q, k_cache, v_cache)
+    if k_cache.shape[-1] != v_cache.shape[-1]:
+        raise NotImplementedError(
+            f"{options.function}: v_cache: not supported with a head size of its own, "
+            f"{v_cache.shape[-1]} beside {k_cache.shape[-1]}"
+        )
+    batch = seq_lens.numel()
+    seqs = None
+    if q.dtype.itemsize == 1 and cu_seqlens_q is not None:
+        seqs = _token_seqs(cu_seqlens_q, q.shape[0])
+    elif q.dtype.itemsize == 1:
+        seqs = torch.arange(batch, device=q.device)
+    q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
+    out = q.new_empty(q.shape)
+    lses = q.new_empty(q.shape[:2], dtype=torch.float32)
+    shared = options.shared()
+    left, right = options.sides()
+    for rows, mine in options.rows(batch):
+        starts, query, target, lse = cu_seqlens_q, q, out, lses
+        if cu_seqlens_q is not None:
+            starts = cu_seqlens_q[rows.start : rows.stop + 1]
+        elif rows != slice(0, batch):
+            query, target, lse = q[rows], out[rows], lses[rows]
+        library_ops.paged_attention(
+            target, lse, query, k_cache, v_cache, table[rows], seq_lens[rows], starts,
+            q.shape[-1] ** -0.5 if options.scale is None else options.scale, mine["alibi_slopes"],
+            left + 1, shared["softcap"], shared["sinks"], _scale_of(k_cache, mine["k_scale"]),
+            _scale_of(k_cache, mine["v_scale"]), "NHD", int(max_seqlen_q), None, 0, False, right,
+        )  # fmt: skip
+    return out, lses
+
+
+@dataclass
+class Pages:
+    key: Tensor  # [blocks, page, Hk, D]
+    value: Tensor
+    table: Tensor  # [batch, width] int32
+
+
+def pages_of(
+    function: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    batch: int,
+) -> tuple[Pages, Pages]:
+    """As it is written, and as it is read.
+
+    A cache [batch_cache, length, Hk, D] is written as pages of ``length`` tokens, and read, from
+    the padding on, as pages of as many tokens as the kernels have and its strides let.
+    """
+    if block_table is not None:
+        for name, value in (
+            ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
+        ):  # fmt: skip
+            if value is not None:
+                raise RuntimeError(f"{function}: {name}: expected None with a block table")
+        table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+        pages = Pages(k_cache, v_cache, table.int())
+        return pages, pages
+    rows, length = k_cache.shape[:2]
+    page = 1 if cache_leftpad is not None else 256
+    steps = []
+    for cache in (k_cache, v_cache):
+        row, token = cache.stride()[:2]
+        if rows > 1 and row % token != 0:
+            raise RuntimeError(
+                f"{function}: expected caches whose rows are whole numbers of tokens apart, got "
+                f"strides {list(cache.stride())}"
+            )
+        steps.append(row // token if rows > 1 else length)
+    if steps[0] != steps[1]:
+        raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
+    page = math.gcd(page, length, steps[0])
+    blocks = ((rows - 1) * steps[0] + length) // page if rows else 0
+    views = [
+        cache.as_strided(
+            (blocks, page, *cache.shape[2:]), (page * cache.stride(1), *cache.stride()[1:])
+        )
+        for cache in (k_cache, v_cache)
+    ]  # fmt: skip
+    device = k_cache.device
+    index = cache_batch_idx
+    if index is None:
+        index = torch.arange(batch, dtype=torch.int32, device=device)
+    first = index.int() * (steps[0] // page)
+    if cache_leftpad is not None:
+        first = first + cache_leftpad.int()
+    columns = torch.arange(length // page, dtype=torch.int32, device=device)
+    target = Pages(k_cache, v_cache, index.int()[:, None])
+    return target, Pages(*views, first[:, None] + columns)
+
+
+def lengths_of(
+    cache_seqlens: int | Tensor | None, length: int, batch: int, device: torch.device
+) -> Tensor:
+    """[batch] int32."""
+    if cache_seqlens is None:
+        cache_seqlens = length
+    if isinstance(cache_seqlens, int):
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    return _int32(cache_seqlens)
+
+
+@dataclass
+class NewTokens:
+    """Tokens that a call puts behind what the cache holds."""
+
+    key: Tensor  # [tokens, Hk, D]
+    value: Tensor
+    seqs: Tensor  # [tokens] int64, the sequence of each
+    index: Tensor  # [tokens] int64, its number among the sequence's new ones
+    counts: Tensor  # [batch] int32
+
+
+def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
+    """k, v [batch, tokens, Hk, D], or with cu_seqlens [tokens, Hk, D]."""
+    device = k.device
+    if cu_seqlens is None:
+        batch, count = k.shape[:2]
+        seqs = torch.arange(batch, dtype=torch.int64, device=device).repeat_interleave(
+            count, output_size=batch * count
+        )
+        index = torch.arange(count, dtype=torch.int64, device=device).repeat(batch)
+        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
+        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), seqs, index, counts)
+    starts = _int32(cu_seqlens)
+    seqs = _token_seqs(starts, k.shape[0])
+    tokens = torch.arange(k.shape[0], dtype=torch.int64, device=device)
+    return NewTokens(k, v, seqs, tokens - starts[seqs], starts.diff())
+
+
+def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
+    """Writes the tokens to their pages; the sequences' lengths with them, 0 where a row is padded.
+
+    A row is padded where its length is negative or its table has no page for the first new token.
+    """
+    page, width = pages.key.shape[1], pages.table.shape[1]
+    lengths = lengths.long()
+    ends = lengths.clamp_min(0) // page
+    first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
+    real = (lengths >= 0) & (first >= 0) & (ends < width)
+    position = lengths[new.seqs] + new.index
+    column = (position // page).clamp(0, width - 1)
+    block = pages.table[new.seqs, column].long()
+    good = real[new.seqs] & (block >= 0) & (position // page < width)
+    good &= new.index < new.counts[new.seqs]
+    slots = torch.where(good, block * page + position % page, -1)
+    scales = [
+        torch.ones(1, dtype=torch.float32, device=new.key.device)
+        if scale is None
+        else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
+        for scale in (options.k_descale, options.v_descale)
+    ]
+    name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+    reshape_and_cache_flash(
+        _rows_contiguous(new.key), _rows_contiguous(new.value), pages.key, pages.value, slots,
+        name.get(pages.key.dtype, "auto"), *scales,
+    )  # fmt: skip
+    return torch.where(real, lengths + new.counts, 0).int()
+
+
+def rotated(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """A copy of rows [tokens, heads, D], turned; cos, sin [positions, rotary_dim / 2]."""
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    table = torch.cat([cos, sin], dim=-1).to(rows.dtype)
+    rotary_embedding(
+        positions.clamp(0, cos.shape[0] - 1), rows.flatten(1), None, rows.shape[-1], table,
+        not interleaved,
+    )  # fmt: skip
+    return rows
+
+
+def with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    rotary_interleaved: bool,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    options: Options,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [B, S, H, D] -> (out like q, lse [B, H, S]); with cu_seqlens_q q [T, H, D], lse [H, T]."""
+    name = options.function
+    if (k is None) != (v is None):
+        raise RuntimeError(f"{name}: expected k and v together, got one of them")
+    if rotary is not None and k is None:
+        raise RuntimeError(f"{name}: rotary_cos: expected k and v with it, got None")
+    packed = cu_seqlens_q is not None
+    tokens = q if packed else q.flatten(0, 1)
+    if packed:
+        starts = _int32(cu_seqlens_q)
+        batch, longest = starts.numel() - 1, max_seqlen_q or q.shape[0]
+    else:
+        batch, longest = q.shape[:2]
+        starts = None
+        if longest != 1:
+            starts = torch.arange(
+                0, (batch + 1) * longest, max(1, longest), dtype=torch.int32, device=q.device
+            )
+            if longest == 0:
+                starts = torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+    target, pages = pages_of(
+        name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch
+    )
+    capacity = pages.table.shape[1] * pages.key.shape[1]
+    lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
+    if k is not None:
+        new = new_tokens(k, v, cu_seqlens_k_new if packed else None)
+        if rotary is not None:
+            before = lengths.long().clamp_min(0)
+            new.key = rotated(new.key, before[new.seqs] + new.index, *rotary, rotary_interleaved)
+            seqs = (
+                _token_seqs(starts, tokens.shape[0])
+                if starts is not None
+                else torch.arange(batch, dtype=torch.int64, device=q.device)
+            )
+            position = before[seqs]
+            if starts is not None and (options.causal or options.sides() != (-1, -1)):
+                index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
+                position = position + index - starts[seqs]
+            tokens = rotated(tokens, position, *rotary, rotary_interleaved)
+        lengths = append(new, target, lengths, options)
+    else:
+        lengths = lengths.clamp_min(0)
+    if cache_leftpad is not None:
+        lengths = (lengths - cache_leftpad).clamp_min(0).int()
+    out, lse = paged(tokens, pages.key, pages.value, pages.table, lengths, starts, longest, options)
+    if packed:
+        return out, lse.t().contiguous()
+    shape = (batch, longest)
+    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
+    (batch, length), keys = q.shape[:2], k.shape[1]
+    starts = [
+        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * count
+        for count in (length, keys)
+    ]
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    out, lse = varlen(*rows, *starts, length, options)
+    shape = (batch, length)
+    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()

@@ -1,0 +1,168 @@
+"""FlashAttention 2's functions: ``from vllm_kernels.compat.flash_attn import flash_attn_func``.
+
+Names, arguments, order, defaults and results are those of flash-attn 2.8; ``s_aux`` (attention
+sinks) is added last, where callers that look for it find it. Meanings that are easily mistaken:
+
+- causal and windows are aligned at the ends: query i of Sq sees the keys
+  ``i + Sk - Sq - left .. i + Sk - Sq + right``, right 0 where causal; no key gives 0.
+- ``alibi_slopes`` [num_heads] or [batch, num_heads] add ``-slope * |i + Sk - Sq - j|``. (A slope or
+  scale for each sequence is a launch for each sequence.)
+- ``flash_attn_with_kvcache`` puts ``k`` and ``v`` into the cache at ``cache_seqlens`` first, in
+  place, turned if there are ``rotary_cos`` and ``rotary_sin``. A row is left out and gives 0 where
+  cache_seqlens is -1 or the table has no page (-1) for its new tokens.
+- pages: 1, 2, 4, .. 256 tokens, of any stride. Head sizes: of caches, multiples of 8 from 32 to
+  256; elsewhere any up to 256, and V may have one of its own.
+
+For inference: no dropout, no gradients; softmax's probabilities are not returned (None).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_kernels.compat import _attention, bert_padding
+from vllm_kernels.compat._attention import Options, refuse
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+__version__ = "2.8.4"  # whose interface this is
+__path__: list[str] = []  # imported as flash_attn, a package with flash_attn.bert_padding
+_ = bert_padding
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def _result(out: Tensor, lse: Tensor, wanted: bool) -> Result:
+    return (out, lse, None) if wanted else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out [B, S, H, D].
+
+    With return_attn_probs (out, lse [B, H, S], None). deterministic changes nothing: it always is.
+    """
+    refuse("flash_attn_func", dropout_p=dropout_p)
+    options = Options(
+        "flash_attn_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    )
+    return _result(*_attention.dense(q, k, v, options), return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Result:
+    """q [T, H, D], k, v [Tk, Hk, D] -> out [T, H, D]; with return_attn_probs lse [H, T], None too.
+
+    With a block_table [B, width] k and v are pages [blocks, page, Hk, D].
+    """
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p)
+    options = Options(
+        "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    )
+    if block_table is None:
+        out, lse = _attention.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+    else:
+        lens = cu_seqlens_k.diff().int()
+        starts = cu_seqlens_q.int().contiguous()
+        out, lse = _attention.paged(q, k, v, block_table, lens, starts, max_seqlen_q, options)
+    return _result(out, lse.t().contiguous(), return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q [B, S, H, D], caches [B, length, Hk, D] or, with a block_table, pages -> out like q.
+
+    With return_softmax_lse (out, lse [B, H, S]). num_splits is left to the kernels.
+    """
+    options = Options(
+        "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    )
+    rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
+    out, lse = _attention.with_cache(
+        q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, options,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: object, **kwargs: object) -> Result:
+    """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
+    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: object, **kwargs: object) -> Result:
+    """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
+    return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: object, **kwargs: object
+) -> Result:
+    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, *args: object, **kwargs: object
+) -> Result:
+    """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D]."""
+    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **kwargs)

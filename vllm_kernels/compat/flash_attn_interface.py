@@ -1,0 +1,150 @@
+"""FlashAttention 3's functions: ``from vllm_kernels.compat.flash_attn_interface import ..``.
+
+Names, arguments, order and defaults are those of flash-attn 3 (``flash_attn_interface``); what its
+relatives add comes last: ``s_aux`` (vLLM's) and ``sinks`` (``sgl_kernel.flash_attn``) for attention
+sinks, ``return_softmax_lse`` and ``ver``. What is said in :mod:`vllm_kernels.compat.flash_attn`
+holds here. Hints to kernels (num_splits, pack_gqa, sm_margin, scheduler_metadata, deterministic,
+ver) change nothing. 8-bit q, k and v stand for element * descale [batch, num_kv_heads]; the result
+is bfloat16. Not supported, and refused by name: qv, attention_chunk, rotary_seqlens, seqused_q.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_kernels.compat import _attention
+from vllm_kernels.compat._attention import Options, refuse
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    ver: int = 3,
+) -> Result:
+    """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out, or (out, lse [B, H, S])."""
+    refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    options = Options(
+        "flash_attn_func", softmax_scale, causal, window_size, softcap, None,
+        s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    out, lse = _attention.dense(q, k, v, options)
+    return (out, lse) if return_attn_probs or return_softmax_lse else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    ver: int = 3,
+) -> Result:
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> out [T, H, Dv], or (out, lse [H, T])."""
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    options = Options(
+        "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, None,
+        s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    out, lse = _attention.varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, seqused_k, max_seqlen_k
+    )
+    return (out, lse.t().contiguous()) if return_attn_probs or return_softmax_lse else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    ver: int = 3,
+) -> Result:
+    """q [B, S, H, D] -> out like q, or (out, lse [B, H, S]).
+
+    With cu_seqlens_q [B + 1] q is [T, H, D], k and v [tokens, Hk, D] by cu_seqlens_k_new, and lse
+    [H, T]. cu_seqlens_k_new without k is not looked at.
+    """
+    refuse(
+        "flash_attn_with_kvcache", qv=qv, rotary_seqlens=rotary_seqlens,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
+    options = Options(
+        "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, None,
+        s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
+    out, lse = _attention.with_cache(
+        q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
+        cache_leftpad, page_table, options, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
