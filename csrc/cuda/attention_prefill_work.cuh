@@ -147,7 +147,7 @@ class PrefillPlan {
     const int seq = round * 32 + lane;
     chunks_ = query_len_ = seq_len_ = first_query_ = 0;
     if (seq >= p.num_seqs) return;
-    seq_len_ = usable_seq_len(p, seq);
+    seq_len_ = key_range(p, seq).count;
     const QueryRange queries = query_range(p, seq);
     first_query_ = queries.first;
     query_len_ = queries.count;

@@ -272,6 +272,15 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
 __device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
+// Of 16, or 8, bytes: the first `bytes`, and zeros behind them.
+__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy8_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void wait_all_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

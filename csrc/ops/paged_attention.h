@@ -1,8 +1,8 @@
 // paged_attention, and paged_attention_v1 and _v2, its special cases: query tokens attend to the
-// pages of their sequence.
-//   position(i) = seq_len - (query tokens of the sequence) + i      of query token i: causal
-//   s(t)   = softcap(scale * q . k[t]) + slope[h] * (t - position)  for the tokens t it sees:
-//            position - sliding_window < t <= position
+// pages of their sequence. varlen_attention: to keys and values that lie one after the other.
+//   position(i) = seq_len - (query tokens of the sequence) + i      of query token i
+//   s(t)   = softcap(scale * q . k[t]) - slope[h] * |t - position|  for the tokens t it sees:
+//            position - sliding_window < t <= position + window_right
 //   out    = sum_t exp(s(t)) v[t] / (sum_t exp(s(t)) + exp(sink[h]))
 //   lse    = log(sum_t exp(s(t)) + exp(sink[h]))
 // with softcap(x) = c * tanh(x / c). A query token that sees nothing gives 0, and -inf (its sink
@@ -72,13 +72,20 @@ struct PagedAttentionParams {
   int64_t out_stride = 0;                    // elements between tokens of out
   float* lse = nullptr;                      // [num_tokens, num_heads] natural log, or null
   const float* sinks = nullptr;              // [num_heads] logits, or null
-  int32_t sliding_window = 0;                // tokens a query token sees, itself included; 0: all
-  float softcap = 0.0f;                      // 0: none
+  // Tokens that a query token sees up to its own position, itself included; 0: all.
+  int32_t sliding_window = 0;
+  // Tokens after its position that it sees as well; 0: causal, INT32_MAX: all.
+  int32_t window_right = 0;
+  float softcap = 0.0f;  // 0: none
   // Tokens of a piece of a sequence, at most, whatever the batch; 0: cut as suits the batch. (The
   // CPU then does not cut a row at all.)
   int32_t split_tokens = 0;
   // CUDA: pages, tables and lengths are read before the predecessor ends, and not again.
   bool early_pages = false;
+  // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values,
+  // which `kv` describes as one block in layout NHD; max_seq_len is the number of its rows,
+  // seq_lens and block_tables are null.
+  const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
   // CUDA, of the second of two launches that share a batch: sequences of more than max_query_len
   // query tokens are the other one's, and it runs beside that one, its predecessor.
   bool beside = false;
@@ -114,6 +121,34 @@ VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_length(const PagedAttentio
 VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
                                                               int32_t seq) {
   return usable_length(p, p.seq_lens[seq]);
+}
+
+// A sequence's keys: `first` is a row of contiguous keys, 0 of pages.
+struct KeyRange {
+  int32_t first = 0;
+  int32_t count = 0;
+};
+VLLM_KERNELS_HOST_DEVICE static inline KeyRange key_range(const PagedAttentionParams& p,
+                                                          int32_t seq) {
+  if (p.key_start_loc == nullptr) return {.first = 0, .count = usable_seq_len(p, seq)};
+  int32_t first = p.key_start_loc[seq], end = p.key_start_loc[seq + 1];
+  first = first < 0 ? 0 : first;
+  end = end > p.max_seq_len ? static_cast<int32_t>(p.max_seq_len) : end;
+  return {.first = first, .count = end > first ? end - first : 0};
+}
+
+// The tokens [begin, end) of `length` that query tokens at positions low .. high see together.
+struct SeenTokens {
+  int32_t begin = 0;
+  int32_t end = 0;
+};
+VLLM_KERNELS_HOST_DEVICE static inline SeenTokens seen_tokens(const PagedAttentionParams& p,
+                                                              int64_t low, int64_t high,
+                                                              int32_t length) {
+  const int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
+  const int64_t behind = high + p.window_right + 1;
+  const int32_t end = behind < length ? static_cast<int32_t>(behind < 0 ? 0 : behind) : length;
+  return {.begin = first < 0 ? 0 : static_cast<int32_t>(first < end ? first : end), .end = end};
 }
 
 }  // namespace vllm_kernels
