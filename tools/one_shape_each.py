@@ -356,6 +356,25 @@ def prompts() -> None:
                     torch.cuda.synchronize()
 
 
+def contiguous_keys() -> None:
+    """varlen_attention: causal and not, few and many query tokens, every pair of types."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    starts = torch.tensor([0, 290, 291, 380], dtype=torch.int32, device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            for head_size in (64, 96, 128, 192, 256):
+                key = torch.randn(380, 4, head_size, device=CUDA).to(stored)
+                for count, options in ((380, {}), (380, {"window": (70, 9)}), (3, {})):
+                    query = torch.randn(count, 24, head_size, device=CUDA, dtype=dtype)
+                    few = starts if count == 380 else torch.arange(4, device=CUDA).int()
+                    for causal in (True, False):
+                        vllm_kernels.varlen_attention(
+                            query, key, key, few, starts, max_query_len=290, causal=causal,
+                            return_lse=True, **options,
+                        )  # fmt: skip
+                torch.cuda.synchronize()
+
+
 def decode_steps() -> None:
     """fused_decode_attention: every layout and pair of types, aligned tokens and others."""
     eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -395,6 +414,7 @@ def main() -> None:
     groups = (
         general_attention,
         prompts,
+        contiguous_keys,
         decode_steps,
         norms,
         rotary_and_activations,

@@ -137,9 +137,9 @@ class GeneralAttention {
   };
 
   void see_piece(const AttentionTile& tile, int query, int32_t first, int count) {
-    AttentionTile one{};
-    see(p_, tile.first_position + query, tile.first_position + query, one);
-    const int begin = one.begin - first, end = one.end - first;
+    const int64_t position = tile.first_position + query;
+    const SeenTokens seen = seen_tokens(p_, position, position, tile.keys.count);
+    const int begin = seen.begin - first, end = seen.end - first;
     seen_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
   }
 
@@ -148,6 +148,10 @@ class GeneralAttention {
   // Calls body(block, first slot, number of slots, first token of the piece), page by page.
   template <typename Body>
   void for_each_page(const AttentionTile& tile, int32_t first, int count, Body&& body) {
+    if (p_.key_start_loc != nullptr) {
+      if (count > 0) body(int64_t{0}, tile.keys.first + first, count, 0);
+      return;
+    }
     const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
     for (int done = 0; done < count;) {
       const int32_t page = (first + done) / kv_.block_size, slot = (first + done) % kv_.block_size;
@@ -231,7 +235,7 @@ class GeneralAttention {
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
       if (p_.alibi_slopes != nullptr) {
         const Vec slope = splat(p_.alibi_slopes[tile.first_head + head]);
-        score = fma(slope, numbers + splat(position), score);
+        score = fma(-slope, absolute(numbers + splat(position)), score);
       }
       score = select(is_seen(numbers, seen), score, splat(-kInfinity));
       maxima = maximum(score, maxima);

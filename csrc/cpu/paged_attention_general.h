@@ -45,6 +45,7 @@ struct AttentionTile {
   int32_t first_token;     // of query
   int32_t queries;         // query tokens
   int32_t first_position;  // of its first query token in the sequence; may be negative
+  KeyRange keys;           // of the sequence
   int32_t begin, end;      // tokens of the sequence that any of its rows sees
   int64_t first_unit;
   int64_t units;
@@ -54,13 +55,6 @@ namespace {
 
 inline int32_t smaller(int64_t a, int64_t b) {
   return static_cast<int32_t>(a < b ? a : b);
-}
-
-// The tokens [begin, end) that query tokens at positions first .. last see together.
-inline void see(const PagedAttentionParams& p, int64_t first, int64_t last, AttentionTile& tile) {
-  const int64_t begin = p.sliding_window > 0 ? first - p.sliding_window + 1 : 0;
-  tile.begin = begin > 0 ? static_cast<int32_t>(begin) : 0;
-  tile.end = last + 1 > tile.begin ? static_cast<int32_t>(last + 1) : tile.begin;
 }
 
 // Calls body(tile) for the tiles that have one of the units [begin, end), in order. Returns the
@@ -73,14 +67,18 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   int64_t unit = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
     const QueryRange range = query_range(p, seq);
-    const int32_t length = usable_seq_len(p, seq);
+    const KeyRange keys = key_range(p, seq);
     for (int32_t query = 0; query < range.count; query += work.queries_per_tile) {
       AttentionTile tile{};
       tile.seq = seq;
       tile.first_token = range.first + query;
       tile.queries = smaller(work.queries_per_tile, range.count - query);
-      tile.first_position = length - range.count + query;
-      see(p, tile.first_position, tile.first_position + tile.queries - 1, tile);
+      tile.first_position = keys.count - range.count + query;
+      tile.keys = keys;
+      const SeenTokens seen =
+          seen_tokens(p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);
+      tile.begin = seen.begin;
+      tile.end = seen.end;
       tile.units = (int64_t{tile.end} - tile.begin + work.unit_tokens - 1) / work.unit_tokens;
       if (tile.units == 0) tile.units = 1;
       const int64_t skipped = begin > unit ? (begin - unit) / tile.units : 0;

@@ -37,7 +37,7 @@ struct PrefillMmaConfig {
   static constexpr int kSpan = kHeadSize <= 64 || !kSmall ? 64 : 32;  // tokens whose scores are in registers
   // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
   // place of each thread's own.
-  static constexpr int kHeldSteps = kHeadSize == 128 ? VLLM_HELD : kHeadSize == 256 ? 2 * VLLM_HELD : kHeadSize / 16;
+  static constexpr int kHeldSteps = kHeadSize == 128 ? 3 : kHeadSize == 256 ? 10 : kHeadSize / 16;
   static constexpr int kQueryBytes = kRowTiles * (kHeadSize / 16 - kHeldSteps) * kThreads * 16;
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kTileBytes = kColumns * kTokens * kColumnBytes;  // of K, or of V

@@ -1,5 +1,6 @@
 // paged_attention: the choice of kernel.
 #include <algorithm>
+#include <bit>
 
 #include "cuda/launchers.h"
 #include "cuda/paged_attention_decode.h"
@@ -42,9 +43,14 @@ int few_tokens(const PagedAttentionParams& p) {
   return std::max(1, kFewRows / (p.num_heads / p.kv.num_kv_heads));
 }
 
-// The kernel for many query rows where it serves these tensors and has work for the device: of half
-// of its blocks at least, or it could not make up for pieces of sequences, which the others take.
-// Else null. (With split_tokens the kernel must not depend on the batch.)
+// Whether query tokens see their past alone, in pages: what the kernels for few query rows know.
+bool causal_pages(const PagedAttentionParams& p) {
+  return p.key_start_loc == nullptr && p.window_right == 0;
+}
+
+// The kernel for many query rows where it serves these tensors and, if others do as well, has work
+// for the device: of half of its blocks at least, or it could not make up for pieces of sequences,
+// which the others take. Else null. (With split_tokens the kernel must not depend on the batch.)
 LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const DeviceInfo& device = current_device_info();
@@ -52,12 +58,18 @@ LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
   // Every sequence but one may be a single token, of a decode.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t items = (tokens * group + 127) / 128 * kv.num_kv_heads;
-  const bool pages = kv.layout == KvLayout::kVllm ? kv.block_size == 16 : kv.block_size >= 16;
+  const bool few = p.max_query_len <= few_tokens(p) || p.max_query_len * group <= 2 * kFewRows ||
+                   2 * items < device.multiprocessors || p.split_tokens > 0;
+  const bool widens = size_of(kv.dtype) == 1;
+  const bool longer = (kv.layout != KvLayout::kVllm || widens) && kv.block_size > 16 &&
+                      std::has_single_bit(static_cast<uint32_t>(kv.block_size));
+  const bool pages = p.key_start_loc != nullptr || kv.block_size == 16 || longer;
+  const bool plain = !(p.softcap > 0.0f) && p.alibi_slopes == nullptr;
+  const bool stored = widens ? false && kv.head_size <= kMostWidened && plain : kv.dtype == p.dtype;
   const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 &&
                        aligned16(p.out) && p.out_stride % 8 == 0;
-  if (!device.has_wgmma || kv.dtype != p.dtype || kv.num_blocks == 0 || !pages || !aligned ||
-      !(p.scale > 0.0f) || p.split_tokens > 0 || p.max_query_len <= few_tokens(p) ||
-      p.max_query_len * group <= 2 * kFewRows || 2 * items < device.multiprocessors) {
+  if (!device.has_wgmma || !stored || kv.num_blocks == 0 || !pages || !aligned ||
+      !(p.scale > 0.0f) || (few && causal_pages(p))) {
     return nullptr;
   }
   switch (kv.head_size) {
@@ -95,12 +107,15 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
   if (!fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
-  const DecodeWorkspace workspace = decode_workspace(memory, stream);
   const LaunchPrefill prefill = prefill_kernel(p);
+  const bool causal = causal_pages(p);
+  if (prefill == nullptr && !causal) return launch_paged_attention_simt<true>(p, stream);
+  const DecodeWorkspace workspace = decode_workspace(memory, stream);
   if (prefill == nullptr) return launch_decode(p, workspace, stream);
   // Sequences of few query tokens, if there can be any, have a launch of their own beside it.
   const int few = few_tokens(p);
-  const bool mixed = p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
+  const bool mixed =
+      causal && p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
   prefill(p,
           {.least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)},
           stream);

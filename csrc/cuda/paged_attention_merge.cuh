@@ -31,8 +31,9 @@ struct TokenRange {
   int begin;
   int end;
   int seq_len;
-  int query;     // row of query and out, -1: none
-  int position;  // of the query token in its sequence
+  int first_key;  // row of contiguous keys; 0 where there are pages
+  int query;      // row of query and out, -1: none
+  int position;   // of the query token in its sequence
 };
 
 // v1 and v2: block `index` is partition index % max_partitions of a sequence.
@@ -44,12 +45,13 @@ __device__ __forceinline__ TokenRange token_range(const PagedAttentionParams& p,
   range.begin = range.partition * p.partition_size;
   range.end =
       p.partition_size == 0 ? range.seq_len : min(range.seq_len, range.begin + p.partition_size);
+  range.first_key = 0;
   range.query = range.seq;
   range.position = range.seq_len - 1;
   return range;
 }
 
-// paged_attention: the tokens that row `query` of query sees.
+// paged_attention, varlen_attention: the tokens that row `query` of query sees.
 __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams& p, int query) {
   int seq = query;
   if (p.query_start_loc != nullptr) {  // the last sequence that starts at or before it
@@ -65,12 +67,14 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
     seq = low;
   }
   const QueryRange queries = query_range(p, seq);
-  TokenRange range = {.seq = seq, .partition = 0, .seq_len = usable_seq_len(p, seq)};
+  const KeyRange keys = key_range(p, seq);
+  TokenRange range = {.seq = seq, .partition = 0, .seq_len = keys.count, .first_key = keys.first};
   const int index = query - queries.first;
   range.query = index >= 0 && index < queries.count ? query : -1;
   range.position = range.seq_len - queries.count + index;
-  range.begin = p.sliding_window > 0 ? max(0, range.position - p.sliding_window + 1) : 0;
-  range.end = max(range.begin, range.position + 1);
+  const SeenTokens seen = seen_tokens(p, range.position, range.position, range.seq_len);
+  range.begin = seen.begin;
+  range.end = seen.end;
   return range;
 }
 

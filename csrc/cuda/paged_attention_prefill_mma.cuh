@@ -23,8 +23,6 @@ struct PrefillMmaShape {
   PrefillShape plan;
   ScoreCap cap;
   bool leads;  // sequences of few query tokens are the next launch's
-  // Tokens that a row sees up to its position, itself included, and behind it; kAllSeen: all.
-  int seen_before, seen_after;
   uint32_t key_block, key_head;
   uint32_t key_token;  // 1 in layout vllm
   uint32_t key_chunk;  // layout vllm: to the next 16 bytes of a token
@@ -34,23 +32,25 @@ struct PrefillMmaShape {
   FastDivisor page_divisor;
 };
 
-constexpr int kAllSeen = 1 << 30;  // longer sequences are left to others
-
-// An item, and which tokens its rows see together.
 struct PrefillMmaItem : PrefillItem {
-  int first_key;  // row of contiguous keys of the sequence's token 0
-  int length;     // of the sequence
-  int end;        // tokens from `begin` up to here
-  int asks_at;    // the tile at which the block asks for its next item
+  int length;   // of the sequence
+  int asks_at;  // the tile at which the block asks for its next item
 };
 
-// What rows at positions low .. high see of a sequence: tokens [begin, end).
-__device__ __forceinline__ int first_seen(const PrefillMmaShape& shape, int low) {
-  return max(0, low - shape.seen_before + 1);
+// What the query token at `position` sees of a sequence: tokens [first_seen, behind_seen).
+__device__ __forceinline__ int first_seen(const PagedAttentionParams& p, int position) {
+  return p.sliding_window > 0 ? max(0, position - p.sliding_window + 1) : 0;
 }
-__device__ __forceinline__ int behind_seen(const PrefillMmaShape& shape, int high, int length) {
-  return min(length, high + shape.seen_after + 1);
+__device__ __forceinline__ int behind_seen(const PrefillMmaShape& shape, int position,
+                                           int length) {
+  return min(length, position + shape.plan.window_right + 1);
 }
+
+// Tokens that any row of a warp sees, and those that every row sees.
+struct alignas(16) WarpSight {
+  int begin, end;
+  int whole_begin, whole_end;
+};
 
 template <typename Config>
 struct PrefillMmaShared {
@@ -58,6 +58,7 @@ struct PrefillMmaShared {
   PrefillMmaItem items[2];               // seq < 0: there are no more
   uint32_t present[2][2];                // bits, of a stage's tokens
   float factors[Config::kRows];          // what undoes a query row's scaling
+  WarpSight sights[Config::kWarps];
   alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
   __device__ __forceinline__ Plan& plan(int lane) {
@@ -175,12 +176,24 @@ struct PrefillMmaCopies {
   }
   // Where these pieces go.
   __device__ __forceinline__ uint32_t key_to(int i, int stage) const {
-    return Config::kWidens ? raw_at(i) : key_at(stage) + row_chunk(token(i), chunk(i));
+    return Config::kWidens ? raw_at(i) : key_at(stage) + row_to(i);
   }
   __device__ __forceinline__ uint32_t value_to(int i, int stage) const {
     if (Config::kWidens) return raw_at(kPieces + i);
     return value_at(stage) +
-           (kRows ? row_chunk(token(i), chunk(i)) : value_chunk(dimension(i), lane % 2));
+           (kRows ? row_to(i) : value_chunk(dimension(i), lane % 2));
+  }
+  // row_chunk() of a piece, from that of the first where that is quicker.
+  __device__ __forceinline__ uint32_t row_to(int i) const {
+    const uint32_t first = row_chunk(token(0), chunk(0));
+    if constexpr (kRows && kTimes == 1) {
+      const int tokens = 32 / kAcross * i;
+      return (first ^ tokens % 8 * 16) + tokens * kColumnBytes;
+    } else if constexpr (!kRows && kChunks % 8 == 0) {
+      return (first ^ 2 * i % 8 * 16) + 2 * i / 8 * kColumnStride<Config::kTokens>;
+    } else {
+      return row_chunk(token(i), chunk(i));
+    }
   }
   __device__ __forceinline__ uint32_t raw_at(int piece) const {
     return storage + 4 * kTileBytes + (piece * Config::kThreads + warp * 32 + lane) * 16;
@@ -229,7 +242,7 @@ struct PrefillMmaCopies {
 
   // Rows of tokens that may lie anywhere.
   __device__ __forceinline__ void copy_rows(const TokenPlace& mine, int stage) const {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
       const TokenPlace place = mine.of_lane(token(i));
       const int bytes = place.there ? 16 : 0;
@@ -290,7 +303,7 @@ struct PrefillMmaCopies {
   __device__ __forceinline__ void copy_pages(const PrefillMmaItem& item, int first,
                                              const TokenPlace& mine, int stage) const {
     const char* key = keys(mine.key + uint64_t{shape.key_chunk} * chunk(0));
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
       if (chunk(i) * kElements < head_size()) {
         copy16_async(key_to(i, stage), key, mine.there ? 16 : 0);
@@ -316,7 +329,7 @@ struct PrefillMmaCopies {
                         place.in_page * kElementBytes;
     const int seen = min(kBytes, max(0, item.end - first - from) * kElementBytes);
     const int bytes = place.there ? seen : 0;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
       if (dimension(i) < head_size()) {
         const uint32_t to = value_to(i, stage) + offset;
@@ -387,24 +400,32 @@ struct PrefillMmaRows {
 
   const PagedAttentionParams& p;
   const PrefillMmaShape& shape;
-  float* factors;  // of this warp's rows
-  int warp, lane;
+  float* factors;     // of the block's rows
+  WarpSight* sights;  // of the block's warps
   Tile tile;
   float k_scale;
+
+  // Asked for where they are needed: registers are short.
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpRows; }
 
   // The query token of the sequence, and the head, of this lane's row r of a row tile.
   __device__ __forceinline__ int place(const PrefillItem& item, int tile_index, int r,
                                        int& head) const {
-    return place(item, Tile::row_of(lane, tile_index, r), head);
+    return place(item, Tile::row_of(lane(), tile_index, r), head);
   }
   __device__ __forceinline__ int place(const PrefillItem& item, int row, int& head) const {
-    const int index = item.first_row + min(warp * kWarpRows + row, item.rows - 1);
+    const int index = item.first_row + min(first_row() + row, item.rows - 1);
     const int token = static_cast<int>(shape.plan.group_divisor.divide(index));
     head = item.kv_head * shape.plan.group + index - token * shape.plan.group;
     return token;
   }
   __device__ __forceinline__ bool has(const PrefillItem& item, int row) const {
-    return warp * kWarpRows + row < item.rows;
+    return first_row() + row < item.rows;
+  }
+
+  __device__ __forceinline__ uint64_t head_offset(int head) const {  // unsigned: one instruction
+    return uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(p.kv.head_size);
   }
 
   template <typename Query>
@@ -416,12 +437,12 @@ struct PrefillMmaRows {
           if (!has(item, row)) return nullptr;
           return static_cast<const Query*>(p.query) +
                  static_cast<int64_t>(item.first_query + token) * p.query_stride +
-                 static_cast<int64_t>(head) * p.kv.head_size;
+                 head_offset(head);
         },
-        p.kv.head_size, factors, lane);
+        p.kv.head_size, factors + first_row(), lane());
   }
 
-  __device__ __forceinline__ void start(const PrefillItem& item) {
+  __device__ __forceinline__ void start(const PrefillMmaItem& item) {
     if constexpr (!Config::kWidens) {
       load_query<T>(item);
     } else {
@@ -429,27 +450,37 @@ struct PrefillMmaRows {
       p.dtype == DType::kFloat16 ? load_query<Half>(item) : load_query<BFloat16>(item);
     }
     tile.clear();
+    if (lane() == 0) {
+      WarpSight sight = {.begin = 0, .end = INT32_MIN, .whole_begin = 0, .whole_end = 0};
+      if (has(item, 0)) {
+        int head;
+        const int low = item.position + place(item, 0, head);
+        const int high = item.position + place(item, kWarpRows - 1, head);
+        sight = {.begin = first_seen(p, low),
+                 .end = behind_seen(shape, high, item.length),
+                 .whole_begin = first_seen(p, high),
+                 .whole_end = behind_seen(shape, low, item.length)};
+      }
+      sights[threadIdx.x / 32] = sight;
+    }
+    __syncwarp();
   }
 
   // A tile whose K, V and present tokens (a bit each) lie at these addresses.
   __device__ __forceinline__ void attend(const PrefillMmaItem& item, int tile_index, uint32_t key,
                                          uint32_t value, const uint32_t* present) {
-    if (!has(item, 0)) return;
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
-    int head;
-    const int low = item.position + place(item, 0, head);
-    const int high = item.position + place(item, kWarpRows - 1, head);
 #pragma unroll 1
     for (int span = Config::kTokens / kSpan - 1; span >= 0; --span) {
       const int first = tile_index * Config::kTokens + span * kSpan;
-      if (first >= behind_seen(shape, high, item.length)) continue;
-      if (first + kSpan <= first_seen(shape, low)) continue;
+      const WarpSight sight = sights[threadIdx.x / 32];
+      if (first >= sight.end || first + kSpan <= sight.begin) continue;
       typename Tile::Scores scores;
       tile.multiply_keys(scores, key + span * kSpan * kColumnBytes);
       if (adjusts) adjust(item, first, scores);
       const Bits tokens = kSpan == 64 ? present[0] | Bits{present[1]} << 32 : present[span];
-      if (tokens != kAllTokens<kSpan> || first < first_seen(shape, high) ||
-          first + kSpan > behind_seen(shape, low, item.length)) {
+      if (tokens != kAllTokens<kSpan> || first < sight.whole_begin ||
+          first + kSpan > sight.whole_end) {
         mask(item, first, tokens, scores);
       }
       tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
@@ -466,7 +497,7 @@ struct PrefillMmaRows {
   // From a row's score to log2 units.
   __device__ __forceinline__ float unit(int tile_index, int r) const {
     if constexpr (!Config::kWidens) return shape.plan.to_log2;
-    return shape.plan.to_log2 * k_scale * factors[Tile::row_of(lane, tile_index, r)];
+    return shape.plan.to_log2 * k_scale * factors[first_row() + Tile::row_of(lane(), tile_index, r)];
   }
 
   // action(score, tile_index, r, column) for all of this lane's; columns are relative to its first.
@@ -488,7 +519,7 @@ struct PrefillMmaRows {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int head;
-        const int distance = first + lane % 4 * 2 - item.position - place(item, t, r, head);
+        const int distance = first + lane() % 4 * 2 - item.position - place(item, t, r, head);
         const float scale = unit(t, r);
         each_score(scores, t, r, [&](float& score, int) { score *= scale; });
         if (p.softcap > 0.0f) {
@@ -507,7 +538,7 @@ struct PrefillMmaRows {
   // `tokens`: whose pages are there.
   __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, Bits tokens,
                                        typename Tile::Scores& scores) const {
-    const int column = lane % 4 * 2;
+    const int column = lane() % 4 * 2;
     tokens >>= column;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
@@ -515,7 +546,7 @@ struct PrefillMmaRows {
       for (int r = 0; r < 2; ++r) {
         int head;
         const int position = item.position + place(item, t, r, head);
-        const int begin = first_seen(shape, position) - first - column;
+        const int begin = first_seen(p, position) - first - column;
         const int end = behind_seen(shape, position, item.length) - first - column;
         const Bits seen = tokens & tokens_until(end) & ~tokens_until(begin);
         each_score(scores, t, r, [&](float& score, int at) {
@@ -540,11 +571,11 @@ struct PrefillMmaRows {
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const RowResult result = row_result(p, item.kv_head, head, tile.maximum[t][r], sum);
-        const bool there = has(item, Tile::row_of(lane, t, r));
+        const bool there = has(item, Tile::row_of(lane(), t, r));
         tile.template store<Out>(static_cast<Out*>(p.out) + token * p.out_stride +
-                                     static_cast<int64_t>(head) * p.kv.head_size,
-                                 there, p.kv.head_size, t, r, result.scale, lane);
-        if (p.lse != nullptr && there && lane % 4 == 0) {
+                                     head_offset(head),
+                                 there, p.kv.head_size, t, r, result.scale, lane());
+        if (p.lse != nullptr && there && lane() % 4 == 0) {
           p.lse[token * p.num_heads + head] = result.lse;
         }
       }
@@ -561,7 +592,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
   if (!shape.leads) launch_dependents();
-  const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (p.kv.head_size < Config::kHeadSize) {  // K past the head size is read, and never copied
     for (int i = threadIdx.x * 16; i < 4 * Config::kTileBytes; i += Config::kThreads * 16) {
       *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
@@ -573,6 +603,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   // Item `index`, or that there are no more, to items[slot]. The first warp.
   const auto put_item = [&](typename Shared::Plan& plan, uint32_t index, int slot) {
+    const int lane = threadIdx.x % 32;
     PrefillMmaItem& item = shared.items[slot];
     if (index >= plan.items()) {
       if (lane == 0) item.seq = -1;
@@ -580,64 +611,56 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
     plan.find(p, shape.plan, index, lane, item);
     if (lane != 0) return;
-    const KeyRange keys = key_range(p, item.seq);
-    item.first_key = keys.first;
-    item.length = keys.count;
-    item.begin = min(first_seen(shape, item.low), keys.count);
-    item.end = behind_seen(shape, item.high, keys.count);
-    item.first_tile = item.begin / Config::kTokens;
-    // At least one, so that every output row is written.
-    item.tiles = max(1, (item.end + Config::kTokens - 1) / Config::kTokens - item.first_tile);
+    item.length = key_range(p, item.seq).count;
     item.asks_at = item.first_tile + (item.tiles > 1 ? 1 : 0);
   };
-  if (warp == 0) {
+  if (threadIdx.x < 32) {
     typename Shared::Plan plan;
-    plan.make(p, shape.plan, lane);
+    plan.make(p, shape.plan, threadIdx.x);
     put_item(plan, blockIdx.x, 0);
-    shared.plan(lane) = plan;
+    shared.plan(threadIdx.x) = plan;
   }
   __syncthreads();
   if (shared.items[0].seq < 0) return;
 
-  // Made anew for every tile: what follows from lane and warp is not worth registers in between.
+  // Made anew for every tile: what follows from the thread is not worth registers in between.
   const auto copies = [&] {
+    const uint32_t thread = in_register(threadIdx.x);
     return PrefillMmaCopies<Config>{.p = p,
                                     .shape = shape,
                                     .storage = shared_address(memory),
-                                    .warp = static_cast<uint32_t>(in_register(warp)),
-                                    .lane = static_cast<uint32_t>(in_register(lane))};
+                                    .warp = thread / 32,
+                                    .lane = thread % 32};
   };
-  PrefillMmaRows<Config> rows = {.p = p,
-                                 .shape = shape,
-                                 .factors = shared.factors + warp * 16 * Config::kRowTiles,
-                                 .warp = warp,
-                                 .lane = lane};
-  rows.tile.set_addresses(lane);
+  PrefillMmaRows<Config> rows = {.p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
+  rows.tile.set_addresses(threadIdx.x % 32);
   rows.tile.query_rest = in_register(shared_address(memory) + 4 * Config::kTileBytes +
                                      Config::kRawBytes + threadIdx.x * 16);
   const auto last_tile = [](const PrefillItem& item) { return item.first_tile + item.tiles - 1; };
   copies().start(shared.items[0], last_tile(shared.items[0]), 0, shared.present[0]);
-  int slot = 0, stage = 0;
+  // Bit 0: the stage at hand, bit 1: the item's place. (In one register.)
+  int turn = 0;
 #pragma unroll 1
-  for (;; slot ^= 1) {
-    const PrefillMmaItem& item = shared.items[slot];
+  for (;; turn ^= 2) {
+    const PrefillMmaItem& item = shared.items[turn >> 1];
     rows.start(item);
     int tile = last_tile(item);
 #pragma unroll 1
-    for (bool ends = false; !ends; --tile, stage ^= 1) {
+    for (bool ends = false; !ends; --tile, turn ^= 1) {
+      const int stage = turn & 1, slot = turn >> 1;
       wait_all_copies();
       copies().settle(item, tile, stage);
       __syncthreads();  // the tile is there, and nobody reads the one before it
       ends = tile == item.first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
       // brings the counter back to 0.
-      if (tile == item.asks_at && warp == 0) {
-        typename Shared::Plan plan = shared.plan(lane);
+      if (tile == item.asks_at && threadIdx.x < 32) {
+        typename Shared::Plan plan = shared.plan(threadIdx.x);
         const uint32_t count = plan.items();
         uint32_t index = count;
-        if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
+        if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
         put_item(plan, __shfl_sync(0xffffffffu, index, 0), slot ^ 1);
-        shared.plan(lane) = plan;
+        shared.plan(threadIdx.x) = plan;
       }
       if (item.tiles == 1) __syncthreads();  // the item that follows is there
       const PrefillMmaItem& copied = shared.items[slot ^ ends];
@@ -648,7 +671,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage), shared.present[stage]);
     }
     rows.finish(item);
-    if (shared.items[slot ^ 1].seq < 0) return;
+    if (shared.items[turn >> 1 ^ 1].seq < 0) return;
   }
 }
 
@@ -668,13 +691,12 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                .page_shift = 0,
                .least_rows = launch.least_query_len * group,
                .to_log2 = p.scale * kLog2E,
+               .window_right = std::min(p.window_right, kMostRight),
                .query_boxes = false,
                .leads = false,
                .group_divisor = FastDivisor(group)},
       .cap = score_cap(p.softcap),
       .leads = launch.leads,
-      .seen_before = p.sliding_window > 0 ? std::min(p.sliding_window, kAllSeen) : kAllSeen,
-      .seen_after = std::min(p.window_right, kAllSeen),
       .key_block = units(kv.key_block_stride),
       .key_head = units(kv.key_head_stride),
       .key_token = rows ? units(kv.key_token_stride) : 1,

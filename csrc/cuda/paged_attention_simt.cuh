@@ -1,6 +1,6 @@
 // Paged attention without tensor cores: float32, and whatever the tensor-core kernels cannot
 // address (8-bit caches with pages of 8 tokens, pages that are not 16-byte aligned). Any stride is
-// right.
+// right, and keys and values may be contiguous, without pages.
 //
 // A block serves one KV head (up to 8 of its query heads) of one query token or partition; its
 // warps take tiles of 32 tokens in turn. For the scores a lane is a token, for the output a lane is
@@ -56,8 +56,12 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
   }
   __syncthreads();
 
-  const Cache* keys = static_cast<const Cache*>(p.kv.key);
-  const Cache* values = static_cast<const Cache*>(p.kv.value);
+  // Contiguous keys: from the sequence's first on, all of them in block 0.
+  const bool contiguous = kGeneral && p.key_start_loc != nullptr;
+  const Cache* keys =
+      static_cast<const Cache*>(p.kv.key) + tokens.first_key * p.kv.key_token_stride;
+  const Cache* values =
+      static_cast<const Cache*>(p.kv.value) + tokens.first_key * p.kv.value_token_stride;
   const int32_t* table = p.block_tables + tokens.seq * p.block_table_stride;
 
   float maximum[kSimtHeads], sum[kSimtHeads], out[kSimtHeads][kSimtMaxHeadSize / 32];
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
 
   for (int first = tokens.begin + warp * 32; first < tokens.end; first += kSimtWarps * 32) {
     const int token = first + lane;
-    int block = token < tokens.end ? table[token / p.kv.block_size] : -1;
+    int block = token >= tokens.end ? -1 : contiguous ? 0 : table[token / p.kv.block_size];
     const int slot = token % p.kv.block_size;
     if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.kv.num_blocks)) block = -1;
 
@@ -98,8 +102,8 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
         score[head] = cap * tanhf(score[head] / cap);
       }
       if (p.alibi_slopes != nullptr) {
-        score[head] +=
-            p.alibi_slopes[global] * kLog2E * static_cast<float>(token - tokens.position);
+        score[head] -=
+            p.alibi_slopes[global] * kLog2E * fabsf(static_cast<float>(token - tokens.position));
       }
       if (p.sparse.on()) {
         const int offset =

@@ -117,7 +117,12 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
       "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
       "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
-      "int split_tokens=0, bool early_pages=False) -> ()");
+      "int split_tokens=0, bool early_pages=False, int window_right=0) -> ()");
+  library.def(
+      "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
+      "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
+      "Tensor? v_scale, int max_query_len, Tensor!? workspace=None) -> ()");
   library.def(
       "fused_decode_attention(Tensor! out, Tensor! qkv, Tensor? bias, Tensor positions, "
       "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "

@@ -15,7 +15,31 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             const Argument* workspace);
 
-// --- the arguments of paged_attention and fused_decode_attention
+// --- the arguments of paged_attention, varlen_attention and fused_decode_attention
+
+// The query's tokens and the sequences they belong to.
+struct Queries {
+  Argument query;
+  Argument out;
+  std::optional<Argument> lse;               // [num_tokens, num_heads]
+  const int32_t* query_start_loc = nullptr;  // [num_seqs + 1]
+  Size num_tokens{"num_tokens"};
+  Size num_heads{"num_heads"};
+  Size num_seqs{"num_seqs"};
+};
+Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
+                     const Tensor& query, Size& head_size);
+
+// Null: one query token a sequence. `read` gets it where it is given.
+void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_start_loc,
+                          int64_t max_query_len, Arguments& read);
+
+// Heads and head sizes of the query and of `kv`, which comes from the argument `source`.
+void check_sizes(const Queries& queries, const PagedKv& kv, const char* source);
+
+// What is written lies apart from what is read (`others`), and from what else is written.
+void require_apart(const Expect& expect, const Queries& queries,
+                   const std::optional<Argument>& scratch, Arguments& others);
 
 // Heads [num_tokens, num_heads, head_size] of which only the stride of the tokens is free.
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens);
@@ -25,6 +49,11 @@ void check_head_size(const Argument& named, const PagedKv& kv);
 
 void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
                    int64_t split_tokens);
+
+void check_query_len(const Expect& expect, int64_t max_query_len);
+
+// PagedAttentionParams::window_right of -1 (all) or a number of tokens.
+int32_t right_window(const Expect& expect, int64_t window_right);
 
 // Numbers of tokens whose size beyond 2^31 does not matter.
 int32_t at_most_int32(int64_t value);

@@ -11,78 +11,6 @@
 namespace vllm_kernels {
 namespace {
 
-// The query's tokens and the sequences they belong to.
-struct Queries {
-  Argument query;
-  Argument out;
-  std::optional<Argument> lse;               // [num_tokens, num_heads]
-  const int32_t* query_start_loc = nullptr;  // [num_seqs + 1]
-  Size num_tokens{"num_tokens"};
-  Size num_heads{"num_heads"};
-  Size num_seqs{"num_seqs"};
-};
-
-Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size) {
-  Queries queries;
-  Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
-  queries.query =
-      expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
-  require_contiguous_heads(queries.query, num_tokens);
-  queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
-  require_contiguous_heads(queries.out, num_tokens);
-  queries.out.written();
-  if (lse) {
-    queries.lse = expect.tensor("lse", *lse)
-                      .float32()
-                      .shape({&num_tokens, &num_heads})
-                      .contiguous()
-                      .written();
-  }
-  return queries;
-}
-
-void read_query_start_loc(Expect& expect, Queries& queries,
-                          const std::optional<Tensor>& query_start_loc, int64_t max_query_len,
-                          Arguments& read) {
-  if (!query_start_loc) {
-    queries.num_seqs = Size("num_seqs = num_tokens", queries.num_tokens, "query");
-    return;
-  }
-  const Argument starts =
-      expect.tensor("query_start_loc", *query_start_loc).int32().rank(1, 1).contiguous();
-  if (starts.size(0) < 1) starts.fail("expected num_seqs + 1 elements, got shape [0]");
-  queries.num_seqs = Size("num_seqs", starts.size(0) - 1, "query_start_loc");
-  check_index(expect, starts,
-              {.noun = "a token of query, at most max_query_len past the one before,",
-               .high = queries.num_tokens + 1,
-               .most_rise = max_query_len});
-  queries.query_start_loc = starts.as<const int32_t>();
-  read.add(starts);
-}
-
-void check_sizes(const Queries& queries, const PagedKv& kv) {
-  const int64_t heads = queries.num_heads;
-  if (kv.num_kv_heads <= 0 || heads <= 0 || heads % kv.num_kv_heads != 0) {
-    queries.query.fail(
-        "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
-        " (from key_cache), got shape " + queries.query.shape_text());
-  }
-  check_head_size(queries.query, kv);
-}
-
-// What is written lies apart from what is read, and from what else is written.
-void require_apart(const Expect& expect, const Queries& queries,
-                   const std::optional<Argument>& scratch, Arguments& others) {
-  expect.apart(queries.out, others);
-  others.add(queries.out);
-  if (queries.lse) {
-    expect.apart(*queries.lse, others);
-    others.add(*queries.lse);
-  }
-  if (scratch) expect.apart(*scratch, others);
-}
-
 void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& query,
                      const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
                      const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
@@ -90,8 +18,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                      const Text& layout, int64_t max_query_len,
-                     const std::optional<Tensor>& workspace, int64_t split_tokens,
-                     bool early_pages) {
+                     const std::optional<Tensor>& workspace, int64_t split_tokens, bool early_pages,
+                     int64_t window_right) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
@@ -99,18 +27,18 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
   PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes);
-  check_sizes(queries, kv);
+  check_sizes(queries, kv, "key_cache");
   Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
   check_numbers(expect, sliding_window, softcap, split_tokens);
-  if (max_query_len < 0) {
-    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
-  }
+  check_query_len(expect, max_query_len);
+  const int32_t right = right_window(expect, window_right);
   const float* slopes =
       read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads, read);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
   const std::optional<Argument> scratch = read_workspace(expect, workspace);
-  read_query_start_loc(expect, queries, query_start_loc, max_query_len, read);
+  read_query_start_loc(expect, queries, query_start_loc ? &*query_start_loc : nullptr,
+                       max_query_len, read);
   const int32_t window = window_of(sliding_window);
   const Pages pages = read_pages(expect, block_tables, seq_lens, queries.num_seqs, kv,
                                  queries.query_start_loc, window);
@@ -118,6 +46,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   require_apart(expect, queries, scratch, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
 
+  const int32_t longest = query_start_loc ? at_most_int32(max_query_len) : 1;
   const PagedAttentionParams params{
       .out = queries.out.mutable_data(),
       .query = queries.query.data(),
@@ -141,11 +70,12 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
       .tmp_out = nullptr,
       .query_start_loc = queries.query_start_loc,
       .num_tokens = static_cast<int32_t>(queries.num_tokens),
-      .max_query_len = query_start_loc ? at_most_int32(max_query_len) : 1,
+      .max_query_len = longest,
       .out_stride = queries.out.stride(0),
       .lse = queries.lse ? queries.lse->as<float>() : nullptr,
       .sinks = sink_logits,
       .sliding_window = window,
+      .window_right = longest <= 1 ? 0 : right,  // nothing comes after a sequence's last token
       .softcap = static_cast<float>(softcap),
       .split_tokens = at_most_int32(split_tokens),
       .early_pages = early_pages};
@@ -155,7 +85,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
 
 }  // namespace
 
-// --- what fused_decode_attention shares (torch_ops/paged_attention.h)
+// --- what the ops share (torch_ops/paged_attention.h)
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
@@ -178,6 +108,65 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
   launch(cpu::GeneralAttentionMerge{work}, query);
 }
 #endif
+
+Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
+                     const Tensor& query, Size& head_size) {
+  Queries queries;
+  Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
+  queries.query =
+      expect.tensor("query", query).floating().shape({&num_tokens, &num_heads, &head_size});
+  require_contiguous_heads(queries.query, num_tokens);
+  queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
+  require_contiguous_heads(queries.out, num_tokens);
+  queries.out.written();
+  if (lse) {
+    queries.lse = expect.tensor("lse", *lse)
+                      .float32()
+                      .shape({&num_tokens, &num_heads})
+                      .contiguous()
+                      .written();
+  }
+  return queries;
+}
+
+void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_start_loc,
+                          int64_t max_query_len, Arguments& read) {
+  if (query_start_loc == nullptr) {
+    queries.num_seqs = Size("num_seqs = num_tokens", queries.num_tokens, "query");
+    return;
+  }
+  const Argument starts =
+      expect.tensor("query_start_loc", *query_start_loc).int32().rank(1, 1).contiguous();
+  if (starts.size(0) < 1) starts.fail("expected num_seqs + 1 elements, got shape [0]");
+  queries.num_seqs = Size("num_seqs", starts.size(0) - 1, "query_start_loc");
+  check_index(expect, starts,
+              {.noun = "a token of query, at most max_query_len past the one before,",
+               .high = queries.num_tokens + 1,
+               .most_rise = max_query_len});
+  queries.query_start_loc = starts.as<const int32_t>();
+  read.add(starts);
+}
+
+void check_sizes(const Queries& queries, const PagedKv& kv, const char* source) {
+  const int64_t heads = queries.num_heads;
+  if (kv.num_kv_heads <= 0 || heads <= 0 || heads % kv.num_kv_heads != 0) {
+    queries.query.fail(
+        "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+        " (from " + source + "), got shape " + queries.query.shape_text());
+  }
+  check_head_size(queries.query, kv);
+}
+
+void require_apart(const Expect& expect, const Queries& queries,
+                   const std::optional<Argument>& scratch, Arguments& others) {
+  expect.apart(queries.out, others);
+  others.add(queries.out);
+  if (queries.lse) {
+    expect.apart(*queries.lse, others);
+    others.add(*queries.lse);
+  }
+  if (scratch) expect.apart(*scratch, others);
+}
 
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {
   if (heads.stride(2) != 1 || (heads.size(1) > 1 && heads.stride(1) != heads.size(2))) {
@@ -208,6 +197,20 @@ void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
     expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
                 std::to_string(split_tokens));
   }
+}
+
+void check_query_len(const Expect& expect, int64_t max_query_len) {
+  if (max_query_len < 0) {
+    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
+  }
+}
+
+int32_t right_window(const Expect& expect, int64_t window_right) {
+  if (window_right < -1) {
+    expect.fail("window_right: expected a number of tokens >= 0 (-1: all), got " +
+                std::to_string(window_right));
+  }
+  return window_right < 0 ? std::numeric_limits<int32_t>::max() : at_most_int32(window_right);
 }
 
 int32_t at_most_int32(int64_t value) {

@@ -1,5 +1,7 @@
 #include "torch_ops/paged_kv.h"
 
+#include <limits>
+
 namespace vllm_kernels {
 namespace {
 
@@ -74,6 +76,18 @@ PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& size
   return kv;
 }
 
+// Rows of head_size elements, by the dimensions of their token and head.
+void set_rows(PagedKv& kv, const Argument& k, const Argument& v, int64_t token, int64_t head) {
+  kv.key = k.mutable_data();
+  kv.value = v.mutable_data();
+  kv.key_token_stride = k.stride(token);
+  kv.key_head_stride = k.stride(head);
+  kv.key_chunk_stride = kv.x;
+  kv.value_token_stride = v.stride(token);
+  kv.value_head_stride = v.stride(head);
+  kv.value_dim_stride = 1;
+}
+
 // NHD or HND: they differ in the order of two dimensions.
 PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
   const bool token_first = layout == KvLayout::kNHD;
@@ -87,20 +101,34 @@ PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, 
 
   PagedKv kv;
   set_sizes(kv, k, sizes, dtype, layout);
-  kv.key = k.mutable_data();
-  kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);
-  kv.key_token_stride = k.stride(token);
-  kv.key_head_stride = k.stride(head);
-  kv.key_chunk_stride = kv.x;
   kv.value_block_stride = v.stride(0);
-  kv.value_token_stride = v.stride(token);
-  kv.value_head_stride = v.stride(head);
-  kv.value_dim_stride = 1;
+  set_rows(kv, k, v, token, head);
   return kv;
 }
 
 }  // namespace
+
+PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size) {
+  key.cache_of(query);
+  value.same_dtype(key);
+  Size num_keys("num_keys"), num_kv_heads("num_kv_heads");
+  const Argument& k = key.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
+  const Argument& v = value.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
+  if (num_keys > std::numeric_limits<int32_t>::max()) {
+    k.fail("expected num_keys < 2^31, got shape " + k.shape_text());
+  }
+  CacheSizes sizes;
+  sizes.num_blocks.value = num_keys > 0 ? 1 : 0;
+  sizes.num_kv_heads.value = num_kv_heads;
+  sizes.block_size.value = num_keys > 0 ? int64_t{num_keys} : 1;
+  sizes.head_size.value = head_size;
+
+  PagedKv kv;
+  set_sizes(kv, k, sizes, key.dtype(), KvLayout::kNHD);
+  set_rows(kv, k, v, 0, 1);
+  return kv;
+}
 
 DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name,
                   Int8Cache int8) {

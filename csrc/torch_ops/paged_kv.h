@@ -46,6 +46,10 @@ PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
                     CacheSizes& sizes);
 
+// Keys and values without pages, [num_keys, num_kv_heads, head_size] with free outer strides: one
+// block in layout NHD. dtypes: as paged_cache() has them.
+PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size);
+
 // k_scale, v_scale of an 8-bit cache: float32 of one element, or one a KV head; null stands for 1.
 // `read` gets those given.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,

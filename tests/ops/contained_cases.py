@@ -158,6 +158,38 @@ def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str
     reported("query_start_loc[1] = -5")
 
 
+def varlen_attention() -> None:
+    """Starts out of range of contiguous keys and queries: the other sequences come out right."""
+    torch.manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(300, 16, 128, device=CUDA, dtype=dtype)
+        key, value = torch.randn(2, 500, 2, 128, device=CUDA, dtype=dtype)
+
+        def run(queries=(0, 100, 200, 300), keys=(0, 150, 300, 500), query=query, key=key,
+                value=value) -> torch.Tensor:  # fmt: skip
+            starts = [torch.tensor(x, device=CUDA, dtype=torch.int32) for x in (queries, keys)]
+            out = torch.full_like(query, float("nan"))
+            vk.varlen_attention(query, key, value, *starts, max_query_len=100, out=out)
+            torch.cuda.synchronize()
+            return out.view(3, 100, 16, 128)
+
+        want = run()
+        vk.check()
+        assert want.isfinite().all()
+        for bad in (501, 2**31 - 1):  # as the end of key
+            assert torch.equal(run(keys=(0, 150, 300, bad)), want)
+            reported(f"key_start_loc[3] = {bad}")
+        for bad in (-1, -(2**31)):  # as its start
+            assert torch.equal(run(keys=(bad, 150, 300, 500)), want)
+            reported(f"key_start_loc[0] = {bad}")
+        got = run(keys=(0, 310, 300, 500))  # sequence 1 has no keys
+        assert torch.equal(got[2], want[2]) and not got[1].any()
+        reported("key_start_loc[2] = 300")
+        got = run(queries=(0, 100, 10**6, 300))
+        assert torch.equal(got[:2], want[:2]) and got[2].isnan().all()
+        reported("query_start_loc[2] = 1000000")
+
+
 def fused_decode_attention(layout: str, stored: torch.dtype) -> None:
     """Rows with bad positions, slots, lengths and blocks; the others come out as without them."""
     torch.manual_seed(1)
@@ -382,6 +414,7 @@ CASES = {
     "paged_attention_v1": lambda: paged_attention(1),
     "paged_attention_v2": lambda: paged_attention(2),
     "paged_attention": general_attention,
+    "varlen_attention": varlen_attention,
     "fused_decode_attention": lambda: [
         fused_decode_attention(layout, stored)
         for layout in ("vllm", "NHD", "HND")

@@ -160,18 +160,34 @@ def make_case(
 
 
 def assert_right(case: Case, got: Tensor, lse: Tensor | None = None) -> None:
-    """Within what the dtype and the length explain: see test_paged_attention.assert_right()."""
+    """Within what the dtype and the length explain: see assert_near()."""
     want, want_lse = case.naive()
-    spread = case.spread()
-    assert got.shape == want.shape and got.dtype == case.query.dtype
+    scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
+    lses = None if lse is None else (lse, want_lse)
+    assert got.dtype == case.query.dtype
+    assert_near(got, want, case.spread(), case.query, scale, case.seq_lens.tolist(), lses)
+
+
+def assert_near(
+    got: Tensor,
+    want: Tensor,
+    spread: Tensor,
+    query: Tensor,
+    scale: float,
+    lens: list[int],
+    lses: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Within what the dtype and the length explain: see test_paged_attention.assert_right().
+
+    spread: sum w |v|; lses: what was got and what was to be.
+    """
+    assert got.shape == want.shape
     assert not got.isnan().any(), "NaN in the result"
     if got.numel() == 0:
         return
-    longest = max([1, *case.seq_lens.tolist()])
-    head_size = case.query.shape[-1]
-    norm = case.query.double().norm(dim=-1).amax().item()
-    logit = case.options.get("scale", head_size**-0.5) * norm * math.sqrt(head_size) * 1.5
-    unit32 = EPSILON[torch.float32] * (8 + 2 * logit + 0.25 * math.sqrt(longest))
+    norm = query.double().norm(dim=-1).amax().item()
+    logit = scale * norm * math.sqrt(query.shape[-1]) * 1.5
+    unit32 = EPSILON[torch.float32] * (8 + 2 * logit + 0.25 * math.sqrt(max([1, *lens])))
     unit = EPSILON[got.dtype]
     rounded = 0.0 if got.dtype == torch.float32 else unit
     error = (got.double() - want).abs()
@@ -183,9 +199,9 @@ def assert_right(case: Case, got: Tensor, lse: Tensor | None = None) -> None:
     relative = ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
     most = unit32 if got.dtype == torch.float32 else 0.45 * unit
     assert relative <= most, f"relative error {relative:.2e}, allowed {most:.2e}"
-    if lse is not None:
-        assert lse.shape == want_lse.shape and lse.dtype == torch.float32
-        torch.testing.assert_close(lse.double(), want_lse, rtol=2.0**-22, atol=unit32)
+    if lses is not None:
+        assert lses[0].shape == lses[1].shape and lses[0].dtype == torch.float32
+        torch.testing.assert_close(lses[0].double(), lses[1], rtol=2.0**-22, atol=unit32)
 
 
 def check(case: Case) -> None:
@@ -318,6 +334,19 @@ def test_ragged_and_longer_than_context(device, dtype, layout):
 
 def test_prefill(device, dtype, layout):
     check(make_case(device, dtype, [150, 70], [150, 70], heads=4, kv_heads=4, layout=layout))
+
+
+@pytest.mark.parametrize("right", [-1, 0, 1, 20, 2**40])
+def test_tokens_after_the_position(device, layout, right):
+    """causal=False: all tokens, or some, with and without a window before the position."""
+    lens, queries = [40, 17, 200, 3, 1], [5, 17, 33, 7, 1]
+    for index, window in enumerate((0, 1, 25)):
+        options = {"causal": False, "window_right": right, "sliding_window": window}
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[index]
+        check(make_case(device, dtype, lens, queries, layout=layout, **options))
+    options |= {"alibi_slopes": per_head(8, 0.01, 0.4), "sinks": per_head(8, -3.0, 4.0)}
+    check(make_case(device, torch.float32, lens, queries, layout=layout, **options))
+    check(make_case(device, torch.bfloat16, lens, layout=layout, **options))
 
 
 def test_context_0(device, dtype, layout):
@@ -672,6 +701,8 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
         ("vllm", {"sinks": q[0, :, 0].half()}, r"sinks: expected float32, got float16"),
         ("vllm", {"sinks": one}, r"sinks: expected num_heads = 8 \(from query\) at dimension 0"),
         ("vllm", {"sliding_window": -1}, r"sliding_window: expected a number of tokens >= 0"),
+        ("vllm", {"window_right": -2, "causal": False},
+         r"window_right: expected a number of tokens >= 0 \(-1: all\), got -2$"),
         ("vllm", {"softcap": -1.0}, r"softcap: expected a finite number >= 0 \(0: none\), got -1"),
         ("vllm", {"softcap": NAN}, r"softcap: expected a finite number >= 0"),
         ("vllm", {"max_query_len": -1}, r"max_query_len: expected a length >= 0, got -1$"),

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache."""
+"""Attention over the paged KV cache, and over keys that lie one after the other."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "paged_attention_v1",
     "paged_attention_v2",
     "paged_attention_workspace",
+    "varlen_attention",
 ]
 
 # The op's __call__ only calls its `_op`, and costs 0.3 us: called directly, once a layer and token.
@@ -23,10 +24,12 @@ __all__ = [
 _traced_v1 = library_ops.paged_attention_v1.default
 _traced_v2 = library_ops.paged_attention_v2.default
 _traced = library_ops.paged_attention.default
+_traced_varlen = library_ops.varlen_attention.default
 _traced_fused = library_ops.fused_decode_attention.default
 _direct_v1 = getattr(_traced_v1, "_op", _traced_v1)
 _direct_v2 = getattr(_traced_v2, "_op", _traced_v2)
 _direct = getattr(_traced, "_op", _traced)
+_direct_varlen = getattr(_traced_varlen, "_op", _traced_varlen)
 _direct_fused = getattr(_traced_fused, "_op", _traced_fused)
 
 
@@ -191,14 +194,16 @@ def paged_attention(
     workspace: Tensor | None = None,
     split_tokens: int = 0,
     early_pages: bool = False,
+    causal: bool = True,
+    window_right: int = -1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of any query tokens to the pages of their sequences.
+    """Attention of any query tokens to the pages of their sequences, causal by default.
 
     A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
     ``p = seq_len - n + i`` and sees the tokens t with ``p - sliding_window < t <= p``. That serves
     decoding (n = 1), speculative verification, chunked prefill and prefill. With
 
-        s(t) = cap(scale * q . k[t]) + slope * (t - p),   cap(x) = softcap * tanh(x / softcap)
+        s(t) = cap(scale * q . k[t]) - slope * |t - p|,   cap(x) = softcap * tanh(x / softcap)
 
     the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
     ``lse = log(sum exp(s(t)) + exp(sink))``, the sink only where there is one. A query token that
@@ -254,6 +259,8 @@ def paged_attention(
             torch's own kernels ends such a row.) By default results depend on nothing that is read
             before all of them have ended: indices of up to 32 sequences are looked at early, to
             guess which pages will be asked for, and read again after; a wrong guess costs time.
+        causal: False: a query token also sees tokens after its position p, up to p + window_right.
+        window_right: of causal = False only; -1: all of the sequence.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
@@ -282,7 +289,88 @@ def paged_attention(
     op(
         out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
         alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
-        workspace, split_tokens, early_pages,
+        workspace, split_tokens, early_pages, 0 if causal else window_right,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    max_query_len: int | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of sequences whose keys and values lie one after the other, without a cache.
+
+    Sequence s has the query tokens ``query_start_loc[s] .. query_start_loc[s + 1]`` and the keys
+    ``key_start_loc[s] .. key_start_loc[s + 1]``, ``n`` and ``m`` of them; either may be none. The
+    ends are aligned: query token i has the position ``p = i + m - n`` among the keys, negative
+    where n > m, and sees the keys t with ``p - left <= t <= p + right``, where right is 0 if
+    causal. Scores, softcap, ALiBi, sinks and lse are those of :func:`paged_attention`; a query
+    token that sees nothing gives 0 and -inf (its sink). What is said there of values that are not
+    finite holds here as well: they reach query tokens of their own sequence and KV head only.
+    (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
+
+    Args:
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
+            tokens is free. head_size: a multiple of 8 (of 16 for 8-bit keys) from 32 to 256.
+        key, value: [num_keys, num_kv_heads, head_size], dtype of query, float8_e4m3fn,
+            float8_e5m2 or int8; the strides of tokens and heads are free (slices of a packed QKV
+            product need no copy). num_heads is a multiple of num_kv_heads.
+        query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
+            last one ends. Query tokens that no sequence owns are left as they are.
+        scale: of the product; head_size ** -0.5 by default.
+        causal: whether a query token sees no key after its position.
+        window: (left, right): keys before and after the position that are seen; -1: all.
+        alibi_slopes: [num_heads] float32.
+        softcap: bound on the scaled product; 0: none.
+        sinks: [num_heads] float32.
+        k_scale, v_scale: for 8-bit keys and values, which stand for element * scale: float32, one
+            element or [num_kv_heads]; None stands for 1.
+        max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
+            kernel by it.
+        out: like query, written; the stride between tokens is free. None: a new tensor.
+        return_lse: whether to return the log-sum-exp as well.
+        workspace: as :func:`paged_attention` has it.
+
+    Returns:
+        out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
+            a start out of range, before anything is written; on CUDA such a row is contained.
+    """
+    if is_grad_enabled():
+        inference_only(
+            "varlen_attention", out, query, key, value, alibi_slopes, sinks, k_scale, v_scale
+        )
+    if not isinstance(query, Tensor):
+        raise RuntimeError(f"varlen_attention: query: expected a tensor, got {query!r:.40}")
+    if scale is None:
+        scale = max(1, query.shape[-1]) ** -0.5
+    if max_query_len is None:
+        max_query_len = query.shape[0]
+    if out is None:
+        out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
+    op(
+        out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes, window[0],
+        0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len, workspace,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

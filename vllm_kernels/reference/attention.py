@@ -1,6 +1,9 @@
-"""Attention over the paged KV cache."""
+"""Attention over the paged KV cache, and over keys that lie one after the other."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -133,7 +136,10 @@ def token_rows(cache: Tensor, layout: str) -> Tensor:
 
 def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
     """What the pages of one sequence stand for, [num_kv_heads, tokens, head_size] in float64."""
-    tokens = token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1)
+    return _scaled(token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1), scale)
+
+
+def _scaled(tokens: Tensor, scale: Tensor | None) -> Tensor:
     return tokens if scale is None else tokens * scale.double().reshape(-1, 1, 1)
 
 
@@ -153,36 +159,100 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "vllm",
+    causal: bool = True,
+    window_right: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
     Shapes and meaning as the op's; out [num_tokens, num_heads, head_size], lse [num_tokens,
     num_heads]. Tokens that no sequence owns give 0 and -inf.
     """
-    num_tokens, num_heads, head_size = query.shape
     block_size = token_rows(value_cache[:0], layout).shape[1]
+    right = 0 if causal else window_right
+
+    def keys_of(seq: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        read = slice(first // block_size, -(-end // block_size))  # no other page
+        pages = block_tables[seq, read].long()
+        inside = slice(first - read.start * block_size, end - read.start * block_size)
+        return (
+            _head_tokens(key_cache, layout, pages, k_scale)[:, inside],
+            _head_tokens(value_cache, layout, pages, v_scale)[:, inside],
+        )
+
+    starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    return _attention(
+        query, starts, seq_lens.tolist(), keys_of, scale, (sliding_window - 1, right),
+        alibi_slopes, softcap, sinks,
+    )  # fmt: skip
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sequences whose keys lie one after the other -> (out, lse) in float64, as the op has them."""
+    ends = key_start_loc.tolist()
+
+    def keys_of(seq: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        rows = slice(ends[seq] + first, ends[seq] + end)
+        return (
+            _scaled(key[rows].double().transpose(0, 1), k_scale),
+            _scaled(value[rows].double().transpose(0, 1), v_scale),
+        )
+
+    lens = [end - start for start, end in pairwise(ends)]
+    return _attention(
+        query, query_start_loc.tolist(), lens, keys_of, scale,
+        (window[0], 0 if causal else window[1]), alibi_slopes, softcap, sinks,
+    )  # fmt: skip
+
+
+def _attention(
+    query: Tensor,
+    starts: list[int],
+    lens: list[int],
+    keys_of: Callable[[int, int, int], tuple[Tensor, Tensor]],
+    scale: float | None,
+    window: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
+
+    window: tokens before and after a query token's position that it sees; negative: all.
+    """
+    num_tokens, num_heads, head_size = query.shape
     scale = head_size**-0.5 if scale is None else scale
+    left, right = window
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
-    starts = range(num_tokens + 1) if query_start_loc is None else query_start_loc.tolist()
-    for seq, length in enumerate(seq_lens.tolist()):
-        pages = block_tables[seq, : -(-length // block_size)].long()
+    for seq, length in enumerate(lens):
         for token in range(starts[seq], starts[seq + 1]):
             position = length - starts[seq + 1] + token
-            first = max(0, position - sliding_window + 1) if sliding_window > 0 else 0
-            seen = slice(first, max(first, position + 1))
-            read = slice(first // block_size, -(-seen.stop // block_size))  # no other page
-            inside = slice(first - read.start * block_size, seen.stop - read.start * block_size)
-            key = _head_tokens(key_cache, layout, pages[read], k_scale)[:, inside]
-            value = _head_tokens(value_cache, layout, pages[read], v_scale)[:, inside]
+            end = max(0, length if right < 0 else min(length, position + right + 1))
+            first = min(end, max(0, position - left)) if left >= 0 else 0
+            key, value = keys_of(seq, first, end)
             kv_heads, tokens = key.shape[:2]
             grouped = query[token].double().view(kv_heads, num_heads // kv_heads, head_size)
             logits = (scale * grouped @ key.transpose(1, 2)).flatten(0, 1)  # [num_heads, seen]
             if softcap > 0:
                 logits = softcap * torch.tanh(logits / softcap)
             if alibi_slopes is not None:
-                distance = torch.arange(seen.start, seen.stop, device=query.device) - position
-                logits = logits + alibi_slopes.double()[:, None] * distance
+                distance = (torch.arange(first, end, device=query.device) - position).abs()
+                logits = logits - alibi_slopes.double()[:, None] * distance
             if sinks is not None:  # a logit without a value
                 logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
             lse[token] = torch.logsumexp(logits, dim=1)
