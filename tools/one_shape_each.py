@@ -347,8 +347,10 @@ def prompts() -> None:
                 rows.permute(0, 2, 3, 1).contiguous(),
             )
             query = torch.randn(380, heads, head_size, device=CUDA, dtype=dtype)
-            for layout, (key, value) in {"NHD": (rows, rows), "vllm": vllm}.items():
-                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}):
+            eight = rows.to(torch.float8_e4m3fn)
+            pages = {"NHD": (rows, rows), "vllm": vllm, "HND": (eight.transpose(1, 2),) * 2}
+            for layout, (key, value) in pages.items():
+                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}, {"causal": False}):
                     vllm_kernels.paged_attention(
                         query, key, value, tables, lens, layout=layout, query_start_loc=starts,
                         max_query_len=290, return_lse=True, **options,

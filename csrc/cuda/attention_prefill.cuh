@@ -32,30 +32,29 @@ struct PrefillTuning {
   int key_stages, value_stages, queries;
   // Queries in registers spare shared memory a fifth of what it is read.
   bool query_in_registers;
-  // Of a thread: of those that attend, that serve them, and that widen 8-bit K and V.
-  int registers, servant_registers, widener_registers;
-  int pieces_at_once;  // of 16 bytes, that a lane which widens waits for together
+  int registers, servant_registers;  // of a thread that attends, and of one that serves those
 };
 
 // adjusts: scores are capped or biased. widens: K and V are of 8 bits.
 constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens) {
   if (widens) {
-    return head_size <= 64    ? PrefillTuning{2, 128, 3, 2, 2, false, 192, 40, 88, 8}
-           : head_size <= 96  ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 3}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 200, 40, 72, 4}
-                              : PrefillTuning{2, 80, 2, 2, 1, false, 208, 40, 56, 3};
+    return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 200, 56}
+           : head_size <= 128 ? PrefillTuning{2, 128, 2, 2, 1, false, 200, 56}
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 200, 56};
   }
   if (adjusts) {
-    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56, 0, 0}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56, 0, 0}
-           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 232, 40, 0, 0}
-                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0, 0};
+    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56}
+           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56}
+           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 224, 56}
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
   }
-  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56, 0, 0}
-         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56, 0, 0}
-         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56, 0, 0}
-                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40, 0, 0};
+  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56}
+         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56}
+         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56}
+                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
 }
+
+constexpr int kWideners = 3;  // warps that widen K, and as many that widen V
 
 template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores, bool kWidensCache>
 struct PrefillConfig {
@@ -72,14 +71,18 @@ struct PrefillConfig {
   static constexpr int kKeyStages = kTuning.key_stages;
   static constexpr int kValueStages = kTuning.value_stages;
   static constexpr int kQueries = kTuning.queries;
-  // One more warpgroup serves those that attend, and one widens.
+  // A warpgroup serves those that attend, two where six of their warps widen.
   static constexpr int kThreads = 128 * (kGroups + 1 + kWidens);
   // 64 dimensions of all rows, or tokens, together.
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
-  static constexpr int kSharedBytes =
-      kQueries * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+  // Of one widener: its parts of a tile, as they are stored.
+  static constexpr int kRawBytes =
+      (kTokens / kPrefillPart + kWideners - 1) / kWideners * kPrefillPart * kHeadSize;
+  static constexpr int kSharedBytes = kQueries * kQueryBytes +
+                                      (kKeyStages + kValueStages) * kTileBytes +
+                                      (kWidens ? 2 * kWideners * kRawBytes : 0);
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)

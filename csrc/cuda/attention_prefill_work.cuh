@@ -19,8 +19,10 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension; bytes that all blocks read in a nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8; bytes that all blocks read in a
+// nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
+constexpr float kWidenPicoseconds = 1.15f;
 constexpr float kReadBytes = 4200.0f;
 
 // A window that no sequence is longer than, and that a position can be added to.
@@ -73,7 +75,7 @@ class PrefillPlan {
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks(lane_sum(tokens), lane_sum(others));
+    if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
     class_ = round_ = first_head_ = 0;
     before_ = 0;
     if (one_round(p)) start_round(p);
@@ -176,7 +178,7 @@ class PrefillPlan {
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
     const float bytes =
-        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * (kHeadSize * 4.0f);
+        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
     const int heads = p.kv.num_kv_heads;
     const int sections =
         min(heads, static_cast<int>(fminf(bytes * heads / kSectionBytes, 1e6f)) + 1);
@@ -189,6 +191,10 @@ class PrefillPlan {
     return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / kRows);
   }
 
+  // K and V of a KV head.
+  static __device__ __forceinline__ float token_bytes(const PagedAttentionParams& p) {
+    return static_cast<float>(2 * kHeadSize * size_of(p.kv.dtype));
+  }
   static __device__ __forceinline__ float lane_sum(float x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -198,9 +204,11 @@ class PrefillPlan {
   }
   // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
   // few as are done after a good half of its time. It starts on the others at once.
-  __device__ __forceinline__ void choose_blocks(float tokens, float others) {
-    const float alone = tokens * (kRows * kHeadSize * kPrefillPicoseconds);  // of one block
-    const float beside = others * (kHeadSize * 4 / kReadBytes * 1000.0f);
+  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
+                                                float others) {
+    const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
+    const float alone = tokens * each * (kRows * kHeadSize);  // of one block
+    const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
     const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
     if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }

@@ -65,7 +65,7 @@ LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
                       std::has_single_bit(static_cast<uint32_t>(kv.block_size));
   const bool pages = p.key_start_loc != nullptr || kv.block_size == 16 || longer;
   const bool plain = !(p.softcap > 0.0f) && p.alibi_slopes == nullptr;
-  const bool stored = widens ? false && kv.head_size <= kMostWidened && plain : kv.dtype == p.dtype;
+  const bool stored = widens ? kv.head_size <= kMostWidened && plain : kv.dtype == p.dtype;
   const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 &&
                        aligned16(p.out) && p.out_stride % 8 == 0;
   if (!device.has_wgmma || !stored || kv.num_blocks == 0 || !pages || !aligned ||

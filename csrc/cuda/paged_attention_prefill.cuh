@@ -293,37 +293,42 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (shape.query_boxes) prefetch_map(&maps.query);
   }
   __syncthreads();
+  // By warp `widener` of those that widen K, and V.
+  [[maybe_unused]] const auto widen = [&](int widener) {
+    const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
+    const auto from = [&](auto cache) {
+      using Cache = decltype(cache);
+      if (widener < kWideners) {
+        widen_tiles<Config, false, Cache>(p, shape, shared, key, raw, widener, lane);
+      } else {
+        widen_tiles<Config, true, Cache>(p, shape, shared, value,
+                                         raw + kWideners * Config::kRawBytes, widener - kWideners,
+                                         lane);
+      }
+    };
+    if (p.kv.dtype == DType::kFp8E4M3) {
+      from(Fp8E4M3{});
+    } else if (p.kv.dtype == DType::kFp8E5M2) {
+      from(Fp8E5M2{});
+    } else {
+      from(int8_t{});
+    }
+  };
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
     attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
-  } else if (warp < kWarps + 4) {
+  } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.servant_registers));
     if (warp == kWarps) {
       queue_items(p, shape, shared, next, lane);
     } else if (warp == kWarps + 1) {
       copy_queries<Config>(p, shape, maps.query, shared, query, lane);
-    } else if (!Config::kWidens && warp == kWarps + 2) {
+    } else if constexpr (Config::kWidens) {
+      widen(warp - kWarps - 2);
+    } else if (warp == kWarps + 2) {
       copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
-    } else if (!Config::kWidens) {
-      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
-    }
-  } else if constexpr (Config::kWidens) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.widener_registers));
-    const int widener = warp - kWarps - 4;
-    const auto widen = [&](auto cache) {
-      using Cache = decltype(cache);
-      if (widener < kWideners) {
-        widen_tiles<Config, false, Cache>(p, shape, shared, key, widener, lane);
-      } else {
-        widen_tiles<Config, true, Cache>(p, shape, shared, value, widener - kWideners, lane);
-      }
-    };
-    if (p.kv.dtype == DType::kFp8E4M3) {
-      widen(Fp8E4M3{});
-    } else if (p.kv.dtype == DType::kFp8E5M2) {
-      widen(Fp8E5M2{});
     } else {
-      widen(int8_t{});
+      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
     }
   }
 #endif
@@ -374,7 +379,8 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
 }
 
 template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts, bool kWidens>
-void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                           void* stream) {
   using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kWidens>;
   constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
   const int group = p.num_heads / p.kv.num_kv_heads;
@@ -401,13 +407,13 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
       constexpr PageForm kForm = decltype(form)::value;
       if constexpr (kHeadSize <= kMostWidened) {
         if (size_of(p.kv.dtype) == 1) {
-          return launch_prefill<T, kHeadSize, kForm, false, true>(p, launch, stream);
+          return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
         }
       }
       if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
-        return launch_prefill<T, kHeadSize, kForm, true, false>(p, launch, stream);
+        return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
       }
-      launch_prefill<T, kHeadSize, kForm, false, false>(p, launch, stream);
+      launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
     };
     if (p.kv.layout == KvLayout::kVllm) {
       with_form(std::integral_constant<PageForm, PageForm::kPages>{});

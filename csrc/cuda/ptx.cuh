@@ -57,7 +57,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], uint32_t 
 template <typename T = uint32_t>
 __device__ __forceinline__ T load_shared(uint32_t address) {
   T x;
-  if constexpr (sizeof(T) == 16) {
+  if constexpr (std::is_same_v<T, uint4>) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (sizeof(T) == 16) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                  : "r"(address)
