@@ -130,7 +130,7 @@ __device__ __forceinline__ void turn_query(const RopeAndCacheParams& p, const Qu
 }
 
 template <typename T, typename C, bool kMany>
-__global__ void __launch_bounds__(kRun * 16, std::min(kResident<T, C, kMany>, 3))
+__global__ void __launch_bounds__(kRun * 16, std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 3))
     rope_and_pages_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
                           int num_lanes, FastDivisor block_size, FastDivisor parts,
                           FastDivisor head_size) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kRun * 16, std::min(kResident<T, C, kMany>, 3)
 }
 
 template <typename T, typename C, bool kMany>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, kIs8Bit<C> ? 2 : 4)
     rope_and_rows_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
                          int num_lanes, FastDivisor block_size, int head_size,
                          FastDivisor scaled_head) {
