@@ -50,8 +50,7 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
       {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
        unsign(kv.num_blocks)},
       {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1},
-      CU_TENSOR_MAP_SWIZZLE_128B);
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,

@@ -3,8 +3,9 @@
 //
 // A block takes items (attention_prefill_work.cuh) one after the other. Two or three warpgroups
 // attend, 64 of an item's rows each (attention_prefill.cuh), over tiles of tokens from the last to
-// the first. Of one more warpgroup one warp copies K, one copies V, one the queries, and one finds
-// items. They run ahead into the next item while the last one ends.
+// the first. Of one more warpgroup one warp copies K, one copies V (attention_prefill_copies.cuh),
+// one the queries, and one finds items. They run ahead into the next item while the last one ends.
+// K and V of 8 bits take six warps of two such warpgroups (attention_prefill_widen.cuh).
 #pragma once
 #include <bit>
 
