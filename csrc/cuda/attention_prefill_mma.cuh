@@ -34,7 +34,8 @@ struct PrefillMmaConfig {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * kRowTiles * kWarps;  // of an item
   static constexpr int kTokens = 64;                     // of a tile
-  static constexpr int kSpan = kHeadSize <= 64 || !kSmall ? 64 : 32;  // tokens whose scores are in registers
+  static constexpr int kSpan =
+      kHeadSize <= 64 || !kSmall ? 64 : 32;  // tokens whose scores are in registers
   // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
   // place of each thread's own.
   static constexpr int kHeldSteps = kHeadSize == 128 ? 3 : kHeadSize == 256 ? 10 : kHeadSize / 16;
@@ -75,8 +76,8 @@ struct PrefillMmaTile {
   uint32_t query[kRowTiles][kHeldSteps][4];
   uint32_t query_rest;  // address of this thread's further steps
   float out[kRowTiles][kOutTiles][4];
-  float maximum[kRowTiles][2];  // log2 units; see kMaximumSlack
-  float sum[kRowTiles][2];      // this lane's columns only
+  float maximum[kRowTiles][2];    // log2 units; see kMaximumSlack
+  float sum[kRowTiles][2];        // this lane's columns only
   uint32_t key_lane, value_lane;  // what a lane adds to the addresses of K and V
 
   // Row r (of 2) of this lane in row tile `tile`, of the warp's rows.

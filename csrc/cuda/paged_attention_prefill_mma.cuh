@@ -41,8 +41,7 @@ struct PrefillMmaItem : PrefillItem {
 __device__ __forceinline__ int first_seen(const PagedAttentionParams& p, int position) {
   return p.sliding_window > 0 ? max(0, position - p.sliding_window + 1) : 0;
 }
-__device__ __forceinline__ int behind_seen(const PrefillMmaShape& shape, int position,
-                                           int length) {
+__device__ __forceinline__ int behind_seen(const PrefillMmaShape& shape, int position, int length) {
   return min(length, position + shape.plan.window_right + 1);
 }
 
@@ -55,15 +54,13 @@ struct alignas(16) WarpSight {
 template <typename Config>
 struct PrefillMmaShared {
   using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens>;
-  PrefillMmaItem items[2];               // seq < 0: there are no more
-  uint32_t present[2][2];                // bits, of a stage's tokens
-  float factors[Config::kRows];          // what undoes a query row's scaling
+  PrefillMmaItem items[2];       // seq < 0: there are no more
+  uint32_t present[2][2];        // bits, of a stage's tokens
+  float factors[Config::kRows];  // what undoes a query row's scaling
   WarpSight sights[Config::kWarps];
   alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
-  __device__ __forceinline__ Plan& plan(int lane) {
-    return reinterpret_cast<Plan*>(plans)[lane];
-  }
+  __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
 };
 
 // Where a token of a group of 16 lies.
@@ -87,10 +84,10 @@ struct PrefillMmaCopies {
   static constexpr bool kRows = Config::kForm == PageForm::kRows;
   static constexpr int kHeadSize = Config::kHeadSize;
   static constexpr int kHalves = Config::kWarps / 4;
-  static constexpr int kElements = Config::kWidens ? 16 : 8;           // of a copy
-  static constexpr int kChunks = kHeadSize / kElements / kHalves;      // of a token, a warp's
-  static constexpr int kDimensions = kHeadSize / kHalves;              // a warp's
-  static constexpr int kPieces = kChunks / 2;                          // of a lane, of K and of V
+  static constexpr int kElements = Config::kWidens ? 16 : 8;       // of a copy
+  static constexpr int kChunks = kHeadSize / kElements / kHalves;  // of a token, a warp's
+  static constexpr int kDimensions = kHeadSize / kHalves;          // a warp's
+  static constexpr int kPieces = kChunks / 2;                      // of a lane, of K and of V
   // Rows: lanes side by side in one, and the pieces of a lane in one.
   static constexpr int kAcross = kChunks & -kChunks, kTimes = kChunks / kAcross;
   static constexpr uint32_t kTileBytes = Config::kTileBytes;
@@ -167,8 +164,7 @@ struct PrefillMmaCopies {
     return kRows ? lane / kAcross + 32 / kAcross * (i / kTimes) : lane % 16;
   }
   __device__ __forceinline__ uint32_t chunk(int i) const {
-    return warp / 4 * kChunks +
-           (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
+    return warp / 4 * kChunks + (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
   }
   // Its i-th piece of V in layout vllm: 16 tokens of a dimension in 8 bits, 8 of them in 16.
   __device__ __forceinline__ uint32_t dimension(int i) const {
@@ -180,8 +176,7 @@ struct PrefillMmaCopies {
   }
   __device__ __forceinline__ uint32_t value_to(int i, int stage) const {
     if (Config::kWidens) return raw_at(kPieces + i);
-    return value_at(stage) +
-           (kRows ? row_to(i) : value_chunk(dimension(i), lane % 2));
+    return value_at(stage) + (kRows ? row_to(i) : value_chunk(dimension(i), lane % 2));
   }
   // row_chunk() of a piece, from that of the first where that is quicker.
   __device__ __forceinline__ uint32_t row_to(int i) const {
@@ -497,7 +492,8 @@ struct PrefillMmaRows {
   // From a row's score to log2 units.
   __device__ __forceinline__ float unit(int tile_index, int r) const {
     if constexpr (!Config::kWidens) return shape.plan.to_log2;
-    return shape.plan.to_log2 * k_scale * factors[first_row() + Tile::row_of(lane(), tile_index, r)];
+    return shape.plan.to_log2 * k_scale *
+           factors[first_row() + Tile::row_of(lane(), tile_index, r)];
   }
 
   // action(score, tile_index, r, column) for all of this lane's; columns are relative to its first.
@@ -572,9 +568,9 @@ struct PrefillMmaRows {
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const RowResult result = row_result(p, item.kv_head, head, tile.maximum[t][r], sum);
         const bool there = has(item, Tile::row_of(lane(), t, r));
-        tile.template store<Out>(static_cast<Out*>(p.out) + token * p.out_stride +
-                                     head_offset(head),
-                                 there, p.kv.head_size, t, r, result.scale, lane());
+        tile.template store<Out>(
+            static_cast<Out*>(p.out) + token * p.out_stride + head_offset(head), there,
+            p.kv.head_size, t, r, result.scale, lane());
         if (p.lse != nullptr && there && lane() % 4 == 0) {
           p.lse[token * p.num_heads + head] = result.lse;
         }
@@ -632,7 +628,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                                     .warp = thread / 32,
                                     .lane = thread % 32};
   };
-  PrefillMmaRows<Config> rows = {.p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
+  PrefillMmaRows<Config> rows = {
+      .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
   rows.tile.set_addresses(threadIdx.x % 32);
   rows.tile.query_rest = in_register(shared_address(memory) + 4 * Config::kTileBytes +
                                      Config::kRawBytes + threadIdx.x * 16);
@@ -666,9 +663,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       const PrefillMmaItem& copied = shared.items[slot ^ ends];
       if (copied.seq >= 0) {
         copies().start(copied, ends ? last_tile(copied) : tile - 1, stage ^ 1,
-                     shared.present[stage ^ 1]);
+                       shared.present[stage ^ 1]);
       }
-      rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage), shared.present[stage]);
+      rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage),
+                  shared.present[stage]);
     }
     rows.finish(item);
     if (shared.items[turn >> 1 ^ 1].seq < 0) return;

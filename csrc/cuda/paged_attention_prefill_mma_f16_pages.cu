@@ -2,7 +2,8 @@
 
 namespace vllm_kernels::cuda {
 
-bool paged_attention_prefill_mma_f16_pages(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+bool paged_attention_prefill_mma_f16_pages(const PagedAttentionParams& p,
+                                           const PrefillLaunch& launch, void* stream) {
   return launch_prefill_mma<Half, PageForm::kPages, false>(p, launch, stream);
 }
 
