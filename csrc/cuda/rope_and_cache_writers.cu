@@ -16,6 +16,7 @@ template <typename T, int kVectors>
 class TurnedKeys {
  public:
   static constexpr int kLater = 8;
+  static constexpr bool kByHead = true;
 
   TurnedKeys() = default;
   __device__ __forceinline__ TurnedKeys(const RopeAndCacheParams& p,

@@ -35,10 +35,12 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
 #pragma unroll
   for (Keys& key : keys) key = given;
   Vector<T> k[kPerThread][kParts], v[kPerThread][kParts];
-  // Of the KV head that element d of the row belongs to, and where it starts.
+  // The KV head of the row's element d.
   const auto head_of = [&](int d) { return head + static_cast<int>(scaled_head.divide(d)); };
-  const auto within_head = [&](int d) {
-    return d - static_cast<int>(scaled_head.divide(d)) * kv.head_size;
+  // Where keys look for element d: head and element of it, or of the row.
+  const auto key_head = [&](int d) { return Keys::kByHead ? head_of(d) : head; };
+  const auto key_element = [&](int d) {
+    return Keys::kByHead ? d - (head_of(d) - head) * kv.head_size : d;
   };
   const int num_tokens = static_cast<int>(p.num_tokens);
   // Without a branch, so that all loads of the prologue are under way at once.
@@ -49,7 +51,7 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
       const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
                                                              token * p.value_token_stride +
                                                              head * p.value_head_stride + d);
-      keys[j].load(token, head_of(d), within_head(d), k[j]);
+      keys[j].load(token, key_head(d), key_element(d), k[j]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) v[j][part] = value[part];
     }
@@ -57,7 +59,7 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
   int d = threadIdx.x * kWidth;
   if constexpr (kPerThread == 1) {  // few tokens: under way before the wait
     const int token = min(first + static_cast<int>(threadIdx.y), num_tokens - 1);
-    keys[0].prefetch(token, head_of(d), within_head(d));
+    keys[0].prefetch(token, key_head(d), key_element(d));
     prefetch_l2(static_cast<const T*>(p.value) + token * p.value_token_stride +
                 head * p.value_head_stride + d);
     prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
@@ -87,7 +89,7 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
   fetch_scales(d);
   const auto turn = [&](int d) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) keys[j].turn(within_head(d), k[j]);
+    for (int j = 0; j < kPerThread; ++j) keys[j].turn(key_element(d), k[j]);
   };
   turn(d);
   uint32_t repeated;

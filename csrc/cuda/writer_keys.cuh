@@ -12,7 +12,8 @@ namespace vllm_kernels::cuda {
 // `turn` makes of it what the cache is to get, `known`: whether there is one.
 template <typename T, int kVectors>
 struct GivenKeys {
-  static constexpr int kLater = 16;  // slots a thread that registers leave room for
+  static constexpr int kLater = 16;       // slots a thread that registers leave room for
+  static constexpr bool kByHead = false;  // needs to know where in its head an element is
   const T* key;
   int64_t token_stride;
   int64_t head_stride;
