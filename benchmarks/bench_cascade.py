@@ -56,9 +56,8 @@ def main() -> None:
     for name, shared, size in (("paged_attention", 0, each), ("cascade_attention", common, once)):
         seconds = median_seconds(lambda i, shared=shared: call(i, shared), device, copies)
         times[name] = seconds
-        print(
-            f"{name:18} {seconds * 1e6:10.1f} us {size / 1e6:8.0f} MB {size / seconds / 1e9:7.0f} GB/s"
-        )
+        rate = size / seconds / 1e9
+        print(f"{name:18} {seconds * 1e6:10.1f} us {size / 1e6:8.0f} MB {rate:7.0f} GB/s")
     print(f"{times['paged_attention'] / times['cascade_attention']:.2f} times as fast")
 
 

@@ -92,10 +92,8 @@ def main() -> None:
                 samples[name].append(time.perf_counter() - start)
         for name, seconds in samples.items():
             median, best = statistics.median(seconds), min(seconds)
-            print(
-                f"{str(dtype)[6:]:9} {name:22} {median * 1e3:7.0f} ms median {best * 1e3:7.0f} best "
-                f"{flop / best / 1e9:6.0f} GFLOP/s"
-            )
+            times = f"{median * 1e3:7.0f} ms median {best * 1e3:7.0f} best"
+            print(f"{str(dtype)[6:]:9} {name:22} {times} {flop / best / 1e9:6.0f} GFLOP/s")
 
 
 if __name__ == "__main__":

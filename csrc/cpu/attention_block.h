@@ -55,8 +55,8 @@ inline void transpose(const float* from, int from_stride, int rows, int columns,
       Vec v[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) v[i] = load(from + (row + i) * from_stride + column);
-      if constexpr (kLanes == 16) transpose_stage<8 % kLanes>(v);
-      if constexpr (kLanes >= 8) transpose_stage<4 % kLanes>(v);
+      if (kLanes > 8) transpose_stage<8 % kLanes>(v);
+      if (kLanes > 4) transpose_stage<4 % kLanes>(v);
       transpose_stage<2>(v);
       transpose_stage<1>(v);
 #pragma GCC unroll 16

@@ -39,7 +39,7 @@ inline void widen(const T* from, int count, float* to) {  // to whole vectors
   if (i < count) store(to + i, load_partial(from + i, count - i));
 }
 
-// One task's state, about 700 KiB of stack.
+// One task's state, about 500 KiB of stack.
 template <typename Cache>
 class GeneralAttention {
   static constexpr int kPieceWords = kPairs<Cache> ? kPieceTokens / 2 : kPieceTokens;

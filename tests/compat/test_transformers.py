@@ -81,3 +81,31 @@ def test_generate(device, as_flash_attn, family, more):
         got = model.generate(tokens, **options)
         assert torch.equal(got, want)
         assert as_flash_attn, "another attention ran"
+
+
+def test_continuous_batching(device, as_flash_attn):
+    """Prompts through the varlen function; decodes, on a GPU, through the cache and its tables."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip(f"no ContinuousBatchingConfig in transformers {transformers.__version__}")
+    model = toy("llama").to(device)
+    prompts = [torch.randint(3, 128, (count,)).tolist() for count in (5, 20, 33)]
+    options = transformers.GenerationConfig(
+        max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0
+    )
+    want = [
+        model.generate(torch.tensor([p], device=device), generation_config=options)[0, len(p) :]
+        for p in prompts
+    ]
+    model.config._attn_implementation = "flash_attention_2"
+    as_flash_attn.clear()
+    results = model.generate_batch(
+        prompts,
+        generation_config=options,
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            num_blocks=16, max_batch_tokens=64, max_blocks_per_request=2
+        ),
+    )
+    got = [result.generated_tokens for result in results.values()]
+    assert got == [tokens.tolist() for tokens in want]
+    assert "flash_attn_varlen_func" in as_flash_attn
+    assert device == "cpu" or "flash_attn_with_kvcache" in as_flash_attn
