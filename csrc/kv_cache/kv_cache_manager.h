@@ -308,7 +308,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
   void release_behind_window(Sequence& sequence);
-  void prefetch_sequence(size_t item) const noexcept;
+  void prefetch_known(size_t item) const noexcept;
   void prefetch_last_block(size_t item) const noexcept;
   void drop_entries(Sequence& sequence, int64_t keep);
   void forget_tokens(Sequence& sequence, int64_t keep);

@@ -148,9 +148,9 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
     int32_t position = index_.find(id);
     if (position == SequenceIndex::kAbsent) position = position_of(call, id);  // throws
     batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
+    __builtin_prefetch(&sequences_[position]);
   }
   for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_sequence(i + kPrefetched);
     Sequence& sequence = sequences_[batch_[i].position];
     if (sequence.batch == batch_number_) {
       throw DuplicateSequence(
@@ -163,14 +163,6 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
                                    batch_[i].num_tokens, " at index ", i));
     }
   }
-}
-
-// Starts to read an item's sequence, if there are that many.
-void KVCacheManager::prefetch_sequence(size_t item) const noexcept {
-  if (item >= batch_.size()) return;
-  const auto* bytes = reinterpret_cast<const char*>(&sequences_[batch_[item].position]);
-  __builtin_prefetch(bytes);
-  __builtin_prefetch(bytes + 64);
 }
 
 // Starts to read the last entry of an item's table.

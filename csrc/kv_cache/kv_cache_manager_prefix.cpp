@@ -356,6 +356,11 @@ void KVCacheManager::commit_tokens(Sequence& sequence, const int32_t* tokens, in
              fills ? std::span(&hashes_[filled++], 1) : std::span<const Hash>());
 }
 
+// Starts to read what is known of an item's tokens, if there are that many items.
+void KVCacheManager::prefetch_known(size_t item) const noexcept {
+  if (item < batch_.size()) __builtin_prefetch(&sequences_[batch_[item].position].num_hashed);
+}
+
 // Makes room for the tokens of batch_; `with_slots`: they have slots already. hashes_ becomes the
 // hashes of the first blocks that they fill.
 void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> tokens,
@@ -365,7 +370,9 @@ void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> toke
   int64_t extras = 0;
   fills_.clear();
   fills_.reserve(batch_.size());
-  for (const BatchItem& item : batch_) {
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    prefetch_known(i + kPrefetched);
+    const BatchItem& item = batch_[i];
     Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > kMaxTokens - total) {
       throw InvalidArgument(concat(call, ": tokens in all: expected at most ", kMaxTokens));
