@@ -341,7 +341,7 @@ struct PrefillMmaCopies {
   // `hidden`: of V's 16 tokens, those that count as 0.
   template <typename Cache>
   __device__ __forceinline__ void widen_tile(int hidden, int stage) const {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
       const bool has_chunk = chunk(i) * 16 < head_size();
       const uint32_t to = row_chunk(token(i), 2 * chunk(i));

@@ -131,6 +131,26 @@ def test_eight_bits(cuda, layout, stored, head_size):
     check(make(cuda, F16, [500, 131], [290, 131], block_size=32, sliding_window=90, **shapes))
 
 
+@pytest.mark.parametrize("head_size, block_size, order, stored", [
+    (80, 16, "vllm", None), (112, 16, "NHD", None), (160, 32, "HND", None), (128, 8, "vllm", None),
+    (128, 64, "vllm", None), (128, 256, "vllm", None), (64, 1, "NHD", None), (128, 3, "HND", None),
+    (128, 24, "vllm", None), (256, 16, "vllm", torch.int8), (112, 16, "NHD", torch.float8_e4m3fn),
+    (128, 8, "vllm", torch.float8_e5m2), (128, 24, "vllm", torch.int8),
+    (64, 1, "NHD", torch.float8_e4m3fn),
+], ids=str)  # fmt: skip
+def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
+    """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
+    shapes = {"head_size": head_size, "block_size": block_size, "layout": order, "stored": stored}
+    check(make(cuda, BF16, [300, 130], [300, 77], scales_per_head=stored is not None, **shapes))
+    check(make(cuda, F16, [500, 131], [290, 131], sliding_window=50, **shapes))
+
+
+def test_options_of_eight_bits(cuda, layout):
+    """Softcap and ALiBi over 8-bit caches: not of Hopper's own kernel."""
+    options = {"softcap": 2.0, "alibi_slopes": per_head(24, 0.01, 0.4), "sliding_window": 60}
+    check(make(cuda, BF16, [200, 301], [90, 301], layout=layout, stored=torch.int8, **options))
+
+
 def test_mixed_batch(device, layout):
     """Decodes, verifications and chunks in one call: two launches, side by side."""
     lens = [400, 1, 33, 0, 900, 300, 17, 65, 64, 500]
