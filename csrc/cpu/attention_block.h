@@ -185,24 +185,24 @@ inline void multiply_tiles(const Product& p, int row, int column) {
   }
 }
 
-// This thread's tile registers, all of 16 rows of 64 bytes, while it lives.
-class TileRegisters {
- public:
-  TileRegisters() {
-    alignas(64) uint8_t config[64] = {1};  // palette
-    for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = 64;
-      config[48 + tile] = kTileRegisterRows;
-    }
-    asm volatile("" ::: "memory");
-    _tile_loadconfig(config);
+// This thread's tile registers, all of 16 rows of 64 bytes; taken before products of pairs and
+// given back after them. (No destructor does it: that would be code for exceptions, which all
+// levels would share.)
+inline void take_tile_registers() {
+  alignas(64) uint8_t config[64] = {1};  // palette
+  for (int tile = 0; tile < 8; ++tile) {
+    config[16 + 2 * tile] = 64;
+    config[48 + tile] = kTileRegisterRows;
   }
-  ~TileRegisters() { _tile_release(); }
-};
+  asm volatile("" ::: "memory");
+  _tile_loadconfig(config);
+}
+inline void release_tile_registers() {
+  _tile_release();
+}
 #else
-struct TileRegisters {
-  TileRegisters() {}  // not trivial: a name that is not used is no warning
-};
+inline void take_tile_registers() {}
+inline void release_tile_registers() {}
 #endif
 
 // The product of T's words, for `rows` rows and `columns` columns (whole vectors; of pairs, whole

@@ -563,8 +563,9 @@ class GeneralAttention {
 
 template <typename Cache>
 __attribute__((noinline)) void run_task(const GeneralAttentionWork& work, int64_t task) {
-  const TileRegisters registers;
+  if constexpr (kPairs<Cache>) take_tile_registers();
   GeneralAttention<Cache>(work, task).run();
+  if constexpr (kPairs<Cache>) release_tile_registers();
 }
 
 int64_t num_tasks(const GeneralAttentionWork& work) {
