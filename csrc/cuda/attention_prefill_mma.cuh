@@ -38,8 +38,9 @@ struct PrefillMmaConfig {
       kHeadSize <= 64 || !kSmall ? 64 : 32;  // tokens whose scores are in registers
   // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
   // place of each thread's own.
-  static constexpr int kHeldSteps = kHeadSize == 128   ? (kWidens ? 4 : 3)
-                                    : kHeadSize == 256 ? 10
+  static constexpr int kHeldSteps = kHeadSize == 96    ? 5
+                                    : kHeadSize == 128 ? (kWidens ? 2 : 3)
+                                    : kHeadSize == 256 ? 7
                                                        : kHeadSize / 16;
   static constexpr int kQueryBytes = kRowTiles * (kHeadSize / 16 - kHeldSteps) * kThreads * 16;
   static constexpr int kColumns = (kHeadSize + 63) / 64;
