@@ -79,6 +79,24 @@ inline bool all_finite(const float* words, int count) {
   return any == 0;
 }
 
+// --- across lanes, by shuffles: a row's maximum and sum are wanted in every row of a tile
+// ----------
+
+template <int distance, int... lane>
+inline Vec rotated(Vec v, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(v, v, ((lane + distance) % kLanes)...);
+}
+
+// In every lane what `combine` makes of all of them.
+template <typename Combine>
+inline Vec combine_lanes(Vec v, Combine&& combine) {
+  constexpr std::make_integer_sequence<int, kLanes> kSequence;
+  if constexpr (kLanes > 8) v = combine(v, rotated<kLanes / 2>(v, kSequence));
+  if constexpr (kLanes > 4) v = combine(v, rotated<4>(v, kSequence));
+  v = combine(v, rotated<2>(v, kSequence));
+  return combine(v, rotated<1>(v, kSequence));
+}
+
 // --- products ------------------------------------------------------------------------------------
 
 // Strides in words.

@@ -44,6 +44,7 @@ template <typename Cache>
 class GeneralAttention {
   static constexpr int kPieceWords = kPairs<Cache> ? kPieceTokens / 2 : kPieceTokens;
   static constexpr int kWeightStride = kPieceWords;  // of rows of weights, packed
+  static constexpr int kPieceVectors = kPieceTokens / kLanes;
 
  public:
   GeneralAttention(const GeneralAttentionWork& work, int64_t task)
@@ -269,13 +270,22 @@ class GeneralAttention {
     });
   }
 
+  // std::memcpy without a call.
+  template <typename T>
+  static void copy_elements(T* to, const T* from, int count) {
+    constexpr int kStep = 16 / sizeof(T);
+    int i = 0;
+    for (; i + kStep <= count; i += kStep) std::memcpy(to + i, from + i, 16);
+    for (; i < count; ++i) to[i] = from[i];
+  }
+
   // A row of the query or of K, with zeros up to words_. (page_ has had none but such rows.)
   template <typename T>
   void copy_row(const T* from, float* to) const {
     if constexpr (std::is_same_v<T, Cache> && kPairs<T>) {
       if (many_rows_) {
         for (int i = head_size_ / 2; i < words_; ++i) to[i] = 0.0f;
-        std::memcpy(to, from, head_size_ * sizeof(T));
+        copy_elements(reinterpret_cast<T*>(to), from, head_size_);
         return;
       }
     }
@@ -317,7 +327,7 @@ class GeneralAttention {
       for (int d = 0; d < head_size_; ++d, value += kv_.value_dim_stride) {
         float* to = packed_ + d * kPieceWords;
         if constexpr (kPairs<Cache>) {
-          std::memcpy(reinterpret_cast<Cache*>(to) + at, value, slots * sizeof(Cache));
+          copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
         } else {
           widen_column(value, slots, to + at);
         }
@@ -404,6 +414,9 @@ class GeneralAttention {
     const Seen seen = seen_[query];
     float* weights = weights_ + row * kPieceTokens;
     const bool any = seen.begin < seen.end;
+    if (seen.begin == 0 && seen.end == kPieceTokens && plain_scores_) {
+      return weigh_plain_row(row);
+    }
     if (any) {
       weigh_row(tile, query, head, first);
     } else {
@@ -413,15 +426,53 @@ class GeneralAttention {
     const int end = any ? (seen.end + kLanes - 1) / kLanes * kLanes : kPieceTokens;
     for (int token = 0; token < begin; token += kLanes) store(weights + token, Vec{});
     for (int token = end; token < kPieceTokens; token += kLanes) store(weights + token, Vec{});
+    if constexpr (kPairs<Cache>) {
+      Vec all[kPieceVectors];
+      for (int i = 0; i < kPieceVectors; ++i) all[i] = load(weights + i * kLanes);
+      store_weights(row, all);
+    }
+  }
+
+  // The same of a row that sees the whole piece, where a score is but the scaled product.
+  void weigh_plain_row(int row) {
+    const float* scores = weights_ + row * kPieceTokens;
+    Vec all[kPieceVectors];
+    Vec maxima = splat(-kInfinity), sums = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kPieceVectors; ++i) {
+      all[i] = load(scores + i * kLanes) * score_scale_;
+      maxima = maximum(all[i], maxima);
+    }
+    const float before = maximum_[row];
+    maxima = combine_lanes(maxima, [](Vec a, Vec b) { return maximum(a, b); });
+    const float updated = maxima[0] > before ? maxima[0] : before;
+    const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPieceVectors; ++i) {
+      all[i] = exp(all[i] - shift);
+      sums += all[i];
+    }
+    store_weights(row, all);
+    sums = combine_lanes(sums, [](Vec a, Vec b) { return a + b; });
+    maximum_[row] = updated;
+    decay_[row] = decay(before, updated);
+    sum_[row] = sum_[row] * decay_[row] + sums[0];
+  }
+
+  // A row of weights as words to multiply with; of pairs, at most where the row's scores began.
+  void store_weights(int row, const Vec* all) {
+    float* to = weights_ + row * kWeightStride;
 #if defined(__AVX512BF16__)
     if constexpr (kPairs<Cache>) {
-      float* pairs = weights_ + row * kWeightStride;  // at most where this row's weights begin
-      for (int token = 0; token < kPieceTokens; token += 2 * kLanes) {
-        const Vec low = load(weights + token), high = load(weights + token + kLanes);
-        store_raw(pairs + token / 2, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#pragma GCC unroll 4
+      for (int i = 0; i < kPieceVectors; i += 2, to += kLanes) {
+        store_raw(to, _mm512_cvtne2ps_pbh((__m512)all[i + 1], (__m512)all[i]));
       }
+      return;
     }
 #endif
+#pragma GCC unroll 4
+    for (int i = 0; i < kPieceVectors; ++i) store(to + i * kLanes, all[i]);
   }
 
   // weights_[row] = exp(score - maximum) of the scores there, 0 where the row does not see;
@@ -445,7 +496,8 @@ class GeneralAttention {
       maxima = maximum(score, maxima);
       store(weights + token, score);
     }
-    const float before = maximum_[row], piece = largest(maxima);
+    maxima = combine_lanes(maxima, [](Vec a, Vec b) { return maximum(a, b); });
+    const float before = maximum_[row], piece = maxima[0];
     const float updated = piece > before ? piece : before;
     const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
     Vec sums = {};
@@ -456,7 +508,8 @@ class GeneralAttention {
     }
     maximum_[row] = updated;
     decay_[row] = decay(before, updated);
-    sum_[row] = sum_[row] * decay_[row] + sum(sums);
+    sums = combine_lanes(sums, [](Vec a, Vec b) { return a + b; });
+    sum_[row] = sum_[row] * decay_[row] + sums[0];
   }
 
   static VecInt is_seen(Vec numbers, Seen seen) {
@@ -547,6 +600,7 @@ class GeneralAttention {
   const int stride_;  // head_size in whole vectors
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
+  const bool plain_scores_ = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
   bool many_rows_ = false;
   int words_ = 0;  // of a row of query_ and of K
 
