@@ -67,7 +67,8 @@ def test_which_kernel_runs(cuda):
         pytest.skip("Hopper's kernel")
     prompts = [300, 130], [300, 77]
     for options in ({}, {"stored": torch.float8_e4m3fn}, {"causal": False}, {"softcap": 2.0}):
-        assert kernels_of(make(cuda, BF16, *prompts, head_size=128, **options).run) == ["prefill"]
+        ran = kernels_of(make(cuda, BF16, *prompts, head_size=128, **options).run)
+        assert ran[0] == "prefill" and "simt" not in ran  # a launch beside it may find no decodes
     groups = {"heads": 32, "kv_heads": 8, "head_size": 128}
     ran = kernels_of(make(cuda, BF16, [9000, 400], [1, 290], **groups).run)
     assert ran[0] == "prefill" and len(ran) == 2
@@ -133,10 +134,9 @@ def test_eight_bits(cuda, layout, stored, head_size):
 
 @pytest.mark.parametrize("head_size, block_size, order, stored", [
     (80, 16, "vllm", None), (112, 16, "NHD", None), (160, 32, "HND", None), (128, 8, "vllm", None),
-    (128, 64, "vllm", None), (128, 256, "vllm", None), (64, 1, "NHD", None), (128, 3, "HND", None),
-    (128, 24, "vllm", None), (256, 16, "vllm", torch.int8), (112, 16, "NHD", torch.float8_e4m3fn),
-    (128, 8, "vllm", torch.float8_e5m2), (128, 24, "vllm", torch.int8),
-    (64, 1, "NHD", torch.float8_e4m3fn),
+    (128, 64, "vllm", None), (128, 256, "vllm", None), (64, 1, "NHD", None), (128, 4, "HND", None),
+    (256, 16, "vllm", torch.int8), (112, 16, "NHD", torch.float8_e4m3fn),
+    (128, 8, "vllm", torch.float8_e5m2), (64, 1, "NHD", torch.float8_e4m3fn),
 ], ids=str)  # fmt: skip
 def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
     """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
