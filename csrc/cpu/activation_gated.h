@@ -4,6 +4,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/vec.h"
 #include "cpu/vec_math.h"
+#include "cpu/vec_pairs.h"
 #include "ops/activation_gated.h"
 
 namespace vllm_kernels::cpu {
@@ -13,17 +14,10 @@ struct GateAndUp {
   Vec gate, up;
 };
 
-// Elements 0, 2, 4, ... and 1, 3, 5, ... of two vectors in a row.
 inline GateAndUp deinterleaved(Vec a, Vec b) {
-#if defined(__AVX512F__)
-  return {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
-#elif defined(__AVX2__)
-  return {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
-          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)};
-#else
-  return {__builtin_shufflevector(a, b, 0, 2, 4, 6), __builtin_shufflevector(a, b, 1, 3, 5, 7)};
-#endif
+  GateAndUp parts;
+  split_pairs(a, b, parts.gate, parts.up);
+  return parts;
 }
 
 // A NaN passes: it is the second argument.

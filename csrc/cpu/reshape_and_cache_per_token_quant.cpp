@@ -2,6 +2,7 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/kernels.h"
+#include "cpu/quant.h"
 #include "cpu/write_row.h"
 
 namespace vllm_kernels::cpu {
@@ -9,25 +10,19 @@ namespace {
 
 using Params = ReshapeAndCachePerTokenQuantParams;
 
-// The bits of a float's magnitude order as integers do, with a NaN above infinity.
 template <typename T>
-float largest_magnitude(const T* row, int64_t n) {
-  VecInt most{};
+float row_magnitude(const T* row, int64_t n) {
+  VecUint most{};
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec x = i + kLanes <= n ? load(row + i) : load_partial(row + i, n - i);
-    const VecInt magnitude = (VecInt)(as_bits(x) & 0x7fffffffu);
-    most = (VecInt)as_bits(select(magnitude > most, as_float(magnitude), as_float(most)));
+    most = larger_bits(most, magnitude_bits(x));
   }
-  int32_t lanes[kLanes];
-  store_raw(lanes, most);
-  int32_t result = 0;
-  for (int32_t lane : lanes) result = lane > result ? lane : result;
-  return __builtin_bit_cast(float, result);
+  return largest_magnitude(most);
 }
 
 template <typename T>
 float write_quantised(Int8* to, int64_t run, int64_t stride, const T* row, int64_t n) {
-  const float scale = largest_magnitude(row, n) / 127.0f;
+  const float scale = row_magnitude(row, n) / 127.0f;
   write_row(to, run, stride, row, n, scale > 0.0f ? scale : 1.0f);
   return scale;
 }

@@ -24,36 +24,65 @@ namespace vllm_kernels::cuda {
 
 constexpr int kPrefillPart = 16;  // tokens
 
-// What one block works on: registers and shared memory decide.
-// kAdjusts: scores are capped or biased.
-template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores>
+// What one block works on: registers (65536 in all) and shared memory decide.
+struct PrefillTuning {
+  int groups;  // warpgroups that attend, each 64 rows of an item
+  int tokens;  // of a tile
+  // Tiles of K and of V, and items' queries, in shared memory.
+  int key_stages, value_stages, queries;
+  // Queries in registers spare shared memory a fifth of what it is read.
+  bool query_in_registers;
+  int registers, servant_registers;  // of a thread that attends, and of one that serves those
+};
+
+// adjusts: scores are capped or biased. widens: K and V are of 8 bits.
+constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens) {
+  if (widens) {
+    return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 200, 56}
+           : head_size <= 128 ? PrefillTuning{2, 128, 2, 2, 1, false, 200, 56}
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 200, 56};
+  }
+  if (adjusts) {
+    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56}
+           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56}
+           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 224, 56}
+                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
+  }
+  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56}
+         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56}
+         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56}
+                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
+}
+
+constexpr int kWideners = 3;  // warps that widen K, and as many that widen V
+
+template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores, bool kWidensCache>
 struct PrefillConfig {
-  using T = Element;
+  using T = Element;  // of the products
   static constexpr int kHeadSize = kSize;
   static constexpr PageForm kForm = kPageForm;
   static constexpr bool kAdjusts = kAdjustsScores;
-  static constexpr int kGroups = kHeadSize <= 64 ? 3 : 2;  // warpgroups that attend, each 64 rows
-  static constexpr int kRows = 64 * kGroups;               // of an item
-  static constexpr int kTokens = kHeadSize <= 64    ? (kAdjusts ? 80 : 96)  // of a tile
-                                 : kHeadSize <= 128 ? 128
-                                 : kHeadSize <= 192 ? (kAdjusts ? 80 : 96)
-                                                    : 64;
-  // Queries in registers spare shared memory a fifth of what it is read.
-  static constexpr bool kQueryInRegisters = kHeadSize <= 128 && !kAdjusts;
-  // Tiles of K and of V, and items' queries, in shared memory.
-  static constexpr int kKeyStages = kHeadSize <= 128 ? 3 : 2;
-  static constexpr int kValueStages = kHeadSize <= 64 ? 3 : 2;
-  static constexpr int kQueries = kHeadSize <= 128 ? 2 : 1;
-  // Registers of a thread, of 65536 in all; one more warpgroup serves those that attend.
-  static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kRegisters = kGroups == 3 ? 152 : kHeadSize <= 192 ? 224 : 232;
-  static constexpr int kServantRegisters = kHeadSize <= 192 ? 56 : 40;
+  static constexpr bool kWidens = kWidensCache;
+  static constexpr PrefillTuning kTuning = prefill_tuning(kSize, kAdjusts, kWidens);
+  static constexpr int kGroups = kTuning.groups;
+  static constexpr int kRows = 64 * kGroups;  // of an item
+  static constexpr int kTokens = kTuning.tokens;
+  static constexpr bool kQueryInRegisters = kTuning.query_in_registers;
+  static constexpr int kKeyStages = kTuning.key_stages;
+  static constexpr int kValueStages = kTuning.value_stages;
+  static constexpr int kQueries = kTuning.queries;
+  // A warpgroup serves those that attend, two where six of their warps widen.
+  static constexpr int kThreads = 128 * (kGroups + 1 + kWidens);
   // 64 dimensions of all rows, or tokens, together.
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
-  static constexpr int kSharedBytes =
-      kQueries * kQueryBytes + (kKeyStages + kValueStages) * kTileBytes;
+  // Of one widener: its parts of a tile, as they are stored.
+  static constexpr int kRawBytes =
+      (kTokens / kPrefillPart + kWideners - 1) / kWideners * kPrefillPart * kHeadSize;
+  static constexpr int kSharedBytes = kQueries * kQueryBytes +
+                                      (kKeyStages + kValueStages) * kTileBytes +
+                                      (kWidens ? 2 * kWideners * kRawBytes : 0);
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)

@@ -19,15 +19,21 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension; bytes that all blocks read in a nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8; bytes that all blocks read in a
+// nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
+constexpr float kWidenPicoseconds = 1.15f;
 constexpr float kReadBytes = 4200.0f;
+
+// A window that no sequence is longer than, and that a position can be added to.
+constexpr int kMostRight = 1 << 30;
 
 struct PrefillShape {
   int group;         // query heads of a KV head
   int page_shift;    // log2 of the tokens of a page
   int least_rows;    // sequences of fewer query rows a KV head are left out
   float to_log2;     // from product to log2 units
+  int window_right;  // tokens after a query token's own that it sees, at most kMostRight
   bool query_boxes;  // an item's queries are a box of the tensor of queries
   bool leads;        // those other sequences' launch follows, and runs beside this one
   FastDivisor group_divisor;
@@ -36,11 +42,12 @@ struct PrefillShape {
 struct PrefillItem {
   int seq;
   int kv_head;
-  int first_row, rows;  // of the sequence's query_len * group
-  int first_query;      // row of query of its query token 0
-  int position;         // of that token
-  int low, high;        // positions of the item's first and last query token
-  int begin;            // the first token that any row sees
+  int first_row, rows;         // of the sequence's query_len * group
+  int first_query;             // row of query of its query token 0
+  int position;                // of that token
+  int first_key;               // row of contiguous keys of token 0
+  int begin, end;              // tokens that any row sees
+  int whole_begin, whole_end;  // tokens that every row sees
   int first_tile, tiles;
 };
 
@@ -68,7 +75,7 @@ class PrefillPlan {
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks(lane_sum(tokens), lane_sum(others));
+    if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
     class_ = round_ = first_head_ = 0;
     before_ = 0;
     if (one_round(p)) start_round(p);
@@ -88,7 +95,7 @@ class PrefillPlan {
         start_round(p);
       }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
-      // The lane's chunks [first, end) end in this class's range of positions.
+      // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
       const int end = chunks_until(shape, until);
       const int first =
@@ -119,7 +126,7 @@ class PrefillPlan {
       const int last_chunk = of_owner(end) - 1, chunks = last_chunk + 1 - of_owner(first);
       const int head = divide(local, chunks);
       const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
-      const int first_query = of_owner(first_query_);
+      const int first_query = of_owner(first_query_), first_key = of_owner(first_key_);
       if (lane != 0) return;
       item.seq = round_ * 32 + owner;
       item.kv_head = first_head_ + head;
@@ -127,13 +134,25 @@ class PrefillPlan {
       item.rows = min(kRows, query_len * shape.group - item.first_row);
       item.first_query = first_query;
       item.position = position;
-      item.low = position + static_cast<int>(shape.group_divisor.divide(item.first_row));
-      item.high =
-          position + static_cast<int>(shape.group_divisor.divide(item.first_row + item.rows - 1));
-      item.begin = p.sliding_window > 0 ? max(0, item.low - p.sliding_window + 1) : 0;
+      item.first_key = first_key;
+      const auto position_of = [&](int row) {
+        return position + static_cast<int>(shape.group_divisor.divide(row));
+      };
+      const int low = position_of(item.first_row);
+      const int high = position_of(item.first_row + item.rows - 1);
+      const auto sees_from = [&](int at) {
+        return p.sliding_window > 0 ? max(0, at - p.sliding_window + 1) : 0;
+      };
+      const auto sees_until = [&](int at) {
+        return min(at + shape.window_right + 1, position + query_len);
+      };
+      item.begin = sees_from(low);
+      item.end = sees_until(high);
+      item.whole_begin = sees_from(high);
+      item.whole_end = sees_until(low);
       item.first_tile = item.begin / kTokens;
       // At least one, so that every output row is written.
-      item.tiles = max(0, item.high) / kTokens - item.first_tile + 1;
+      item.tiles = max(0, item.end - 1) / kTokens - item.first_tile + 1;
       return;
     }
   }
@@ -145,9 +164,11 @@ class PrefillPlan {
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int round, int lane) {
     const int seq = round * 32 + lane;
-    chunks_ = query_len_ = seq_len_ = first_query_ = 0;
+    chunks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
-    seq_len_ = usable_seq_len(p, seq);
+    const KeyRange keys = key_range(p, seq);
+    first_key_ = keys.first;
+    seq_len_ = keys.count;
     const QueryRange queries = query_range(p, seq);
     first_query_ = queries.first;
     query_len_ = queries.count;
@@ -157,19 +178,23 @@ class PrefillPlan {
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
     const float bytes =
-        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * (kHeadSize * 4.0f);
+        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
     const int heads = p.kv.num_kv_heads;
     const int sections =
         min(heads, static_cast<int>(fminf(bytes * heads / kSectionBytes, 1e6f)) + 1);
     section_heads_ = (heads + sections - 1) / sections;
   }
-  // The lane's chunks whose last query token is before position `until`.
+  // The lane's chunks that see no token from `until` on.
   __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
-    const int tokens = until - (seq_len_ - query_len_);
-    if (tokens >= query_len_) return chunks_;
+    if (until >= seq_len_) return chunks_;
+    const int tokens = until - shape.window_right - (seq_len_ - query_len_);
     return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / kRows);
   }
 
+  // K and V of a KV head.
+  static __device__ __forceinline__ float token_bytes(const PagedAttentionParams& p) {
+    return static_cast<float>(2 * kHeadSize * size_of(p.kv.dtype));
+  }
   static __device__ __forceinline__ float lane_sum(float x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -179,16 +204,18 @@ class PrefillPlan {
   }
   // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
   // few as are done after a good half of its time. It starts on the others at once.
-  __device__ __forceinline__ void choose_blocks(float tokens, float others) {
-    const float alone = tokens * (kRows * kHeadSize * kPrefillPicoseconds);  // of one block
-    const float beside = others * (kHeadSize * 4 / kReadBytes * 1000.0f);
+  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
+                                                float others) {
+    const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
+    const float alone = tokens * each * (kRows * kHeadSize);  // of one block
+    const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
     const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
     if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }
 
   uint32_t blocks_;
   // this lane's sequence of the round at hand
-  int seq_len_, first_query_, query_len_, chunks_;
+  int seq_len_, first_key_, first_query_, query_len_, chunks_;
   uint32_t items_;
   int longest_;        // tokens
   int class_tokens_;   // positions of a class

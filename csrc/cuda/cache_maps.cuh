@@ -39,8 +39,8 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
   return map;
 }
 
-// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x up
-// to `tokens` tokens. What lies behind the head is read as zero.
+// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
+// `tokens` tokens. What lies behind the head, or the page, is read as zero.
 inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
                            int64_t block_stride, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
@@ -50,8 +50,7 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
       {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
        unsign(kv.num_blocks)},
       {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(std::min(kv.block_size, tokens)), 1, 1},
-      CU_TENSOR_MAP_SWIZZLE_128B);
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
@@ -83,10 +82,11 @@ template <typename Cache, int kTokens, PageForm kForm>
 RowMaps cache_maps(const PagedKv& kv) {
   if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  const int tokens = std::min(kv.block_size, kTokens);
   return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                         kTokens),
+                         tokens),
           .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                           kv.value_block_stride, kTokens)};
+                           kv.value_block_stride, tokens)};
 }
 
 }  // namespace vllm_kernels::cuda

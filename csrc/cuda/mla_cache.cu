@@ -24,19 +24,21 @@ constexpr int kFewTokens = 1024;  // up to here a block has one
 // shared memory.
 __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p, int first,
                                                int tokens, int32_t* list) {
+  __shared__ SlotFilter filter;
   __shared__ uint32_t repeated_here;
   const int thread = threadIdx.x, threads = blockDim.x;
   const int from = first + tokens + thread;
-  LaterSlots later;
+  LaterSlots<8> later;
   later.load(p, from, threads);
   if (thread < 32) {
     const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
     list[thread] = slot;
+    filter.fill(thread, slot);
     const uint32_t repeated = repeated_in_warp(thread, slot);
     if (thread == 0) repeated_here = repeated;
   }
   __syncthreads();
-  const OwnSlots own{.list = list, .end = tokens};
+  const OwnFiltered own{.filter = &filter, .list = {.slots = list, .end = tokens}};
   return repeated_here | find_repeated<kMostTokens>(p, from, threads, later, own);
 }
 

@@ -1,4 +1,4 @@
-// paged_attention on tensor cores: one launch of one block a multiprocessor for any batch.
+// paged_attention on tensor cores: one launch of one block a multiprocessor, or two, for any batch.
 //
 // A block takes items (attention_work.cuh) one after the other. Its teams take an item's stages in
 // turn, each through a ring of its own (kv_ring.cuh). At the end each team starts to fill its ring
@@ -451,7 +451,7 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
 
   set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(kv, shape.ring, shape.tile);
   RingLayout& ring = shape.ring;
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention");
+  int memory = dynamic_shared_memory<kKernel>("paged_attention");
   const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
   const int group = p.num_heads / kv.num_kv_heads;
   const int64_t rows = int64_t{p.max_query_len} * group;
@@ -464,7 +464,6 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
   }
   const int row_shift = shape.warp_shift + shape.team_shift;
   const int most_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // merged at a time
-  // As many teams as can have 3 stages each and a few rows a warp to merge.
   int warps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
   const auto memory_for = [&](int count) {  // their rings'
     return memory - count * (kTeam ? most_rows : std::min(most_rows, 4)) * row_bytes;
@@ -472,8 +471,24 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
   const auto stages_for = [&](int count) {
     return memory_for(count) / (count >> shape.team_shift) / ring.stage_bytes;
   };
+  // Two blocks of half the warps, of 2 stages each, where many segments end for their bytes: one's
+  // copies go on while the other merges. (Batches may not differ so with split_tokens.)
+  int blocks = 1, least_stages = 3;
+  if (kBytes == 1 && !kTeam && least_threads == 0 && p.split_tokens == 0 &&
+      int64_t{p.num_seqs} * kv.num_kv_heads > device.multiprocessors) {
+    const int all = memory, fixed = device.shared_memory_per_block - all + 1024;
+    memory = (all - fixed) / 2;
+    if (stages_for(warps / 2) >= 2) {
+      blocks = 2;
+      least_stages = 2;
+      warps /= 2;
+    } else {
+      memory = all;
+    }
+  }
+  // As many teams as can have their stages and a few rows a warp to merge.
   const int step = std::max(2, 1 << shape.team_shift);
-  while (warps > step && stages_for(warps) < 3) warps -= step;
+  while (warps > step && stages_for(warps) < least_stages) warps -= step;
   if (warps * 32 < least_threads) return false;
   ring.stages = ring_stages(memory_for(warps), warps >> shape.team_shift, ring.stage_bytes);
   const int rings = (warps >> shape.team_shift) * ring.stages * ring.stage_bytes;
@@ -486,12 +501,12 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
                 .stage_shift = kShift,
                 .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
                 .slots = workspace_slots(row_shift, kv.head_size),
-                .piece_share = 0.25f,
+                .piece_share = 0.25f * blocks,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
-  launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors), dim3(warps * 32), bytes,
-                stream, p, shape, maps, workspace, more...);
+  launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),
+                bytes, stream, p, shape, maps, workspace, more...);
   return true;
 }
 

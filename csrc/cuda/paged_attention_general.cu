@@ -1,9 +1,11 @@
 // paged_attention: the choice of kernel.
 #include <algorithm>
+#include <bit>
 
 #include "cuda/launchers.h"
 #include "cuda/paged_attention_decode.h"
 #include "cuda/paged_attention_prefill.h"
+#include "cuda/paged_attention_prefill_mma.h"
 #include "cuda/paged_attention_simt.cuh"
 
 namespace vllm_kernels::cuda {
@@ -42,24 +44,40 @@ int few_tokens(const PagedAttentionParams& p) {
   return std::max(1, kFewRows / (p.num_heads / p.kv.num_kv_heads));
 }
 
-// The kernel for many query rows where it serves these tensors and has work for the device: of half
-// of its blocks at least, or it could not make up for pieces of sequences, which the others take.
-// Else null. (With split_tokens the kernel must not depend on the batch.)
-LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
-  const PagedKv& kv = p.kv;
-  const DeviceInfo& device = current_device_info();
-  const int64_t group = p.num_heads / kv.num_kv_heads;
+// Whether query tokens see their past alone, in pages: what the kernels for few query rows know.
+bool causal_pages(const PagedAttentionParams& p) {
+  return p.key_start_loc == nullptr && p.window_right == 0;
+}
+
+// Whether the kernels for few query rows, where they serve these tensors, are the ones to take the
+// call: those for many have no work for half of the device, and could not make up for pieces of
+// sequences, which the others take. (With split_tokens the kernel must not depend on the batch.)
+bool few_rows(const PagedAttentionParams& p) {
+  const int64_t group = p.num_heads / p.kv.num_kv_heads;
   // Every sequence but one may be a single token, of a decode.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
-  const int64_t items = (tokens * group + 127) / 128 * kv.num_kv_heads;
-  const bool pages = kv.layout == KvLayout::kVllm ? kv.block_size == 16 : kv.block_size >= 16;
-  const bool aligned = aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 &&
-                       aligned16(p.out) && p.out_stride % 8 == 0;
-  if (!device.has_wgmma || kv.dtype != p.dtype || kv.num_blocks == 0 || !pages || !aligned ||
-      !(p.scale > 0.0f) || p.split_tokens > 0 || p.max_query_len <= few_tokens(p) ||
-      p.max_query_len * group <= 2 * kFewRows || 2 * items < device.multiprocessors) {
-    return nullptr;
-  }
+  const int64_t items = (tokens * group + 127) / 128 * p.kv.num_kv_heads;
+  return p.max_query_len <= few_tokens(p) || p.max_query_len * group <= 2 * kFewRows ||
+         2 * items < current_device_info().multiprocessors || p.split_tokens > 0;
+}
+
+// Whether the kernels for many query rows can read the queries and write the results.
+bool serves_rows(const PagedAttentionParams& p) {
+  return aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 && aligned16(p.out) &&
+         p.out_stride % 8 == 0 && p.kv.num_blocks > 0 && p.scale > 0.0f;
+}
+
+// The kernel for many query rows on Hopper's warpgroup products where it serves these tensors, else
+// null.
+LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const bool widens = size_of(kv.dtype) == 1;
+  const bool longer = (kv.layout != KvLayout::kVllm || widens) && kv.block_size > 16 &&
+                      std::has_single_bit(static_cast<uint32_t>(kv.block_size));
+  const bool pages = p.key_start_loc != nullptr || kv.block_size == 16 || longer;
+  const bool plain = !(p.softcap > 0.0f) && p.alibi_slopes == nullptr;
+  const bool stored = widens ? kv.head_size <= kMostWidened && plain : kv.dtype == p.dtype;
+  if (!current_device_info().has_wgmma || !stored || !pages) return nullptr;
   switch (kv.head_size) {
     case 64:
       return paged_attention_prefill_64;
@@ -74,6 +92,39 @@ LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
     default:
       return nullptr;
   }
+}
+
+// Whether the kernel for many query rows that needs no more than sm_80 can address these tensors.
+bool serves_prefill_mma(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const int element = size_of(kv.dtype);
+  const auto units_of = [&](int bytes) {
+    return [=](int64_t stride) {
+      return stride >= 0 && stride * element % bytes == 0 && stride * element / 16 <= UINT32_MAX;
+    };
+  };
+  const auto aligned = units_of(16);
+  const bool rows = kv.layout != KvLayout::kVllm;
+  const bool pages =
+      rows ? aligned(kv.key_token_stride) && aligned(kv.value_token_stride)
+           : kv.block_size % 8 == 0 && aligned(kv.key_chunk_stride) &&
+                 units_of(kv.block_size % 16 == 0 ? 16 : 8 * element)(kv.value_dim_stride);
+  return p.dtype != DType::kFloat32 && (element == 1 || kv.dtype == p.dtype) &&
+         kv.head_size <= 256 && kv.head_size * element % 16 == 0 && pages && aligned16(kv.key) &&
+         aligned16(kv.value) && aligned(kv.key_block_stride) && aligned(kv.key_head_stride) &&
+         aligned(kv.value_block_stride) && aligned(kv.value_head_stride) &&
+         p.max_seq_len <= kMostLength;
+}
+
+bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& launch, Stream stream) {
+  const bool rows = p.kv.layout != KvLayout::kVllm;
+  const auto kernel = size_of(p.kv.dtype) == 1     ? rows ? paged_attention_prefill_mma_8bit_rows
+                                                          : paged_attention_prefill_mma_8bit_pages
+                      : p.dtype == DType::kFloat16 ? rows ? paged_attention_prefill_mma_f16_rows
+                                                          : paged_attention_prefill_mma_f16_pages
+                      : rows                       ? paged_attention_prefill_mma_bf16_rows
+                                                   : paged_attention_prefill_mma_bf16_pages;
+  return kernel(p, launch, stream);
 }
 
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, Stream stream) {
@@ -94,17 +145,27 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 }  // namespace
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  const bool causal_pages = p.key_start_loc == nullptr && p.window_right == 0;
-  if (!causal_pages || !fits_tensor_cores(p)) return launch_paged_attention_simt<true>(p, stream);
+  const bool tensor_cores = fits_tensor_cores(p);
+  const bool decodes = tensor_cores && causal_pages(p);  // whether the kernels for few rows serve
+  const auto launch_few = [&] {
+    if (!decodes) return launch_paged_attention_simt<true>(p, stream);
+    launch_decode(p, decode_workspace(memory, stream), stream);
+  };
+  if (!serves_rows(p) || (decodes && few_rows(p))) return launch_few();
+  const LaunchPrefill prefill = tensor_cores ? prefill_kernel(p) : nullptr;
+  if (prefill == nullptr && !serves_prefill_mma(p)) return launch_few();
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
-  const LaunchPrefill prefill = prefill_kernel(p);
-  if (prefill == nullptr) return launch_decode(p, workspace, stream);
   // Sequences of few query tokens, if there can be any, have a launch of their own beside it.
   const int few = few_tokens(p);
-  const bool mixed = p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
-  prefill(p,
-          {.least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)},
-          stream);
+  const bool mixed =
+      decodes && p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
+  const PrefillLaunch launch = {
+      .least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)};
+  if (prefill != nullptr) {
+    prefill(p, launch, stream);
+  } else if (!launch_prefill_mma(p, launch, stream)) {
+    return launch_few();
+  }
   if (!mixed) return;
   PagedAttentionParams others = p;
   others.max_query_len = few;

@@ -51,17 +51,21 @@ inline ScoreCap score_cap(float softcap) {
   return {.cap = softcap * kLog2E, .inverse = softcap > 0.0f ? 2.0f / softcap : 0.0f};
 }
 
-// A score in log2 units, of a token `distance` after the query's own.
+// A score in log2 units: cap * tanh(score / cap). Its absolute error, a few 2^-22 of cap, is what
+// counts in a logit.
+__device__ __forceinline__ float capped(const ScoreCap& cap, float score) {
+  return cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
+}
+// ALiBi, of a token `distance` after the query's own; the slope in log2 units.
+__device__ __forceinline__ float biased(float slope, int distance, float score) {
+  return score - slope * fabsf(static_cast<float>(distance));
+}
+// What is left of a score in log2 units, of a token `distance` after the query's own.
 __device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, const ScoreCap& cap,
                                                 int head, int distance, float score) {
   if (distance > 0 || (p.sliding_window > 0 && distance <= -p.sliding_window)) return -INFINITY;
-  if (p.softcap > 0.0f) {
-    // cap * tanh(score / cap); its absolute error, a few 2^-22 of cap, is what counts in a logit.
-    score = cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
-  }
-  if (p.alibi_slopes != nullptr) {
-    score += p.alibi_slopes[head] * kLog2E * static_cast<float>(distance);
-  }
+  if (p.softcap > 0.0f) score = capped(cap, score);
+  if (p.alibi_slopes != nullptr) score = biased(p.alibi_slopes[head] * kLog2E, distance, score);
   return score;
 }
 

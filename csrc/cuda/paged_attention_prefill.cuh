@@ -3,65 +3,19 @@
 //
 // A block takes items (attention_prefill_work.cuh) one after the other. Two or three warpgroups
 // attend, 64 of an item's rows each (attention_prefill.cuh), over tiles of tokens from the last to
-// the first. Of one more warpgroup one warp copies K, one copies V, one the queries, and one finds
-// items. They run ahead into the next item while the last one ends.
+// the first. Of one more warpgroup one warp copies K, one copies V (attention_prefill_copies.cuh),
+// one the queries, and one finds items. They run ahead into the next item while the last one ends.
+// K and V of 8 bits take six warps of two such warpgroups (attention_prefill_widen.cuh).
 #pragma once
 #include <bit>
 
-#include "cuda/attention_prefill.cuh"
-#include "cuda/cache_maps.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/attention_prefill_copies.cuh"
+#include "cuda/attention_prefill_widen.cuh"
 #include "cuda/paged_attention_prefill.h"
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillQueue = 4;
-
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-
-// What the warps of a block tell each other.
-template <typename Config>
-struct PrefillShared {
-  static constexpr int kKeys = Config::kKeyStages;
-  static constexpr int kValues = Config::kValueStages;
-  static constexpr int kQueries = Config::kQueries;
-  uint64_t key_full[kKeys], key_empty[kKeys];
-  uint64_t value_full[kValues], value_empty[kValues];
-  uint64_t query_full[kQueries], query_empty[kQueries];
-  uint64_t item_full[kPrefillQueue], item_empty[kPrefillQueue];
-  uint64_t wanted;        // the last tiles of K of the item at hand are under way
-  uint32_t parts[kKeys];  // bit i: part i of the stage's K is there, or behind the sequence
-  float pin[4 * Config::kGroups];    // written only: see attend()
-  PrefillItem items[kPrefillQueue];  // seq < 0: there are no more
-};
-
-// Stages, or items, one after the other: which comes next, and the parity of its full barrier.
-template <int kCount>
-struct Turn {
-  uint32_t at = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == kCount) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// Calls action(item) for every item of the block, in order.
-template <typename Config, typename Action>
-__device__ __forceinline__ void each_item(PrefillShared<Config>& shared, int lane,
-                                          const Action& action) {
-  Turn<kPrefillQueue> turn;
-#pragma unroll 1
-  for (;; turn.next()) {
-    barrier_wait(shared_address(&shared.item_full[turn.at]), turn.parity);
-    const PrefillItem item = shared.items[turn.at];
-    barrier_arrive_warp(shared_address(&shared.item_empty[turn.at]), lane);
-    if (item.seq < 0) return;
-    action(item);
-  }
-}
 
 // One warp: which items this block takes.
 template <typename Config>
@@ -98,165 +52,6 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p,
   }
 }
 
-// V of a part of which only tokens [low, high) count, by all lanes: what lies beside them may be
-// NaN and is taken for 0. `token`: of its page.
-template <typename Config>
-__device__ __forceinline__ void copy_value_part(const PagedKv& kv, int kv_head, int block,
-                                                int token, int low, int high, uint32_t to,
-                                                int lane) {
-  using T = typename Config::T;
-  constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
-  const T* from = static_cast<const T*>(kv.value) + block * kv.value_block_stride +
-                  kv_head * kv.value_head_stride + token * kv.value_token_stride;
-#pragma unroll 1
-  for (int i = lane; i < 2 * kHeadSize; i += 32) {
-    uint4 pack = {0, 0, 0, 0};
-    if constexpr (Config::kForm == PageForm::kRows) {
-      constexpr int kChunks = kHeadSize / 8;
-      const int row = i / kChunks, chunk = i % kChunks;
-      if (row >= low && row < high) {
-        pack = *reinterpret_cast<const uint4*>(from + row * kv.value_token_stride + chunk * 8);
-      }
-      store_shared(to + chunk / 8 * (kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16, pack);
-    } else {
-      const int first = i % 2 * 8;  // of 8 tokens
-      pack = *reinterpret_cast<const uint4*>(from + i / 2 * kv.value_dim_stride + first);
-      const auto mask = [&](int pair) {  // of tokens 2 pair and 2 pair + 1 of the 8
-        const int at = first + 2 * pair;
-        return (at >= low && at < high ? 0xffffu : 0u) |
-               (at + 1 >= low && at + 1 < high ? 0xffff0000u : 0u);
-      };
-      pack = uint4{pack.x & mask(0), pack.y & mask(1), pack.z & mask(2), pack.w & mask(3)};
-      store_shared(to + ((i ^ i >> 3 & 7) * 16), pack);
-    }
-  }
-  fence_async_proxy();
-  __syncwarp();
-}
-
-// One warp: K, or V, of those items.
-template <typename Config, bool kValue>
-__device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const PrefillShape& shape,
-                                           const CUtensorMap& map, PrefillShared<Config>& shared,
-                                           uint32_t storage, int lane) {
-  constexpr int kTokens = Config::kTokens;
-  using Tile = PrefillTile<Config>;
-  constexpr int kParts = Tile::kParts;
-  constexpr int kAhead = 32 / kParts;  // tiles whose blocks are looked up together
-  constexpr int kColumns = Config::kForm == PageForm::kRows ? Config::kColumns : 1;
-  constexpr uint32_t kPartBytes =
-      Config::kForm == PageForm::kRows ? kColumns * kPrefillPart * 128 : Tile::kPartBytes;
-  constexpr uint32_t kPartStep =
-      Config::kForm == PageForm::kRows ? kPrefillPart * 128 : Tile::kPartBytes;  // to the next part
-  static_assert(kParts * kColumns <= 32);
-  wait_for_predecessor();
-  Turn<kValue ? Config::kValueStages : Config::kKeyStages> turn;
-  each_item(shared, lane, [&](const PrefillItem& item) {
-    const int32_t* table = p.block_tables + item.seq * p.block_table_stride;
-    const int part = lane % kParts, column = lane / kParts;
-    // Tokens that any row sees. Pages without them are not looked at.
-    const int begin = item.begin, end = item.high + 1;
-    const auto seen = [&](int token) { return token + kPrefillPart > begin && token < end; };
-    int32_t blocks = -1;
-#pragma unroll 1
-    for (int i = 0; i < item.tiles; ++i, turn.next()) {
-      const int tile = item.first_tile + item.tiles - 1 - i;
-      if (i % kAhead == 0) {
-        const int token = (tile - lane / kParts) * kTokens + part * kPrefillPart;
-        const bool looks = lane < kAhead * kParts && token >= 0 && seen(token);
-        blocks = looks ? table[token >> shape.page_shift] : -1;
-      }
-      const int token = tile * kTokens + part * kPrefillPart;
-      const int32_t block = __shfl_sync(0xffffffffu, blocks, i % kAhead * kParts + part);
-      const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(p.kv.num_blocks);
-      const int in_page = token & ((1 << shape.page_shift) - 1);
-      const uint32_t stage = storage + turn.at * Config::kTileBytes;
-      const uint32_t full =
-          shared_address(kValue ? &shared.value_full[turn.at] : &shared.key_full[turn.at]);
-      barrier_wait(
-          shared_address(kValue ? &shared.value_empty[turn.at] : &shared.key_empty[turn.at]),
-          turn.parity ^ 1);
-      uint32_t by_hand = 0;  // bit l: lane l's part
-      if constexpr (kValue) {
-        const bool whole = token >= begin && token + kPrefillPart <= end;
-        by_hand = __ballot_sync(0xffffffffu, good && !whole) & ((1u << kParts) - 1);
-#pragma unroll 1
-        for (uint32_t rest = by_hand; rest != 0; rest &= rest - 1) {
-          const int of = __ffs(rest) - 1, first = tile * kTokens + of * kPrefillPart;
-          copy_value_part<Config>(p.kv, item.kv_head, __shfl_sync(0xffffffffu, block, of),
-                                  first & ((1 << shape.page_shift) - 1), begin - first, end - first,
-                                  stage + of * kPartStep, lane);
-        }
-      } else {
-        const uint32_t there = __ballot_sync(0xffffffffu, good || !seen(token));
-        if (lane == 0) shared.parts[turn.at] = there & ((1u << kParts) - 1);
-      }
-      if (lane == 0) barrier_expect(full, (kParts - __popc(by_hand)) * kPartBytes);
-      __syncwarp();
-      // A block that is not there is read as zeros.
-      const int from = good ? block : static_cast<int>(p.kv.num_blocks);
-      const uint32_t to = stage + part * kPartStep;
-      if (column < kColumns && (by_hand >> part & 1) == 0) {
-        if constexpr (Config::kForm == PageForm::kRows) {
-          bulk_copy_box(to + column * (kTokens * 128), &map, column * 64, in_page, item.kv_head,
-                        from, full);
-        } else if constexpr (kValue) {
-          bulk_copy_box(to, &map, 0, 0, item.kv_head, from, full);
-        } else {
-          bulk_copy_box(to, &map, 0, 0, in_page / 8, item.kv_head, from, full);
-        }
-      }
-      if (!kValue && i == max(0, item.tiles - 3) && lane == 0) {
-        barrier_arrive(shared_address(&shared.wanted));
-      }
-    }
-  });
-}
-
-// One warp: the queries of those items.
-template <typename Config>
-__device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
-                                             const PrefillShape& shape, const CUtensorMap& map,
-                                             PrefillShared<Config>& shared, uint32_t storage,
-                                             int lane) {
-  using T = typename Config::T;
-  constexpr int kHeadSize = Config::kHeadSize, kChunks = kHeadSize / 8;
-  wait_for_predecessor();
-  Turn<Config::kQueries> turn;
-  each_item(shared, lane, [&](const PrefillItem& item) {
-    const uint32_t query = storage + turn.at * Config::kQueryBytes;
-    barrier_wait(shared_address(&shared.query_empty[turn.at]), turn.parity ^ 1);
-    if (shape.query_boxes) {
-      const uint32_t full = shared_address(&shared.query_full[turn.at]);
-      if (lane == 0) barrier_expect(full, Config::kQueryBytes);
-      __syncwarp();
-      if (lane < Config::kColumns) {
-        bulk_copy_box(
-            query + lane * (Config::kRows * 128), &map, lane * 64, item.kv_head * shape.group,
-            item.first_query + static_cast<int>(shape.group_divisor.divide(item.first_row)), 0,
-            full);
-      }
-      turn.next();
-      return;
-    }
-#pragma unroll 4
-    for (int i = lane; i < Config::kRows * kChunks; i += 32) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const int index = item.first_row + min(row, item.rows - 1);
-      const int token = static_cast<int>(shape.group_divisor.divide(index));
-      const int head = item.kv_head * shape.group + index - token * shape.group;
-      copy16_async(query + chunk / 8 * (Config::kRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
-                   static_cast<const T*>(p.query) +
-                       static_cast<int64_t>(item.first_query + token) * p.query_stride +
-                       head * kHeadSize + chunk * 8);
-    }
-    wait_all_copies();
-    fence_async_proxy();
-    barrier_arrive_warp(shared_address(&shared.query_full[turn.at]), lane);
-    turn.next();
-  });
-}
-
 // What one warpgroup does: 64 rows of all items, as one sequence of tiles. An item's first scores
 // are under way before the item ahead of it has ended. The warpgroups do not wait for each other:
 // their phases drift apart, so that one's products run while another takes exponentials.
@@ -281,6 +76,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
   uint32_t at_hand;  // its place in the queue
   int left;          // tiles of it whose scores are not under way
   int first;         // token of the next tile
+  float unit;        // from its scores to log2 units
   // Row r's query token of the sequence, and head.
   const auto place = [&](const PrefillItem& item, int r, int& head) {
     const int index = item.first_row + min(row + 8 * r, item.rows - 1);
@@ -299,6 +95,10 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     at_hand = items.at;
     left = item.tiles;
     first = (item.first_tile + item.tiles - 1) * kTokens;
+    unit = Config::kAdjusts ? 1.0f : shape.to_log2;
+    if (Config::kWidens && p.kv.k_scale != nullptr) {
+      unit *= p.kv.k_scale[item.kv_head * p.kv.scale_stride];
+    }
     barrier_wait(shared_address(&shared.query_full[queries.at]), queries.parity);
     if constexpr (Config::kQueryInRegisters) {
       tile.load_query(query + queries.at * Config::kQueryBytes, thread);
@@ -316,8 +116,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
   const auto look = [&] {
     const PrefillItem& item = shared.items[at_hand];
     parts = shared.parts[keys.at];
-    plain = first + kTokens <= item.low + 1 &&
-            (p.sliding_window == 0 || first > item.high - p.sliding_window);
+    plain = first >= item.whole_begin && first + kTokens <= item.whole_end;
   };
   // What follows the products of those scores.
   const auto weigh = [&] {
@@ -325,36 +124,49 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     barrier_arrive_warp(shared_address(&shared.key_empty[keys.at]), lane);
     keys.next();
     if (--left == 0 && !Config::kQueryInRegisters) release_query();
-    if (Config::kAdjusts || !plain) {
-      const PrefillItem& item = shared.items[at_hand];
-      int head[2], behind[2];  // behind: tokens that the row sees from this lane's first column on
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        behind[r] = item.position + place(item, r, head[r]) - first - lane % 4 * 2;
+    const PrefillItem& item = shared.items[at_hand];
+    const int column = first + lane % 4 * 2;
+    // Of row r: where its own token is from this lane's first column on.
+    const auto own = [&](int r, int& head) {
+      return item.position + place(item, r, head) - column;
+    };
+    if constexpr (Config::kAdjusts) {
+      tile.each_score([&](int, int, float score) { return score * shape.to_log2; });
+      if (p.softcap > 0.0f) {
+        tile.each_score([&](int, int, float score) { return capped(cap, score); });
       }
-      if constexpr (Config::kAdjusts) {
-        tile.each_score([&](int i, int j, float score) {
-          return adjusted_score(p, cap, head[j / 2], i * 8 + j % 2 - behind[j / 2],
-                                score * shape.to_log2);
-        });
-      } else {
-        const int window = p.sliding_window > 0 ? p.sliding_window : INT32_MAX / 2;
-        uint32_t seen[2];  // bit 2i + j % 2: column i of the row
+      if (p.alibi_slopes != nullptr) {
+        int at[2];
+        float slope[2];  // in log2 units
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          seen[r] = Tile::columns_until(behind[r]);
-          if (behind[r] >= window) seen[r] &= ~Tile::columns_until(behind[r] - window);
+          int head;
+          at[r] = own(r, head);
+          slope[r] = p.alibi_slopes[head] * kLog2E;
         }
         tile.each_score([&](int i, int j, float score) {
-          return seen[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
+          return biased(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
         });
       }
+    }
+    if (!plain) {
+      uint32_t seen[2];  // bit 2i + j % 2: column 8i + j % 2 of the row
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int head;
+        const int at = own(r, head);
+        seen[r] = Tile::columns_until(min(at + shape.window_right, item.end - 1 - column));
+        if (p.sliding_window > 0) seen[r] &= ~Tile::columns_until(at - p.sliding_window);
+      }
+      tile.each_score([&](int i, int j, float score) {
+        return seen[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
+      });
     }
     if (parts != (1u << Tile::kParts) - 1) {
       tile.each_score(
           [&](int i, int, float score) { return parts >> i / 2 & 1 ? score : -INFINITY; });
     }
-    raised = tile.weigh(Config::kAdjusts ? 1.0f : shape.to_log2, factor);
+    raised = tile.weigh(unit, factor);
     first -= kTokens;
   };
   const auto start_out = [&] {
@@ -443,10 +255,6 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
 
 #endif
 
-struct PrefillMaps {
-  CUtensorMap key, value, query;
-};
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_prefill_kernel(const __grid_constant__ PagedAttentionParams p,
@@ -455,8 +263,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                    const __grid_constant__ PrefillMaps maps, uint32_t* next) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   using Shared = PrefillShared<Config>;
-  constexpr int kWarps = 4 * Config::kGroups;       // that attend
-  extern __shared__ __align__(1024) char memory[];  // the queries, K, V
+  constexpr int kWarps = 4 * Config::kGroups;                // that attend
+  constexpr int kCopiers = Config::kWidens ? kWideners : 1;  // warps, of K and of V each
+  extern __shared__ __align__(1024) char memory[];           // the queries, K, V
   __shared__ Shared shared;
   if (!shape.leads) launch_dependents();
   const int warp = same_in_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -467,35 +276,61 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const auto init = [](auto& barriers, int arrivals) {
       for (uint64_t& barrier : barriers) barrier_init(shared_address(&barrier), arrivals);
     };
-    init(shared.key_full, 1);
-    init(shared.value_full, 1);
+    init(shared.key_full, kCopiers * (Config::kWidens ? kWarpArrivals : 1));
+    init(shared.value_full, kCopiers * (Config::kWidens ? kWarpArrivals : 1));
     init(shared.key_empty, kWarps * kWarpArrivals);
     init(shared.value_empty, kWarps * kWarpArrivals);
     init(shared.query_full, shape.query_boxes ? 1 : kWarpArrivals);
     init(shared.query_empty, kWarps * kWarpArrivals);
     init(shared.item_full, 1);
-    init(shared.item_empty, (kWarps + 3) * kWarpArrivals);
+    init(shared.item_empty, (kWarps + 2 * kCopiers + 1) * kWarpArrivals);
     barrier_init(shared_address(&shared.wanted), 1);
     fence_barrier_init();
-    prefetch_map(&maps.key);
-    prefetch_map(&maps.value);
+    if (!Config::kWidens) {
+      prefetch_map(&maps.key);
+      prefetch_map(&maps.value);
+    }
+    if (!Config::kWidens && p.key_start_loc != nullptr) prefetch_map(&maps.value_part);
     if (shape.query_boxes) prefetch_map(&maps.query);
   }
   __syncthreads();
-  if (warp >= kWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kServantRegisters));
+  // By warp `widener` of those that widen K, and V.
+  [[maybe_unused]] const auto widen = [&](int widener) {
+    const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
+    const auto from = [&](auto cache) {
+      using Cache = decltype(cache);
+      if (widener < kWideners) {
+        widen_tiles<Config, false, Cache>(p, shape, shared, key, raw, widener, lane);
+      } else {
+        widen_tiles<Config, true, Cache>(p, shape, shared, value,
+                                         raw + kWideners * Config::kRawBytes, widener - kWideners,
+                                         lane);
+      }
+    };
+    if (p.kv.dtype == DType::kFp8E4M3) {
+      from(Fp8E4M3{});
+    } else if (p.kv.dtype == DType::kFp8E5M2) {
+      from(Fp8E5M2{});
+    } else {
+      from(int8_t{});
+    }
+  };
+  if (warp < kWarps) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
+    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.servant_registers));
     if (warp == kWarps) {
       queue_items(p, shape, shared, next, lane);
     } else if (warp == kWarps + 1) {
-      copy_tiles<Config, false>(p, shape, maps.key, shared, key, lane);
-    } else if (warp == kWarps + 2) {
-      copy_tiles<Config, true>(p, shape, maps.value, shared, value, lane);
-    } else {
       copy_queries<Config>(p, shape, maps.query, shared, query, lane);
+    } else if constexpr (Config::kWidens) {
+      widen(warp - kWarps - 2);
+    } else if (warp == kWarps + 2) {
+      copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
+    } else {
+      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
     }
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kRegisters));
-    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
   }
 #endif
 }
@@ -515,11 +350,18 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
         {unsign(kv.head_size * 2), unsign(p.query_stride * 2), unsign(p.query_stride * 2)},
         {64, heads, Config::kRows / heads, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   }
+  if (Config::kWidens) return maps;
   if (kv.layout != KvLayout::kVllm) {
-    maps.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                       kPrefillPart);
-    maps.value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                         kv.value_block_stride, kPrefillPart);
+    const bool contiguous = p.key_start_loc != nullptr;  // one block, whose stride is any
+    const int tokens = contiguous ? Config::kTokens : kPrefillPart;
+    const auto value_map = [&](int tokens) {
+      return row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                     contiguous ? kv.value_token_stride : kv.value_block_stride, tokens);
+    };
+    maps.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
+                       contiguous ? kv.key_token_stride : kv.key_block_stride, tokens);
+    maps.value = value_map(tokens);
+    if (contiguous) maps.value_part = value_map(kPrefillPart);
     return maps;
   }
   const auto chunks = static_cast<cuuint32_t>(kv.head_size / 8);
@@ -537,9 +379,10 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
   return maps;
 }
 
-template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts>
-void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
-  using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts>;
+template <typename T, int kHeadSize, PageForm kForm, bool kAdjusts, bool kWidens>
+void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                           void* stream) {
+  using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kWidens>;
   constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
   const int group = p.num_heads / p.kv.num_kv_heads;
   const PrefillShape shape = {
@@ -547,10 +390,11 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
       .page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1,
       .least_rows = launch.least_query_len * group,
       .to_log2 = p.scale * kLog2E,
+      .window_right = std::min(p.window_right, kMostRight),
       .query_boxes = Config::kRows % group == 0,
       .leads = launch.leads,
       .group_divisor = FastDivisor(group)};
-  dynamic_shared_memory<kKernel>("paged_attention");
+  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
@@ -562,10 +406,15 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
     using T = decltype(tag);
     const auto with_form = [&](auto form) {
       constexpr PageForm kForm = decltype(form)::value;
-      if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
-        return launch_prefill<T, kHeadSize, kForm, true>(p, launch, stream);
+      if constexpr (kHeadSize <= kMostWidened) {
+        if (size_of(p.kv.dtype) == 1) {
+          return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
+        }
       }
-      launch_prefill<T, kHeadSize, kForm, false>(p, launch, stream);
+      if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
+        return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
+      }
+      launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
     };
     if (p.kv.layout == KvLayout::kVllm) {
       with_form(std::integral_constant<PageForm, PageForm::kPages>{});

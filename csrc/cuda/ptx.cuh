@@ -57,7 +57,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], uint32_t 
 template <typename T = uint32_t>
 __device__ __forceinline__ T load_shared(uint32_t address) {
   T x;
-  if constexpr (sizeof(T) == 16) {
+  if constexpr (std::is_same_v<T, uint4>) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (sizeof(T) == 16) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                  : "r"(address)
@@ -271,6 +276,15 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
 }
 __device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+// Of 16, or 8, bytes: the first `bytes`, and zeros behind them.
+__device__ __forceinline__ void copy16_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy8_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void wait_all_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");

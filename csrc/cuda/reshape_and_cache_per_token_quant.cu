@@ -7,9 +7,10 @@
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/quant.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/types.cuh"
-#include "cuda/write_rows.cuh"
+#include "cuda/writer_keys.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -20,19 +21,6 @@ constexpr int kMostTokens = 32;    // of a block
 constexpr int kMostThreads = 512;  // of a block
 constexpr int kFewTokens = 64;     // up to here blocks are as small as they can be
 constexpr int kWidth = kVectorWidth<int8_t>;
-
-// The bits of a float's magnitude order as integers do, with a NaN above infinity.
-__device__ __forceinline__ uint32_t magnitude_bits(float x) {
-  return __float_as_uint(x) & 0x7fffffffu;
-}
-
-// The largest of `lanes` neighbouring lanes, a power of two, for all of them. By a whole warp.
-__device__ __forceinline__ uint32_t group_max(uint32_t value, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  return value;
-}
 
 struct RowScale {
   float scale;      // stored
@@ -48,11 +36,8 @@ template <typename T, int kVectors>
 __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-    for (int j = 0; j < kVectorWidth<T>; ++j) {
-      largest = max(largest, magnitude_bits(to_float(parts[i][j])));
-    }
+  for (const Vector<T>& part : parts) {
+    largest = max(largest, magnitude_bits(bits_as<Pack16<T>>(part)));
   }
   return largest;
 }
@@ -70,6 +55,7 @@ __global__ void __launch_bounds__(kMostThreads)
   constexpr int kVectors = kWidth / kVectorWidth<T>;
   extern __shared__ __align__(16) char tile_bytes[];
   __shared__ int32_t own_slots[kMostTokens];
+  __shared__ SlotFilter filter;
   __shared__ uint32_t repeated_here;
   __shared__ bool neighbours;
 
@@ -99,11 +85,12 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
   }
   const int from = first + tokens + thread;
-  LaterSlots later;
+  LaterSlots<8> later;
   later.load(w, from, threads);
   if (thread < 32) {
     const int32_t slot = thread < tokens ? slot_of(w, first + thread) : -1;
     own_slots[thread] = slot;
+    filter.fill(thread, slot);
     const uint32_t repeated = repeated_in_warp(thread, slot);
     const int32_t next = __shfl_down_sync(0xffffffffu, slot, 1);
     const uint32_t follows = __ballot_sync(0xffffffffu, slot >= 0 && next == slot + 1);
@@ -115,10 +102,10 @@ __global__ void __launch_bounds__(kMostThreads)
     }
   }
   // A lane without a chunk holds another's values: they change no maximum.
-  const RowScale k_scale = row_scale(group_max(largest_of(k), blockDim.x));
-  const RowScale v_scale = row_scale(group_max(largest_of(v), blockDim.x));
+  const RowScale k_scale = row_scale(lanes_max(largest_of(k), blockDim.x));
+  const RowScale v_scale = row_scale(lanes_max(largest_of(v), blockDim.x));
   __syncthreads();
-  const OwnSlots own{.list = own_slots, .end = tokens};
+  const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
   const uint32_t repeated =
       repeated_here | find_repeated<kMostTokens>(w, from, threads, later, own);
 
@@ -189,9 +176,9 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   const int first = blockIdx.x;
   const int32_t slot = slot_of(w, first);
   const int from = first + 1 + threadIdx.x;
-  LaterSlots later;
+  LaterSlots<4> later;
   later.load(w, from, blockDim.x);
-  const OwnSlots own{.start = slot, .count = slot >= 0};
+  const OwnRange own{.start = slot, .count = slot >= 0};
   if (find_repeated<1>(w, from, blockDim.x, later, own) != 0 || slot < 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
   const int lane = threadIdx.x % 32;
@@ -204,9 +191,9 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
                               head * w.value_head_stride;
     uint32_t largest = 0;
     for (int d = lane; d < kv.head_size; d += 32) {
-      largest = max(largest, magnitude_bits(to_float(x[d])));
+      largest = max(largest, magnitude_bits(Pack<float, 1>{__float_as_uint(to_float(x[d]))}));
     }
-    const RowScale scale = row_scale(group_max(largest, 32));
+    const RowScale scale = row_scale(lanes_max(largest, 32));
     int8_t* to = static_cast<int8_t*>(is_key ? kv.key : kv.value);
     for (int d = lane; d < kv.head_size; d += 32) {
       to[is_key ? kv.key_offset(block, head, token, d) : kv.value_offset(block, head, token, d)] =

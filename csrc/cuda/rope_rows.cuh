@@ -6,6 +6,7 @@
 
 #include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
+#include "cuda/launchers.h"
 #include "cuda/rope_heads.cuh"
 #include "cuda/slots.cuh"
 #include "ops/rope_and_cache.h"
@@ -14,6 +15,14 @@ namespace vllm_kernels::cuda {
 
 // Whether packs of 16 bytes fit heads, weights, cosines and cache.
 bool packs_fit(const RopeAndCacheParams& params);
+
+// The cache writer's part of it: keys (as they are given) and values of the tokens with slots.
+ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
+
+// Keys turned within the cache writers' kernels. Fits: without biases and norms, and what both can
+// take 16 bytes at a time.
+bool fits_writers(const RopeAndCacheParams& params);
+void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
 // One head of one token: where it lies and what is done to it.
 template <typename T>

@@ -32,60 +32,122 @@ __device__ __forceinline__ int32_t slot_of(const Slots& p, int token) {
 }
 
 // Slots of tokens behind the block's own, on their way to this thread: loaded before anything else
-// is known, so that the block waits for memory once.
+// is known, so that the block waits for memory once. Only their lower halves: enough to see that a
+// slot is none of the block's own, and half the registers.
+template <int kBatch>
 struct LaterSlots {
-  static constexpr int kBatch = 4;
-  int64_t slot[kBatch];  // as given; -1 past the last token
+  int32_t slot[kBatch];  // INT32_MIN past the last token
 
   // Tokens from, from + threads, ...
   template <typename Slots>
   __device__ __forceinline__ void load(const Slots& p, int from, int threads) {
+    const auto* half = reinterpret_cast<const int32_t*>(p.slot_mapping + from);
+    int left = static_cast<int>(p.num_tokens) - from;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int token = from + i * threads;
-      slot[i] = token < static_cast<int>(p.num_tokens) ? p.slot_mapping[token] : -1;
+    for (int i = 0; i < kBatch; ++i, half += 2 * threads, left -= threads) {
+      slot[i] = left > 0 ? *half : INT32_MIN;
     }
   }
 };
 
-// A block's own tokens that are looked for: a range of neighbouring slots, which are those of
-// tokens 0, 1, ..., and tokens of a list in shared memory, every `step`-th.
-struct OwnSlots {
-  int32_t start = 0;
-  uint32_t count = 0;
-  const int32_t* list = nullptr;  // -1: none
+// A block's own tokens that are looked for, in three forms. `candidates`: bit i where later slot i
+// may be one of them. `find`: bit t where `slot`, which is valid, is token t's.
+
+// Tokens 0, 1, ... on neighbouring slots.
+struct OwnRange {
+  int32_t start;
+  uint32_t count;
+
+  template <int kBatch>
+  __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) any |= static_cast<uint32_t>(later.slot[i] - start) < count;
+    return any ? ~0u : 0;
+  }
+  __device__ __forceinline__ uint32_t find(int32_t slot) const {
+    const auto token = static_cast<uint32_t>(slot - start);
+    return token < count ? 1u << token : 0;
+  }
+};
+
+// Few tokens: from, from + step, ... of a list in shared memory.
+struct OwnList {
+  const int32_t* slots;  // -1: none
   int from = 0;
   int end = 0;
   int step = 1;
+
+  template <int kBatch>
+  __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
+    bool any = false;
+#pragma unroll 1
+    for (int token = from; token < end; token += step) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) any |= later.slot[i] == slots[token];
+    }
+    return any ? ~0u : 0;
+  }
+  __device__ __forceinline__ uint32_t find(int32_t slot) const {
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int token = from; token < end; token += step) {
+      if (slots[token] == slot) found |= 1u << token;
+    }
+    return found;
+  }
 };
 
-// Bit i: some token from `from` on has the slot of own token i < kOwn. By all threads of the block
+// Bits of own slots in shared memory, by which most others are seen to be none of them.
+struct SlotFilter {
+  static constexpr uint32_t kBits = 4096;
+  uint32_t words[kBits / 32];
+
+  // By a whole warp; `slot`: this lane's, or -1.
+  __device__ __forceinline__ void fill(int lane, int32_t slot) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBits / 32; i += 32) words[i + lane] = 0;
+    __syncwarp();
+    if (slot >= 0) atomicOr(&words[slot % kBits / 32], 1u << slot % 32);
+  }
+  __device__ __forceinline__ uint32_t test(int32_t slot) const {
+    return words[static_cast<uint32_t>(slot) % kBits / 32] >> (slot & 31) & 1;
+  }
+};
+
+// Many tokens: a list with a filter.
+struct OwnFiltered {
+  const SlotFilter* filter;
+  OwnList list;
+
+  template <int kBatch>
+  __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) bits |= filter->test(later.slot[i]) << i;
+    return bits;
+  }
+  __device__ __forceinline__ uint32_t find(int32_t slot) const { return list.find(slot); }
+};
+
+// Bit t: some token from `from` on has the slot of own token t < kOwn. By all threads of the block
 // together, each with its own `from` (that of the first thread + its number) and `later` loaded
-// there; a barrier after the list was written is the caller's.
-template <int kOwn, typename Slots>
+// there; a barrier after list and filter were written is the caller's.
+template <int kOwn, typename Own, int kBatch, typename Slots>
 __device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
-                                                  LaterSlots later, const OwnSlots& own) {
+                                                  LaterSlots<kBatch> later, const Own& own) {
   uint32_t mine = 0;
 #pragma unroll 1
   while (true) {
-    int32_t slots[LaterSlots::kBatch];
-#pragma unroll
-    for (int i = 0; i < LaterSlots::kBatch; ++i) {
-      slots[i] = p.usable(later.slot[i]);
-      const auto token = static_cast<uint32_t>(slots[i] - own.start);
-      if (token < own.count) mine |= 1u << token;
-    }
-    if constexpr (kOwn > 1) {
+    uint32_t candidates = own.candidates(later);
 #pragma unroll 1
-      for (int token = own.from; token < own.end; token += own.step) {
-        const int32_t slot = own.list[token] < 0 ? INT32_MIN : own.list[token];
-        bool hit = false;
-#pragma unroll
-        for (int i = 0; i < LaterSlots::kBatch; ++i) hit |= slots[i] == slot;
-        mine |= static_cast<uint32_t>(hit) << token;
-      }
+    for (int i = 0; candidates != 0 && i < kBatch; ++i, candidates >>= 1) {
+      const int token = from + i * threads;
+      if ((candidates & 1) == 0 || token >= static_cast<int>(p.num_tokens)) continue;
+      const int32_t slot = p.usable(p.slot_mapping[token]);
+      if (slot >= 0) mine |= own.find(slot);
     }
-    from += LaterSlots::kBatch * threads;
+    from += kBatch * threads;
     if (from >= static_cast<int>(p.num_tokens)) break;
     later.load(p, from, threads);
   }

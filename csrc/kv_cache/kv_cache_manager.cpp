@@ -402,14 +402,42 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
 }
 
 void KVCacheManager::free(int64_t id, int64_t num_computed) {
+  free(std::span(&id, 1), std::span(&num_computed, 1));
+}
+
+void KVCacheManager::free(std::span<const int64_t> ids, std::span<const int64_t> num_computed) {
   const auto guard = lock();
-  resolve("free", std::span(&id, 1), "num_computed", std::span(&num_computed, 1), Where::kAnywhere);
-  const Sequence& sequence = sequences_[batch_[0].position];
-  if (follows(sequence)) {
-    const int64_t uncomputed = sequence.num_hashed - block_of(num_computed);
-    reserve_events(0, std::max<int64_t>(0, uncomputed) * num_groups());
+  const bool told = !num_computed.empty();
+  resolve("free", ids, told ? "num_computed" : nullptr, num_computed, Where::kAnywhere);
+  if (told) {
+    computed_.clear();
+    for (const BatchItem& item : batch_) computed_.push_back(item.num_tokens);
+    plan_forget_uncomputed();
+    forget_uncomputed();
+  }
+  free_batch();
+}
+
+// Makes room for the events of forget_uncomputed(). computed_: of the sequences of batch_.
+void KVCacheManager::plan_forget_uncomputed() {
+  int64_t blocks = 0;
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const Sequence& sequence = sequences_[batch_[i].position];
+    if (follows(sequence)) {
+      blocks += std::max<int64_t>(0, sequence.num_hashed - block_of(computed_[i]));
+    }
+  }
+  reserve_events(0, blocks * num_groups());
+}
+
+// Blocks behind the computed tokens of batch_'s sequences become unfindable: no pass has filled
+// them.
+void KVCacheManager::forget_uncomputed() {
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    const Sequence& sequence = sequences_[batch_[i].position];
+    if (!follows(sequence)) continue;
     int32_t node = sequence.node;  // held, and with it those above
-    for (int64_t i = 0; i < uncomputed; ++i) {
+    for (int64_t index = sequence.num_hashed; index > block_of(computed_[i]); --index) {
       for (int64_t group = 0; group < num_groups(); ++group) {
         const int32_t block = cache_->block(node, group);
         if (block != PrefixCache::kNone) unregister_block(block);
@@ -417,13 +445,6 @@ void KVCacheManager::free(int64_t id, int64_t num_computed) {
       node = cache_->parent(node);
     }
   }
-  free_batch();
-}
-
-void KVCacheManager::free(std::span<const int64_t> ids) {
-  const auto guard = lock();
-  resolve("free", ids, nullptr, {}, Where::kAnywhere);
-  free_batch();
 }
 
 void KVCacheManager::free_batch() {
@@ -439,13 +460,24 @@ void KVCacheManager::free_batch() {
   for (const BatchItem& item : batch_) remove(item.position);
 }
 
-void KVCacheManager::truncate(int64_t id, int64_t num_tokens) {
-  truncate(std::span(&id, 1), std::span(&num_tokens, 1));
+void KVCacheManager::truncate(int64_t id, int64_t num_tokens, int64_t num_computed) {
+  truncate(std::span(&id, 1), std::span(&num_tokens, 1), std::span(&num_computed, 1));
 }
 
-void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens) {
+void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+                              std::span<const int64_t> num_computed) {
   const auto guard = lock();
   resolve("truncate", ids, "num_tokens", num_tokens);
+  const bool told = !num_computed.empty();
+  if (told && num_computed.size() != ids.size()) {
+    throw InvalidArgument(concat("truncate: num_computed: expected ", ids.size(),
+                                 " elements (as sequence_ids), got ", num_computed.size()));
+  }
+  computed_.assign(num_computed.begin(), num_computed.end());
+  for (const int64_t computed : computed_) {
+    if (computed >= 0) continue;
+    throw InvalidArgument(concat("truncate: num_computed: expected >= 0, got ", computed));
+  }
   for (const BatchItem& item : batch_) {
     const Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > sequence.num_tokens) {
@@ -454,6 +486,10 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
                                    item.num_tokens));
     }
     check_visible(sequence, item.num_tokens);
+  }
+  if (told) {
+    plan_forget_uncomputed();
+    forget_uncomputed();
   }
   for (const BatchItem& item : batch_) {
     Sequence& sequence = sequences_[item.position];
@@ -520,6 +556,10 @@ void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
   BlockPool& pool = sequence.swapped ? *host_pool_ : pool_;
   for (; blocks.size() > wanted; blocks.pop_back()) {
     const int32_t block = blocks.back();
+    if (blocks.size() > wanted + kPrefetched) {
+      const int32_t ahead = blocks[blocks.size() - 1 - kPrefetched];
+      if (ahead >= 0) pool.prefetch(ahead);
+    }
     if (sequence.swapped ? block != kNoHostBlock : !is_null(block)) pool.release(block);
   }
 }

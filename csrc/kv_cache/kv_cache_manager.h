@@ -95,8 +95,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // Forgets a sequence; blocks that nobody else holds become free, the last one first. Blocks
   // behind its first num_computed tokens become unfindable: no pass has filled them.
   void free(int64_t id, int64_t num_computed = kMaxTokens);
-  // Shortens a sequence to num_tokens in [0, its tokens], but not to where a window has passed.
-  void truncate(int64_t id, int64_t num_tokens);
+  // Shortens a sequence to num_tokens in [0, its tokens], but not to where a window has passed;
+  // num_computed as for free(), of the tokens before the call.
+  void truncate(int64_t id, int64_t num_tokens, int64_t num_computed = kMaxTokens);
   bool contains(int64_t id) const;
   bool is_swapped(int64_t id) const;
   int64_t num_tokens(int64_t id) const;
@@ -140,8 +141,10 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // enough, and less is an error before anything changes if it does not do.
   int64_t append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                  std::span<BlockCopy> copies, const AppendOptions& options = {});
-  void free(std::span<const int64_t> ids);
-  void truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens);
+  // num_computed: empty, or one for each.
+  void free(std::span<const int64_t> ids, std::span<const int64_t> num_computed = {});
+  void truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
+                std::span<const int64_t> num_computed = {});
   // Beam search: ids[i] becomes what parents[i] was before the call (its blocks shared, its own
   // given back). Parents may repeat, and need not be among the ids.
   void reorder(std::span<const int64_t> ids, std::span<const int64_t> parents);
@@ -193,8 +196,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     int64_t index;  // of the block in its sequence
     PrefixCache::Extra bytes;
   };
-  struct Sequence {
-    int64_t id = 0;
+  // In two lines of the processor's cache: what every step reads, and what its tokens need.
+  struct alignas(64) Sequence {
     int64_t num_tokens = 0;
     std::vector<int32_t> blocks;  // [entries, num_groups]; host blocks if swapped
     uint64_t batch = 0;           // last batch that named it: finds an id that stands there twice
@@ -209,10 +212,23 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     int64_t num_hashed = 0;                                 // blocks
     std::vector<int32_t> tail;                              // tokens, fewer than block_size
     std::shared_ptr<const std::vector<BlockExtra>> extras;  // ascending; or null
+    int64_t id = 0;
   };
+  static_assert(sizeof(Sequence) == 128);
   struct BatchItem {
     int32_t position;    // in sequences_
     int64_t num_tokens;  // to append, to query or to keep
+  };
+  struct Fill {        // of blocks by an item's tokens
+    int32_t position;  // in sequences_
+    int64_t first;     // of the batch's tokens
+    int64_t blocks;
+  };
+  struct Told {  // a block that an item's tokens fill and that others hold as well
+    int32_t block;
+    const Sequence* sequence;
+    int64_t first;  // of the batch's tokens
+    int64_t index;  // of the block among those that they fill
   };
   struct AppendPlan {
     int64_t blocks = 0;  // to take, those for copies included
@@ -276,6 +292,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void find_behind_window(const Sequence& sequence);
   int64_t count_freed();
   void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
+  void check_told(const char* call, std::span<const int32_t> tokens);
   void check_room(const char* call, std::span<BatchBuffers* const> buffers,
                   const AppendOptions* append) const;
   void reserve_sequences(size_t extra);
@@ -291,10 +308,12 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
   void release_behind_window(Sequence& sequence);
-  void prefetch_sequence(size_t item) const noexcept;
-  void prefetch_memory_of(size_t item) const noexcept;
+  void prefetch_known(size_t item) const noexcept;
+  void prefetch_last_block(size_t item) const noexcept;
   void drop_entries(Sequence& sequence, int64_t keep);
   void forget_tokens(Sequence& sequence, int64_t keep);
+  void plan_forget_uncomputed();
+  void forget_uncomputed();
   void free_batch();
   void remove(int32_t position);
   Sequence& push_sequence(Sequence&& sequence);
@@ -312,6 +331,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   int64_t revived_blocks(int64_t hits) const;
   void add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                   std::span<const Hash> hashes = {});
+  void commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count, size_t& filled);
   void register_block(int32_t block, int32_t node, int64_t group);
   void unregister_block(int32_t block);
   void detach(int32_t block, int32_t node);
@@ -345,7 +365,11 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   std::vector<int32_t> behind_window_;  // scratch: blocks that its windows give back
   std::vector<int32_t> taken_;          // scratch: blocks for it, in reverse order
   std::vector<int32_t> evicted_;        // scratch of take_blocks(): what they held
-  mutable std::vector<Hash> hashes_;    // scratch of walk(): of the leading blocks
+  std::vector<int64_t> computed_;       // scratch of free() and truncate()
+  std::vector<Fill> fills_;             // scratch of plan_tokens()
+  std::vector<Told> told_;              // scratch of check_told()
+  std::vector<int32_t> block_tokens_;   // scratch of plan_tokens(): of one block
+  mutable std::vector<Hash> hashes_;  // scratch of walk(): of the leading blocks; of plan_tokens()
   mutable std::vector<int32_t> found_;  // scratch of walk(): their nodes, as far as there are
 
   mutable std::mutex mutex_;

@@ -148,9 +148,9 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
     int32_t position = index_.find(id);
     if (position == SequenceIndex::kAbsent) position = position_of(call, id);  // throws
     batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
+    __builtin_prefetch(&sequences_[position]);
   }
   for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_sequence(i + kPrefetched);
     Sequence& sequence = sequences_[batch_[i].position];
     if (sequence.batch == batch_number_) {
       throw DuplicateSequence(
@@ -165,21 +165,11 @@ void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
   }
 }
 
-// Starts to read an item's sequence, if there are that many.
-void KVCacheManager::prefetch_sequence(size_t item) const noexcept {
+// Starts to read the last entry of an item's table.
+void KVCacheManager::prefetch_last_block(size_t item) const noexcept {
   if (item >= batch_.size()) return;
-  const auto* bytes = reinterpret_cast<const char*>(&sequences_[batch_[item].position]);
-  __builtin_prefetch(bytes);
-  __builtin_prefetch(bytes + 64);
-  __builtin_prefetch(bytes + sizeof(Sequence) - 1);
-}
-
-// Starts to read where the sequence's next token will be kept, and its last blocks.
-void KVCacheManager::prefetch_memory_of(size_t item) const noexcept {
-  if (item >= batch_.size()) return;
-  const Sequence& sequence = sequences_[batch_[item].position];
-  __builtin_prefetch(sequence.tail.data() + sequence.tail.size());
-  if (!sequence.blocks.empty()) __builtin_prefetch(&sequence.blocks.back());
+  const std::vector<int32_t>& blocks = sequences_[batch_[item].position].blocks;
+  __builtin_prefetch(blocks.data() + blocks.size() - 1);
 }
 
 void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const {
@@ -197,9 +187,7 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
   AppendPlan plan;
   shared_tails_.clear();
   behind_window_.clear();
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_memory_of(i);
-    const BatchItem& item = batch_[i];
+  for (const BatchItem& item : batch_) {
     const Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > kMaxTokens - options.lookahead - sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
@@ -322,6 +310,7 @@ int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> c
   };
   const int32_t* tokens = options.tokens ? options.tokens->data() : nullptr;
   int64_t num_copies = 0;
+  size_t filled = 0;
   for (const BatchItem& item : batch_) {
     const int64_t slots = item.num_tokens + options.lookahead;
     if (slots == 0) continue;
@@ -346,7 +335,7 @@ int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> c
     sequence.own_tail = true;
     sequence.num_tokens += item.num_tokens;
     if (tokens != nullptr) {
-      if (follows(sequence)) add_tokens(sequence, tokens, item.num_tokens);
+      commit_tokens(sequence, tokens, item.num_tokens, filled);
       tokens += item.num_tokens;
     }
   }
@@ -421,7 +410,7 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcep
   int64_t written = 0;  // query tokens so far
   int64_t row = 0;
   for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_memory_of(i + kPrefetched);
+    prefetch_last_block(i + kPrefetched);
     const BatchItem& item = batch_[i];
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);

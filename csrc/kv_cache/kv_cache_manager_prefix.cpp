@@ -217,16 +217,19 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
   if (cache_) {
     added.num_hashed = hits;
     const int64_t found = hits * block_size_;
-    add_tokens(added, tokens.data() + found, added.num_tokens - found, hashes_);
+    const auto hashes = std::span<const Hash>(hashes_);
+    add_tokens(added, tokens.data() + found, added.num_tokens - found,
+               hashes.subspan(std::min<size_t>(hits, hashes.size())));
     queried_tokens_ += size;
     hit_tokens_ += found;
   }
   return hits * block_size_;
 }
 
-// `hashes`: of the sequence's leading blocks, as far as they are computed already.
+// `hashes`: of the blocks that they fill, as far as they are computed already.
 void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                                 std::span<const Hash> hashes) {
+  const int64_t first = sequence.num_hashed;
   bool parent_is_new = false;  // and thus has no children
   while (count > 0) {
     const int64_t missing = block_size_ - static_cast<int64_t>(sequence.tail.size());
@@ -243,8 +246,8 @@ void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64
     const int64_t index = sequence.num_hashed;
     const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), index);
     const std::string* bytes = extra ? extra->get() : nullptr;
-    const Hash hash = index < static_cast<int64_t>(hashes.size())
-                          ? hashes[index]
+    const Hash hash = index - first < static_cast<int64_t>(hashes.size())
+                          ? hashes[index - first]
                           : cache_->hash(cache_->hash_of(sequence.node), block, bytes);
     int32_t node = parent_is_new ? kNone : cache_->find(sequence.node, hash, block, bytes);
     parent_is_new = node == kNone;
@@ -302,7 +305,9 @@ void KVCacheManager::take_blocks(int64_t count, std::vector<int32_t>& blocks) {
     if (evicted != BlockPool::kNoContent) cache_->prefetch_node(evicted);
   }
   for (const int32_t node : evicted_) {
-    if (node != BlockPool::kNoContent) cache_->prefetch(cache_->hash_of(node));
+    if (node == BlockPool::kNoContent) continue;
+    cache_->prefetch(cache_->hash_of(node));
+    if (cache_->parent(node) != kNone) cache_->prefetch_node(cache_->parent(node));
   }
   const int32_t* block = blocks.data() + blocks.size() - count;
   for (const int32_t node : evicted_) {
@@ -335,25 +340,44 @@ void KVCacheManager::record_tokens(std::span<const int64_t> ids,
   resolve("record_tokens", ids, "num_tokens", num_tokens);
   plan_tokens("record_tokens", tokens, true);
   const int32_t* next = tokens.data();
+  size_t filled = 0;
   for (const BatchItem& item : batch_) {
-    Sequence& sequence = sequences_[item.position];
-    if (follows(sequence)) add_tokens(sequence, next, item.num_tokens);
+    commit_tokens(sequences_[item.position], next, item.num_tokens, filled);
     next += item.num_tokens;
   }
 }
 
-// Makes room for the tokens of batch_; `with_slots`: they have slots already.
+// An item's tokens, after plan_tokens(); `filled`: items so far that filled a block.
+void KVCacheManager::commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
+                                   size_t& filled) {
+  if (!follows(sequence)) return;
+  const bool fills = static_cast<int64_t>(sequence.tail.size()) + count >= block_size_;
+  add_tokens(sequence, tokens, count,
+             fills ? std::span(&hashes_[filled++], 1) : std::span<const Hash>());
+}
+
+// Starts to read what is known of an item's tokens, if there are that many items.
+void KVCacheManager::prefetch_known(size_t item) const noexcept {
+  if (item < batch_.size()) __builtin_prefetch(&sequences_[batch_[item].position].num_hashed);
+}
+
+// Makes room for the tokens of batch_; `with_slots`: they have slots already. hashes_ becomes the
+// hashes of the first blocks that they fill.
 void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> tokens,
                                  bool with_slots) {
   int64_t total = 0;
   int64_t filled = 0;
   int64_t extras = 0;
-  for (const BatchItem& item : batch_) {
+  fills_.clear();
+  fills_.reserve(batch_.size());
+  for (size_t i = 0; i < batch_.size(); ++i) {
+    prefetch_known(i + kPrefetched);
+    const BatchItem& item = batch_[i];
     Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > kMaxTokens - total) {
       throw InvalidArgument(concat(call, ": tokens in all: expected at most ", kMaxTokens));
     }
-    total += item.num_tokens;
+    const int64_t first = std::exchange(total, total + item.num_tokens);
     if (!follows(sequence)) continue;
     const int64_t known_tokens = known(sequence);
     if (with_slots && item.num_tokens > sequence.num_tokens - known_tokens) {
@@ -367,24 +391,88 @@ void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> toke
                                    sequence.num_tokens, " known: record_tokens comes first"));
     }
     const auto tail = static_cast<int64_t>(sequence.tail.size());
-    if (tail + item.num_tokens < block_size_) {
-      if (sequence.tail.capacity() < static_cast<size_t>(block_size_) && item.num_tokens > 0) {
-        sequence.tail.reserve(block_size_);
-      }
-      continue;
+    if (sequence.tail.capacity() < static_cast<size_t>(block_size_) && item.num_tokens > 0) {
+      sequence.tail.reserve(block_size_);
     }
-    sequence.tail.reserve(block_size_);
+    __builtin_prefetch(sequence.tail.data() + tail);
+    if (tail + item.num_tokens < block_size_) continue;
     const int64_t blocks = block_of(tail + item.num_tokens);
     filled += blocks;
     if (sequence.extras) extras += blocks;
+    fills_.push_back({item.position, first, blocks});
+    __builtin_prefetch(sequence.tail.data());
+    cache_->prefetch_node(sequence.node);
+    // Appended tokens may have their block yet to come.
+    const int64_t entry = sequence.num_hashed * num_groups();
+    if (entry < static_cast<int64_t>(sequence.blocks.size())) {
+      __builtin_prefetch(&sequence.blocks[entry]);
+    }
   }
   if (total != static_cast<int64_t>(tokens.size())) {
     throw InvalidArgument(concat(call, ": tokens: expected ", total,
                                  " elements (sum of num_tokens), got ", tokens.size()));
   }
-  if (cache_ && filled > 0) {
-    cache_->reserve(filled, extras);
-    reserve_events(filled * num_groups(), 0);
+  if (fills_.empty()) return;
+  if (with_slots) check_told(call, tokens);
+  cache_->reserve(filled, extras);
+  reserve_events(filled * num_groups(), 0);
+  hashes_.clear();
+  hashes_.reserve(fills_.size());
+  block_tokens_.reserve(block_size_);
+  for (const Fill& fill : fills_) {
+    const Sequence& sequence = sequences_[fill.position];
+    const std::vector<int32_t>& tail = sequence.tail;
+    const int32_t* appended = tokens.data() + fill.first;
+    block_tokens_.assign(tail.begin(), tail.end());
+    block_tokens_.insert(block_tokens_.end(), appended, appended + block_size_ - tail.size());
+    const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), sequence.num_hashed);
+    hashes_.push_back(cache_->hash(cache_->hash_of(sequence.node), block_tokens_.data(),
+                                   extra ? extra->get() : nullptr));
+    cache_->prefetch(hashes_.back());
+    const int64_t entry = sequence.num_hashed * num_groups();
+    if (entry < static_cast<int64_t>(sequence.blocks.size())) {
+      pool_.prefetch(sequence.blocks[entry]);
+    }
+  }
+}
+
+// Throws if a block that fills_ fill holds other tokens by what its other holders were told.
+void KVCacheManager::check_told(const char* call, std::span<const int32_t> tokens) {
+  const auto token_at = [&](const Told& told, int64_t i) {
+    const auto tail = static_cast<int64_t>(told.sequence->tail.size());
+    const int64_t place = told.index * block_size_ + i;
+    return place < tail ? told.sequence->tail[place] : tokens[told.first + place - tail];
+  };
+  const auto check = [&](const Told& told, auto expected) {
+    for (int64_t i = 0; i < block_size_; ++i) {
+      if (token_at(told, i) == expected(i)) continue;
+      throw InvalidArgument(concat(call, ": tokens: expected those that another holder of block ",
+                                   told.block, " was told to have there, got others for sequence ",
+                                   told.sequence->id));
+    }
+  };
+  told_.clear();
+  for (const Fill& fill : fills_) {
+    const Sequence& sequence = sequences_[fill.position];
+    for (int64_t index = 0; index < fill.blocks; ++index) {
+      for (int64_t group = 0; group < num_groups(); ++group) {
+        const int32_t block = sequence.blocks[(sequence.num_hashed + index) * num_groups() + group];
+        if (is_null(block) || pool_.references(block) < 2) continue;
+        const Told told{block, &sequence, fill.first, index};
+        const int32_t node = pool_.content(block);
+        if (node != kNone) {
+          check(told, [&](int64_t i) { return cache_->tokens(node)[i]; });
+        } else {
+          told_.push_back(told);
+        }
+      }
+    }
+  }
+  std::sort(told_.begin(), told_.end(),
+            [](const Told& left, const Told& right) { return left.block < right.block; });
+  for (size_t i = 1; i < told_.size(); ++i) {
+    if (told_[i].block != told_[i - 1].block) continue;
+    check(told_[i], [&](int64_t j) { return token_at(told_[i - 1], j); });
   }
 }
 

@@ -183,6 +183,7 @@ int32_t PrefixCache::new_node(int32_t parent, const Hash& hash) noexcept {
     node = num_made_++;
   } else {
     unused_ = header(node).parent;
+    if (unused_ != kNone) prefetch_node(unused_);
   }
   header(node) = {.hash = hash, .parent = parent, .holders = 0, .extra = kNone, .padding = 0};
   std::fill_n(blocks(node), num_groups_, kNone);

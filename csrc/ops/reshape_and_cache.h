@@ -21,7 +21,8 @@ struct ReshapeAndCacheParams {
   PagedKv kv;
   const int64_t* slot_mapping;  // [num_tokens]
   int64_t num_tokens;
-  DType dtype;  // of key and value
+  DType dtype;     // of key and value
+  const char* op;  // whose error a refused launch is
   // Layout vllm on CUDA, within rope_and_cache: key is value again and is not stored.
   bool values_only = false;
 
@@ -29,9 +30,6 @@ struct ReshapeAndCacheParams {
   VLLM_KERNELS_HOST_DEVICE int32_t usable(int64_t slot) const {
     const bool good = slot >= 0 && slot < kv.num_blocks * kv.block_size;
     return good ? static_cast<int32_t>(slot) : -1;
-  }
-  const char* op() const {
-    return kv.layout == KvLayout::kVllm ? "reshape_and_cache" : "reshape_and_cache_flash";
   }
 };
 

@@ -290,8 +290,13 @@ void bind_one_sequence(Class& manager) {
             self.free(id, num_computed.value_or(kMaxTokens));
           },
           py::arg("sequence_id"), py::arg("num_computed") = py::none())
-      .def("truncate", py::overload_cast<int64_t, int64_t>(&KVCacheManager::truncate),
-           py::arg("sequence_id"), py::arg("num_tokens"))
+      .def(
+          "truncate",
+          [](KVCacheManager& self, int64_t id, int64_t num_tokens,
+             std::optional<int64_t> num_computed) {
+            self.truncate(id, num_tokens, num_computed.value_or(kMaxTokens));
+          },
+          py::arg("sequence_id"), py::arg("num_tokens"), py::arg("num_computed") = py::none())
       .def("__contains__", &KVCacheManager::contains, py::arg("sequence_id"))
       .def("num_tokens", &KVCacheManager::num_tokens, py::arg("sequence_id"))
       .def("num_known_tokens", &KVCacheManager::num_known_tokens, py::arg("sequence_id"))
@@ -340,21 +345,26 @@ void bind_batches(Class& manager) {
           py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("tokens"))
       .def(
           "free_batch",
-          [](KVCacheManager& self, py::handle sequence_ids) {
+          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_computed) {
             const Int64Input ids(sequence_ids, "free: sequence_ids");
+            const auto computed =
+                optional_counts(num_computed, "free: num_computed", ids.values().size());
             const ReleasedGil released;
-            self.free(ids.values());
+            self.free(ids.values(), values_of(computed));
           },
-          py::arg("sequence_ids"))
+          py::arg("sequence_ids"), py::arg("num_computed") = py::none())
       .def(
           "truncate_batch",
-          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens) {
+          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens,
+             py::handle num_computed) {
             const Int64Input ids(sequence_ids, "truncate: sequence_ids");
             const Int64Counts counts(num_tokens, "truncate: num_tokens", ids.values().size());
+            const auto computed =
+                optional_counts(num_computed, "truncate: num_computed", ids.values().size());
             const ReleasedGil released;
-            self.truncate(ids.values(), counts.values());
+            self.truncate(ids.values(), counts.values(), values_of(computed));
           },
-          py::arg("sequence_ids"), py::arg("num_tokens"))
+          py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("num_computed") = py::none())
       .def(
           "reorder",
           [](KVCacheManager& self, py::handle sequence_ids, py::handle parent_ids) {

@@ -179,6 +179,17 @@ class Int64Counts {
   std::optional<Int64Input> each_;
 };
 
+// Counts, or None.
+inline std::optional<Int64Counts> optional_counts(py::handle object, const char* name,
+                                                  size_t size) {
+  if (object.is_none()) return std::nullopt;
+  return std::optional<Int64Counts>(std::in_place, object, name, size);
+}
+
+inline std::span<const int64_t> values_of(const std::optional<Int64Counts>& counts) {
+  return counts ? counts->values() : std::span<const int64_t>();
+}
+
 // A numpy array over the caller's memory: `object` itself, or a CPU tensor's numpy().
 template <typename T>
 py::array output_array(py::handle object, const char* name, const char* type, int rank) {

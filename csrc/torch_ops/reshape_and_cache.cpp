@@ -38,7 +38,8 @@ struct Tokens {
             .kv = kv,
             .slot_mapping = slots.as<const int64_t>(),
             .num_tokens = nothing ? 0 : slots.numel(),
-            .dtype = key.dtype()};
+            .dtype = key.dtype(),
+            .op = expect.op()};
   }
 
   Expect expect;

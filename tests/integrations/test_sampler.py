@@ -36,14 +36,9 @@ def sequence(tokens: list[int] | None = None, index: int = 0, **params: object) 
 
 def frequencies(logits: Tensor, draws: int, **params: object) -> Tensor:
     """How often each token was drawn, for one row of logits."""
-    one = sequence(seed=7, **params)
-    counts = torch.zeros(len(logits))
-    for start in range(0, draws, 500):
-        rows = logits.expand(500, -1)
-        for token in sample(rows, [one] * 500):
-            counts[token] += 1
-        del start
-    return counts / draws
+    rows = [sequence(index=index, seed=7, **params) for index in range(draws)]
+    tokens = torch.tensor(sample(logits.expand(draws, -1), rows))
+    return tokens.bincount(minlength=len(logits)) / draws
 
 
 def by_transformers(
@@ -101,8 +96,12 @@ def test_seeds(device: str) -> None:
     logits = torch.zeros(1, 1000, device=device)
 
     def draw(**params: object) -> list[int]:
-        one = sequence(temperature=1.0, **params)
-        return [sample(logits, [one])[0] for _ in range(8)]
+        one = sequence([1], temperature=1.0, **params)
+        for _ in range(8):
+            token = sample(logits, [one])
+            assert sample(logits, [one]) == token  # until it is there, after a failed pass
+            one.tokens += token
+        return one.tokens
 
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     assert draw(seed=1) != draw(seed=1, index=1)
@@ -121,6 +120,35 @@ def test_repetition_penalty_is_that_of_transformers(device: str) -> None:
         scores = expected(torch.tensor([seen], device=device), row[None].clone())
         assert got == scores.argmax(-1).tolist()
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.9}], ids=str
+)
+def test_of_equal_tokens_the_first_are_kept(params: dict[str, float], device: str) -> None:
+    logits = torch.zeros(2, 1000, device=device)
+    logits[:, [500, 700]] = 1.0
+    logits[1] = 0
+    drawn = {
+        row: {
+            sample(logits[row : row + 1], [sequence(temperature=1.0, seed=seed, **params)])[0]
+            for seed in range(300)
+        }
+        for row in (0, 1)
+    }
+    if "top_k" in params:
+        assert drawn == {0: {500, 700, *range(params["top_k"] - 2)}, 1: set(range(params["top_k"]))}
+    else:
+        assert max(drawn[0] - {500, 700}) < 500 and max(drawn[1]) <= 500
+    # A sort of thousands would give equal tokens in any order, and another one in each batch.
+    rows = [sequence(temperature=1.0, seed=seed, **params) for seed in range(64)]
+    alone = [sample(logits[1:], [row])[0] for row in rows]
+    assert sample(logits[1:].expand(64, -1), rows) == alone
+
+
+def test_nan_is_no_fault(device: str) -> None:
+    logits = torch.full((1, 50), torch.nan, device=device)
+    assert 0 <= sample(logits, [sequence(temperature=1.0, top_k=3)])[0] < 50
 
 
 def test_extreme_logits(device: str) -> None:
@@ -227,6 +255,25 @@ def test_what_looks_like_the_beginning_of_a_stop_string_is_sent_late() -> None:
     sent, detokenizer = pieces(TEXT, ("two towers",))
     assert not detokenizer.is_stopped
     assert "".join(sent) == TEXT
+
+
+@pytest.mark.parametrize("text", ["🙂", "日本", "é"])
+def test_a_character_that_the_prompt_began(text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
+    tokens = tokenizer(text)["input_ids"]
+    for begun in range(1, len(tokens)):
+        detokenizer = Detokenizer(
+            tokenizer, tokenizer("A prompt")["input_ids"] + tokens[:begun], ()
+        )
+        sent = [
+            detokenizer.add(token) for token in [*tokens[begun:], *tokenizer(" end")["input_ids"]]
+        ]
+        whole = tokenizer.decode(tokens[:begun]).rstrip("\ufffd")
+        assert whole + "".join(sent) + detokenizer.finish() == text + " end"
+    # One that stays broken is the prompt's.
+    detokenizer = Detokenizer(tokenizer, tokenizer("🙂")["input_ids"][:1], ())
+    assert [detokenizer.add(token) for token in tokenizer("end")["input_ids"]][-1].endswith("d")
+    assert "\ufffd" not in detokenizer.text
 
 
 def test_unfinished_characters_are_sent_at_the_end() -> None:

@@ -54,6 +54,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
         "mpt",
         {"hidden_size": 128, "num_key_value_heads": 4, "max_seq_len": 1024, "use_cache": True},
     ),
+    "gpt_bigcode": ("gpt_bigcode", {"hidden_size": 128, "num_key_value_heads": None}),
     "gpt_oss": (
         "gpt_oss",
         {

@@ -484,7 +484,16 @@ def test_blocks_that_were_never_computed_are_not_found() -> None:
         assert manager.match(prompt) == 8
         manager.check_integrity()
     manager.allocate(1, prompt)
+    manager.truncate(1, 12, num_computed=9)
+    assert manager.match(prompt) == 8
+    manager.free_batch([1], num_computed=4)
+    assert manager.match(prompt) == 4
+    manager.allocate(1, prompt)
+    manager.truncate_batch([1], 0, num_computed=[0])
+    assert manager.match(prompt) == 0
     manager.free(1)
+    manager.allocate(1, prompt)
+    manager.free_batch([1])
     assert manager.match(prompt) == 16
 
 
@@ -523,7 +532,7 @@ def test_events_that_cannot_be_named_are_not_lost(monkeypatch: pytest.MonkeyPatc
     manager = KVCacheManager(8, 2, events=True)
     manager.allocate(1, [5, 6, 7])
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "BlockStored", None)
+        patch.setattr("vllm_kernels.kv_cache.manager.BlockStored", None)
         with pytest.raises(TypeError):
             manager.take_events()
     (stored,) = manager.take_events()

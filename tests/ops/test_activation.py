@@ -47,7 +47,7 @@ def check(name: str, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
 
 @every
 @pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize("width", [1, 7, 64, 769, 8191, 8192, 14336, 32768])
+@pytest.mark.parametrize("width", [1, 7, 64, 769, 8191, 8192, 14336, 16384, 32768])
 def test_matches_reference(device, dtype, name, tokens, width):
     check(name, make(name, tokens, width, device=device, dtype=dtype))
 

@@ -10,6 +10,7 @@ from helpers import assert_compiles, assert_graph_replays, raises
 from test_paged_attention_general import EIGHT_BITS, NAN, Case, assert_right, make_case, per_head
 
 import vllm_kernels
+import vllm_kernels.ops.cascade as cascade_module
 from vllm_kernels.kv_cache import KVCacheManager
 
 LAYOUTS = ["vllm", "NHD", "HND"]
@@ -35,6 +36,15 @@ def test_as_paged_attention(device, dtype, layout, queries):
         case = shared_case(device, dtype, 5, own, queries=queries, layout=layout, **options)
         for common in (0, 1, 5):
             assert_right(case, *cascade(case, common, return_lse=True))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
+def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
+    """As a GPU has them for few rows: equal ones, a shorter last one, fewer than asked for."""
+    monkeypatch.setattr(cascade_module, "pieces_for", lambda *_: pieces)
+    for common in (4, 7):
+        case = shared_case(device, dtype, common, [9, 1], queries=[3, 1])
+        assert_right(case, *cascade(case, common, return_lse=True))
 
 
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=lambda x: str(x).split(".")[-1])

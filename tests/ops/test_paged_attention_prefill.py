@@ -1,19 +1,30 @@
 """paged_attention of prompts and chunks of them, where a GPU has a kernel for many query rows.
 
-That one takes more than 64 query rows a KV head of 16 bits, in pages of 16 tokens (of more in NHD
-and HND), where tiles of 128 rows keep half of the device busy: the cases are about as small as that
-allows. The CPU, which has no such kernel, runs them with fewer tokens and heads.
+That one takes more than 64 query rows a KV head, in pages of 16 tokens (of more in NHD and HND, and
+of 8 bits), where tiles of 128 rows keep half of the device busy: the cases are about as small as
+that allows. The CPU, which has no such kernel, runs them with fewer tokens and heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from test_paged_attention_general import LAYOUTS, NAN, Case, check, make_case, per_head
+from test_paged_attention_general import (
+    EIGHT_BITS,
+    LAYOUTS,
+    NAN,
+    Case,
+    assert_right,
+    check,
+    make_case,
+    per_head,
+)
 
 import vllm_kernels
+from vllm_kernels.reference.attention import token_rows
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -36,6 +47,32 @@ def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("of CUDA kernels only")
     return device
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """Which of the CUDA kernels of paged_attention ran."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    kinds = ("prefill", "decode", "team", "simt")
+    return [kind for kind in kinds if f"paged_attention_{kind}_kernel" in names]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA kernels only")
+def test_which_kernel_runs(cuda):
+    """The cases of this file are what they say they are."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's kernel")
+    prompts = [300, 130], [300, 77]
+    for options in ({}, {"stored": torch.float8_e4m3fn}, {"causal": False}, {"softcap": 2.0}):
+        ran = kernels_of(make(cuda, BF16, *prompts, head_size=128, **options).run)
+        assert ran[0] == "prefill" and "simt" not in ran  # a launch beside it may find no decodes
+    groups = {"heads": 32, "kv_heads": 8, "head_size": 128}
+    ran = kernels_of(make(cuda, BF16, [9000, 400], [1, 290], **groups).run)
+    assert ran[0] == "prefill" and len(ran) == 2
+    assert "prefill" not in kernels_of(make(cuda, BF16, [9000, 400], [1, 1], **groups).run)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256])
@@ -66,12 +103,52 @@ def test_options(cuda, layout, names):
         "sinks": per_head(24, -3.0, 4.0),
     }
     chosen = {name: options[name] for name in names}
-    check(make(cuda, BF16, [200, 301], [90, 301], layout=layout, **chosen))
+    drawn = len(names) + LAYOUTS.index(layout) + sum(map(ord, names[0]))  # along with them
+    shapes = {"head_size": [64, 128, 192, 256, 96][drawn % 5], "layout": layout}
+    check(make(cuda, [BF16, F16][drawn % 2], [200, 301], [90, 301], **shapes, **chosen))
 
 
-@pytest.mark.parametrize("window", [1, 16, 127, 128, 300])
-def test_windows(cuda, window):
-    check(make(cuda, F16, [500, 131], [290, 131], layout="vllm", sliding_window=window))
+@pytest.mark.parametrize("window, head_size", [(1, 64), (16, 128), (127, 192), (128, 256),
+                                               (300, 128)])  # fmt: skip
+def test_windows(cuda, window, head_size):
+    for dtype, layout in ((F16, "vllm"), (BF16, "NHD")):
+        shapes = {"head_size": head_size, "layout": layout}
+        check(make(cuda, dtype, [500, 131], [290, 131], sliding_window=window, **shapes))
+
+
+@pytest.mark.parametrize("head_size, right", [(64, -1), (128, 0), (128, 37), (192, 200), (256, -1)])
+def test_tokens_after_the_query(device, layout, head_size, right):
+    """Without causality: all of them, some, with a window before the query, more than there are."""
+    options = {"head_size": head_size, "layout": layout, "causal": False, "window_right": right}
+    check(make(device, BF16, [300, 130], [300, 77], **options))
+    check(make(device, F16, [300, 130], [290, 130], sliding_window=64, softcap=3.0, **options))
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192])
+@pytest.mark.parametrize("stored", EIGHT_BITS, ids=str)
+def test_eight_bits(cuda, layout, stored, head_size):
+    shapes = {"stored": stored, "head_size": head_size, "layout": layout, "scales_per_head": True}
+    check(make(cuda, BF16, [300, 130], [300, 77], **shapes))
+    check(make(cuda, F16, [500, 131], [290, 131], block_size=32, sliding_window=90, **shapes))
+
+
+@pytest.mark.parametrize("head_size, block_size, order, stored", [
+    (80, 16, "vllm", None), (112, 16, "NHD", None), (160, 32, "HND", None), (128, 8, "vllm", None),
+    (128, 64, "vllm", None), (128, 256, "vllm", None), (64, 1, "NHD", None), (128, 4, "HND", None),
+    (256, 16, "vllm", torch.int8), (112, 16, "NHD", torch.float8_e4m3fn),
+    (128, 8, "vllm", torch.float8_e5m2), (64, 1, "NHD", torch.float8_e4m3fn),
+], ids=str)  # fmt: skip
+def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
+    """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
+    shapes = {"head_size": head_size, "block_size": block_size, "layout": order, "stored": stored}
+    check(make(cuda, BF16, [300, 130], [300, 77], scales_per_head=stored is not None, **shapes))
+    check(make(cuda, F16, [500, 131], [290, 131], sliding_window=50, **shapes))
+
+
+def test_options_of_eight_bits(cuda, layout):
+    """Softcap and ALiBi over 8-bit caches: not of Hopper's own kernel."""
+    options = {"softcap": 2.0, "alibi_slopes": per_head(24, 0.01, 0.4), "sliding_window": 60}
+    check(make(cuda, BF16, [200, 301], [90, 301], layout=layout, stored=torch.int8, **options))
 
 
 def test_mixed_batch(device, layout):
@@ -81,6 +158,60 @@ def test_mixed_batch(device, layout):
     case = make(device, BF16, lens, queries, heads=32, kv_heads=8, head_size=128, layout=layout)
     check(case)
     assert torch.equal(case.run(), case.run())
+
+
+def test_side_by_side(cuda, layout):
+    """Decodes so long that the prompt beside them gets few blocks, twice in a row."""
+    shapes = {"heads": 32, "kv_heads": 8, "head_size": 128, "layout": layout}
+    case = make(cuda, BF16, [9000, 300, 9001], [1, 300, 1], **shapes)
+    other = case.with_options(scale=0.05)
+    alone = []
+    for each in (case, other):
+        alone.append(each.run())
+        torch.cuda.synchronize()
+    assert_right(case, alone[0])
+    for got, want in zip([c.run() for c in (case, other, case, other)], alone * 2, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_reads_what_the_kernel_before_wrote(cuda):
+    """The writer of the last tokens' pages, then 40 sequences of which some are decodes."""
+    queries = [1 if i % 3 else 60 for i in range(40)]
+    case = make(
+        cuda, BF16, [q + 200 for q in queries], queries, heads=32, kv_heads=8, head_size=128
+    )
+    want = case.run()
+    at = (case.seq_lens - 1).long()
+    blocks, offsets = case.block_tables.long().gather(1, at[:, None] // 16)[:, 0], at % 16
+    rows = [token_rows(c, "vllm")[blocks, offsets] for c in (case.key_cache, case.value_cache)]
+    rows, one = [r.contiguous() for r in rows], torch.ones(1, device=cuda)
+    for _ in range(3):
+        case.key_cache[blocks, :, :, offsets] = 0
+        case.value_cache[blocks, :, :, offsets] = 0
+        vllm_kernels.reshape_and_cache(
+            *rows, case.key_cache, case.value_cache, blocks * 16 + offsets, "auto", one, one
+        )
+        assert torch.equal(case.run(), want)
+
+
+def test_any_strides_streams_and_workspaces(cuda, layout):
+    """Slices of packed tensors, a workspace of the caller's, a stream beside: the same bits."""
+    shapes = {"heads": 32, "kv_heads": 8, "head_size": 128, "layout": layout}
+    case = make(cuda, BF16, [600, 130, 700], [290, 100, 1], **shapes)
+    want = case.run()
+    packed = torch.cat([case.query, case.query * 2], dim=1)[:, :32]
+    key, value = (torch.stack([c, c], dim=1)[:, 0] for c in (case.key_cache, case.value_cache))
+    sliced = replace(case, query=packed, key_cache=key, value_cache=value)
+    assert torch.equal(sliced.run(), want)
+    workspace = vllm_kernels.paged_attention_workspace(cuda)
+    for options in ({"workspace": workspace}, {"early_pages": True}):
+        assert torch.equal(case.with_options(**options).run(), want)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = case.run()
+    side.synchronize()
+    assert torch.equal(got, want)
 
 
 def test_many_sequences(device):
@@ -138,10 +269,19 @@ def test_bad_pages_are_contained(cuda, layout):
     """Tokens of a page that there is not are skipped, the other sequences are right."""
     case = make(cuda, BF16, [300, 310], [300, 290], layout=layout)
     want = case.run()
+    table = case.block_tables[0, :19].long()
+    rows = [
+        token_rows(c, layout)[table].flatten(0, 1)[:300] for c in (case.key_cache, case.value_cache)
+    ]
+    keys, values = (r.double().transpose(0, 1) for r in rows)
+    scores = case.query[:300].double().transpose(0, 1) @ keys.transpose(1, 2) * 64**-0.5
+    token = torch.arange(300, device=cuda)
+    scores.masked_fill_((token > token[:, None]) | (token // 16 == 2), -torch.inf)
+    without = (scores.softmax(-1) @ values).transpose(0, 1)
     case.block_tables[0, 2] = 2**30
     got = case.run()
-    assert torch.equal(got[300:], want[300:]) and torch.equal(got[:32], want[:32])
-    assert not got.isnan().any() and not torch.equal(got[48:], want[48:])
+    assert torch.equal(got[300:], want[300:])
+    assert (got[:300].double() - without).norm() < 3e-3 * without.norm()
 
 
 def test_replayed_graph(cuda):

@@ -267,6 +267,20 @@ def test_repeated_slots_keep_the_last_token_whole(op, device, n):
         check(op, key, value, *pools, slots, kv_cache_dtype)
 
 
+@pytest.mark.parametrize("n", [40, 300, 2000])
+def test_bad_slots_do_not_stand_for_good_ones(op, device, n):
+    """On a GPU: a later slot that is no slot but has a good one's lower half."""
+    if device == "cpu":
+        pytest.skip("an error on a CPU")
+    key, value = tokens(n, 2, 64, torch.bfloat16, device)
+    for slots in (torch.randperm(n // 2, device=device), torch.arange(n // 2, device=device)):
+        pools = caches(op, torch.bfloat16, "auto", device, blocks=-(-n // 32))
+        args = [key, value, *pools, torch.cat([slots, slots + 2**32]), "auto", *scales(device)]
+        want = getattr(reference, op)(*args[:4], torch.cat([slots, slots * 0 - 1]), *args[5:])
+        getattr(vllm_kernels, op)(*args)
+        assert all(torch.equal(bits(pool), bits(x)) for pool, x in zip(pools, want))
+
+
 def test_many_tokens(op, device, dtype):
     n = 9001 if device == "cuda" else 700
     patterns = (torch.randperm(n + 100)[:n], torch.arange(7, n + 7))
@@ -322,7 +336,7 @@ def test_nothing_to_do(op, device, dtype):
     check(op, key, value, *pools, torch.full((4,), -1, device=device))
 
 
-@pytest.mark.parametrize("bad", [-2, 11 * 16, 2**40, -(2**40)])
+@pytest.mark.parametrize("bad", [-2, 11 * 16, 2**40, -(2**40), 2**32 + 5])
 def test_bad_slots(op, device, bad):
     pools = caches(op, torch.float32, "auto", device)
     key, value = tokens(4, 2, 64, torch.float32, device)

@@ -441,9 +441,15 @@ def test_graph_replay(dtype, kind):
     else:
         call = lambda out: run(kind, x, weight, out=out.view(kind[1]), scales=scales)  # noqa: E731
 
+    want_scales: list[Tensor] = []
+
     def want() -> Tensor:
         out = torch.empty_like(bits)
         call(out)
+        if scales is not None:
+            want_scales.append(scales.clone())
+            scales.fill_(float("nan"))
         return out
 
     assert_graph_replays(lambda: call(bits), lambda: x.normal_(), bits, want)
+    assert scales is None or torch.equal(scales, want_scales[-1])

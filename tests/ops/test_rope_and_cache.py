@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ class Case:
 
     def arguments(self) -> list[object]:
         return list(self.__dict__.values())
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.arguments() if isinstance(x, Tensor)]
 
     def run(self) -> None:
         vllm_kernels.rope_and_cache(*self.arguments())
@@ -149,8 +153,8 @@ all_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 def test_matches_reference(device, dtype, layout, size, part, is_neox, norm):
     make_case(
-        device, dtype, layout=layout, size=size, rotary=size // part // 2 * 2, is_neox=is_neox,
-        norm=norm,
+        device, dtype, 7 if norm else 40, layout=layout, size=size, rotary=size // part // 2 * 2,
+        is_neox=is_neox, norm=norm,
     ).check()  # fmt: skip
 
 
@@ -158,8 +162,8 @@ def test_matches_reference(device, dtype, layout, size, part, is_neox, norm):
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("per_head", [False, True], ids=["one", "per_head"])
 def test_8_bit_caches(device, dtype, layout, stored, per_head):
-    for size in (64, 80, 128):
-        case = make_case(device, dtype, layout=layout, stored=stored, size=size, kv_heads=3)
+    for tokens, size in ((7, 64), (40, 80), (70, 128)):
+        case = make_case(device, dtype, tokens, layout=layout, stored=stored, size=size, kv_heads=3)
         if per_head:
             case.k_scale = case.k_scale * torch.tensor([0.5, 1, 2], device=device)
             case.v_scale = case.v_scale * torch.tensor([2.0, 1, 3], device=device)
@@ -345,20 +349,20 @@ def test_bad_indices_are_contained(device):
     """On a GPU: no fault, the other tokens are right, and nothing else is written."""
     if device == "cpu":
         pytest.skip("an error on a CPU")
-    for layout in LAYOUTS:
-        case = make_case(device, torch.bfloat16, layout=layout)
+    for layout, tokens in product(LAYOUTS, (7, 100)):
+        case = make_case(device, torch.bfloat16, tokens, layout=layout)
         good = replace(case, query=case.query.clone(), key_cache=case.key_cache.clone(),
                        value_cache=case.value_cache.clone(), slot_mapping=case.slot_mapping.clone(),
                        positions=case.positions.clone())  # fmt: skip
         good.slot_mapping[1] = -1
-        case.slot_mapping[1] = 2**40
+        case.slot_mapping[1] = 2**32 + case.slot_mapping[0]  # the same lower half
         case.slot_mapping[3] = good.slot_mapping[3] = -1
         query = case.query.clone()
         case.positions[3] = MAX_POSITION
         case.positions[5] = -1
         good.run()
         case.run()
-        turned = [0, 1, 2, 4, 6]
+        turned = [token for token in range(tokens) if token not in (3, 5)]
         assert torch.equal(case.query[turned], good.query[turned])
         assert torch.equal(case.query[[3, 5]], query[[3, 5]])
         assert torch.equal(bits(case.value_cache), bits(good.value_cache))
@@ -386,31 +390,25 @@ def test_compiles(device):
 
 
 def test_graph_replays(device, dtype):
+    """With other tensors' contents; query and both caches are compared."""
     if device == "cpu":
         pytest.skip("needs a GPU")
-    case = make_case(device, dtype)
-    fresh = make_case(device, dtype)
-
-    def refill() -> None:
-        case.query.copy_(fresh.query)
-        case.positions.copy_(fresh.positions)
-
-    def want() -> Tensor:
-        return reference_query
-
-    reference_query = fresh.query.clone()
-    vllm_kernels.rotary_embedding(
-        fresh.positions, reference_query, None, 64, case.cos_sin_cache, True
-    )
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.run()
-    refill()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(case.query, want())
+    for layout, tokens in product(("vllm", "NHD"), (7, 100)):
+        case = make_case(device, dtype, tokens, layout=layout)
+        fresh = make_case(device, dtype, tokens, layout=layout)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            case.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            case.run()
+        for x, other in zip(case.tensors(), fresh.tensors()):
+            x.copy_(other)
+        graph.replay()
+        fresh.run()
+        torch.cuda.synchronize()
+        assert torch.equal(case.query, fresh.query)
+        assert torch.equal(bits(case.key_cache), bits(fresh.key_cache))
+        assert torch.equal(bits(case.value_cache), bits(fresh.value_cache))

@@ -24,8 +24,8 @@ from transformers.masking_utils import (
 from vllm_kernels.integrations.own_attention import bind_own_attention, unbind_own_attention
 from vllm_kernels.kv_tensors import KVShape
 
-__all__ = ["NAME", "AttentionOptions", "PagedLayer", "kv_shape", "stop_paged_attention",
-           "use_paged_attention"]  # fmt: skip
+__all__ = ["NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
+           "stop_paged_attention", "use_paged_attention"]  # fmt: skip
 
 NAME = "vllm_kernels"
 """Of the attention function and of the mask function in transformers' registries."""
@@ -46,7 +46,7 @@ _HARMLESS = {  # keyword arguments of attention that do not change its result
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks of :func:`vllm_kernels.paged_attention`."""
+    """What a layer asks of :func:`vllm_kernels.paged_attention`, by the names it has there."""
 
     scale: float
     sliding_window: int = 0
@@ -54,24 +54,37 @@ class AttentionOptions:
     sinks: Tensor | None = None  # [num_heads], float32
     alibi_slopes: Tensor | None = None  # [num_heads], float32
 
+    def arguments(self) -> dict[str, Any]:
+        """All of it, by name. (torch.compile does not trace ``vars``.)"""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer hands to the pages behind a cache in one pass."""
+
+    layer: int
+    query: Tensor  # [batch, heads, columns, head_size]
+    key: Tensor  # [batch, kv_heads, columns, head_size], of the new columns only, as value
+    value: Tensor
+    mask: Tensor | None  # [batch, all columns], False for padding
+    options: AttentionOptions
+
 
 class Pages(Protocol):
     """What stores and attends: the batch behind a cache."""
 
     length: int
-    dtype: torch.dtype
+    shape: KVShape
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """Stores the new keys and values [batch, kv_heads, columns, head_size] of a layer, then
-        attends with query [batch, heads, columns, head_size].
+    def forward(self, call: LayerCall) -> Tensor:
+        """Stores the new keys and values of a layer, then attends.
 
         Returns:
             [batch, columns, heads, head_size].
@@ -166,18 +179,33 @@ def kv_shape(
         )
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache: encoder-decoder models are not served")
-    heads = getattr(config, "num_attention_heads", None)
+    heads, kv_heads, head_size = (
+        _of_all_layers(config, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     if not heads:
         raise NotImplementedError(f"PagedCache: {config.model_type} has no attention heads")
+    if not kv_heads:
+        kv_heads = 1 if getattr(config, "multi_query", False) else heads
     return KVShape(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size or config.hidden_size // heads,
         dtype=model.dtype,
         block_size=block_size,
         layout=layout,
         cache_dtype=cache_dtype,
     )
+
+
+def _of_all_layers(config: Any, name: str) -> int | None:
+    """An attribute of a config, None where it has none; it must be the same for all layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' refusal to give one value for layers that differ
+        raise NotImplementedError(
+            f"PagedCache: {config.model_type}: {name}: expected the same in all layers"
+        ) from None
 
 
 def _attention(
@@ -218,11 +246,19 @@ def _attention(
         )
     _refuse_unserved(module, query, attention_mask, dropout, kwargs)
     pages = layer.pages
-    if query.dtype != pages.dtype:
+    shape = pages.shape
+    if query.dtype != shape.dtype:
         raise NotImplementedError(
-            f"vllm_kernels attention: query: expected {pages.dtype} (from PagedCache), "
+            f"vllm_kernels attention: query: expected {shape.dtype} (from PagedCache), "
             f"got {query.dtype}"
         )
+    for name, heads in (("key", key), ("value", value)):
+        if (heads.shape[1], heads.shape[3]) != (shape.num_kv_heads, shape.head_size):
+            raise NotImplementedError(
+                f"vllm_kernels attention: {type(module).__name__} {layer.index}: {name}: expected "
+                f"{shape.num_kv_heads} heads of size {shape.head_size} (from the model's config), "
+                f"got {heads.shape[1]} of size {heads.shape[3]}"
+            )
     window = sliding_window or 0
     masked = getattr(attention_mask, _WINDOW, 0)
     if window != masked:  # one of the two is not what the model means
@@ -236,7 +272,8 @@ def _attention(
         sinks=None if s_aux is None else s_aux.detach().float(),
         alibi_slopes=alibi_slopes,
     )
-    return pages.forward(layer.index, query, key, value, attention_mask, options), None
+    call = LayerCall(layer.index, query, key, value, attention_mask, options)
+    return pages.forward(call), None
 
 
 def _mask(

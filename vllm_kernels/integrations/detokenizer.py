@@ -45,10 +45,9 @@ class Detokenizer:
             The text that is certain now and was not returned before.
         """
         self._tokens.append(token)
-        known = self._tokenizer.decode(self._tokens[: self._shown], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if len(text) > len(known) and not text.endswith(_UNFINISHED):
-            self._take(text[len(known) :])
+        new = self._new_text()
+        if new and not new.endswith(_UNFINISHED):
+            self._take(new)
             # Drop what the next token does not need beside it.
             self._tokens = self._tokens[-self._CONTEXT :]
             self._shown = len(self._tokens)
@@ -57,11 +56,17 @@ class Detokenizer:
     def finish(self) -> str:
         """The text that was held back."""
         if not self.is_stopped:
-            known = self._tokenizer.decode(self._tokens[: self._shown], skip_special_tokens=True)
-            text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-            self._take(text[len(known) :])
+            self._take(self._new_text())
             self._shown = len(self._tokens)
         return self._send(len(self.text))
+
+    def _new_text(self) -> str:
+        """That of the tokens which are not shown yet."""
+        known = self._tokenizer.decode(self._tokens[: self._shown], skip_special_tokens=True)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not text.startswith(known):  # they complete a character that the prompt began
+            known = known.rstrip(_UNFINISHED)
+        return text[len(known) :]
 
     def _take(self, new: str) -> None:
         searched = max(len(self.text) - self._held, 0)

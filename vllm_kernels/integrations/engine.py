@@ -14,7 +14,6 @@ from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
-from types import TracebackType
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -127,6 +126,11 @@ class Engine:
         other = _ENGINES.get(model)
         if other is not None and other() is not None:
             raise ValueError("Engine: model: another engine has it: close() that one first")
+        if model.get_output_embeddings() is None:
+            raise NotImplementedError(
+                f"Engine: model: expected one with a language-model head, got "
+                f"{type(model).__name__}"
+            )
         config = model.config.get_text_config(decoder=True)
         if max_length is None:
             max_length = getattr(config, "max_position_embeddings", None) or 4096
@@ -151,7 +155,7 @@ class Engine:
         refuse_changing_rotary(model)
         use_paged_attention(model)
         try:
-            groups = LayerGroups.of(layer_windows(model))
+            groups = LayerGroups.of(layer_windows(model, shape))
             shape = replace(shape, num_layers=groups.num_tensors)
             if num_blocks is None:
                 if cache_bytes is None:
@@ -214,12 +218,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def warm_up(self) -> None:
@@ -248,12 +247,21 @@ class Engine:
 
     # Requests.
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes | None = None,
+    ) -> int:
         """Takes a request in; :meth:`step` works on it.
 
         Args:
             prompt: text (needs a tokenizer), or token ids.
             params: of its sampling; None: greedy, 16 tokens.
+            salt: cached prefixes are found by requests with the same salt alone: of a tenant, who
+                is not to learn by the time it takes what others have asked; or the name of the
+                adapter that the model has now.
 
         Returns:
             The request's id.
@@ -264,8 +272,10 @@ class Engine:
         params = params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
+        if not isinstance(salt, str | bytes | None):
+            raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
         request = Request(
-            next(self._next_id), self._tokens(prompt), params, arrival=time.perf_counter()
+            next(self._next_id), self._tokens(prompt), params, time.perf_counter(), salt
         )
         self.scheduler.add(request)
         self._requests[request.id] = request
@@ -344,12 +354,15 @@ class Engine:
         self,
         prompts: Items[Prompt],
         params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
         """Serves all prompts and returns their outputs, in their order.
 
         Args:
             prompts: texts or lists of token ids.
             params: for all, or one for each.
+            salt: of all, as :meth:`add_request` has it.
         """
         chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(chosen) != len(prompts):
@@ -359,7 +372,7 @@ class Engine:
         requests = []
         try:
             for prompt, one in zip(prompts, chosen):
-                requests.append(self._requests[self.add_request(prompt, one)])
+                requests.append(self._requests[self.add_request(prompt, one, salt=salt)])
                 self._queues[requests[-1].id] = deque(maxlen=0)  # the requests hold it all
             while not all(request.is_finished for request in requests):
                 self._advance()
@@ -370,11 +383,17 @@ class Engine:
                     self.abort(request.id)
         return [output_of(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str | bytes | None = None,
+    ) -> Iterator[TokenOutput]:
         """Serves one prompt and yields its tokens as they come; other requests go on meanwhile
         (their tokens come by :meth:`step`, or by streams of their own). Leaving the loop early ends
         the request."""
-        request_id = self.add_request(prompt, params)
+        request_id = self.add_request(prompt, params, salt=salt)
         queue = self._queues[request_id] = deque()
         try:
             while queue or request_id in self._requests:

@@ -70,7 +70,7 @@ def output_of(request: Request) -> RequestOutput:
         request.id,
         request.prompt,
         completions,
-        request.num_cached_tokens,
+        request.num_cached_tokens or 0,
         request.first_token_time - request.arrival,
         request.finish_time - request.arrival,
     )

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from vllm_kernels.integrations.attention import AttentionOptions, PagedLayer
+from vllm_kernels.integrations.attention import LayerCall, PagedLayer
 from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
 from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
 from vllm_kernels.integrations.scheduler import Plan
 from vllm_kernels.integrations.upload import upload
 from vllm_kernels.kv_cache import BatchBuffers
-from vllm_kernels.kv_tensors import KVCache
+from vllm_kernels.kv_tensors import KVCache, KVShape
 
 __all__ = ["PackedModel", "layer_windows"]
 
@@ -33,32 +33,27 @@ class _WindowRecorder:
 
     length = 0
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
         self.windows: dict[int, int] = {}
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        self.windows[layer] = options.sliding_window
-        return torch.zeros_like(query.transpose(1, 2))
+    def forward(self, call: LayerCall) -> Tensor:
+        self.windows[call.layer] = call.options.sliding_window
+        return torch.zeros_like(call.query.transpose(1, 2))
 
 
-def layer_windows(model: PreTrainedModel) -> list[int]:
+def layer_windows(model: PreTrainedModel, shape: KVShape) -> list[int]:
     """The sliding window of every attention layer, 0 for none, found by a pass over one token.
+
+    Args:
+        shape: of a block of all layers.
 
     Raises:
         NotImplementedError: what attention refuses, and layers that never came to it.
     """
     config = model.config.get_text_config(decoder=True)
-    recorder = _WindowRecorder(model.dtype)
-    layers = range(config.num_hidden_layers)
+    recorder = _WindowRecorder(shape)
+    layers = range(shape.num_layers)
     cache = Cache(layers=[PagedLayer(recorder, config, index) for index in layers])
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
@@ -285,11 +280,20 @@ class PackedModel:
         return out.logits[0]
 
     def _replay(self, size: int) -> Tensor | None:
-        """The pass over ``size`` sequences from its graph. None: the model cannot be captured."""
+        """The pass over ``size`` sequences from its graph. None: the model cannot be captured.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for the graph.
+        """
         if size not in self._graphs:
             try:
                 self._graphs[size] = self._capture(size)
             except RuntimeError as error:
+                if _is_out_of_memory(error):
+                    raise torch.OutOfMemoryError(
+                        f"Engine: no memory for the CUDA graph of {size} sequences: give a smaller "
+                        f"cache_bytes, or cuda_graphs=False: {error}"
+                    ) from error
                 warnings.warn(
                     f"Engine: {self.model.config.model_type} runs without CUDA graphs: {error}",
                     stacklevel=2,
@@ -317,6 +321,14 @@ class PackedModel:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             logits = self._forward(step, size)
         return graph, logits
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether that, or what it came of, is want of memory: the end of a capture that it broke off
+    raises an error of its own."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:

@@ -76,8 +76,8 @@ class PackedLlama:
         config = model.config
         self._model = model
         self._pages = pages
-        self._kv_heads = pages.cache.shape.num_kv_heads
-        self._head_size = pages.cache.shape.head_size
+        self._kv_heads = pages.shape.num_kv_heads
+        self._head_size = pages.shape.head_size
         self._epsilon = config.rms_norm_eps
         self._layers = [_Layer.of(layer, window) for layer, window in zip(decoder.layers, windows)]
         self._cos_sin = self._rotary_table(max_length)
@@ -146,7 +146,7 @@ class PackedLlama:
     def _rotary_table(self, max_length: int) -> Tensor:
         """[max_length, rotated]: cosines, then sines, as the model computes them."""
         positions = torch.arange(max_length, device=self._model.device)[None]
-        like = torch.empty(0, dtype=self._pages.dtype, device=self._model.device)
+        like = torch.empty(0, dtype=self._pages.shape.dtype, device=self._model.device)
         cos, sin = self._model.model.rotary_emb(like, positions)
         half = cos.shape[-1] // 2
         return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()

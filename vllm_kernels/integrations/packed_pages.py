@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kernels.integrations.attention import AttentionOptions
+from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
 from vllm_kernels.integrations.paged_batch import token_major
 from vllm_kernels.kv_tensors import KVCache
 
@@ -74,24 +74,16 @@ class PackedPages:
     def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
         self.cache = cache
         self.groups = groups
-        self.dtype = cache.shape.dtype
+        self.shape = cache.shape
         self.step: PackedStep | None = None
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """As ``Pages.forward``, of a batch of 1."""
         step = self.step
         assert step is not None
-        group = self.groups.group_of_layer[layer]
-        self.cache.write(layer, token_major(key), token_major(value), step.slot_mappings[group])
-        return self.attend(layer, token_major(query), options)[None]
+        slots = step.slot_mappings[self.groups.group_of_layer[call.layer]]
+        self.cache.write(call.layer, token_major(call.key), token_major(call.value), slots)
+        return self.attend(call.layer, token_major(call.query), call.options)[None]
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of all tokens: query and result are [T, heads, head_size]."""
@@ -99,13 +91,7 @@ class PackedPages:
         assert step is not None
         tables = step.block_tables[self.groups.group_of_layer[layer]]
         single = step.num_single
-        arguments = {
-            "scale": options.scale,
-            "sliding_window": options.sliding_window,
-            "softcap": options.softcap,
-            "sinks": options.sinks,
-            "alibi_slopes": options.alibi_slopes,
-        }
+        arguments = options.arguments()
         if step.starts is None:
             return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
         out = query.new_empty(query.shape)

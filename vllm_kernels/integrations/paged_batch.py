@@ -16,7 +16,7 @@ from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
 from vllm_kernels.kv_tensors import KVCache, KVShape
 
 if TYPE_CHECKING:
-    from vllm_kernels.integrations.attention import AttentionOptions
+    from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PagedBatch:
         self.manager = KVCacheManager(num_blocks, shape.block_size)
         self.cache = KVCache(shape, num_blocks, device=device)
         self.block_size = shape.block_size
-        self.dtype = shape.dtype
+        self.shape = shape
         self.device = device
 
         self._rows: list[int] = []  # the sequence id of each row
@@ -68,20 +68,12 @@ class PagedBatch:
 
     # The forward pass.
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """A layer of the pass, which begins with layer 0; arguments as ``Pages.forward`` has."""
-        if layer == 0:
-            self.begin(query.shape[0], query.shape[2], mask)
-        self.write(layer, key, value)
-        return self.attend(layer, query, options)
+    def forward(self, call: LayerCall) -> Tensor:
+        """A layer of the pass, which begins with layer 0: as ``Pages.forward``."""
+        if call.layer == 0:
+            self.begin(call.query.shape[0], call.query.shape[2], call.mask)
+        self.write(call.layer, call.key, call.value)
+        return self.attend(call.layer, call.query, call.options)
 
     def begin(self, batch_size: int, num_columns: int, attention_mask: Tensor | None) -> None:
         """Makes room for ``num_columns`` more columns in each row, and plans the pass over them.
@@ -161,11 +153,7 @@ class PagedBatch:
             plan.seq_lens,
             query_start_loc=plan.query_start_loc,
             max_query_len=plan.max_query_len,
-            scale=options.scale,
-            sliding_window=options.sliding_window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-            alibi_slopes=options.alibi_slopes,
+            **options.arguments(),
         )
         if plan.tokens is not None:
             padded = out.new_zeros(rows * num_columns, num_heads, head_size)

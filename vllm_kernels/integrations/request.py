@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-import random
+import os
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from numbers import Integral, Real
 
 __all__ = ["FinishReason", "Request", "SamplingParams", "Sequence"]
@@ -108,10 +109,11 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     arrival: float
+    salt: str | bytes | None = None  # its prefixes are found by requests with the same one alone
     sequences: list[Sequence] = field(default_factory=list)
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache when admitted
 
     @property
     def is_finished(self) -> bool:
@@ -135,7 +137,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         seed = self.request.params.seed
-        self.random = random.Random(None if seed is None else f"{seed}/{self.index}")
+        secret = os.urandom(16) if seed is None else f"{seed}/{self.index}".encode()
+        self._key = blake2b(secret).digest()
+
+    def random_number(self) -> float:
+        """That of the next token, in [0, 1): the same one, however often it is asked for."""
+        digest = blake2b(b"%d" % self.num_output, key=self._key, digest_size=8)
+        return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
 
     @property
     def output(self) -> list[int]:

@@ -14,8 +14,8 @@ __all__ = ["sample"]
 def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """The next token of every sequence.
 
-    Each sequence draws one number from its own generator and takes the token at that place of the
-    cumulated probabilities, so that a seed gives the same tokens in every batch.
+    Each sequence takes the token at the place in the cumulated probabilities that its own random
+    number says, so that a seed gives the same tokens in every batch.
 
     Args:
         logits: [len(sequences), vocabulary], any float dtype; not changed.
@@ -55,21 +55,26 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """The same, of the likeliest tokens only."""
+    """The same, of the likeliest tokens only; of equally likely ones the first come first."""
     device = logits.device
     vocabulary = logits.shape[-1]
     params = [sequence.request.params for sequence in sequences]
     kept = [min(p.top_k, vocabulary) or vocabulary for p in params]
     top_p = upload([p.top_p for p in params], device, torch.float32)
-    best, tokens = _tempered(logits, sequences).topk(max(kept), sorted=True)
+    tempered = _tempered(logits, sequences)
+    # Only the values: which of equal ones stands where is not defined.
+    best = tempered.topk(max(kept), sorted=True).values
     places = torch.arange(max(kept), device=device)
     best.masked_fill_(places >= upload(kept, device)[:, None], -torch.inf)
     probabilities = best.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
-    outside = before >= top_p[:, None]
-    probabilities.masked_fill_(outside, 0)
-    chosen = _at(probabilities.cumsum(-1), sequences)
-    return tokens.gather(-1, chosen[:, None]).squeeze(-1)
+    inside = (before < top_p[:, None]) & (probabilities > 0)
+    count = inside.sum(-1, keepdim=True).clamp_min(1)  # NaN: none
+    least = best.gather(-1, count - 1)
+    equal = tempered == least
+    room = count - (best > least).sum(-1, keepdim=True)  # for tokens as likely as the last
+    allowed = (tempered > least) | (equal & (equal.cumsum(-1) <= room))
+    return _at(tempered.masked_fill_(~allowed, -torch.inf).softmax(-1).cumsum(-1), sequences)
 
 
 def _tempered(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -78,9 +83,9 @@ def _tempered(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _at(cumulated: Tensor, sequences: list[Sequence]) -> Tensor:
-    """The first place where the cumulated probabilities exceed each sequence's next random number,
-    taken as a part of their sum."""
-    numbers = [sequence.random.random() for sequence in sequences]
+    """The first place where the cumulated probabilities exceed each sequence's random number for
+    its next token, taken as a part of their sum."""
+    numbers = [sequence.random_number() for sequence in sequences]
     total = cumulated[:, -1:]
     wanted = upload(numbers, cumulated.device, torch.float32)[:, None] * total
     places = torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)

@@ -58,8 +58,8 @@ class SchedulerStatistics:
     num_tokens: int = 0  # computed, those computed again included
     num_swapped: int = 0  # preemptions by swapping
     num_recomputed: int = 0  # preemptions by computing again
-    num_cached_tokens: int = 0  # found in the prefix cache
-    num_prompt_tokens: int = 0  # looked for there
+    num_cached_tokens: int = 0  # of prompts, found in the prefix cache at first admission
+    num_prompt_tokens: int = 0  # of prompts that were admitted, each once
 
 
 @dataclass
@@ -319,12 +319,13 @@ class Scheduler:
             tokens = np.array(sequence.tokens, np.int32)
             # The estimate has room for the whole prompt in every group, more than windows hold.
             # Where nothing else runs, what add() has checked is enough.
-            if queues.running and not self.manager.can_allocate(tokens):
+            salt = sequence.request.salt
+            if queues.running and not self.manager.can_allocate(tokens, salt=salt):
                 break
-            needed = self._blocks(len(tokens) - self.manager.match(tokens))
+            needed = self._blocks(len(tokens) - self.manager.match(tokens, salt=salt))
             if self._is_tight(promised + needed):
                 break
-            cached = self.manager.allocate(sequence.id, tokens, num_new=0)
+            cached = self.manager.allocate(sequence.id, tokens, num_new=0, salt=salt)
             queues.waiting.popleft()
             self._run(sequence)
             self._count_cached(sequence, cached)
@@ -343,7 +344,8 @@ class Scheduler:
         """Whether a waiting sequence may find room: what :meth:`_admit` asks, roughly."""
         if self._places() < sequence.width:
             return False
-        return self.manager.can_allocate(np.array(sequence.tokens, np.int32))
+        tokens = np.array(sequence.tokens, np.int32)
+        return self.manager.can_allocate(tokens, salt=sequence.request.salt)
 
     def _is_tight(self, needed: int) -> bool:
         """Whether so many blocks would leave too few to those that run."""
@@ -429,10 +431,11 @@ class Scheduler:
 
     def _count_cached(self, sequence: Sequence, cached: int) -> None:
         sequence.num_computed = cached
-        self.statistics.num_cached_tokens += cached
-        self.statistics.num_prompt_tokens += len(sequence.tokens)
-        if not sequence.num_preemptions:
-            sequence.request.num_cached_tokens = cached
+        request = sequence.request
+        if request.num_cached_tokens is None:  # not one that is computed again
+            request.num_cached_tokens = cached
+            self.statistics.num_cached_tokens += cached
+            self.statistics.num_prompt_tokens += len(sequence.tokens)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size) * self.manager.num_groups

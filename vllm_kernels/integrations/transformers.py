@@ -21,8 +21,6 @@ attention.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -101,12 +99,7 @@ class PagedCache(Cache):
     def __enter__(self) -> PagedCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.free()
 
     def statistics(self) -> Statistics:

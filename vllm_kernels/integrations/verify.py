@@ -23,6 +23,7 @@ from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
 __all__ = ["verify"]
 
 _LONGEST = 60
+_SHORT = 5
 _TOLERANCE = {torch.float32: 1e-2}
 """Of the relative error of a row of logits, by the model's dtype; wrong positions or a wrong mask
 give errors around 1."""
@@ -38,11 +39,9 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
     """
     model = packed.model
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    # Longer than a small window, so that its edge is compared as well.
-    windows = [window for window in packed.pages.groups.windows if 0 < window < _LONGEST]
     long, short = (
         torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length))
-        for length in (min(max(windows, default=4) + 3, packed.max_length), 5)
+        for length in (_long(packed, manager), _SHORT)
     )
     ours = _packed_logits(packed, manager, long.tolist(), short.tolist())
     stop_paged_attention(model)
@@ -61,6 +60,16 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
                 f"Engine: model type: {model.config.model_type}: its logits differ from those of "
                 f"its own attention (relative error {error:.2g}): it is not served"
             )
+
+
+def _long(packed: PackedModel, manager: KVCacheManager) -> int:
+    """Tokens of the longer sequence: over the edge of a small window and over that of a block, if
+    there is room."""
+    windows = packed.pages.groups.windows
+    edges = [edge for edge in (*windows, 2 * manager.block_size) if 0 < edge < _LONGEST]
+    blocks = manager.num_free_blocks // manager.num_groups - -(-_SHORT // manager.block_size)
+    room = min(packed.max_length, blocks * manager.block_size)
+    return min(max(edges, default=4) + 3, max(room, 7))
 
 
 def _packed_logits(

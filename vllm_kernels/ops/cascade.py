@@ -67,15 +67,11 @@ def cascade_attention(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
         )
-    num_tokens = query.shape[0]
     block_size = value_cache.shape[1 if layout == "NHD" else 2 if layout == "HND" else 3]
     common = num_common_blocks * block_size
-    starts = seq_lens.new_zeros(2)
-    starts[1:].fill_(num_tokens)
-    prefix, prefix_lse = paged_attention(
-        query, key_cache, value_cache, block_tables[:1, :num_common_blocks],
-        seq_lens.new_full((1,), common), query_start_loc=starts, max_query_len=num_tokens,
-        causal=False, return_lse=True, **shared,
+    prefix, prefix_lse = common_attention(
+        query, key_cache, value_cache, block_tables[0, :num_common_blocks], block_size,
+        pieces_for(query, key_cache.shape[1 if layout != "NHD" else 2], common), **shared,
     )  # fmt: skip
     rest, rest_lse = paged_attention(
         query, key_cache, value_cache, block_tables[:, num_common_blocks:],
@@ -88,3 +84,52 @@ def cascade_attention(
         out, prefix, prefix_lse.t().contiguous(), rest, rest_lse.t().contiguous(), lse
     )
     return (out, lse.t()) if return_lse else out
+
+
+ROWS_OF_A_BLOCK = 128  # query rows of a KV head that a block of the CUDA kernel works on
+LEAST_PIECE = 512  # tokens
+
+
+def pieces_for(query: Tensor, num_kv_heads: int, common: int) -> int:
+    """Pieces of the common tokens, so that a GPU has work for all of its multiprocessors."""
+    if query.device.type != "cuda":
+        return 1
+    rows = query.shape[0] * (query.shape[1] // num_kv_heads)
+    blocks = num_kv_heads * -(-rows // ROWS_OF_A_BLOCK)
+    multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    return max(1, min(multiprocessors // blocks, common // LEAST_PIECE))
+
+
+def common_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    pieces: int,
+    **shared,
+) -> tuple[Tensor, Tensor]:
+    """All query tokens over all of `blocks` [num_blocks]: out, lse [num_tokens, num_heads].
+
+    `pieces` stretches of the blocks are sequences of one call, each with a copy of the queries,
+    merged by their log-sum-exp.
+    """
+    num_tokens, num_blocks = query.shape[0], blocks.shape[0]
+    each = -(-num_blocks // pieces)
+    pieces = -(-num_blocks // each)
+    tables = blocks.new_full((pieces * each,), -1)
+    tables[:num_blocks] = blocks
+    lens = blocks.new_full((pieces,), each * block_size)
+    lens[-1:].fill_((num_blocks - (pieces - 1) * each) * block_size)
+    starts = torch.arange(pieces + 1, dtype=blocks.dtype, device=blocks.device) * num_tokens
+    out, lse = paged_attention(
+        query.repeat(pieces, 1, 1) if pieces > 1 else query, key_cache, value_cache,
+        tables.view(pieces, each), lens, query_start_loc=starts, max_query_len=num_tokens,
+        causal=False, return_lse=True, **shared,
+    )  # fmt: skip
+    if pieces == 1:
+        return out, lse
+    lse = lse.view(pieces, *query.shape[:2])
+    weights = torch.softmax(lse, 0).unsqueeze(-1)
+    out = (weights * out.view(pieces, *query.shape)).sum(0).to(query.dtype)
+    return out, torch.logsumexp(lse, 0)

@@ -2,11 +2,13 @@
 // and the same call must succeed afterwards.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <new>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kv_cache/errors.h"
@@ -34,7 +36,16 @@ struct Arguments {
   const Ids new_counts{1, 17, 0, 40, 1, 2, 3, 4, 5, 6, 7, 8, 9};
   const Ids parents{2, 2, 1, 3};
   TestBuffers buffers{8, 40, 200};
+  TestBuffers buffers_of_window{8, 40, 200};
   std::vector<BlockCopy> copies{64};
+
+  // One a group of layers.
+  std::vector<BatchBuffers*> views(const KVCacheManager& manager) {
+    std::vector<BatchBuffers*> views{&buffers.view, &buffers_of_window.view};
+    views.resize(manager.num_groups());
+    return views;
+  }
+  bool untouched() const { return buffers.untouched() && buffers_of_window.untouched(); }
 
   const Tokens prompt = range(70);  // its first 20 tokens are cached
   const Tokens tokens = range(18);
@@ -48,9 +59,11 @@ struct Arguments {
                           .multimodal = {{.start = 2, .num_tokens = 40, .digest = "an image"}}};
 };
 
+using MakeManager = std::unique_ptr<KVCacheManager> (*)();
 struct Call {
   std::string name;
   std::function<void(KVCacheManager&, Arguments&)> run;
+  MakeManager make = nullptr;  // make_manager
 };
 
 void PrintTo(const Call& call, std::ostream* stream) {
@@ -78,20 +91,54 @@ std::unique_ptr<KVCacheManager> make_manager() {
   return manager;
 }
 
+// No block is empty: what is taken was cached.
+std::unique_ptr<KVCacheManager> make_full_manager() {
+  auto manager = make_manager();
+  const Tokens filler = range(4 * manager->num_blocks());
+  const auto free = manager->num_free_blocks();
+  manager->allocate(2000, std::span(filler).last(4 * free), kMaxTokens, {});
+  manager->free(2000);
+  EXPECT_EQ(manager->statistics().free_blocks, 0);
+  return manager;
+}
+
+// A group that sees everything and one that sees 5 tokens; the next tokens of every sequence let
+// its window move on, and no block is empty.
+std::unique_ptr<KVCacheManager> make_windowed_manager() {
+  auto manager = std::make_unique<KVCacheManager>(Options{.num_blocks = 64,
+                                                          .block_size = 4,
+                                                          .num_host_blocks = 32,
+                                                          .windows = {kFullAttention, 5},
+                                                          .events = true,
+                                                          .hash_key = HashKey{}});
+  manager->allocate(1, range(14), kMaxTokens, {});
+  manager->fork(1, 2);
+  manager->fork(1, 3);
+  manager->allocate(4, range(11), kMaxTokens, {});
+  manager->allocate(1000, range(9), kMaxTokens, {});
+  std::vector<BlockCopy> copies(16);
+  manager->swap_out(Ids{1000}, copies);
+  const Tokens filler(4 * (manager->num_free_blocks() / 2), 7);
+  manager->allocate(2000, filler, kMaxTokens, {});
+  manager->free(2000);
+  return manager;
+}
+
 class EveryAllocation : public ::testing::TestWithParam<Call> {};
 
 TEST_P(EveryAllocation, FailsWithoutATrace) {
   const Call& call = GetParam();
+  const MakeManager make = call.make ? call.make : make_manager;
   Snapshot after;
   {
-    const auto manager = make_manager();
+    const auto manager = make();
     Arguments arguments;
     call.run(*manager, arguments);
     after = TestAccess::snapshot(*manager);
   }
   constexpr int64_t kFarTooMany = 1000;
   for (int64_t k = 0; k < kFarTooMany; ++k) {
-    const auto manager = make_manager();
+    const auto manager = make();
     Arguments arguments;
     const Snapshot before = TestAccess::snapshot(*manager);
     bool thrown = false;
@@ -113,7 +160,7 @@ TEST_P(EveryAllocation, FailsWithoutATrace) {
       return;
     }
     ASSERT_EQ(TestAccess::snapshot(*manager), before) << call.name << ", allocation " << k;
-    ASSERT_TRUE(arguments.buffers.untouched()) << call.name << ", allocation " << k;
+    ASSERT_TRUE(arguments.untouched()) << call.name << ", allocation " << k;
     call.run(*manager, arguments);
     ASSERT_EQ(TestAccess::snapshot(*manager), after) << call.name << ", allocation " << k;
   }
@@ -169,7 +216,10 @@ INSTANTIATE_TEST_SUITE_P(
         Call{"reorder", [](Manager& m, Arguments& a) { m.reorder(a.ids, a.parents); }},
         Call{"free", [](Manager& m, Arguments&) { m.free(2); }},
         Call{"free_batch", [](Manager& m, Arguments& a) { m.free(a.ids); }},
+        Call{"free_computed", [](Manager& m, Arguments& a) { m.free(a.ids, Ids{0, 4, 6, 3}); }},
         Call{"truncate", [](Manager& m, Arguments&) { m.truncate(3, 2); }},
+        Call{"truncate_computed",
+             [](Manager& m, Arguments& a) { m.truncate(a.ids, Ids{5, 3, 7, 1}, Ids{0, 4, 6, 3}); }},
         Call{"build",
              [](Manager& m, Arguments& a) { m.build(a.ids, Ids{1, 2, 3, 0}, a.buffers.view); }},
         Call{"step",
@@ -180,6 +230,59 @@ INSTANTIATE_TEST_SUITE_P(
         Call{"check_integrity", [](Manager& m, Arguments&) { m.check_integrity(); }},
         Call{"reset", [](Manager& m, Arguments&) { m.reset(); }}),
     [](const auto& info) { return info.param.name; });
+
+// Calls that evict, and calls that move windows on.
+std::vector<Call> calls_when_full() {
+  const std::vector<Call> calls{
+      {"allocate", [](Manager& m, Arguments&) { m.allocate(50, 33); }},
+      {"allocate_batch",
+       [](Manager& m, Arguments& a) { m.allocate(Ids{60, 61}, std::span(a.new_counts).first(2)); }},
+      {"allocate_tokens",
+       [](Manager& m, Arguments& a) { m.allocate(50, a.prompt, kMaxTokens, a.salted); }},
+      {"append", [](Manager& m, Arguments& a) { m.append(a.ids, a.counts, a.copies); }},
+      {"step", [](Manager& m, Arguments& a) { m.step(a.ids, a.counts, a.views(m), a.copies); }},
+      {"step_tokens",
+       [](Manager& m, Arguments& a) {
+         m.step(a.known, a.known_counts, a.views(m), a.copies,
+                {.tokens = a.tokens, .lookahead = 9});
+       }},
+      {"build", [](Manager& m, Arguments& a) { m.build(a.ids, Ids{1, 2, 3, 0}, a.views(m)); }},
+      {"fork", [](Manager& m, Arguments&) { m.fork(1, 50); }},
+      {"reorder", [](Manager& m, Arguments& a) { m.reorder(a.ids, a.parents); }},
+      {"swap_out", [](Manager& m, Arguments& a) { m.swap_out(a.ids, a.copies); }},
+      {"swap_in", [](Manager& m, Arguments& a) { m.swap_in(a.swapped, a.copies); }},
+      {"free_computed", [](Manager& m, Arguments& a) { m.free(a.ids, Ids{0, 4, 6, 3}); }},
+      {"statistics", [](Manager& m, Arguments&) { m.statistics(); }}};
+  std::vector<Call> all;
+  for (const auto& [suffix, make] : {std::pair{"_evicts", &make_full_manager},
+                                     std::pair{"_with_windows", &make_windowed_manager}}) {
+    for (Call call : calls) {
+      call.name += suffix;
+      call.make = make;
+      all.push_back(std::move(call));
+    }
+  }
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(CallsWhenFull, EveryAllocation, ::testing::ValuesIn(calls_when_full()),
+                         [](const auto& info) { return info.param.name; });
+
+// That they do what their names say.
+TEST(EveryAllocationsManagers, EvictAndMoveWindows) {
+  const auto full = make_full_manager();
+  Arguments a;
+  full->append(a.ids, a.counts, a.copies);
+  EXPECT_GT(full->statistics().num_evictions, 10);
+  const auto windowed = make_windowed_manager();
+  const auto nulls = [&] {
+    const auto table = windowed->block_table(2, 1);
+    return std::count(table.begin(), table.end(), kNullBlock);
+  };
+  const auto before = nulls();
+  windowed->append(a.ids, a.counts, a.copies);
+  EXPECT_GT(nulls(), before);
+  EXPECT_GT(windowed->statistics().num_evictions, 0);
+}
 
 TEST(EveryAllocationOfTheConstructor, FailsWithoutALeak) {
   for (int64_t k = 0; k < 100; ++k) {

@@ -274,6 +274,59 @@ TEST(Prefix, TokensForASequenceWithUnknownOnesAreRefused) {
   EXPECT_EQ(manager.match(range(5), {}), 4);
 }
 
+TEST(Prefix, TokensThatContradictAnotherHolderAreRefused) {
+  KVCacheManager manager(small());
+  manager.allocate(1, 10);
+  for (const int64_t child : {2, 3, 4}) manager.fork(1, child);
+  manager.record_tokens(Ids{1}, Ids{8}, range(8));
+  manager.record_tokens(Ids{2}, Ids{5}, range(5));  // the same
+  Tokens others = range(8);
+  others[6] = 77;
+  const Snapshot before = TestAccess::snapshot(manager);
+  EXPECT_THROW(manager.record_tokens(Ids{3}, Ids{8}, others), InvalidArgument);
+  const Tokens rest(others.begin() + 5, others.end());
+  EXPECT_THROW(manager.record_tokens(Ids{2}, Ids{3}, rest), InvalidArgument);
+  EXPECT_EQ(TestAccess::snapshot(manager), before);
+  manager.record_tokens(Ids{3}, Ids{8}, range(8));
+  manager.check_integrity();
+
+  KVCacheManager both(small());  // in one call
+  both.allocate(1, 8);
+  both.fork(1, 2);
+  Tokens tokens = range(8);
+  tokens.insert(tokens.end(), others.begin(), others.end());
+  const Snapshot untold = TestAccess::snapshot(both);
+  EXPECT_THROW(both.record_tokens(Ids{1, 2}, Ids{8, 8}, tokens), InvalidArgument);
+  EXPECT_EQ(TestAccess::snapshot(both), untold);
+  tokens[14] = 6;
+  both.record_tokens(Ids{1, 2}, Ids{8, 8}, tokens);
+  both.check_integrity();
+}
+
+TEST(Prefix, WhatNoPassHasFilledIsForgottenByTheBatchCallsToo) {
+  KVCacheManager manager(small(20));
+  const Tokens other = range(12, 100);
+  manager.allocate(1, range(12), kAll, {});
+  manager.allocate(2, other, kAll, {});
+  manager.fork(1, 3);
+  const Snapshot before = TestAccess::snapshot(manager);
+  EXPECT_THROW(manager.free(Ids{1, 2}, Ids{3, -1}), InvalidArgument);
+  EXPECT_THROW(manager.free(Ids{1, 2}, Ids{3}), InvalidArgument);
+  EXPECT_THROW(manager.truncate(Ids{1, 2}, Ids{3, 3}, Ids{3, -1}), InvalidArgument);
+  EXPECT_THROW(manager.truncate(Ids{1, 2}, Ids{3, 3}, Ids{3}), InvalidArgument);
+  EXPECT_EQ(TestAccess::snapshot(manager), before);
+
+  manager.truncate(Ids{1, 2}, Ids{9, 3}, Ids{8, 7});
+  EXPECT_EQ(manager.match(range(13), {}), 8);
+  EXPECT_EQ(manager.match(range(13, 100), {}), 4);
+  manager.check_integrity();
+  manager.free(Ids{3, 2, 1}, Ids{12, 4, 5});
+  EXPECT_EQ(manager.match(range(13), {}), 4);
+  EXPECT_EQ(manager.match(range(13, 100), {}), 4);
+  EXPECT_EQ(manager.num_free_blocks(), 20);
+  manager.check_integrity();
+}
+
 TEST(Prefix, ResetForgetsWhatLivingSequencesWillFillToo) {
   KVCacheManager manager(small());
   manager.allocate(1, range(7), kAll, {});

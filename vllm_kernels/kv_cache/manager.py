@@ -1,21 +1,4 @@
-"""Which sequence owns which block of a paged KV cache.
-
-A cache is a pool of ``num_blocks`` blocks of ``block_size`` tokens. :class:`KVCacheManager` maps
-sequence ids to tables of block ids; token ``i`` of a sequence lies in slot
-``table[i // block_size] * block_size + i % block_size``. It holds no keys or values: it says where
-they go (``slot_mapping`` for ``reshape_and_cache``) and where they are (``block_tables`` and
-``seq_lens`` for ``paged_attention``), and which blocks are to be copied (``copy_blocks``,
-``swap_blocks``). Names follow vLLM's manager (vllm/v1/core) where the meaning is the same.
-
-A serving loop::
-
-    cached = manager.allocate(request, prompt, num_new=0)  # shares what is cached of the prompt
-    copies = manager.step(ids, counts, buffers, tokens=input_ids)  # slots and tables of one pass
-    ...                                      # copy_blocks(copies), then the forward pass
-    manager.free(request)
-
-Every call is all or nothing: whatever it raises, the manager and the buffers are as before.
-"""
+"""Sequences, their block tables, and the prefixes they share."""
 
 from __future__ import annotations
 
@@ -27,35 +10,12 @@ import numpy.typing as npt
 import torch
 
 from vllm_kernels import _C
-from vllm_kernels._C import (
-    DuplicateSequence,
-    IntegrityError,
-    InvalidArgument,
-    KVCacheError,
-    OutOfBlocks,
-    ReferenceOverflow,
-    Statistics,
-    UnknownSequence,
-)
+from vllm_kernels._C import InvalidArgument, Statistics
+from vllm_kernels.kv_cache.buffers import BatchBuffers
+from vllm_kernels.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 
-__all__ = [
-    "AllBlocksCleared",
-    "BatchBuffers",
-    "BlockRemoved",
-    "BlockStored",
-    "DuplicateSequence",
-    "IntegrityError",
-    "InvalidArgument",
-    "KVCacheError",
-    "KVCacheManager",
-    "MultimodalItem",
-    "OutOfBlocks",
-    "ReferenceOverflow",
-    "Statistics",
-    "UnknownSequence",
-]
+__all__ = ["Integers", "KVCacheManager", "MultimodalItem", "Tokens"]
 
-Buffer: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Integers: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
 """int64 (read in place) or int32 values of shape [n]: an array, a CPU tensor, or a list."""
 Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
@@ -71,113 +31,6 @@ class MultimodalItem(NamedTuple):
     """How many tokens stand for it, >= 1."""
     digest: bytes | str
     """A hash of its contents."""
-
-
-class BlockStored(NamedTuple):
-    """A full block became findable: its tokens, and a hash of them and of all before them."""
-
-    group: int
-    block: int
-    block_hash: bytes
-    parent_hash: bytes
-    """Hash of all tokens before; of the keys alone (salt and so on) for the first block."""
-    tokens: list[int]
-
-
-class BlockRemoved(NamedTuple):
-    """A block is no longer findable: it was evicted, or is about to be overwritten."""
-
-    group: int
-    block: int
-    block_hash: bytes
-
-
-class AllBlocksCleared(NamedTuple):
-    """No block is findable any more."""
-
-
-class BatchBuffers:
-    """The caller's memory that :meth:`KVCacheManager.step` and :meth:`~KVCacheManager.build` fill.
-
-    NumPy arrays or CPU tensors (pinned ones too), checked once, here, and kept alive. Their shapes
-    are those of the largest batch: what a batch does not fill is padded, so that the ops see fixed
-    shapes under CUDA graphs: the first ``n`` rows are a batch of ``n``, whatever ``n`` above the
-    batch's own size the graph was captured for.
-
-    Only what changed since the last call is written: of a sequence in the same row as before, the
-    new block ids; of the padding, what the last batch had filled. So nobody else may write to these
-    buffers, or :meth:`invalidate` must be called afterwards. A cache with several groups of layers
-    has one of these for each.
-
-    Args:
-        block_tables: int32 [max_sequences, max_blocks]. Block ids of each sequence. Entries beyond
-            a sequence's blocks are left as they are; no op reads them.
-        seq_lens: int32 [max_sequences]. Tokens of each sequence; padding 0.
-        query_start_loc: int32 [max_sequences + 1]. Where each sequence's query tokens start, then
-            their number in all, to the end.
-        slot_mapping: int64 [max_tokens]. Slot of each query token; padding -1 (skipped).
-        positions: int64 [max_tokens], or None. Index of each query token in its sequence;
-            padding 0.
-
-    Raises:
-        InvalidArgument: a dtype, shape or stride that does not fit, read-only or overlapping
-            memory, or a tensor that is not on the CPU.
-    """
-
-    __slots__ = (
-        "_native",
-        "block_tables",
-        "positions",
-        "query_start_loc",
-        "seq_lens",
-        "slot_mapping",
-    )
-
-    def __init__(
-        self,
-        block_tables: Buffer,
-        seq_lens: Buffer,
-        query_start_loc: Buffer,
-        slot_mapping: Buffer,
-        positions: Buffer | None = None,
-    ) -> None:
-        self._native = _C.BatchBuffers(
-            block_tables, seq_lens, query_start_loc, slot_mapping, positions
-        )
-        self.block_tables = block_tables
-        self.seq_lens = seq_lens
-        self.query_start_loc = query_start_loc
-        self.slot_mapping = slot_mapping
-        self.positions = positions
-
-    @property
-    def changed_rows(self) -> npt.NDArray[np.int32]:
-        """Rows of ``block_tables`` that the last call wrote to, ascending: int32 [n]. Only these
-        need to be copied to a device copy of the tables that is kept from step to step."""
-        return self._native.changed_rows
-
-    def invalidate(self) -> None:
-        """Makes the next call write every row and all of the padding."""
-        self._native.invalidate()
-
-    @classmethod
-    def zeros(
-        cls, max_sequences: int, max_blocks: int, max_tokens: int, *, pin_memory: bool = False
-    ) -> BatchBuffers:
-        """Buffers of CPU tensors for ``max_sequences`` sequences of at most ``max_blocks`` blocks
-        each, with ``max_tokens`` query tokens in all. Pinned memory copies to a GPU without a wait.
-        """
-
-        def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
-
-        return cls(
-            tensor(max_sequences, max_blocks, dtype=torch.int32),
-            tensor(max_sequences, dtype=torch.int32),
-            tensor(max_sequences + 1, dtype=torch.int32),
-            tensor(max_tokens, dtype=torch.int64),
-            tensor(max_tokens, dtype=torch.int64),
-        )
 
 
 def _natives(buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
@@ -425,17 +278,22 @@ class KVCacheManager:
         """
         self._native.free(sequence_id, num_computed)
 
-    def truncate(self, sequence_id: int, num_tokens: int) -> None:
+    def truncate(
+        self, sequence_id: int, num_tokens: int, *, num_computed: int | None = None
+    ) -> None:
         """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has, and drops
         its lookahead (speculative decoding: the tokens that were not accepted). Blocks whose tokens
-        were known stay findable until they are written again, computed or not: see :meth:`free`.
+        were known stay findable until they are written again; but for those behind
+        ``num_computed``, as :meth:`free` has it, where a pass did not run. (Before
+        :meth:`swap_out` of a sequence whose pass did not run: truncate it to what was computed.)
 
         Raises:
             UnknownSequence: the id does not exist.
             InvalidArgument: ``num_tokens`` is negative or more than the sequence has; or so few
-                that the next token would see blocks that a window has given back.
+                that the next token would see blocks that a window has given back; or
+                ``num_computed`` is negative.
         """
-        self._native.truncate(sequence_id, num_tokens)
+        self._native.truncate(sequence_id, num_tokens, num_computed)
 
     def num_tokens(self, sequence_id: int) -> int:
         """Tokens of a sequence. Raises UnknownSequence."""
@@ -518,24 +376,31 @@ class KVCacheManager:
         ``num_tokens[i]`` unknown ones (sampled tokens, where slots were handed out ahead).
 
         Args:
-            tokens: one sequence after the other, [sum of num_tokens]. Sequences that share a block
-                (:meth:`fork` before its tokens are known) must be told the same ones: that is not
-                checked, and where they differ the first record is what later sequences find, while
-                :meth:`check_integrity` raises.
+            tokens: one sequence after the other, [sum of num_tokens].
 
         Raises:
             UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
-            InvalidArgument: more ids than a sequence has unknown tokens.
+            InvalidArgument: more ids than a sequence has unknown tokens; or tokens that complete a
+                block which another sequence shares (:meth:`fork` before they were known), and was
+                told to hold others.
         """
         self._native.record_tokens(sequence_ids, num_tokens, tokens)
 
-    def free_batch(self, sequence_ids: Integers) -> None:
+    def free_batch(
+        self, sequence_ids: Integers, *, num_computed: Integers | int | None = None
+    ) -> None:
         """:meth:`free` for many sequences: all of them, or an error and none."""
-        self._native.free_batch(sequence_ids)
+        self._native.free_batch(sequence_ids, num_computed)
 
-    def truncate_batch(self, sequence_ids: Integers, num_tokens: Integers | int) -> None:
+    def truncate_batch(
+        self,
+        sequence_ids: Integers,
+        num_tokens: Integers | int,
+        *,
+        num_computed: Integers | int | None = None,
+    ) -> None:
         """:meth:`truncate` for many sequences: all of them, or an error and none."""
-        self._native.truncate_batch(sequence_ids, num_tokens)
+        self._native.truncate_batch(sequence_ids, num_tokens, num_computed)
 
     def reorder(self, sequence_ids: Integers, parent_ids: Integers) -> None:
         """Beam search: ``sequence_ids[i]`` becomes what ``parent_ids[i]`` was before the call.

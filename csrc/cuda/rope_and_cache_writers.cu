@@ -1,0 +1,207 @@
+#include <algorithm>
+
+#include "cuda/launch.cuh"
+#include "cuda/rope_rows.cuh"
+#include "cuda/write_pages.cuh"
+#include "cuda/write_rows.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kRun = 16;  // tokens of a block that stores
+
+// Keys turned by their tokens' positions on the way. In Neox style the other half of a pair is
+// another thread's: loaded here as well, from the same line.
+template <typename T, int kVectors>
+class TurnedKeys {
+ public:
+  static constexpr int kLater = 8;
+  static constexpr bool kByHead = true;
+
+  TurnedKeys() = default;
+  __device__ __forceinline__ TurnedKeys(const RopeAndCacheParams& p,
+                                        const ReshapeAndCacheParams& write)
+      : p_(&p), given_(write) {}
+
+  __device__ __forceinline__ void prefetch(int token, int head, int d) const {
+    given_.prefetch(token, head, d);
+    prefetch_l2(p_->positions + token);
+  }
+  __device__ __forceinline__ void load(int token, int head, int d, Vector<T> (&k)[kVectors]) {
+    position_ = p_->positions[token];
+    given_.load(token, head, d, k);
+    if (!p_->is_neox) return;
+    const int half = p_->rotary_size / 2;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = d + i * kWidth;
+      other_[i] = *given_.at(token, head, at < half ? at + half : at < 2 * half ? at - half : at);
+    }
+  }
+  __device__ __forceinline__ void turn(int d, Vector<T> (&k)[kVectors]) const {
+    if (!known()) return;
+    const int half = p_->rotary_size / 2;
+    const int64_t row = position_ * p_->cos_sin_stride;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = d + i * kWidth;
+      if (at >= 2 * half) continue;
+      if (p_->is_neox) {
+        const bool second = at >= half;
+        const int64_t cosine = row + (second ? at - half : at);
+        float values[2][kWidth], cosines[kWidth], sines[kWidth];
+        load_angles(p_->cos_sin_cache, p_->cos_sin_dtype, cosine, cosine + half, cosines, sines);
+        widen(as_pack(second ? other_[i] : k[i]), values[0]);
+        widen(as_pack(second ? k[i] : other_[i]), values[1]);
+        turn_pairs<true>(values, cosines, sines);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[0][j] = second ? values[1][j] : values[0][j];
+        k[i] = bits_as<Vector<T>>(narrow<T>(values[0]));
+      } else {
+        constexpr int kPairs = kWidth / 2;
+        const int64_t cosine = row + at / 2;
+        float all[kWidth], values[2][kPairs], cosines[kPairs], sines[kPairs];
+        load_angles(p_->cos_sin_cache, p_->cos_sin_dtype, cosine, cosine + half, cosines, sines);
+        widen(as_pack(k[i]), all);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[j / kPairs][j % kPairs] = all[j];
+        turn_pairs<false>(values, cosines, sines);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) all[j] = values[j / kPairs][j % kPairs];
+        k[i] = bits_as<Vector<T>>(narrow<T>(all));
+      }
+    }
+  }
+  // Whether the position is one.
+  __device__ __forceinline__ bool known() const {
+    return position_ >= 0 && position_ < p_->max_position;
+  }
+
+ private:
+  static constexpr int kWidth = kVectorWidth<T>;
+  __device__ __forceinline__ static Pack16<T> as_pack(const Vector<T>& x) {
+    return bits_as<Pack16<T>>(x);
+  }
+
+  const RopeAndCacheParams* p_;
+  GivenKeys<T, kVectors> given_;
+  Vector<T> other_[kVectors];
+  int64_t position_;
+};
+
+// Blocks from `storing` of a grid's rows on turn queries in place, `rows` heads each.
+struct QueryBlocks {
+  int storing;
+  int rows;
+  FastDivisor lanes;  // of a head: 16 bytes of either side of its pairs each
+  FastDivisor heads;
+};
+
+template <typename T>
+__device__ __forceinline__ void turn_query(const RopeAndCacheParams& p, const QueryBlocks& blocks,
+                                           int num_lanes) {
+  constexpr int kWidth = kVectorWidth<T>;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int block = blockIdx.x - blocks.storing +
+                    (gridDim.x - blocks.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
+  const int within = blocks.lanes.divide(thread);
+  const int row = block * blocks.rows + within;
+  if (within >= blocks.rows || row >= static_cast<int>(p.num_tokens) * p.query.count) return;
+  const int token = blocks.heads.divide(row), head = row - token * p.query.count;
+  const int half = p.rotary_size / 2, pair = (thread - within * num_lanes) * kWidth;
+  T* start = static_cast<T*>(p.query.data) + token * p.query.token_stride +
+             head * p.query.head_stride + (p.is_neox ? pair : 2 * pair);
+  auto* first = reinterpret_cast<Pack16<T>*>(start);
+  auto* second = reinterpret_cast<Pack16<T>*>(start + (p.is_neox ? half : kWidth));
+  prefetch_l2(p.positions + token);
+  prefetch_l2(first);
+  prefetch_l2(second);
+  wait_for_predecessor();
+  const int64_t position = p.positions[token];
+  const Pack16<T> packs[2] = {*first, *second};
+  if (position < 0 || position >= p.max_position) return;  // the token stays as it is
+  const int64_t cosine = position * p.cos_sin_stride + pair;
+  float cosines[kWidth], sines[kWidth], values[2][kWidth];
+  load_angles(p.cos_sin_cache, p.cos_sin_dtype, cosine, cosine + half, cosines, sines);
+  widen(packs[0], values[0]);
+  widen(packs[1], values[1]);
+  p.is_neox ? turn_pairs<true>(values, cosines, sines) : turn_pairs<false>(values, cosines, sines);
+  *first = narrow<T>(values[0]);
+  *second = narrow<T>(values[1]);
+}
+
+template <typename T, typename C, bool kMany>
+__global__ void __launch_bounds__(kRun * 16, std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 3))
+    rope_and_pages_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
+                          int num_lanes, FastDivisor block_size, FastDivisor parts,
+                          FastDivisor head_size) {
+  launch_dependents();
+  if (static_cast<int>(blockIdx.x) >= blocks.storing) {
+    turn_query<T>(p, blocks, num_lanes);
+    return;
+  }
+  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write);
+  write_pages<T, C, kRun, kMany>(write, keys, block_size, parts, head_size);
+}
+
+template <typename T, typename C, bool kMany>
+__global__ void __launch_bounds__(256, kIs8Bit<C> ? 2 : 4)
+    rope_and_rows_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
+                         int num_lanes, FastDivisor block_size, int head_size,
+                         FastDivisor scaled_head) {
+  launch_dependents();
+  if (static_cast<int>(blockIdx.x) >= blocks.storing) {
+    turn_query<T>(p, blocks, num_lanes);
+    return;
+  }
+  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write);
+  write_rows<T, C, 1, kMany ? 32 : 1>(write, keys, block_size, head_size, scaled_head);
+}
+
+}  // namespace
+
+bool fits_writers(const RopeAndCacheParams& p) {
+  const bool plain = p.query.bias == nullptr && p.key.bias == nullptr && p.value.bias == nullptr &&
+                     p.query.weight == nullptr && p.key.weight == nullptr;
+  if (!plain || !packs_fit(p)) return false;
+  const ReshapeAndCacheParams write = as_write(p);
+  if (p.kv.layout == KvLayout::kVllm) return p.kv.block_size % kRun == 0 && pages_aligned(write);
+  return p.kv.layout == KvLayout::kNHD && rows_aligned(write);
+}
+
+void launch_writers(const RopeAndCacheParams& p, Stream stream) {
+  const ReshapeAndCacheParams write = as_write(p);
+  // `block`, `grid`: the writer's.
+  const auto run = [&](auto kernel, dim3 block, dim3 grid, int64_t shared_bytes, auto... more) {
+    const int lanes = p.rotary_size / 2 * size_of(p.dtype) / 16;
+    const QueryBlocks blocks{.storing = static_cast<int>(grid.x),
+                             .rows = static_cast<int>(block.x * block.y) / lanes,
+                             .lanes = FastDivisor(lanes),
+                             .heads = FastDivisor(p.query.count)};
+    grid.x += static_cast<unsigned>(
+        ceil_div(ceil_div(p.num_tokens * p.query.count, blocks.rows), int64_t{grid.y} * grid.z));
+    launch_kernel(p.op, kernel, grid, block, shared_bytes, stream, p, write, blocks, lanes,
+                  FastDivisor(p.kv.block_size), more...);
+  };
+  const PagesShape pages = shape_of(write, kRun);
+  const RowsShape rows = rows_shape(write);
+  const int tokens = rows.y;
+  dispatch_float(p.dtype, [&](auto model) {
+    using T = decltype(model);
+    dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
+      using C = decltype(stored);
+      if (p.kv.layout == KvLayout::kVllm) {
+        run(p.num_slots > kFewTokens ? rope_and_pages_kernel<T, C, true>
+                                     : rope_and_pages_kernel<T, C, false>,
+            dim3(pages.lanes, kRun), pages.grid, pages.tile_bytes, FastDivisor(pages.parts),
+            FastDivisor(p.kv.head_size));
+      } else {
+        run(tokens > 1 ? rope_and_rows_kernel<T, C, true> : rope_and_rows_kernel<T, C, false>,
+            dim3(rows.x, rows.y), dim3(ceil_div(p.num_slots, tokens), rows.heads), 0,
+            rows.head_size, FastDivisor(p.kv.head_size));
+      }
+    });
+  });
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,99 @@
+"""The caller's memory that a batch is written into."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_kernels import _C
+
+__all__ = ["BatchBuffers"]
+
+Buffer: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+
+
+class BatchBuffers:
+    """The caller's memory that :meth:`KVCacheManager.step` and :meth:`~KVCacheManager.build` fill.
+
+    NumPy arrays or CPU tensors (pinned ones too), checked once, here, and kept alive. Their shapes
+    are those of the largest batch: what a batch does not fill is padded, so that the ops see fixed
+    shapes under CUDA graphs: the first ``n`` rows are a batch of ``n``, whatever ``n`` above the
+    batch's own size the graph was captured for.
+
+    Only what changed since the last call is written: of a sequence in the same row as before, the
+    new block ids; of the padding, what the last batch had filled. So nobody else may write to these
+    buffers, or :meth:`invalidate` must be called afterwards. A cache with several groups of layers
+    has one of these for each.
+
+    Args:
+        block_tables: int32 [max_sequences, max_blocks]. Block ids of each sequence. Entries beyond
+            a sequence's blocks are left as they are; no op reads them.
+        seq_lens: int32 [max_sequences]. Tokens of each sequence; padding 0.
+        query_start_loc: int32 [max_sequences + 1]. Where each sequence's query tokens start, then
+            their number in all, to the end.
+        slot_mapping: int64 [max_tokens]. Slot of each query token; padding -1 (skipped).
+        positions: int64 [max_tokens], or None. Index of each query token in its sequence;
+            padding 0.
+
+    Raises:
+        InvalidArgument: a dtype, shape or stride that does not fit, read-only or overlapping
+            memory, or a tensor that is not on the CPU.
+    """
+
+    __slots__ = (
+        "_native",
+        "block_tables",
+        "positions",
+        "query_start_loc",
+        "seq_lens",
+        "slot_mapping",
+    )
+
+    def __init__(
+        self,
+        block_tables: Buffer,
+        seq_lens: Buffer,
+        query_start_loc: Buffer,
+        slot_mapping: Buffer,
+        positions: Buffer | None = None,
+    ) -> None:
+        self._native = _C.BatchBuffers(
+            block_tables, seq_lens, query_start_loc, slot_mapping, positions
+        )
+        self.block_tables = block_tables
+        self.seq_lens = seq_lens
+        self.query_start_loc = query_start_loc
+        self.slot_mapping = slot_mapping
+        self.positions = positions
+
+    @property
+    def changed_rows(self) -> npt.NDArray[np.int32]:
+        """Rows of ``block_tables`` that the last call wrote to, ascending: int32 [n]. Only these
+        need to be copied to a device copy of the tables that is kept from step to step."""
+        return self._native.changed_rows
+
+    def invalidate(self) -> None:
+        """Makes the next call write every row and all of the padding."""
+        self._native.invalidate()
+
+    @classmethod
+    def zeros(
+        cls, max_sequences: int, max_blocks: int, max_tokens: int, *, pin_memory: bool = False
+    ) -> BatchBuffers:
+        """Buffers of CPU tensors for ``max_sequences`` sequences of at most ``max_blocks`` blocks
+        each, with ``max_tokens`` query tokens in all. Pinned memory copies to a GPU without a wait.
+        """
+
+        def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
+
+        return cls(
+            tensor(max_sequences, max_blocks, dtype=torch.int32),
+            tensor(max_sequences, dtype=torch.int32),
+            tensor(max_sequences + 1, dtype=torch.int32),
+            tensor(max_tokens, dtype=torch.int64),
+            tensor(max_tokens, dtype=torch.int64),
+        )
