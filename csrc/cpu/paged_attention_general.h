@@ -13,7 +13,7 @@
 
 namespace vllm_kernels::cpu {
 
-constexpr int32_t kTileRows = 128;
+constexpr int32_t kTileRows = 256;
 constexpr int32_t kGeneralUnitTokens = 128;
 constexpr int64_t kGeneralTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 
