@@ -18,6 +18,7 @@
 #include "cuda/attention_prefill_work.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/paged_attention_items.cuh"
+#include "cuda/quad.cuh"
 #include "cuda/wgmma_wide.cuh"
 
 namespace vllm_kernels::cuda {
@@ -86,12 +87,6 @@ struct PrefillConfig {
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-
-// Of a row's four lanes.
-__device__ __forceinline__ float quad_sum(float sum) {
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
-}
 
 template <typename Config>
 struct PrefillTile {
@@ -206,8 +201,7 @@ struct PrefillTile {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(largest[r][0], largest[r][1]);
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) * unit;
+      most = quad_max(most) * unit;
       const bool raises = most > maximum[r] + kMaximumSlack;
       const float updated = raises ? most : maximum[r];
       factor[r] = exp2_approx(maximum[r] - updated);
@@ -257,10 +251,7 @@ struct PrefillTile {
         pairs[i] = pack2<T>(from[2 * r + swapped] * scale, from[2 * r + 1 - swapped] * scale);
       }
       // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
-      exchange<1>(pairs[0], pairs[1], quarter);
-      exchange<1>(pairs[2], pairs[3], quarter);
-      exchange<2>(pairs[0], pairs[2], quarter);
-      exchange<2>(pairs[1], pairs[3], quarter);
+      quad_transpose(pairs, quarter);
       if (!kRows && quarter >= 2) {
         pairs_swap(pairs[0], pairs[1]);
         pairs_swap(pairs[2], pairs[3]);
@@ -273,13 +264,6 @@ struct PrefillTile {
   }
 
  private:
-  // Lanes `distance` apart: the lower one's second for the upper one's first.
-  template <int distance>
-  static __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second, int quarter) {
-    const bool upper = quarter & distance;
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? first : second, distance);
-    (upper ? first : second) = got;
-  }
   static __device__ __forceinline__ void pairs_swap(uint32_t& a, uint32_t& b) {
     const uint32_t kept = a;
     a = b;

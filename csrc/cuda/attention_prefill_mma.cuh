@@ -16,6 +16,7 @@
 #include "cuda/attention_prefill_work.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/paged_attention_items.cuh"
+#include "cuda/quad.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -55,14 +56,6 @@ struct PrefillMmaConfig {
 // copies' writes nor ldmatrix's reads meet in a bank.
 __device__ __forceinline__ uint32_t value_swizzle(uint32_t d) {
   return (d & 3) << 1 | (d >> 2 & 1);
-}
-
-// Lanes `distance` apart of a quad: the lower one's second for the upper one's first.
-template <int distance>
-__device__ __forceinline__ void exchange_in_quad(uint32_t& first, uint32_t& second, int quarter) {
-  const bool upper = quarter & distance;
-  const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? first : second, distance);
-  (upper ? first : second) = got;
 }
 
 template <typename Config>
@@ -270,10 +263,7 @@ struct PrefillMmaTile {
         pairs[i] = pack2<Out>(from[2 * r] * scale, from[2 * r + 1] * scale);
       }
       // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
-      exchange_in_quad<1>(pairs[0], pairs[1], quarter);
-      exchange_in_quad<1>(pairs[2], pairs[3], quarter);
-      exchange_in_quad<2>(pairs[0], pairs[2], quarter);
-      exchange_in_quad<2>(pairs[1], pairs[3], quarter);
+      quad_transpose(pairs, quarter);
       if (there && block * 32 + quarter * 8 < head_size) {
         *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
             uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
@@ -313,8 +303,7 @@ struct PrefillMmaTile {
       for (int i = 0; i < 2 * kSteps; ++i) {
         largest = fmaxf(largest, fmaxf(fabsf(at(i, 0)), fabsf(at(i, 1))));
       }
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      largest = quad_max(largest);
       const int exponent = power_for_half(largest);
       const float factor = exp2f(static_cast<float>(exponent));
 #pragma unroll
@@ -332,9 +321,7 @@ struct PrefillMmaTile {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float updated = fmaxf(maximum[tile][r], largest[tile][r]);
-        updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, 1));
-        updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, 2));
+        const float updated = quad_max(fmaxf(maximum[tile][r], largest[tile][r]));
         factor[r] = exp2_approx(maximum[tile][r] - updated);
         maximum[tile][r] = updated;
         sum[tile][r] *= factor[r];

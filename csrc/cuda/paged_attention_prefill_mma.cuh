@@ -563,10 +563,8 @@ struct PrefillMmaRows {
       for (int r = 0; r < 2; ++r) {
         int head;
         const int64_t token = item.first_query + place(item, t, r, head);
-        float sum = tile.sum[t][r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const RowResult result = row_result(p, item.kv_head, head, tile.maximum[t][r], sum);
+        const RowResult result =
+            row_result(p, item.kv_head, head, tile.maximum[t][r], quad_sum(tile.sum[t][r]));
         const bool there = has(item, Tile::row_of(lane(), t, r));
         tile.template store<Out>(
             static_cast<Out*>(p.out) + token * p.out_stride + head_offset(head), there,
