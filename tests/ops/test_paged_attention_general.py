@@ -98,6 +98,14 @@ def quantized(rows: Tensor, stored: torch.dtype, scale: Tensor | None) -> Tensor
     return rows.to(stored)
 
 
+def scales_of(stored: torch.dtype, kv_heads: int, per_head: bool) -> tuple[Tensor, Tensor]:
+    """k_scale and v_scale of an 8-bit cache."""
+    unit = 1 / 32 if stored == torch.int8 else 0.5
+    if per_head:
+        return unit * torch.linspace(1, 1.5, kv_heads), unit * torch.linspace(2, 1, kv_heads)
+    return torch.tensor([unit]), torch.tensor(1.75 * unit)
+
+
 def make_case(
     device: str,
     dtype: torch.dtype,
@@ -133,11 +141,7 @@ def make_case(
     value[~used] = NAN
     k_scale = v_scale = None
     if stored in EIGHT_BITS:
-        unit = 1 / 32 if stored == torch.int8 else 0.5
-        k_scale, v_scale = torch.tensor([unit]), torch.tensor(1.75 * unit)
-        if scales_per_head:
-            k_scale = unit * torch.linspace(1, 1.5, kv_heads)
-            v_scale = unit * torch.linspace(2, 1, kv_heads)
+        k_scale, v_scale = scales_of(stored, kv_heads, scales_per_head)
         options |= {"k_scale": k_scale.to(device), "v_scale": v_scale.to(device)}
     key, value = quantized(key, stored, k_scale), quantized(value, stored, v_scale)
     num_tokens = len(lens)

@@ -18,6 +18,7 @@ from test_paged_attention_general import (
     make_case,
     per_head,
     quantized,
+    scales_of,
 )
 from torch import Tensor
 
@@ -77,11 +78,7 @@ def make(
     key, value = torch.randn(2, sum(keys) + 2, kv_heads, head_size)
     key[[0, -1]] = value[[0, -1]] = NAN
     if stored in EIGHT_BITS:
-        unit = 1 / 32 if stored == torch.int8 else 0.5
-        k_scale, v_scale = torch.tensor([unit]), torch.tensor(1.75 * unit)
-        if scales_per_head:
-            k_scale = unit * torch.linspace(1, 1.5, kv_heads)
-            v_scale = unit * torch.linspace(2, 1, kv_heads)
+        k_scale, v_scale = scales_of(stored, kv_heads, scales_per_head)
         key, value = quantized(key, stored, k_scale), quantized(value, stored, v_scale)
         options |= {"k_scale": k_scale, "v_scale": v_scale}
     query = torch.randn(sum(queries) + 2, heads, head_size)

@@ -35,6 +35,10 @@ class Options:
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
+    def score_scale(self, query: Tensor) -> float:
+        """Of query . key."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
     def sides(self) -> tuple[int, int]:
         """Tokens before and after a query token's position that it sees; -1: all."""
         left, right = (-1 if side is None or side < 0 else int(side) for side in self.window)
@@ -135,7 +139,7 @@ def varlen(
     if q.dtype.itemsize == 1:
         seqs = _token_seqs(cu_seqlens_q, q.shape[0])
     q = _dequantized(q, options.q_descale, seqs)
-    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.score_scale(q)  # before it is padded
     # Head sizes that the kernels have, and one for K and V: zeros change no product.
     head_size, value_size = q.shape[-1], v.shape[-1]
     step = 16 if k.dtype.itemsize == 1 else 8
@@ -205,8 +209,8 @@ def paged(
             query, target, lse = q[rows], out[rows], lses[rows]
         library_ops.paged_attention(
             target, lse, query, k_cache, v_cache, table[rows], seq_lens[rows], starts,
-            q.shape[-1] ** -0.5 if options.scale is None else options.scale, mine["alibi_slopes"],
-            left + 1, shared["softcap"], shared["sinks"], _scale_of(k_cache, mine["k_scale"]),
+            options.score_scale(q), mine["alibi_slopes"], left + 1, shared["softcap"],
+            shared["sinks"], _scale_of(k_cache, mine["k_scale"]),
             _scale_of(k_cache, mine["v_scale"]), "NHD", int(max_seqlen_q), None, 0, False, right,
         )  # fmt: skip
     return out, lses
