@@ -76,9 +76,10 @@ class PrefillPlan {
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
     if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
-    class_ = round_ = first_head_ = 0;
+    class_ = first_head_ = 0;
     before_ = 0;
-    if (one_round(p)) start_round(p);
+    round_ = one_round(p) ? 0 : -1;
+    one_round(p) ? start_round(p) : next_round(p, shape, lane);
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -90,10 +91,6 @@ class PrefillPlan {
                                        uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
-      if (!one_round(p)) {
-        load(p, shape, round_, lane);
-        start_round(p);
-      }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
@@ -110,14 +107,12 @@ class PrefillPlan {
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        if (++class_ == kPrefillClasses) {
-          class_ = 0;
-          first_head_ += section_heads_;
-          if (first_head_ >= p.kv.num_kv_heads) {
-            first_head_ = 0;
-            ++round_;
-          }
-        }
+        if (++class_ < kPrefillClasses) continue;
+        class_ = 0;
+        first_head_ += section_heads_;
+        if (first_head_ < p.kv.num_kv_heads) continue;
+        first_head_ = 0;
+        next_round(p, shape, lane);
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
@@ -174,6 +169,14 @@ class PrefillPlan {
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
     if (rows >= shape.least_rows) chunks_ = (rows + kRows - 1) / kRows;
+  }
+  // The next round that has a chunk.
+  __device__ __forceinline__ void next_round(const PagedAttentionParams& p,
+                                             const PrefillShape& shape, int lane) {
+    do {
+      load(p, shape, ++round_, lane);
+    } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
+    start_round(p);
   }
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
