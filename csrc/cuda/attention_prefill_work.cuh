@@ -19,10 +19,11 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension, of 16 bits and of 8; bytes that all blocks read in a
-// nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8; tokens that an item's ends are worth;
+// bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
+constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
 // A window that no sequence is longer than, and that a position can be added to.
@@ -66,7 +67,7 @@ class PrefillPlan {
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens);
+        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
         others += static_cast<float>(seq_len_);
       }
@@ -212,8 +213,8 @@ class PrefillPlan {
     const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
     const float alone = tokens * each * (kRows * kHeadSize);  // of one block
     const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
-    const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
-    if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
+    const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
+    if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }
 
   uint32_t blocks_;
