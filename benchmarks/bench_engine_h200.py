@@ -119,7 +119,7 @@ def decode_step(
             x = torch.randn(batch, model.config.hidden_size, dtype=model.dtype, device=model.device)
             attended = x.new_ones(batch, layers[0].out.shape[1])
             activated = x.new_ones(batch, layers[0].down.shape[1])
-            pages.step = step
+            pages.begin(step)
 
             def products() -> Tensor:
                 for layer in layers:
