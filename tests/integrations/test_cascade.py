@@ -29,7 +29,7 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, in
     calls: list[tuple[int, int]] = []
     attend = KVCache.attend_cascade
 
-    def counted(self, layer, query, tables, lens, plan, **options):  # noqa: ANN001, ANN202
+    def counted(self, layer, query, tables, lens, plan, **options):
         if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             tokens = int(plan.seq_lens[: plan.pieces].sum())
             calls.append((int((lens > 0).sum()), tokens // self.shape.block_size))
@@ -52,7 +52,7 @@ def shared(common: int, own: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gemma2"])
-def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> None:  # noqa: ANN001
+def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> None:
     model = tiny_model(name, device)
     texts = shared(40, (1, 5, 9, 12, 3))
     expected = [by_transformers(model, text) for text in texts]
@@ -71,7 +71,7 @@ def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> Non
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "bloom", "gpt_oss"])
-def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:  # noqa: ANN001
+def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:
     model = tiny_model(name)
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]
@@ -82,7 +82,7 @@ def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:  # n
 
 
 @pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
-def test_layouts_and_pieces(layout: str, device: str, monkeypatch, cascades) -> None:  # noqa: ANN001
+def test_layouts_and_pieces(layout: str, device: str, monkeypatch, cascades) -> None:
     monkeypatch.setattr(cascade, "_pieces", lambda *_: 3)
     monkeypatch.setattr(cascade, "LEAST_PIECE", 16)
     model = tiny_model("llama", device)
@@ -94,7 +94,7 @@ def test_layouts_and_pieces(layout: str, device: str, monkeypatch, cascades) -> 
     assert cascades()
 
 
-def test_parallel_samples(overlap: bool, cascades) -> None:  # noqa: ANN001
+def test_parallel_samples(overlap: bool, cascades) -> None:
     """n of one prompt: the same tokens as without a cascade, by their seeds."""
     model = tiny_model()
     (text,) = prompts((44,))
@@ -110,7 +110,7 @@ def test_parallel_samples(overlap: bool, cascades) -> None:  # noqa: ANN001
     assert outputs[0] == outputs[1]
 
 
-def test_requests_that_come_and_go(overlap: bool, device: str, cascades) -> None:  # noqa: ANN001
+def test_requests_that_come_and_go(overlap: bool, device: str, cascades) -> None:
     """Passes with chunks of prompts beside; sequences that share less, or nothing."""
     model = tiny_model("llama", device)
     texts = [*shared(40, (1, 5, 9)), *prompts((30,)), *shared(24, (7, 2))]
@@ -134,7 +134,7 @@ def test_requests_that_come_and_go(overlap: bool, device: str, cascades) -> None
         assert {(2, 5), (3, 5)} <= set(cascades())
 
 
-def test_padded_passes(overlap: bool, monkeypatch, cascades) -> None:  # noqa: ANN001
+def test_padded_passes(overlap: bool, monkeypatch, cascades) -> None:
     """As CUDA graphs have them: a graph for any number of common blocks."""
     monkeypatch.setattr(PackedModel, "_capture", replayed)
     model = tiny_model()

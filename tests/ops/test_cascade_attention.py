@@ -43,6 +43,7 @@ def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
     """As a GPU has them for few rows: equal ones, a shorter last one, empty ones."""
     monkeypatch.setattr(cascade_module, "_pieces", lambda *_: pieces)
     monkeypatch.setattr(cascade_module, "LEAST_PIECE", 16)
+    monkeypatch.setattr(cascade_module, "SIDE_BY_SIDE", ("cuda", "cpu"))
     for common, queries in ((4, [3, 1]), (7, None)):
         case = shared_case(device, dtype, common, [9, 1], queries=queries)
         assert_right(case, *cascade(case, common, return_lse=True))

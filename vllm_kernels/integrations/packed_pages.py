@@ -124,22 +124,26 @@ class PackedPages:
         """Attention of all tokens: query and result are [T, heads, head_size]."""
         step = self.step
         assert step is not None
-        tables, lens, starts = (
-            step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens, step.starts,
-        )  # fmt: skip
-        plan = self.cascade(layer, options)
-        out = None
-        if plan is not None:
-            single = step.num_single
-            out = query.new_empty(query.shape)
-            self.cache.attend_cascade(
-                layer, query[:single], tables[:single], lens[:single], plan,
-                scale=options.scale, softcap=options.softcap, out=out[:single],
+        tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
+        plan, single = self.cascade(layer, options), step.num_single
+        mixed = step.starts is not None
+        # A CPU is faster at single tokens in a call of their own; a GPU works on all side by side.
+        if plan is None and not (mixed and single and self.cache.device.type == "cpu"):
+            return self.cache.attend(
+                layer, query, tables, lens, query_start_loc=step.starts,
+                max_query_len=step.max_query_len, **options.arguments(),
             )  # fmt: skip
-            if starts is None:
-                return out
-            tables, lens, starts = tables[single:], lens[single:], starts[single:]
-        return self.cache.attend(
-            layer, query, tables, lens, query_start_loc=starts, max_query_len=step.max_query_len,
-            out=out, **options.arguments(),
-        )  # fmt: skip
+        out = query.new_empty(query.shape)
+        first = query[:single], tables[:single], lens[:single]
+        if plan is not None:
+            self.cache.attend_cascade(
+                layer, *first, plan, scale=options.scale, softcap=options.softcap, out=out[:single]
+            )
+        else:
+            self.cache.attend(layer, *first, out=out[:single], **options.arguments())
+        if mixed:
+            self.cache.attend(
+                layer, query, tables[single:], lens[single:], query_start_loc=step.starts[single:],
+                max_query_len=step.max_query_len, out=out, **options.arguments(),
+            )  # fmt: skip
+        return out

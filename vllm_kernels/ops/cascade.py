@@ -32,6 +32,11 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, 0)
 
 
+SIDE_BY_SIDE = ("cuda",)
+"""Devices that work on both levels of one mixed batch at a time. (A CPU is faster at single tokens
+in a call of their own.)"""
+
+
 @dataclass(frozen=True)
 class CascadePlan:
     """What :func:`cascade_attention` reads beside queries and pages: by :func:`cascade_plan`.
@@ -132,9 +137,9 @@ def cascade_attention(
     these are read once and not once a sequence; each sequence attends to the rest of its own; and
     :func:`merge_attn_parts` merges the two by their log-sum-exp (Ye et al. 2024, cascade inference
     in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). Equal to :func:`paged_attention` up to
-    rounding. With one query token a sequence, and no sinks, both levels are one mixed batch, which
-    a GPU works on side by side; it pays where :func:`cascade_pays` says. Chunks of prompts gain
-    little: they are bound by products, not by what they read.
+    rounding. With one query token a sequence, and no sinks, a GPU gets both levels as one mixed
+    batch, and works on them side by side; it pays where :func:`cascade_pays` says. Chunks of
+    prompts gain little: they are bound by products, not by what they read.
 
     Args:
         num_common_blocks: leading blocks that all rows of block_tables share, as
@@ -183,7 +188,7 @@ def cascade_attention(
         )
     pieces = plan.pieces
     parts = query.new_empty(pieces + 1, *query.shape)
-    if query_start_loc is None and sinks is None:
+    if query_start_loc is None and sinks is None and query.device.type in SIDE_BY_SIDE:
         # The only query token of a sequence has nothing after it: causal or not is the same to it.
         _, lses = paged_attention(
             query.repeat(pieces + 1, 1, 1), key_cache, value_cache, plan.block_tables,
