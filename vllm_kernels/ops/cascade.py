@@ -14,7 +14,7 @@ __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 LEAST_PIECE = 512  # tokens
 ROWS_OF_A_BLOCK = 128  # query rows of a KV head that a block of the CUDA kernel works on
 
-LEAST_SAVED = {"cuda": 200_000_000, "cpu": 1_000_000}
+LEAST_SAVED = {"cuda": 200_000_000, "cpu": 2_000_000}
 """Bytes of K and V of one layer that must not be read again, for a cascade to pay, by device. On an
 H200 a copy of the queries, two more launches and what pieces cost are about 20 us, and common
 blocks come mostly from the second-level cache, at some 10 TB/s."""
