@@ -97,9 +97,7 @@ constexpr bool kHasBf16Kernel<GeneralAttentionWork> = true;
 template <>
 constexpr bool kHasAmxKernel<GeneralAttentionWork> = true;
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(MergeAttnPartsParams)
