@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -151,6 +152,17 @@ def test_cuda_graphs() -> None:
             engine.warm_up()
             assert {size for size, _ in engine._packed._graphs} == {1, 2, 4}
             assert greedy(engine, texts) == expected  # all replayed
+
+
+def test_cuda_graphs_of_experts() -> None:
+    """GPT-OSS in bfloat16: torch's grouped_mm of float32 reads its offsets on the CPU."""
+    if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        pytest.skip("needs a GPU and the CUDA library")
+    model = tiny_model("gpt_oss", "cuda", initializer_range=0.05).bfloat16()
+    with Engine(model, **SMALL) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [len(tokens) for tokens in greedy(engine, prompts((9, 30)))] == [20, 20]
+        assert engine._packed._graphs
 
 
 class _Replayed:
