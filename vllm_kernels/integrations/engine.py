@@ -83,8 +83,8 @@ class Engine:
         max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
-        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. A model that
-            cannot be captured runs without, and a warning says why (GPT-OSS in float32: torch's
+        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
+            cannot be captured run without, and a warning says why (GPT-OSS in float32: torch's
             grouped_mm reads its offsets on the CPU there; in bfloat16 it does not).
         cascade: whether sequences that are being decoded attend together to the blocks that all of
             them share (of a prompt, or of its beginning), so that these are read once a pass, where
