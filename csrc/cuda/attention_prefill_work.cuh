@@ -19,10 +19,11 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension, of 16 bits and of 8; tokens that an item's ends are worth;
-// bytes that all blocks read in a nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8, or with scores that are capped or
+// biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
+constexpr float kAdjustPicoseconds = 1.5f;
 constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
@@ -60,16 +61,18 @@ class PrefillPlan {
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
     uint32_t chunks = 0, longest = 0;
-    float tokens = 0.0f, others = 0.0f;  // of chunks; of sequences left out
+    float tokens = 0.0f, others = 0.0f;  // that chunks see; that sequences left out see
+    const float window = p.sliding_window > 0 ? p.sliding_window : kMostRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens + kEndTokens);
+        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + kRows);
+        tokens += chunks_ * (seen + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
-        others += static_cast<float>(seq_len_);
+        others += fminf(seq_len_, window);
       }
     }
     items_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
@@ -210,7 +213,10 @@ class PrefillPlan {
   // few as are done after a good half of its time. It starts on the others at once.
   __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
                                                 float others) {
-    const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
+    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+    const float each = adjusts                    ? kAdjustPicoseconds
+                       : size_of(p.kv.dtype) == 1 ? kWidenPicoseconds
+                                                  : kPrefillPicoseconds;
     const float alone = tokens * each * (kRows * kHeadSize);  // of one block
     const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
     const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
