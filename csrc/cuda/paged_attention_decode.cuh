@@ -28,7 +28,8 @@ struct DecodeShape {
   TileLayout tile;
   int team_shift;     // log2 of the warps of a team
   int warp_shift;     // log2 of the query rows of a warp, at most
-  int merge_rows;     // rows of a warp that are merged at a time: a thread has 4 dimensions of one
+  int merge_rows;     // rows of a warp that are merged at a time
+  int share_shift;    // log2 of the lanes that merge 4 dimensions of a row together
   FastDivisor fours;  // groups of 4 dimensions of a head
   ScoreCap cap;
 };
@@ -48,37 +49,54 @@ struct RowState {
   }
   // One more token.
   __device__ __forceinline__ void add_token(float score, float4 value) {
-    const float updated = fmaxf(maximum, score), factor = exp2_approx(maximum - updated);
-    maximum = updated;
-    sum *= factor;
-    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
-    add(exp2_approx(score - updated), 1.0f, value);
+    scale_to(fmaxf(maximum, score));
+    add(exp2_approx(score - maximum), 1.0f, value);
   }
-  // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
-  template <typename Stats, typename Partial>
-  __device__ __forceinline__ void merge(int parts, const Stats& stats, const Partial& partial) {
+  // stats(i) and partial(i): those of parts first, first + step, ... of `parts`, of which kBatch
+  // are read at a time.
+  template <int kBatch, typename Stats, typename Partial>
+  __device__ __forceinline__ void merge(int first, int step, int parts, const Stats& stats,
+                                        const Partial& partial) {
 #pragma unroll 1
-    for (int first = 0; first < parts; first += 8) {
-      float2 s[8];
-      float4 o[8];
+    for (; first < parts; first += kBatch * step) {
+      float2 s[kBatch];
+      float4 o[kBatch];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int part = min(first + i, parts - 1);
+      for (int i = 0; i < kBatch; ++i) {
+        const int part = min(first + i * step, parts - 1);
         s[i] = stats(part);
         o[i] = partial(part);
       }
       float updated = maximum;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) updated = fmaxf(updated, s[i].x);
-      const float factor = exp2_approx(maximum - updated);
-      maximum = updated;
-      sum *= factor;
-      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+      for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
+      scale_to(updated);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (first + i < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * step < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
       }
     }
+  }
+  // Adds what the lanes have whose number differs in bits from `lanes` up. All lanes of a warp.
+  __device__ __forceinline__ void join(int lanes) {
+#pragma unroll 1
+    for (int distance = 16; distance >= lanes; distance /= 2) {
+      const auto of_other = [&](float value) {
+        return __shfl_xor_sync(0xffffffffu, value, distance);
+      };
+      const float other_maximum = of_other(maximum), other_sum = of_other(sum);
+      const float4 other = {of_other(out.x), of_other(out.y), of_other(out.z), of_other(out.w)};
+      scale_to(fmaxf(maximum, other_maximum));
+      add(exp2_approx(other_maximum - maximum), other_sum, other);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void scale_to(float updated) {
+    const float factor = exp2_approx(maximum - updated);
+    maximum = updated;
+    sum *= factor;
+    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
   }
 };
 
@@ -250,19 +268,26 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
-      const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
+      // Lanes l, l + lanes, ... have the same 4 dimensions, and every `sharers`-th part.
+      const int sharers = 1 << shape.share_shift, lanes = 32 >> shape.share_shift;
+      const int sharer = lane >> (5 - shape.share_shift);
+      const int four = warp * lanes + (lane & lanes - 1);
+      const int own = shape.fours.divide(four), d = (four - own * fours) * 4;
       const auto in_workspace = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
       };
-      // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
-      // at a time of each member.
+      // For this thread's rows of those from `first` on that are merged at a time of each member:
+      // merge(state, member, row), then, by one of the lanes that share it, write(state, row).
       const int merge_rows = shape.merge_rows;
-      const auto each_row = [&](int first, const auto& merge) {
-        if (own >= merge_rows || first + own >= warp_rows) return;
+      const auto each_row = [&](int first, const auto& merge, const auto& write) {
 #pragma unroll 1
         for (int of = 0; of < members; ++of) {
           const int row = of * warp_rows + first + own;
-          if (row < rows.count) merge(of, row);
+          const bool some = own < merge_rows && first + own < warp_rows && row < rows.count;
+          RowState state;
+          if (some) merge(state, of, row);
+          state.join(lanes);
+          if (some && sharer == 0) write(state, row);
         }
       };
       const int most = min(warp_rows, rows.count);
@@ -274,27 +299,32 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         tile.store(first, min(merge_rows, own_rows), results + warp * merge_rows * pitch, pitch,
                    warp_stats + warp * merge_rows, lane);
         __syncthreads();
-        each_row(first, [&](int of, int row) {
-          RowState state;
-          const int at = of * merge_rows + own;
-          const int part_rows = merge_rows << team_shift;
-          state.merge(
-              teams, [&](int part) { return warp_stats[part * part_rows + at]; },
-              [&](int part) {
-                return *reinterpret_cast<const float4*>(results + (part * part_rows + at) * pitch +
-                                                        d);
-              });
-          if constexpr (Fresh::kAny) {
-            if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
-          }
-          if (whole) {
-            write_row(p, shape.work, item, rows, row, d, state);
-          } else {
-            const int64_t to = in_workspace(item.piece, row);
-            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
-          }
-        });
+        each_row(
+            first,
+            [&](RowState& state, int of, int row) {
+              const int at = of * merge_rows + own;
+              const int part_rows = merge_rows << team_shift;
+              state.merge<4>(
+                  sharer, sharers, teams,
+                  [&](int part) { return warp_stats[part * part_rows + at]; },
+                  [&](int part) {
+                    return *reinterpret_cast<const float4*>(results +
+                                                            (part * part_rows + at) * pitch + d);
+                  });
+            },
+            [&](RowState& state, int row) {
+              if constexpr (Fresh::kAny) {
+                if (fresh.counts(last))
+                  state.add_token(fresh.score(last, row), fresh.value(last, d));
+              }
+              if (whole) {
+                write_row(p, shape.work, item, rows, row, d, state);
+              } else {
+                const int64_t to = in_workspace(item.piece, row);
+                *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+                if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+              }
+            });
       }
       if (!whole) {
         __syncthreads();
@@ -306,17 +336,20 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (is_last) {
 #pragma unroll 1
           for (int first = 0; first < most; first += merge_rows) {
-            each_row(first, [&](int, int row) {
-              RowState state;
-              state.merge(
-                  item.pieces,
-                  [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
-                  [&](int piece) {
-                    return __ldcg(reinterpret_cast<const float4*>(
-                        &workspace.out[in_workspace(piece, row) * head_size + d]));
-                  });
-              write_row(p, shape.work, item, rows, row, d, state);
-            });
+            each_row(
+                first,
+                [&](RowState& state, int, int row) {
+                  state.merge<8>(
+                      sharer, sharers, item.pieces,
+                      [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
+                      [&](int piece) {
+                        return __ldcg(reinterpret_cast<const float4*>(
+                            &workspace.out[in_workspace(piece, row) * head_size + d]));
+                      });
+                },
+                [&](const RowState& state, int row) {
+                  write_row(p, shape.work, item, rows, row, d, state);
+                });
           }
         }
       }
@@ -495,6 +528,12 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
   shape.merge_rows =
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
+  // No more lanes than teams share a row's dimensions.
+  shape.share_shift = 0;
+  while (shape.merge_rows * kv.head_size / 4 << shape.share_shift <= warps * 16 &&
+         2 << shape.share_shift <= warps >> shape.team_shift) {
+    ++shape.share_shift;
+  }
 
   shape.work = {.group = group,
                 .row_shift = row_shift,
