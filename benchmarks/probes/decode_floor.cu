@@ -5,8 +5,6 @@
 
 #include <cstdint>
 
-namespace {
-
 constexpr int kWarps = 8, kMaxStages = 8;
 constexpr int kLookUp = 1;   // page indices are read before the predecessor has ended
 constexpr int kMerge = 2;    // pieces of a segment write partial results; the last one sums them
@@ -26,6 +24,8 @@ struct Floor {
   uint32_t* counters;  // [1 + segments], zero
   float4* out;         // [segments][rows][32]
 };
+
+namespace {
 
 __device__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -28,8 +28,7 @@ struct DecodeShape {
   TileLayout tile;
   int team_shift;     // log2 of the warps of a team
   int warp_shift;     // log2 of the query rows of a warp, at most
-  int merge_rows;     // rows of a warp that are merged at a time
-  int share_shift;    // log2 of the lanes that merge 4 dimensions of a row together
+  int merge_rows;     // rows of a warp that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;  // groups of 4 dimensions of a head
   ScoreCap cap;
 };
@@ -49,54 +48,42 @@ struct RowState {
   }
   // One more token.
   __device__ __forceinline__ void add_token(float score, float4 value) {
-    scale_to(fmaxf(maximum, score));
-    add(exp2_approx(score - maximum), 1.0f, value);
+    const float updated = fmaxf(maximum, score), factor = exp2_approx(maximum - updated);
+    maximum = updated;
+    sum *= factor;
+    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+    add(exp2_approx(score - updated), 1.0f, value);
   }
-  // stats(i) and partial(i): those of parts first, first + step, ... of `parts`, of which kBatch
-  // are read at a time.
-  template <int kBatch, typename Stats, typename Partial>
-  __device__ __forceinline__ void merge(int first, int step, int parts, const Stats& stats,
-                                        const Partial& partial) {
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step], which load() reads, kBatch
+  // parts at a time.
+  template <int kBatch, typename Load>
+  __device__ __forceinline__ void merge(int parts, const float2* stats, uint32_t stats_step,
+                                        const float4* outs, uint32_t out_step, const Load& load) {
 #pragma unroll 1
-    for (; first < parts; first += kBatch * step) {
+    for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
       float4 o[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int part = min(first + i * step, parts - 1);
-        s[i] = stats(part);
-        o[i] = partial(part);
+        const uint32_t part = min(first + i, parts - 1);
+        s[i] = load(stats + part * stats_step);
+        o[i] = load(outs + part * out_step);
       }
       float updated = maximum;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
-      scale_to(updated);
+      const float factor = exp2_approx(maximum - updated);
+      maximum = updated;
+      sum *= factor;
+      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (first + i * step < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
+        // No branches: they would part what may go on at the same time.
+        const bool there = first + i < parts;
+        const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+        add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
       }
     }
-  }
-  // Adds what the lanes have whose number differs in bits from `lanes` up. All lanes of a warp.
-  __device__ __forceinline__ void join(int lanes) {
-#pragma unroll 1
-    for (int distance = 16; distance >= lanes; distance /= 2) {
-      const auto of_other = [&](float value) {
-        return __shfl_xor_sync(0xffffffffu, value, distance);
-      };
-      const float other_maximum = of_other(maximum), other_sum = of_other(sum);
-      const float4 other = {of_other(out.x), of_other(out.y), of_other(out.z), of_other(out.w)};
-      scale_to(fmaxf(maximum, other_maximum));
-      add(exp2_approx(other_maximum - maximum), other_sum, other);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void scale_to(float updated) {
-    const float factor = exp2_approx(maximum - updated);
-    maximum = updated;
-    sum *= factor;
-    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
   }
 };
 
@@ -196,7 +183,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  WorkPlan<!kTeam> plan;
+  using Plan = WorkPlan<kTeam ? 1 : sizeof(Cache) == 1 ? 4 : 8>;  // as registers allow
+  Plan plan;
   uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
   const auto take_item = [&](int now, bool guesses) {
@@ -208,6 +196,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
+    return item;
+  };
+  const auto touch_query = [&](const WorkItem& item) {
+    return Fresh::kAny ? 0 : cuda::touch_query(p, shape.work, item, lane);
   };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
@@ -222,13 +214,14 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // The first item. That of a small batch, and its blocks, are guessed before the predecessor has
   // ended, from lengths and tables that it may be writing; then both are read again, with the first
   // pages under way. Where they differ all is done once more.
-  bool guesses = !kTeam && may_guess(p);
+  bool guesses = !kTeam && Plan::may_guess(p);
   if (!guesses && !p.early_pages) wait_before(p);
 #pragma unroll 1
   for (;; guesses = false) {
     plan.make(p, shape.work, lane);
     const bool some = index < plan.items();
-    if (some) take_item(0, guesses);
+    WorkItem item;
+    if (some) item = take_item(0, guesses);
     if (!guesses) {
       if (some) {
         load_fresh();
@@ -244,10 +237,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     wait_for_predecessor();
     if (some) load_fresh();
-    const SequenceIndices sequence = load_indices(p, min(lane, p.num_seqs - 1));
+    typename Plan::Indices indices;
+    indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+    const uint32_t query = some ? touch_query(item) : 0;
     const int filled = some ? fill_ring() : 0;
-    if (plan.holds(p, shape.work, sequence, lane) && (!some || ring.holds(block))) break;
+    in_register(query);
+    if (plan.holds(indices) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
   // The query and the workspace are touched from here on only.
@@ -259,35 +255,29 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 #pragma unroll 1
   for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
     if (merges && index < count) {
-      take_item(now, false);
+      const uint32_t query = touch_query(take_item(now, false));
       load_fresh();
       ring.look_up();
       fill_ring();
+      in_register(query);
     }
     if (merges) {
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
-      // Lanes l, l + lanes, ... have the same 4 dimensions, and every `sharers`-th part.
-      const int sharers = 1 << shape.share_shift, lanes = 32 >> shape.share_shift;
-      const int sharer = lane >> (5 - shape.share_shift);
-      const int four = warp * lanes + (lane & lanes - 1);
-      const int own = shape.fours.divide(four), d = (four - own * fours) * 4;
+      const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
       const auto in_workspace = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
       };
-      // For this thread's rows of those from `first` on that are merged at a time of each member:
-      // merge(state, member, row), then, by one of the lanes that share it, write(state, row).
+      // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
+      // at a time of each member.
       const int merge_rows = shape.merge_rows;
-      const auto each_row = [&](int first, const auto& merge, const auto& write) {
+      const auto each_row = [&](int first, const auto& merge) {
+        if (own >= merge_rows || first + own >= warp_rows) return;
 #pragma unroll 1
         for (int of = 0; of < members; ++of) {
           const int row = of * warp_rows + first + own;
-          const bool some = own < merge_rows && first + own < warp_rows && row < rows.count;
-          RowState state;
-          if (some) merge(state, of, row);
-          state.join(lanes);
-          if (some && sharer == 0) write(state, row);
+          if (row < rows.count) merge(of, row);
         }
       };
       const int most = min(warp_rows, rows.count);
@@ -299,32 +289,24 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         tile.store(first, min(merge_rows, own_rows), results + warp * merge_rows * pitch, pitch,
                    warp_stats + warp * merge_rows, lane);
         __syncthreads();
-        each_row(
-            first,
-            [&](RowState& state, int of, int row) {
-              const int at = of * merge_rows + own;
-              const int part_rows = merge_rows << team_shift;
-              state.merge<4>(
-                  sharer, sharers, teams,
-                  [&](int part) { return warp_stats[part * part_rows + at]; },
-                  [&](int part) {
-                    return *reinterpret_cast<const float4*>(results +
-                                                            (part * part_rows + at) * pitch + d);
-                  });
-            },
-            [&](RowState& state, int row) {
-              if constexpr (Fresh::kAny) {
-                if (fresh.counts(last))
-                  state.add_token(fresh.score(last, row), fresh.value(last, d));
-              }
-              if (whole) {
-                write_row(p, shape.work, item, rows, row, d, state);
-              } else {
-                const int64_t to = in_workspace(item.piece, row);
-                *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-                if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
-              }
-            });
+        each_row(first, [&](int of, int row) {
+          RowState state;
+          const int at = of * merge_rows + own;
+          const uint32_t part_rows = merge_rows << team_shift;
+          state.merge<8>(teams, &warp_stats[at], part_rows,
+                         reinterpret_cast<const float4*>(results + at * pitch + d),
+                         part_rows * pitch / 4, [](const auto* from) { return *from; });
+          if constexpr (Fresh::kAny) {
+            if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
+          }
+          if (whole) {
+            write_row(p, shape.work, item, rows, row, d, state);
+          } else {
+            const int64_t to = in_workspace(item.piece, row);
+            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+          }
+        });
       }
       if (!whole) {
         __syncthreads();
@@ -336,20 +318,22 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (is_last) {
 #pragma unroll 1
           for (int first = 0; first < most; first += merge_rows) {
-            each_row(
-                first,
-                [&](RowState& state, int, int row) {
-                  state.merge<8>(
-                      sharer, sharers, item.pieces,
-                      [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
-                      [&](int piece) {
-                        return __ldcg(reinterpret_cast<const float4*>(
-                            &workspace.out[in_workspace(piece, row) * head_size + d]));
-                      });
-                },
-                [&](const RowState& state, int row) {
-                  write_row(p, shape.work, item, rows, row, d, state);
-                });
+            each_row(first, [&](int, int row) {
+              RowState state;
+              const int64_t at = in_workspace(0, row);
+              const auto merge_pieces = [&](auto batch) {
+                state.merge<decltype(batch)::value>(
+                    item.pieces, &workspace.stats[at], 1u << shape.work.row_shift,
+                    reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
+                    fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
+              };
+              if (item.pieces <= 8) {
+                merge_pieces(std::integral_constant<int, 8>{});
+              } else {
+                merge_pieces(std::integral_constant<int, 16>{});
+              }
+              write_row(p, shape.work, item, rows, row, d, state);
+            });
           }
         }
       }
@@ -528,12 +512,6 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
   shape.merge_rows =
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
-  // No more lanes than teams share a row's dimensions.
-  shape.share_shift = 0;
-  while (shape.merge_rows * kv.head_size / 4 << shape.share_shift <= warps * 16 &&
-         2 << shape.share_shift <= warps >> shape.team_shift) {
-    ++shape.share_shift;
-  }
 
   shape.work = {.group = group,
                 .row_shift = row_shift,

@@ -41,11 +41,13 @@ struct TeamShape {
 __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
   const int teams = team_count(max_tiles);
   const int operands = query_bytes(rows, max_head_size) + teams * weight_bytes(rows);
-  const int results = teams * rows * 64 * 4;  // of half a head
+  const int results = teams * rows * halves_at_a_time(rows, max_head_size) * 64 * 4;
   return operands > results ? operands : results;
 }
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
+
+using TeamPlan = WorkPlan<1>;
 
 template <int kTeams>
 struct ItemQueue {
@@ -94,9 +96,9 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
                                             ItemQueue<kTeams>& queue, uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
-  enum { kGuess, kPlan, kGoOn } now = may_guess(p) ? kGuess : kPlan;
+  enum { kGuess, kPlan, kGoOn } now = TeamPlan::may_guess(p) ? kGuess : kPlan;
   if (now == kPlan && !p.early_pages) wait_before(p);
-  WorkPlan<true> plan;
+  TeamPlan plan;
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (uint32_t number = 0;;) {
@@ -120,9 +122,9 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
       }
       now = kPlan;
       wait_for_predecessor();
-      const int seq = in_register(min(lane, p.num_seqs - 1));  // keeps no address from before
-      const SequenceIndices sequence = load_indices(p, seq);
-      const bool holds = plan.holds(p, shape.work, sequence, lane);
+      TeamPlan::Indices indices;
+      indices.load(p, lane);
+      const bool holds = plan.holds(indices);
       barrier_wait(shared_address(&queue.copied), 0);  // nobody reads the item any more
       if (!holds) {
         if (lane < kTeams) queue.holds[lane] = false;
@@ -134,6 +136,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));
     __syncwarp();
     if (index >= plan.items()) return;
+    if (!p.early_pages || number > 0) in_register(touch_query(p, shape.work, item, lane));
     // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
@@ -159,7 +162,7 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, const T
     return stages;
   };
   int stages = 0, filled = 0;
-  const bool guesses = may_guess(p);
+  const bool guesses = TeamPlan::may_guess(p);
   if (guesses) {
     // Blocks are guessed like the item, and read again while their pages are under way.
     barrier_wait(shared_address(&queue.guessed), 0);
