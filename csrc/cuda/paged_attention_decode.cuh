@@ -8,7 +8,7 @@
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
-// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows, and some others.)
+// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows.)
 #pragma once
 #include <algorithm>
 
@@ -136,7 +136,7 @@ template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, typename
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const RowMaps& maps, const DecodeWorkspace& workspace,
                                        Fresh fresh) {
-  constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
+  constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>, kBytes = sizeof(Cache);
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  using Plan = WorkPlan<kTeam ? 1 : sizeof(Cache) == 1 ? 4 : 8>;  // as registers allow
+  using Plan = WorkPlan<kTeam ? 1 : kBytes == 1 ? 4 : 8>;  // as registers allow
   Plan plan;
   uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
@@ -196,10 +196,6 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
-    return item;
-  };
-  const auto touch_query = [&](const WorkItem& item) {
-    return Fresh::kAny ? 0 : cuda::touch_query(p, shape.work, item, lane);
   };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
@@ -220,8 +216,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   for (;; guesses = false) {
     plan.make(p, shape.work, lane);
     const bool some = index < plan.items();
-    WorkItem item;
-    if (some) item = take_item(0, guesses);
+    if (some) take_item(0, guesses);
     if (!guesses) {
       if (some) {
         load_fresh();
@@ -240,9 +235,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     typename Plan::Indices indices;
     indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    const uint32_t query = some ? touch_query(item) : 0;
     const int filled = some ? fill_ring() : 0;
-    in_register(query);
     if (plan.holds(indices) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
@@ -255,11 +248,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 #pragma unroll 1
   for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
     if (merges && index < count) {
-      const uint32_t query = touch_query(take_item(now, false));
+      take_item(now, false);
       load_fresh();
       ring.look_up();
       fill_ring();
-      in_register(query);
     }
     if (merges) {
       const WorkItem& item = items[last];
@@ -327,7 +319,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                     reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
                     fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
               };
-              if (item.pieces <= 8) {
+              if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
                 merge_pieces(std::integral_constant<int, 8>{});
               } else {
                 merge_pieces(std::integral_constant<int, 16>{});
@@ -541,24 +533,11 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr PageForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    const DeviceInfo& device = current_device_info();
-    const bool few_rows = rows <= 8;
-    // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
-    // the rows that are not there; not with few segments, whose ends would count, nor where half as
-    // many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
-    // (split_tokens asks for one kernel for all batches.)
-    constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
-    const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
-    const bool fills_apart =
-        kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
-        segments > device.multiprocessors &&
-        segments + kPieces * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
+    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (device.has_wgmma && (!few_rows || fills_apart)) {
+      if (current_device_info().has_wgmma)
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
-      }
     }
-    if (few_rows) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
   const auto with_form = [&](auto form) {

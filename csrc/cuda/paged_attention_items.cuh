@@ -43,24 +43,6 @@ __device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const W
   return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
 }
 
-// A word of every 128 bytes of the item's query rows: they are in the first-level cache then. All
-// lanes.
-__device__ __forceinline__ uint32_t touch_query(const PagedAttentionParams& p,
-                                                const WorkShape& shape, const WorkItem& item,
-                                                int lane) {
-  const ItemRows rows = item_rows(shape, item);
-  const int d = lane % 4 * 64;
-  uint32_t words = 0;
-#pragma unroll 1
-  for (int row = lane / 4; row < rows.count && d < p.kv.head_size; row += 8) {
-    const RowPlace place = place_of_row(shape, item, rows, row);
-    const int64_t at = (item.sequence.first_query + place.token) * p.query_stride +
-                       static_cast<int64_t>(place.head) * p.kv.head_size + d;
-    words |= *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.query) + at);
-  }
-  return words;
-}
-
 struct ScoreCap {
   float cap;      // softcap in log2 units
   float inverse;  // 2 / softcap

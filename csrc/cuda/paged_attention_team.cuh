@@ -1,5 +1,5 @@
-// paged_attention of more than 8 query rows a KV head (of fewer where launch_decode says so) on
-// Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
+// paged_attention of more than 8 query rows a KV head on Hopper's warpgroup products: one launch of
+// one block a multiprocessor for any batch.
 //
 // A block's first two or three warpgroups are teams (attention_team.cuh) that take an item's stages
 // in turn, each through a ring of its own (kv_ring.cuh). Of a last warpgroup, one warp fills each
@@ -41,7 +41,7 @@ struct TeamShape {
 __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
   const int teams = team_count(max_tiles);
   const int operands = query_bytes(rows, max_head_size) + teams * weight_bytes(rows);
-  const int results = teams * rows * halves_at_a_time(rows, max_head_size) * 64 * 4;
+  const int results = teams * rows * 64 * 4;  // of half a head
   return operands > results ? operands : results;
 }
 
@@ -49,17 +49,12 @@ __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, in
 
 using TeamPlan = WorkPlan<1>;
 
-template <int kTeams>
 struct ItemQueue {
   WorkItem items[kItemQueue];
   ItemRows rows[kItemQueue];
   bool ends[kItemQueue];  // there is no such item, nor any other
   uint64_t full[kItemQueue], empty[kItemQueue];
   uint64_t wanted;  // the first filler is at its item's last stage
-  // Where the first item is guessed: it is there; the fillers have copied stages of it.
-  uint64_t guessed, copied;
-  bool holds[kTeams];  // the guess, of the team's blocks; once `full`, of the item as well
-  int stages[kTeams];  // copied
 };
 
 // Asks the second-level cache for the pages that an item's rings will have first, where it is long.
@@ -93,7 +88,7 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
 // One warp: which items this block takes.
 template <typename Cache, PageForm kForm, int kTeams>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
-                                            ItemQueue<kTeams>& queue, uint32_t* next, int lane) {
+                                            ItemQueue& queue, uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
   enum { kGuess, kPlan, kGoOn } now = TeamPlan::may_guess(p) ? kGuess : kPlan;
@@ -115,28 +110,21 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
       queue.ends[slot] = index >= plan.items();
     }
     if (now == kGuess) {
-      if (lane == 0) barrier_arrive(shared_address(&queue.guessed));
-      __syncwarp();
       if (index < plan.items()) {
+        __syncwarp();
         prefetch_pages<Cache, kForm>(p, shape.ring, queue.items[slot], kTeams, lane);
       }
       now = kPlan;
       wait_for_predecessor();
       TeamPlan::Indices indices;
       indices.load(p, lane);
-      const bool holds = plan.holds(indices);
-      barrier_wait(shared_address(&queue.copied), 0);  // nobody reads the item any more
-      if (!holds) {
-        if (lane < kTeams) queue.holds[lane] = false;
-        __syncwarp();
-        continue;
-      }
+      __syncwarp();  // nobody reads the item any more
+      if (!plan.holds(indices)) continue;
     }
     now = kGoOn;
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));
     __syncwarp();
     if (index >= plan.items()) return;
-    if (!p.early_pages || number > 0) in_register(touch_query(p, shape.work, item, lane));
     // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
@@ -150,61 +138,25 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
 }
 
 // One warp a team: the pages of those items.
-template <typename Cache, PageForm kForm, int kTeams>
-__device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, const TeamShape& shape,
-                                          ItemQueue<kTeams>& queue,
+template <typename Cache, PageForm kForm>
+__device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
                                           KvRing<Cache, kTeamTokens, kForm, true>& ring, int team,
-                                          int lane) {
-  const auto start = [&](const WorkItem& item) {
-    const int stages = max(0, item.stages - team + kTeams - 1) / kTeams;
-    ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
-               kTeams, stages);
-    return stages;
-  };
-  int stages = 0, filled = 0;
-  const bool guesses = TeamPlan::may_guess(p);
-  if (guesses) {
-    // Blocks are guessed like the item, and read again while their pages are under way.
-    barrier_wait(shared_address(&queue.guessed), 0);
-    const bool some = !queue.ends[0];
-    const int32_t* looked_up = nullptr;
-    if (some) {
-      stages = start(queue.items[0]);
-      looked_up = ring.guess();
-    }
-    wait_for_predecessor();
-    const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    if (some) {
-      const int most = min(shape.ring.stages, 32 >> shape.ring.split_shift);  // looked up
-      while (filled < most && ring.fill(p.kv)) ++filled;
-    }
-    const bool holds = !some || ring.holds(block);
-    if (lane == 0) {
-      queue.holds[team] = holds;
-      queue.stages[team] = filled;
-    }
-    barrier_arrive_warp(shared_address(&queue.copied), lane);
-  } else if (!p.early_pages) {
-    wait_before(p);
-  }
+                                          int teams, int lane) {
+  if (!p.early_pages) wait_before(p);
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
     const uint32_t slot = number % kItemQueue;
     barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
     if (queue.ends[slot]) return;
-    if (number > 0 || !guesses || !queue.holds[team]) {
-      stages = start(queue.items[slot]);
-      ring.look_up();
-      filled = 0;
-    }
+    const WorkItem& item = queue.items[slot];
+    const int stages = max(0, item.stages - team + teams - 1) / teams;
+    ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
+               teams, stages);
+    ring.look_up();
     barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
-    const auto last_is_next = [&] {
-      if (team == 0 && lane == 0) barrier_arrive(shared_address(&queue.wanted));
-    };
-    if (filled == stages) last_is_next();
 #pragma unroll 1
-    for (; filled < stages; ++filled) {
-      if (filled == stages - 1) last_is_next();
+    for (int i = 0; i < stages; ++i) {
+      if (team == 0 && i == stages - 1 && lane == 0) barrier_arrive(shared_address(&queue.wanted));
       ring.fill(p.kv);
     }
   }
@@ -213,7 +165,7 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, const T
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
 __device__ __forceinline__ void attend(
     const PagedAttentionParams& p, const TeamShape& shape, const DecodeWorkspace& workspace,
-    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue<team_count(kMaxTiles)>& queue,
+    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue& queue,
     TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales, bool& is_last,
     const TeamsBarrier& barrier, uint32_t scratch, int team, int thread) {
   using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
@@ -234,7 +186,6 @@ __device__ __forceinline__ void attend(
   for (int number = 0;; ++number) {
     const int slot = number % kItemQueue;
     barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
-    if (number == 0 && !queue.holds[team]) ring.drain(queue.stages[team]);
     if (queue.ends[slot]) {
       wait_after(p);
       return;
@@ -337,7 +288,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
-  __shared__ ItemQueue<kTeams> queue;
+  __shared__ ItemQueue queue;
   __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
   // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
@@ -347,7 +298,6 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
     Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
-    queue.holds[threadIdx.x] = true;
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
@@ -355,8 +305,6 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       barrier_init(shared_address(&queue.empty[slot]), (4 * kTeams + kTeams) * kWarpArrivals);
     }
     barrier_init(shared_address(&queue.wanted), 1);
-    barrier_init(shared_address(&queue.guessed), 1);
-    barrier_init(shared_address(&queue.copied), kTeams * kWarpArrivals);
     barrier_init(shared_address(&teams_barrier), 4 * kTeams * kWarpArrivals);
     fence_barrier_init();
   }
@@ -377,7 +325,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
                 shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
                 true, lane);
-      fill_ring<Cache, kForm>(p, shape, queue, ring, team, lane);
+      fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));

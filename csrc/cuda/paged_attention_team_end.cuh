@@ -1,20 +1,14 @@
 // The end of an item of paged_attention_team.cuh, where its teams meet.
 //
-// They put their results down, half a head at a time where there are many rows, and merge them,
-// each warp some fragments of 16 dimensions x 8 rows. They are written as output where the item is
-// a whole segment, else to the workspace, where the segment's last block to finish merges all
-// pieces in order.
+// They put their results down, half a head at a time, and merge them, each warp some fragments of
+// 16 dimensions x 8 rows. They are written as output where the item is a whole segment, else to the
+// workspace, where the segment's last block to finish merges all pieces in order.
 #pragma once
 #include "cuda/attention_team.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_workspace.h"
 
 namespace vllm_kernels::cuda {
-
-// Halves of a head that the teams put down at a time.
-__host__ __device__ constexpr int halves_at_a_time(int rows, int max_head_size) {
-  return rows <= 16 ? max_head_size / 64 : 1;
-}
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
@@ -58,7 +52,7 @@ struct TeamEnd {
   const ItemRows& rows;
   TeamStats<kTeams, Tile::kTiles * 8>& stats;
   bool& is_last;
-  uint32_t scratch;  // shared memory: [halves][kTeams][tiles][128] of 16 bytes
+  uint32_t scratch;  // shared memory: [kTeams][tiles][128] of 16 bytes
   int tiles;
   int warp, lane;
 
@@ -77,7 +71,7 @@ struct TeamEnd {
     }
     float scale = 1.0f;
     if (item.pieces == 1) {
-      scale = finish_row(row, maximum, sum);
+      scale = finish_row(row, maximum, sum, true);
     } else {
       *stats_of(item.piece, row) = {maximum, sum};
     }
@@ -89,126 +83,87 @@ struct TeamEnd {
     for (int team = 0; team < kTeams; ++team) stats.maxima[team][row] = weights[team] * scale;
   }
 
-  // Halves first, ... of the teams' head, which lie in `scratch`.
-  __device__ __forceinline__ void merge_teams(int first, int halves) const {
+  // Half a head of the teams, which lies in `scratch`.
+  __device__ __forceinline__ void merge_teams(int half) const {
 #pragma unroll 1
-    for (int i = warp; i < halves * tiles * 4; i += 4 * kTeams) {
-      const int half = i / (tiles * 4), in_half = i % (tiles * 4);
+    for (int i = warp; i < tiles * 4; i += 4 * kTeams) {
       float values[4] = {};
 #pragma unroll
       for (int team = 0; team < kTeams; ++team) {
-        const int at = (half * kTeams + team) * tiles * 4 + in_half;
-        const float4 out = load_shared<float4>(scratch + (at * 32 + lane) * 16);
-        add(values, row_pair(stats.maxima[team], in_half / 4), out);
+        const float4 out = load_shared<float4>(scratch + ((team * tiles * 4 + i) * 32 + lane) * 16);
+        add(values, row_pair(stats.maxima[team], i / 4), out);
       }
       if (item.pieces == 1) {
-        write(first + half, in_half, values);
+        write(half, i, values);
       } else {
-        *outs_of(item.piece, first + half, in_half) = {values[0], values[1], values[2], values[3]};
+        *outs_of(item.piece, half, i) = {values[0], values[1], values[2], values[3]};
       }
     }
   }
 
   // All pieces of the segment, from the workspace.
-  __device__ __forceinline__ void merge_pieces(const TeamsBarrier& barrier) const {
-    constexpr int kBatch = 8;      // pieces under way
-    constexpr int kFragments = 2;  // at a time
-    constexpr int kStep = 4 * kTeams;
-    const int fragments = Tile::kHalves * tiles * 4;
-    float4 outs[kFragments][kBatch];
-    const auto load = [&](int i, int first) {
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        const int fragment = min(i + f * kStep, fragments - 1);
-        const int half = fragment / (tiles * 4), in_half = fragment % (tiles * 4);
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          outs[f][b] = __ldcg(outs_of(min(first + b, item.pieces - 1), half, in_half));
-        }
-      }
-    };
-    load(warp, 0);
-    // Like the stats, and where they were if there are too many.
-    float2* weights = item.pieces <= 32 * kTeams
-                          ? static_cast<float2*>(__cvta_shared_to_generic(scratch))
-                          : stats_of(0, 0);
-    store_weights(weights);
-    barrier.template sync<0>();
+  __device__ __forceinline__ void merge_pieces() const {
 #pragma unroll 1
-    for (int i = warp; i < fragments; i += kFragments * kStep) {
-      float values[kFragments][4] = {};
+    for (int i = warp; i < Tile::kHalves * tiles * 4; i += 4 * kTeams) {
+      const int half = i / (tiles * 4), in_half = i % (tiles * 4);
+      const int row = Tile::row_of(lane, in_half / 4, 0);
+      float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
+      constexpr int kBatch = 8;  // pieces under way
 #pragma unroll 1
       for (int first = 0; first < item.pieces; first += kBatch) {
-        if (i != warp || first != 0) load(i, first);
+        float4 pairs[kBatch], outs[kBatch];
 #pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-          const int tile = min(i + f * kStep, fragments - 1) % (tiles * 4) / 4;
+        for (int b = 0; b < kBatch; ++b) {
+          const int piece = min(first + b, item.pieces - 1);
+          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, row)));
+          outs[b] = __ldcg(outs_of(piece, half, in_half));
+        }
+        float updated[2] = {maximum[0], maximum[1]};
 #pragma unroll
-          for (int b = 0; b < kBatch; ++b) {
-            if (first + b >= item.pieces) continue;
-            const float4 pair = *reinterpret_cast<const float4*>(
-                &weights[(first + b << shape.row_shift) + Tile::row_of(lane, tile, 0)]);
-            add(values[f], {pair.x, pair.z}, outs[f][b]);
-          }
+        for (int b = 0; b < kBatch; ++b) {
+          updated[0] = fmaxf(updated[0], pairs[b].x);
+          updated[1] = fmaxf(updated[1], pairs[b].z);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float factor = exp2_approx(maximum[j] - updated[j]);
+          maximum[j] = updated[j];
+          sum[j] *= factor;
+          values[j] *= factor;
+          values[j + 2] *= factor;
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          // The weight of nothing is 0: a branch would make the loads wait for one another.
+          const bool there = first + b < item.pieces;
+          const float2 weight = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
+                                 there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
+          sum[0] += weight.x * pairs[b].y;
+          sum[1] += weight.y * pairs[b].w;
+          const float4 out = outs[b];  // times 0 it may be NaN
+          add(values, weight,
+              {there ? out.x : 0.0f, there ? out.y : 0.0f, there ? out.z : 0.0f,
+               there ? out.w : 0.0f});
         }
       }
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        const int fragment = i + f * kStep;
-        if (fragment < fragments) {
-          write(fragment / (tiles * 4), fragment % (tiles * 4), values[f]);
-        }
+      for (int j = 0; j < 2; ++j) {
+        const float scale = finish_row(row + j, maximum[j], sum[j], i % 4 == 0 && lane < 4);
+        values[j] *= scale;
+        values[j + 2] *= scale;
       }
+      write(half, in_half, values);
     }
-    barrier.template sync<1>();
   }
 
  private:
-  // What turns the pieces' results into the output, [pieces][rows], a thread each row.
-  __device__ __forceinline__ void store_weights(float2* weights) const {
-    const int row = warp * 32 + lane;
-    if (row >= tiles * 8) return;
-    constexpr int kBatch = 8;
-    float maximum = kNoMaximum, sum = 0.0f;
-    const auto each = [&](const auto& action) {
-#pragma unroll 1
-      for (int first = 0; first < item.pieces; first += kBatch) {
-        float2 of_pieces[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          of_pieces[b] = __ldcg(stats_of(min(first + b, item.pieces - 1), row));
-        }
-        action(first, of_pieces);
-      }
-    };
-    each([&](int first, const float2(&of_pieces)[kBatch]) {
-      float updated = maximum;
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) updated = fmaxf(updated, of_pieces[b].x);
-      sum *= exp2_approx(maximum - updated);
-      maximum = updated;
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b < item.pieces) sum += exp2_approx(of_pieces[b].x - maximum) * of_pieces[b].y;
-      }
-    });
-    const float scale = finish_row(row, maximum, sum);
-    each([&](int first, const float2(&of_pieces)[kBatch]) {
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b < item.pieces) {
-          weights[(first + b << shape.row_shift) + row].x =
-              exp2_approx(of_pieces[b].x - maximum) * scale;
-        }
-      }
-    });
-  }
-  // The scale of a row's output, of all tokens; it writes its log-sum-exp.
-  __device__ __forceinline__ float finish_row(int row, float maximum, float sum) const {
+  // The scale of a row's output, of all tokens; where asked to it writes its log-sum-exp.
+  __device__ __forceinline__ float finish_row(int row, float maximum, float sum,
+                                              bool writes) const {
     if (row >= rows.count) return 0.0f;
     const RowPlace place = place_of_row(shape, item, rows, row);
     const RowResult result = row_result(p, item.kv_head, place.head, maximum, sum);
-    if (p.lse != nullptr) {
+    if (p.lse != nullptr && writes) {
       p.lse[(item.sequence.first_query + place.token) * int64_t{p.num_heads} + place.head] =
           result.lse;
     }
@@ -266,24 +221,17 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
                                             const TeamsBarrier& barrier, int thread) {
   const WorkItem& item = end.item;
   tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], thread, end.lane);
-  const uint32_t half_bytes = tile.tiles * 128 * 16;
-  const uint32_t mine = end.scratch + tile.team * half_bytes;
+  const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
   barrier.sync<0>();  // the operands have been read
   end.merge_stats();
   tile.template store_half<0>(mine, thread);
-  const int halves = halves_at_a_time(end.shape.rows(), Tile::kHalves * 64);
-  if constexpr (Tile::kHalves == 2) {
-    if (halves == 2) tile.template store_half<1>(mine + Tile::kTeams * half_bytes, thread);
-  }
   barrier.sync<1>();
-  end.merge_teams(0, halves);
+  end.merge_teams(0);
   if constexpr (Tile::kHalves == 2) {
-    if (halves == 1) {
-      barrier.sync<0>();
-      tile.template store_half<1>(mine, thread);
-      barrier.sync<1>();
-      end.merge_teams(1, 1);
-    }
+    barrier.sync<0>();
+    tile.template store_half<1>(mine, thread);
+    barrier.sync<1>();
+    end.merge_teams(1);
   }
   if (item.pieces == 1) return;
   barrier.sync<0>();
@@ -292,7 +240,7 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
                   static_cast<uint32_t>(item.pieces - 1);
   }
   barrier.sync<1>();
-  if (end.is_last) end.merge_pieces(barrier);
+  if (end.is_last) end.merge_pieces();
 }
 
 #endif
