@@ -101,7 +101,7 @@ def cascade_plan(
         pieces,
         tables.gather(1, index.clamp_(max=columns - 1)),
         torch.cat([of_pieces, own]),
-        torch.cat([torch.arange(0, copied, num_tokens, **options), starts]),
+        torch.cat([torch.arange(pieces, **options) * num_tokens, starts]),
     )
 
 
