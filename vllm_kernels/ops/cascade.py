@@ -110,7 +110,7 @@ def _pieces(rows: int, num_kv_heads: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     blocks = num_kv_heads * -(-rows // ROWS_OF_A_BLOCK)
-    return torch.cuda.get_device_properties(device).multi_processor_count // blocks
+    return torch.cuda.get_device_properties(device).multi_processor_count // max(1, blocks)
 
 
 def cascade_attention(
