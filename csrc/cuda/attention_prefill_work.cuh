@@ -23,7 +23,7 @@ constexpr float kSectionBytes = 24e6f;  // of K and V
 // biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
-constexpr float kAdjustPicoseconds = 1.5f;
+constexpr float kAdjustPicoseconds = 1.3f;
 constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
