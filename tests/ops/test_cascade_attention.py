@@ -109,6 +109,8 @@ def test_strided_out_and_empty_batch(device):
         case, query=case.query[:0], block_tables=case.block_tables[:0], seq_lens=case.seq_lens[:0]
     )
     assert cascade(none, 3).shape == (0, 8, 64)
+    starts = torch.zeros(3, dtype=torch.int32, device=device)
+    assert cascade(replace(case, query=case.query[:0]), 3, query_start_loc=starts).shape[0] == 0
 
 
 def test_common_blocks_by_the_manager(device):

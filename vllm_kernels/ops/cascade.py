@@ -88,19 +88,20 @@ def cascade_plan(
     each = ((common + pieces - 1) // pieces).clamp_min(least)  # blocks of a piece
     begin = torch.arange(pieces, **options) * each
     first = torch.cat([begin, common.expand(num_seqs)])  # block of each row
-    index = (first[:, None] + torch.arange(columns, **options)).clamp_(max=columns - 1)
+    index = first[:, None] + torch.arange(columns, device=block_tables.device)
     tables = torch.cat([block_tables[:1].expand(pieces, columns), block_tables])
     of_pieces = torch.minimum((common - begin).clamp_min(0), each) * block_size
     own = (seq_lens - common * block_size).clamp_min(0)
-    starts = query_start_loc
-    if starts is None:
-        starts = torch.arange(num_seqs + 1, **options)
-    before = torch.arange(pieces, **options) * num_tokens
+    copied = pieces * num_tokens
+    if query_start_loc is None:
+        starts = torch.arange(copied, copied + num_seqs + 1, **options)
+    else:
+        starts = query_start_loc + copied
     return CascadePlan(
         pieces,
-        tables.gather(1, index.long()),
+        tables.gather(1, index.clamp_(max=columns - 1)),
         torch.cat([of_pieces, own]),
-        torch.cat([before, starts + pieces * num_tokens]),
+        torch.cat([torch.arange(pieces, **options) * num_tokens, starts]),
     )
 
 
@@ -109,7 +110,7 @@ def _pieces(rows: int, num_kv_heads: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     blocks = num_kv_heads * -(-rows // ROWS_OF_A_BLOCK)
-    return torch.cuda.get_device_properties(device).multi_processor_count // blocks
+    return torch.cuda.get_device_properties(device).multi_processor_count // max(1, blocks)
 
 
 def cascade_attention(
