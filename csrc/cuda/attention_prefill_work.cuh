@@ -53,8 +53,9 @@ struct PrefillItem {
   int first_tile, tiles;
 };
 
-// kRows: of an item, kTokens: of a tile.
-template <int kHeadSize, int kRows, int kTokens>
+// kRows: of an item, kTokens: of a tile. kReloads: with more than one round, lengths are read again
+// in every step of find(), for kernels whose registers they would take.
+template <int kHeadSize, int kRows, int kTokens, bool kReloads>
 class PrefillPlan {
  public:
   // All lanes of a warp.
@@ -81,9 +82,9 @@ class PrefillPlan {
     blocks_ = gridDim.x;
     if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
     before_ = 0;
-    if (one_round(p)) {
+    if (kReloads || one_round(p)) {
       class_ = round_ = first_head_ = 0;
-      start_round(p);
+      if (one_round(p)) start_round(p);
     } else {  // behind the last item of a round that is not there
       class_ = kPrefillClasses - 1;
       round_ = -1;
@@ -102,6 +103,10 @@ class PrefillPlan {
                                        uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
+      if (kReloads && !one_round(p)) {
+        load(p, shape, round_, lane);
+        start_round(p);
+      }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
@@ -123,6 +128,10 @@ class PrefillPlan {
         first_head_ += section_heads_;
         if (first_head_ < p.kv.num_kv_heads) continue;
         first_head_ = 0;
+        if constexpr (kReloads) {
+          ++round_;
+          continue;
+        }
         do {  // the next round that has a chunk
           load(p, shape, ++round_, lane);
         } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));

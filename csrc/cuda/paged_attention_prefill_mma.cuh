@@ -53,7 +53,7 @@ struct alignas(16) WarpSight {
 
 template <typename Config>
 struct PrefillMmaShared {
-  using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens>;
+  using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens, true>;
   PrefillMmaItem items[2];       // seq < 0: there are no more
   uint32_t present[2][2];        // bits, of a stage's tokens
   float factors[Config::kRows];  // what undoes a query row's scaling
