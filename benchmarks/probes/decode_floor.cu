@@ -37,7 +37,9 @@ __device__ void copy(uint32_t to, const char* from, int bytes, uint32_t barrier,
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-__device__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ void wait_for_predecessor() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 __global__ void __launch_bounds__(kWarps * 32, 1) floor_kernel(const __grid_constant__ Floor f) {
   extern __shared__ __align__(128) char shared[];
