@@ -20,8 +20,9 @@ class TurnedKeys {
 
   TurnedKeys() = default;
   __device__ __forceinline__ TurnedKeys(const RopeAndCacheParams& p,
-                                        const ReshapeAndCacheParams& write)
-      : p_(&p), given_(write) {}
+                                        const ReshapeAndCacheParams& write,
+                                        const WriterStrides& strides)
+      : p_(&p), given_(write, strides) {}
 
   __device__ __forceinline__ void prefetch(int token, int head, int d) const {
     given_.prefetch(token, head, d);
@@ -101,7 +102,7 @@ template <typename T>
 __device__ __forceinline__ void turn_query(const RopeAndCacheParams& p, const QueryBlocks& blocks,
                                            int num_lanes) {
   constexpr int kWidth = kVectorWidth<T>;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int thread = threadIdx.x;
   const int block = blockIdx.x - blocks.storing +
                     (gridDim.x - blocks.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
   const int within = blocks.lanes.divide(thread);
@@ -130,32 +131,32 @@ __device__ __forceinline__ void turn_query(const RopeAndCacheParams& p, const Qu
   *second = narrow<T>(values[1]);
 }
 
-template <typename T, typename C, bool kMany>
-__global__ void __launch_bounds__(kRun * 16, std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 3))
+template <typename T, typename C, int kLanes, bool kMany>
+__global__ void __launch_bounds__(kRun* kLanes,
+                                  std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 3) * 16 /
+                                      kLanes)
     rope_and_pages_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
-                          int num_lanes, FastDivisor block_size, FastDivisor parts,
-                          FastDivisor head_size) {
+                          int num_lanes, PagesPlan plan) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {
     turn_query<T>(p, blocks, num_lanes);
     return;
   }
-  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write);
-  write_pages<T, C, kRun, kMany>(write, keys, block_size, parts, head_size);
+  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write, plan.strides);
+  write_pages<T, C, kRun, kLanes, kMany>(write, plan, keys);
 }
 
-template <typename T, typename C, bool kMany>
-__global__ void __launch_bounds__(256, kIs8Bit<C> ? 2 : 4)
+template <typename T, typename C, int kThreads, int kOwn>
+__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 1 ? 768 : 1024) / kThreads)
     rope_and_rows_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
-                         int num_lanes, FastDivisor block_size, int head_size,
-                         FastDivisor scaled_head) {
+                         int num_lanes, RowsPlan plan) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {
     turn_query<T>(p, blocks, num_lanes);
     return;
   }
-  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write);
-  write_rows<T, C, 1, kMany ? 32 : 1>(write, keys, block_size, head_size, scaled_head);
+  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write, plan.strides);
+  write_rows<T, C, kThreads, 1, kOwn>(write, plan, keys);
 }
 
 }  // namespace
@@ -171,34 +172,34 @@ bool fits_writers(const RopeAndCacheParams& p) {
 
 void launch_writers(const RopeAndCacheParams& p, Stream stream) {
   const ReshapeAndCacheParams write = as_write(p);
-  // `block`, `grid`: the writer's.
-  const auto run = [&](auto kernel, dim3 block, dim3 grid, int64_t shared_bytes, auto... more) {
+  // `threads`, `grid`: the writer's.
+  const auto run = [&](auto kernel, int threads, dim3 grid, const auto& plan) {
     const int lanes = p.rotary_size / 2 * size_of(p.dtype) / 16;
     const QueryBlocks blocks{.storing = static_cast<int>(grid.x),
-                             .rows = static_cast<int>(block.x * block.y) / lanes,
+                             .rows = threads / lanes,
                              .lanes = FastDivisor(lanes),
                              .heads = FastDivisor(p.query.count)};
     grid.x += static_cast<unsigned>(
         ceil_div(ceil_div(p.num_tokens * p.query.count, blocks.rows), int64_t{grid.y} * grid.z));
-    launch_kernel(p.op, kernel, grid, block, shared_bytes, stream, p, write, blocks, lanes,
-                  FastDivisor(p.kv.block_size), more...);
+    launch_kernel(p.op, kernel, grid, dim3(threads), 0, stream, p, write, blocks, lanes, plan);
   };
-  const PagesShape pages = shape_of(write, kRun);
-  const RowsShape rows = rows_shape(write);
-  const int tokens = rows.y;
+  const PagesShape pages(write, kRun);
+  const RowsShape rows(write, 1);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
       if (p.kv.layout == KvLayout::kVllm) {
-        run(p.num_slots > kFewTokens ? rope_and_pages_kernel<T, C, true>
-                                     : rope_and_pages_kernel<T, C, false>,
-            dim3(pages.lanes, kRun), pages.grid, pages.tile_bytes, FastDivisor(pages.parts),
-            FastDivisor(p.kv.head_size));
+        run(pages.lanes == kFewChunks ? rope_and_pages_kernel<T, C, kFewChunks, false>
+            : pages.lanes == 8        ? rope_and_pages_kernel<T, C, 8, true>
+                                      : rope_and_pages_kernel<T, C, 16, true>,
+            kRun * pages.lanes, pages.grid, pages.plan);
       } else {
-        run(tokens > 1 ? rope_and_rows_kernel<T, C, true> : rope_and_rows_kernel<T, C, false>,
-            dim3(rows.x, rows.y), dim3(ceil_div(p.num_slots, tokens), rows.heads), 0,
-            rows.head_size, FastDivisor(p.kv.head_size));
+        run(rows.plan.rows > 1     ? rows.threads == 256 ? rope_and_rows_kernel<T, C, 256, 32>
+                                                         : rope_and_rows_kernel<T, C, 64, 32>
+            : rows.threads == 128 ? rope_and_rows_kernel<T, C, 128, 1>
+                                  : rope_and_rows_kernel<T, C, 256, 1>,
+            rows.threads, rows.grid, rows.plan);
       }
     });
   });

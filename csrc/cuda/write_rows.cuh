@@ -14,148 +14,187 @@
 
 namespace vllm_kernels::cuda {
 
-// A block's tokens are kPerThread * blockDim.y neighbours, at most kOwn, of head blockIdx.y; thread
-// (x, y) moves chunk x, and x + blockDim.x and so on, of K and V of every blockDim.y-th of them. A
-// chunk is 16 bytes of the cache. Where all heads of a token lie in one row they count as one head
-// of `head_size` elements; `scaled_head` is the size of a KV head all the same.
-template <typename T, typename C, int kPerThread, int kOwn, typename Keys>
-__device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const Keys& given,
-                                           FastDivisor block_size, int head_size,
-                                           FastDivisor scaled_head) {
+// What a launch knows beside the op's params. Where all heads of a token lie in one row they count
+// as one head of `head_size` elements; `scaled_head` is the size of a KV head all the same.
+struct RowsPlan {
+  WriterStrides strides;
+  SlotMapping slots;
+  FastDivisor block_size;
+  FastDivisor scaled_head;
+  FastDivisor by_lanes;
+  int head_size;
+  int lanes;  // threads of a token
+  int rows;   // tokens side by side
+};
+
+// A block's tokens are kEach * plan.rows neighbours, at most kOwn, of head blockIdx.y; a thread
+// moves a chunk, and those that come plan.lanes later, of K and V of every plan.rows-th of them. A
+// chunk is 16 bytes of the cache.
+template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
+__device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const RowsPlan& plan,
+                                           const Keys& given) {
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kParts = kWidth / kVectorWidth<T>;
+  constexpr uint32_t kWarp = 0xffffffffu;
   const PagedKv& kv = p.kv;
-  const int tokens = kPerThread * blockDim.y;
+  const WriterStrides& strides = plan.strides;
+  const SlotMapping& slots = plan.slots;
+  const int tokens = kOwn == 1 ? 1 : kEach * plan.rows;
   const int first = blockIdx.x * tokens;  // within this launch
   const int head = blockIdx.y;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int threads = blockDim.x * blockDim.y;
+  const int thread = threadIdx.x;
+  const int y = kOwn == 1 ? 0 : plan.by_lanes.divide(thread);
+  const int x = thread - y * plan.lanes;
 
-  Keys keys[kPerThread];
+  Keys keys[kEach];
 #pragma unroll
   for (Keys& key : keys) key = given;
-  Vector<T> k[kPerThread][kParts], v[kPerThread][kParts];
+  Vector<T> k[kEach][kParts], v[kEach][kParts];
   // The KV head of the row's element d.
-  const auto head_of = [&](int d) { return head + static_cast<int>(scaled_head.divide(d)); };
+  const auto head_of = [&](int d) { return head + static_cast<int>(plan.scaled_head.divide(d)); };
   // Where keys look for element d: head and element of it, or of the row.
   const auto key_head = [&](int d) { return Keys::kByHead ? head_of(d) : head; };
   const auto key_element = [&](int d) {
     return Keys::kByHead ? d - (head_of(d) - head) * kv.head_size : d;
   };
-  const int num_tokens = static_cast<int>(p.num_tokens);
+  const int num_tokens = static_cast<int>(slots.num_tokens);
+  const auto value_at = [&](int token, int d) {
+    return reinterpret_cast<const Vector<T>*>(
+        stepped(stepped(static_cast<const T*>(p.value) + d, token, strides.value_token), head,
+                strides.value_head));
+  };
+  const auto token_of = [&](int j) { return min(first + j * plan.rows + y, num_tokens - 1); };
   // Without a branch, so that all loads of the prologue are under way at once.
   const auto fetch = [&](int d) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const int token = min(static_cast<int>(first + j * blockDim.y + threadIdx.y), num_tokens - 1);
-      const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
-                                                             token * p.value_token_stride +
-                                                             head * p.value_head_stride + d);
-      keys[j].load(token, key_head(d), key_element(d), k[j]);
+    for (int j = 0; j < kEach; ++j) {
+      const Vector<T>* value = value_at(token_of(j), d);
+      keys[j].load(token_of(j), key_head(d), key_element(d), k[j]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) v[j][part] = value[part];
     }
   };
-  int d = threadIdx.x * kWidth;
-  if constexpr (kPerThread == 1) {  // few tokens: under way before the wait
-    const int token = min(first + static_cast<int>(threadIdx.y), num_tokens - 1);
-    keys[0].prefetch(token, key_head(d), key_element(d));
-    prefetch_l2(static_cast<const T*>(p.value) + token * p.value_token_stride +
-                head * p.value_head_stride + d);
-    prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
+  int d = x * kWidth;
+  const bool inside = d < plan.head_size && y < plan.rows;
+  const int first_d = min(d, plan.head_size - kWidth);
+  // A few own tokens are a lane's each, more are in shared memory.
+  constexpr bool kFew = kOwn <= 4;
+  const int own_index = kFew ? threadIdx.x % kOwn : thread;
+  const int64_t* own_slot_at = slots.slot_mapping + min(first + own_index, num_tokens - 1);
+  if constexpr (kEach == 1 && kFew) {  // few tokens: under way before the wait
+    keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
+    prefetch_l2(value_at(token_of(0), first_d));
+    prefetch_l2(slots.slot_mapping + min(first + thread, num_tokens - 1));
   }
   wait_for_predecessor();
-  const int own_thread = kOwn == 1 ? 0 : thread;
-  const int32_t own_slot = own_thread < tokens ? slot_of(p, first + own_thread) : -1;
-  fetch(d);
+  const int64_t own_slot_read = *own_slot_at;
+  fetch(first_d);
   __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
-  __shared__ int32_t own_slots[kOwn];
-  __shared__ SlotFilter filter;
-  __shared__ uint32_t repeated_here;
   const int from = first + tokens + thread;
-  LaterSlots<kOwn == 1 ? 4 : Keys::kLater> later;
-  later.load(p, from, threads);
-  if (kOwn > 1 && thread < 32) {
-    if (thread < tokens) own_slots[thread] = own_slot;
-    if constexpr (kOwn > 4) filter.fill(thread, own_slot);
-    const uint32_t repeated = repeated_in_warp(thread, own_slot);
-    if (thread == 0) repeated_here = repeated;
-  }
+  LaterSlots<kOwn == 1 ? 8 : Keys::kLater> later;
+  later.load(slots, from, kThreads);
+  const bool own = own_index < tokens && first + own_index < num_tokens;
+  const int32_t own_slot = own ? slots.usable(own_slot_read) : -1;
   Divisor k_scale, v_scale;
   const auto fetch_scales = [&](int d) {
     k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head_of(d));
     v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head_of(d));
   };
-  fetch_scales(d);
+  fetch_scales(first_d);
   const auto turn = [&](int d) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) keys[j].turn(key_element(d), k[j]);
+    for (int j = 0; j < kEach; ++j) keys[j].turn(key_element(d), k[j]);
   };
-  turn(d);
+  turn(first_d);
+
   uint32_t repeated;
+  int32_t slot[kEach];
   if constexpr (kOwn == 1) {
-    const OwnRange own{.start = own_slot, .count = own_slot >= 0};
-    repeated = find_repeated<kOwn>(p, from, threads, later, own);
+    const OwnRange range{.start = own_slot, .count = own_slot >= 0};
+    repeated = find_repeated<kOwn>(slots, from, kThreads, later, range);
+    slot[0] = own_slot;
+  } else if constexpr (kFew) {
+    const int lane = thread % 32;
+    OwnFew<kOwn> few;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) few.slots[i] = __shfl_sync(kWarp, own_slot, i);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) slot[j] = __shfl_sync(kWarp, own_slot, j * plan.rows + y);
+    repeated = find_repeated<kOwn>(slots, from, kThreads, later, few);
+    repeated |= repeated_in_warp(lane, lane < tokens ? own_slot : -1);
   } else {
-    __syncthreads();
-    const OwnList list{.slots = own_slots, .end = tokens};
-    if constexpr (kOwn <= 4) {
-      repeated = find_repeated<kOwn>(p, from, threads, later, list);
-    } else {
-      const OwnFiltered own{.filter = &filter, .list = list};
-      repeated = find_repeated<kOwn>(p, from, threads, later, own);
+    __shared__ int32_t own_slots[kOwn];
+    __shared__ SlotFilter filter;
+    __shared__ uint32_t repeated_here;
+    if (thread < 32) {
+      own_slots[thread] = own_slot;
+      filter.fill(thread, own_slot);
+      const uint32_t again = repeated_in_warp(thread, own_slot);
+      if (thread == 0) repeated_here = again;
     }
-    repeated |= repeated_here;
+    __syncthreads();
+    const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
+    repeated = find_repeated<kOwn>(slots, from, kThreads, later, filtered) | repeated_here;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) slot[j] = own_slots[min(j * plan.rows + y, kOwn - 1)];
   }
+  if (!inside) return;
 
 #pragma unroll 1
   while (true) {
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const int i = j * blockDim.y + threadIdx.y;
-      const int32_t slot = kOwn == 1 ? own_slot : own_slots[i];
-      if (slot < 0 || (repeated >> i & 1)) continue;
-      const Place at = place_of(slot, block_size, kv.block_size);
-      C* key = static_cast<C*>(kv.key) + at.block * kv.key_block_stride +
-               at.token * kv.key_token_stride + head * kv.key_head_stride + d;
-      C* value = static_cast<C*>(kv.value) + at.block * kv.value_block_stride +
-                 at.token * kv.value_token_stride + head * kv.value_head_stride + d;
+    for (int j = 0; j < kEach; ++j) {
+      if (slot[j] < 0 || (repeated >> (j * plan.rows + y) & 1)) continue;
+      const Place at = place_of(slot[j], plan.block_size, kv.block_size);
+      C* key = stepped(stepped(page(static_cast<C*>(kv.key) + d, at.block, strides.to_key_block),
+                               at.token, strides.to_key_token),
+                       head, strides.to_key_head);
+      C* value =
+          stepped(stepped(page(static_cast<C*>(kv.value) + d, at.block, strides.to_value_block),
+                          at.token, strides.to_value_token),
+                  head, strides.to_value_head);
       if (keys[j].known()) *reinterpret_cast<Vector<C>*>(key) = narrow<T, C>(k[j], k_scale);
       *reinterpret_cast<Vector<C>*>(value) = narrow<T, C>(v[j], v_scale);
     }
-    d += blockDim.x * kWidth;
-    if (d >= head_size) break;
+    d += plan.lanes * kWidth;
+    if (d >= plan.head_size) break;
     fetch(d);
     fetch_scales(d);
     turn(d);
   }
 }
 
-// Block shape: y tokens of a head's x chunks, `each` times. Where all heads of a token lie in one
-// row they count as one of `head_size` elements.
+// What a block takes. Few tokens: one, or what fills two warps of narrow rows. Many: for enough
+// loads in flight and fewer blocks that look for repetitions four and more, `each` a thread.
 struct RowsShape {
-  int heads;
-  int head_size;
-  int x;
-  int y;
+  int threads;
   int each;
+  dim3 grid;
+  RowsPlan plan;
+
+  // `most`: tokens a thread may move.
+  RowsShape(const ReshapeAndCacheParams& p, int most);
 };
 
-inline RowsShape rows_shape(const ReshapeAndCacheParams& p) {
+inline RowsShape::RowsShape(const ReshapeAndCacheParams& p, int most)
+    : plan{.strides = WriterStrides(p),
+           .slots = {p.slot_mapping, p.num_tokens, p.kv.num_blocks * p.kv.block_size},
+           .block_size = FastDivisor(p.kv.block_size),
+           .scaled_head = FastDivisor(p.kv.head_size)} {
   const PagedKv& kv = p.kv;
-  const int64_t row = int64_t{kv.num_kv_heads} * kv.head_size;
   const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
                        kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
-  const int heads = one_row ? 1 : kv.num_kv_heads;
-  const int head_size = one_row ? static_cast<int>(row) : kv.head_size;
-  const int x = std::min(head_size / kv.x, 256);
-
-  // Few tokens: a block each. Many: four or more, for enough loads in flight and fewer blocks that
-  // look for repetitions. Narrow rows: what fills a warp.
-  const int warp_tokens = (32 + x - 1) / x;
-  const int y = std::max(warp_tokens, p.num_tokens > 1024 ? std::min(16, 256 / x) : 1);
-  const int each = p.num_tokens > 1024 ? std::max(1, 4 / y) : 1;
-  return {.heads = heads, .head_size = head_size, .x = x, .y = y, .each = each};
+  plan.head_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
+  const int chunks = plan.head_size / kv.x;
+  const bool many = p.num_tokens > 1024;
+  threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
+  plan.lanes = std::min(chunks, threads);
+  plan.by_lanes = FastDivisor(plan.lanes);
+  const bool single = !many && chunks > 16;
+  plan.rows = single ? 1 : std::min(threads / plan.lanes, 32);
+  each = many && plan.rows <= 2 ? std::min(2, most) : 1;
+  grid = dim3(static_cast<unsigned>(ceil_div(p.num_tokens, each * plan.rows)),
+              one_row ? 1 : kv.num_kv_heads);
 }
 
 // Every 16-byte access of write_rows is aligned.
@@ -164,7 +203,7 @@ inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const auto aligned = [&](int64_t block, int64_t token, int64_t head) {
     return block % kv.x == 0 && token % kv.x == 0 && head % kv.x == 0;
   };
-  return kv.head_size % kv.x == 0 && inputs_aligned(p) && aligned16(kv.key) &&
+  return kv.head_size % kv.x == 0 && WriterStrides::fit(p) && inputs_aligned(p) && aligned16(kv.key) &&
          aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_token_stride, kv.key_head_stride) &&
          aligned(kv.value_block_stride, kv.value_token_stride, kv.value_head_stride);
