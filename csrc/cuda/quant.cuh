@@ -76,10 +76,17 @@ struct MultiplyByInverse {
   }
 };
 
-// value / scale as IEEE rounds it, for values of at most `magnitude`. The quotient from the
-// reciprocal is corrected by its remainder twice: the first makes it one of the two floats around
-// value / scale, the second the nearer one (Markstein 1990, IBM J. Res. Dev. 34). An infinite scale
-// gives NaNs.
+// value / scale as IEEE rounds it (but for the sign of a zero), inverse = 1 / scale, where neither
+// they nor the remainders leave the range of normal floats. The quotient from the reciprocal is
+// corrected by its remainder twice: the first makes it one of the two floats around value / scale,
+// the second the nearer one (Markstein 1990, IBM J. Res. Dev. 34).
+__device__ __forceinline__ float quotient(float value, float scale, float inverse) {
+  float result = value * inverse;
+  result = fmaf(fmaf(-scale, result, value), inverse, result);
+  return fmaf(fmaf(-scale, result, value), inverse, result);
+}
+
+// value / scale as IEEE rounds it, for values of at most `magnitude`. An infinite scale gives NaNs.
 template <typename Q>
 struct DivideByScale {
   float scale, inverse;
@@ -98,10 +105,7 @@ struct DivideByScale {
     }
 #pragma unroll
     for (float& value : values) {
-      const float x = value;
-      value *= inverse;
-      value = fmaf(fmaf(-scale, value, x), inverse, value);
-      value = copysignf(fmaf(fmaf(-scale, value, x), inverse, value), x);  // -0 stays -0
+      value = copysignf(quotient(value, scale, inverse), value);  // -0 stays -0
     }
     return narrow8<Q>(values);
   }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kRun* kLanes,
     write_pages_kernel(ReshapeAndCacheParams p, PagesPlan plan) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, plan.strides);
-  write_pages<T, C, kRun, kLanes, kMany>(p, plan, keys);
+  write_pages<T, C, kRun, kLanes, kMany>(p, plan, keys, blockIdx.x);
 }
 
 template <int kRun>

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn> 
     write_rows_kernel(ReshapeAndCacheParams p, RowsPlan plan) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, plan.strides);
-  write_rows<T, C, kThreads, kEach, kOwn>(p, plan, keys);
+  write_rows<T, C, kThreads, kEach, kOwn>(p, plan, keys, blockIdx.x);
 }
 
 // One token a block.

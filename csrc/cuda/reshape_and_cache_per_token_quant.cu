@@ -22,15 +22,60 @@ constexpr int kMostThreads = 512;  // of a block
 constexpr int kFewTokens = 64;     // up to here blocks are as small as they can be
 constexpr int kWidth = kVectorWidth<int8_t>;
 
-struct RowScale {
-  float scale;      // stored
-  Divisor divisor;  // what elements are divided by
-};
+// How a row is quantised whose largest magnitude has these bits.
+class RowScale {
+ public:
+  float scale;  // stored
 
-__device__ __forceinline__ RowScale row_scale(uint32_t largest_bits) {
-  const float scale = __fdiv_rn(__uint_as_float(largest_bits), 127.0f);
-  return {.scale = scale, .divisor = Divisor::of(scale > 0.0f ? scale : 1.0f)};
-}
+  __device__ __forceinline__ explicit RowScale(uint32_t largest_bits) {
+    scale = __fdiv_rn(__uint_as_float(largest_bits), 127.0f);
+    // A power of two that brings row and scale to where their quotients can be corrected.
+    factor_ = scale < 0x1p-100f ? 0x1p100f : scale > 0x1p100f ? 0x1p-64f : 1.0f;
+    divisor_ = scale > 0.0f ? scale * factor_ : 1.0f;
+    inverse_ = __frcp_rn(divisor_);
+    finite_ = scale < __int_as_float(0x7f800000);  // no NaN either
+  }
+
+  // x / scale to nearest even, of 16 elements.
+  template <typename T, int kVectors>
+  __device__ __forceinline__ Vector<int8_t> quantise(const Vector<T> (&parts)[kVectors]) const {
+    constexpr int kPart = kVectorWidth<T>;
+    float values[kWidth];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float part[kPart];
+      widen(bits_as<Pack16<T>>(parts[i]), part);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) values[i * kPart + j] = part[j];
+    }
+    if (factor_ != 1.0f) {
+#pragma unroll
+      for (float& value : values) value *= factor_;
+    }
+#pragma unroll
+    for (float& value : values) value = quotient(value, divisor_, inverse_);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const uint32_t bytes =
+          low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+      words[i / 4] = finite_ ? bytes : 0;
+    }
+    Vector<int8_t> result;
+    memcpy(&result, words, sizeof(result));
+    return result;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ int8_t quantise(T x) const {
+    const float value = quotient(to_float(x) * factor_, divisor_, inverse_);
+    return finite_ ? from_float<int8_t>(value) : 0;
+  }
+
+ private:
+  float factor_, divisor_, inverse_;
+  bool finite_;
+};
 
 template <typename T, int kVectors>
 __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors]) {
@@ -49,7 +94,8 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // neighbouring values of one token, each of which costs a sector in that layout.
 template <typename T, bool kTransposed>
 __global__ void __launch_bounds__(kMostThreads)
-    quantise_rows_kernel(Params p, FastDivisor block_size) {
+    quantise_rows_kernel(Params p, WriterStrides strides, SlotMapping slots,
+                         FastDivisor block_size) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kVectors = kWidth / kVectorWidth<T>;
@@ -72,23 +118,24 @@ __global__ void __launch_bounds__(kMostThreads)
   // Without a branch, so that all loads of the prologue are under way at once.
   Vector<T> k[kVectors], v[kVectors];
   {
-    const int64_t token = min(first + row, static_cast<int>(w.num_tokens) - 1);
+    const int token = min(first + row, static_cast<int>(slots.num_tokens) - 1);
     const int d = min(chunk * kWidth, kv.head_size - kWidth);
     const auto* key = reinterpret_cast<const Vector<T>*>(
-        static_cast<const T*>(w.key) + token * w.key_token_stride + head * w.key_head_stride + d);
-    const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(w.value) +
-                                                           token * w.value_token_stride +
-                                                           head * w.value_head_stride + d);
+        stepped(stepped(static_cast<const T*>(w.key) + d, token, strides.key_token), head,
+                strides.key_head));
+    const auto* value = reinterpret_cast<const Vector<T>*>(
+        stepped(stepped(static_cast<const T*>(w.value) + d, token, strides.value_token), head,
+                strides.value_head));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
   }
   const int from = first + tokens + thread;
-  LaterSlots<8> later;
-  later.load(w, from, threads);
+  LaterSlots<sizeof(T) == 4 ? 8 : 16> later;
+  later.load(slots, from, threads);
   if (thread < 32) {
-    const int32_t slot = thread < tokens ? slot_of(w, first + thread) : -1;
+    const int32_t slot = thread < tokens ? slot_of(slots, first + thread) : -1;
     own_slots[thread] = slot;
     filter.fill(thread, slot);
     const uint32_t repeated = repeated_in_warp(thread, slot);
@@ -102,12 +149,12 @@ __global__ void __launch_bounds__(kMostThreads)
     }
   }
   // A lane without a chunk holds another's values: they change no maximum.
-  const RowScale k_scale = row_scale(lanes_max(largest_of(k), blockDim.x));
-  const RowScale v_scale = row_scale(lanes_max(largest_of(v), blockDim.x));
+  const RowScale k_scale(lanes_max(largest_of(k), blockDim.x));
+  const RowScale v_scale(lanes_max(largest_of(v), blockDim.x));
   __syncthreads();
   const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
   const uint32_t repeated =
-      repeated_here | find_repeated<kMostTokens>(w, from, threads, later, own);
+      repeated_here | find_repeated<kMostTokens>(slots, from, threads, later, own);
 
   const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
@@ -121,16 +168,17 @@ __global__ void __launch_bounds__(kMostThreads)
                      at.token] = v_scale.scale;
     }
     if (has_chunk) {
-      int8_t* key = static_cast<int8_t*>(kv.key) + at.block * kv.key_block_stride +
-                    head * kv.key_head_stride + at.token * kv.key_token_stride +
-                    chunk * kv.key_chunk_stride;
-      *reinterpret_cast<Vector<int8_t>*>(key) = narrow<T, int8_t>(k, k_scale.divisor);
-      int8_t* value = kTransposed
-                          ? tile + row * pitch + chunk * kWidth
-                          : static_cast<int8_t*>(kv.value) + at.block * kv.value_block_stride +
-                                head * kv.value_head_stride + at.token * kv.value_token_stride +
-                                chunk * kWidth;
-      *reinterpret_cast<Vector<int8_t>*>(value) = narrow<T, int8_t>(v, v_scale.divisor);
+      int8_t* key = stepped(page(static_cast<int8_t*>(kv.key), at.block, strides.to_key_block),
+                            head, strides.to_key_head);
+      key = stepped(stepped(key, at.token, strides.to_key_token), chunk, strides.to_key_chunk);
+      *reinterpret_cast<Vector<int8_t>*>(key) = k_scale.quantise(k);
+      int8_t* value = tile + row * pitch + chunk * kWidth;
+      if constexpr (!kTransposed) {
+        value = stepped(page(static_cast<int8_t*>(kv.value), at.block, strides.to_value_block),
+                        head, strides.to_value_head);
+        value = stepped(value, at.token, strides.to_value_token) + chunk * kWidth;
+      }
+      *reinterpret_cast<Vector<int8_t>*>(value) = v_scale.quantise(v);
     }
   }
   if constexpr (kTransposed) {
@@ -193,11 +241,11 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
     for (int d = lane; d < kv.head_size; d += 32) {
       largest = max(largest, magnitude_bits(Pack<float, 1>{__float_as_uint(to_float(x[d]))}));
     }
-    const RowScale scale = row_scale(lanes_max(largest, 32));
+    const RowScale scale(lanes_max(largest, 32));
     int8_t* to = static_cast<int8_t*>(is_key ? kv.key : kv.value);
     for (int d = lane; d < kv.head_size; d += 32) {
       to[is_key ? kv.key_offset(block, head, token, d) : kv.value_offset(block, head, token, d)] =
-          to_cache<int8_t>(x[d], scale.divisor);
+          scale.quantise(x[d]);
     }
     if (lane == 0) {
       float* scales = is_key ? p.key_scales + block * p.key_scales_block_stride +
@@ -216,7 +264,8 @@ bool rows_aligned(const ReshapeAndCacheParams& w) {
     return block % kWidth == 0 && head % kWidth == 0 && token % kWidth == 0;
   };
   const bool transposed = kv.layout == KvLayout::kVllm;
-  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && inputs_aligned(w) &&
+  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && WriterStrides::fit(w) &&
+         inputs_aligned(w) &&
          aligned16(kv.key) && aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_head_stride, kv.key_token_stride) &&
          aligned(kv.value_block_stride, kv.value_head_stride,
@@ -247,7 +296,9 @@ void launch_once(const Params& p, Stream stream) {
     const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
     launch_kernel("reshape_and_cache_per_token_quant",
                   transposed ? quantise_rows_kernel<T, true> : quantise_rows_kernel<T, false>, grid,
-                  dim3(lanes, tokens), tile_bytes, stream, p, FastDivisor(kv.block_size));
+                  dim3(lanes, tokens), tile_bytes, stream, p, WriterStrides(w),
+                  SlotMapping{w.slot_mapping, w.num_tokens, kv.num_blocks * kv.block_size},
+                  FastDivisor(kv.block_size));
   });
 }
 

@@ -90,12 +90,27 @@ class TurnedKeys {
   int64_t position_;
 };
 
-// Blocks from `storing` of a grid's rows on turn queries in place, `rows` heads each.
+// Of a grid's rows every period-th block stores, until there are `storing`; the others turn queries
+// in place, `rows` heads each.
 struct QueryBlocks {
   int storing;
+  int period;
+  FastDivisor by_period;
   int rows;
   FastDivisor lanes;  // of a head: 16 bytes of either side of its pairs each
   FastDivisor heads;
+  uint32_t token_stride, head_stride;  // of queries, bytes
+  uint32_t angle_stride;               // from position to position, bytes
+
+  // This block's number among those that store, or -1.
+  __device__ __forceinline__ int group() const {
+    const int nth = by_period.divide(blockIdx.x);
+    return nth < storing && static_cast<int>(blockIdx.x) == nth * period ? nth : -1;
+  }
+  // Its number among the others of its row.
+  __device__ __forceinline__ int query() const {
+    return blockIdx.x - min(static_cast<int>(by_period.divide(blockIdx.x)) + 1, storing);
+  }
 };
 
 template <typename T>
@@ -103,27 +118,31 @@ __device__ __forceinline__ void turn_query(const RopeAndCacheParams& p, const Qu
                                            int num_lanes) {
   constexpr int kWidth = kVectorWidth<T>;
   const int thread = threadIdx.x;
-  const int block = blockIdx.x - blocks.storing +
+  const int block = blocks.query() +
                     (gridDim.x - blocks.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
   const int within = blocks.lanes.divide(thread);
   const int row = block * blocks.rows + within;
   if (within >= blocks.rows || row >= static_cast<int>(p.num_tokens) * p.query.count) return;
   const int token = blocks.heads.divide(row), head = row - token * p.query.count;
   const int half = p.rotary_size / 2, pair = (thread - within * num_lanes) * kWidth;
-  T* start = static_cast<T*>(p.query.data) + token * p.query.token_stride +
-             head * p.query.head_stride + (p.is_neox ? pair : 2 * pair);
+  T* start = stepped(stepped(static_cast<T*>(p.query.data), token, blocks.token_stride), head,
+                     blocks.head_stride) +
+             (p.is_neox ? pair : 2 * pair);
   auto* first = reinterpret_cast<Pack16<T>*>(start);
   auto* second = reinterpret_cast<Pack16<T>*>(start + (p.is_neox ? half : kWidth));
-  prefetch_l2(p.positions + token);
-  prefetch_l2(first);
-  prefetch_l2(second);
+  if (p.num_tokens <= 1024) {  // few: under way before the wait
+    prefetch_l2(p.positions + token);
+    prefetch_l2(first);
+    prefetch_l2(second);
+  }
   wait_for_predecessor();
   const int64_t position = p.positions[token];
   const Pack16<T> packs[2] = {*first, *second};
   if (position < 0 || position >= p.max_position) return;  // the token stays as it is
-  const int64_t cosine = position * p.cos_sin_stride + pair;
+  const auto* angles = stepped(static_cast<const char*>(p.cos_sin_cache),
+                               static_cast<uint32_t>(position), blocks.angle_stride);
   float cosines[kWidth], sines[kWidth], values[2][kWidth];
-  load_angles(p.cos_sin_cache, p.cos_sin_dtype, cosine, cosine + half, cosines, sines);
+  load_angles(angles, p.cos_sin_dtype, pair, pair + half, cosines, sines);
   widen(packs[0], values[0]);
   widen(packs[1], values[1]);
   p.is_neox ? turn_pairs<true>(values, cosines, sines) : turn_pairs<false>(values, cosines, sines);
@@ -138,25 +157,27 @@ __global__ void __launch_bounds__(kRun* kLanes,
     rope_and_pages_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
                           int num_lanes, PagesPlan plan) {
   launch_dependents();
-  if (static_cast<int>(blockIdx.x) >= blocks.storing) {
+  const int group = blocks.group();
+  if (group < 0) {
     turn_query<T>(p, blocks, num_lanes);
     return;
   }
   const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write, plan.strides);
-  write_pages<T, C, kRun, kLanes, kMany>(write, plan, keys);
+  write_pages<T, C, kRun, kLanes, kMany>(write, plan, keys, group);
 }
 
 template <typename T, typename C, int kThreads, int kOwn>
-__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 1 ? 768 : 1024) / kThreads)
+__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 4 ? 768 : 1024) / kThreads)
     rope_and_rows_kernel(RopeAndCacheParams p, ReshapeAndCacheParams write, QueryBlocks blocks,
                          int num_lanes, RowsPlan plan) {
   launch_dependents();
-  if (static_cast<int>(blockIdx.x) >= blocks.storing) {
+  const int group = blocks.group();
+  if (group < 0) {
     turn_query<T>(p, blocks, num_lanes);
     return;
   }
   const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, write, plan.strides);
-  write_rows<T, C, kThreads, 1, kOwn>(write, plan, keys);
+  write_rows<T, C, kThreads, 1, kOwn>(write, plan, keys, group);
 }
 
 }  // namespace
@@ -164,7 +185,11 @@ __global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 1 ? 768 :
 bool fits_writers(const RopeAndCacheParams& p) {
   const bool plain = p.query.bias == nullptr && p.key.bias == nullptr && p.value.bias == nullptr &&
                      p.query.weight == nullptr && p.key.weight == nullptr;
-  if (!plain || !packs_fit(p)) return false;
+  const auto small = [](int64_t stride) { return stride < (1ll << 32) / 4; };
+  if (!plain || !packs_fit(p) || !small(p.query.token_stride) || !small(p.query.head_stride) ||
+      !small(p.cos_sin_stride) || p.max_position > INT32_MAX) {
+    return false;
+  }
   const ReshapeAndCacheParams write = as_write(p);
   if (p.kv.layout == KvLayout::kVllm) return p.kv.block_size % kRun == 0 && pages_aligned(write);
   return p.kv.layout == KvLayout::kNHD && rows_aligned(write);
@@ -172,19 +197,28 @@ bool fits_writers(const RopeAndCacheParams& p) {
 
 void launch_writers(const RopeAndCacheParams& p, Stream stream) {
   const ReshapeAndCacheParams write = as_write(p);
+  const auto bytes = [](int64_t stride, DType dtype) {
+    return static_cast<uint32_t>(stride * size_of(dtype));
+  };
   // `threads`, `grid`: the writer's.
   const auto run = [&](auto kernel, int threads, dim3 grid, const auto& plan) {
     const int lanes = p.rotary_size / 2 * size_of(p.dtype) / 16;
-    const QueryBlocks blocks{.storing = static_cast<int>(grid.x),
-                             .rows = threads / lanes,
-                             .lanes = FastDivisor(lanes),
-                             .heads = FastDivisor(p.query.count)};
+    QueryBlocks blocks{.storing = static_cast<int>(grid.x),
+                       .period = 1,
+                       .rows = threads / lanes,
+                       .lanes = FastDivisor(lanes),
+                       .heads = FastDivisor(p.query.count),
+                       .token_stride = bytes(p.query.token_stride, p.dtype),
+                       .head_stride = bytes(p.query.head_stride, p.dtype),
+                       .angle_stride = bytes(p.cos_sin_stride, p.cos_sin_dtype)};
     grid.x += static_cast<unsigned>(
         ceil_div(ceil_div(p.num_tokens * p.query.count, blocks.rows), int64_t{grid.y} * grid.z));
+    // Many tokens: in between, so that one kind's instructions meet the other's transfers.
+    if (p.num_tokens > 1024) blocks.period = static_cast<int>(grid.x) / blocks.storing;
+    blocks.by_period = FastDivisor(blocks.period);
     launch_kernel(p.op, kernel, grid, dim3(threads), 0, stream, p, write, blocks, lanes, plan);
   };
   const PagesShape pages(write, kRun);
-  const RowsShape rows(write, 1);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
@@ -195,9 +229,12 @@ void launch_writers(const RopeAndCacheParams& p, Stream stream) {
                                       : rope_and_pages_kernel<T, C, 16, true>,
             kRun * pages.lanes, pages.grid, pages.plan);
       } else {
-        run(rows.plan.rows > 1     ? rows.threads == 256 ? rope_and_rows_kernel<T, C, 256, 32>
-                                                         : rope_and_rows_kernel<T, C, 64, 32>
+        const RowsShape rows(write, 1);
+        const int side_by_side = rows.plan.rows;
+        run(rows.threads == 64     ? rope_and_rows_kernel<T, C, 64, 32>
             : rows.threads == 128 ? rope_and_rows_kernel<T, C, 128, 1>
+            : side_by_side > 4    ? rope_and_rows_kernel<T, C, 256, 32>
+            : side_by_side > 1    ? rope_and_rows_kernel<T, C, 256, 4>
                                   : rope_and_rows_kernel<T, C, 256, 1>,
             rows.threads, rows.grid, rows.plan);
       }

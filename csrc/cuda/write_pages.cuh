@@ -135,10 +135,10 @@ struct ValueTile {
 //                                        the block then writes some tokens: with kMany their
 //                                        whole rows, otherwise its part of every kFewBlocks-th
 // blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1 with
-// kMany, else kFewBlocks. blockIdx.x: which kRun tokens.
+// kMany, else kFewBlocks. `group`: which kRun tokens.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
 __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, const PagesPlan& plan,
-                                            Keys keys) {
+                                            Keys keys, int group) {
   constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
   constexpr int kVectors = kWidth / kVectorWidth<T>;  // of T that make a chunk
   constexpr int kThreads = kRun * kLanes;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
   const WriterStrides& strides = plan.strides;
   const SlotMapping& slots = plan.slots;
   const int head = plan.parts.divide(blockIdx.y);
-  const int first = blockIdx.x * kRun;  // within this launch
+  const int first = group * kRun;  // within this launch
   const int first_chunk = (blockIdx.y - head * plan.num_parts) * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;

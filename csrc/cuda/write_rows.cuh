@@ -27,12 +27,12 @@ struct RowsPlan {
   int rows;   // tokens side by side
 };
 
-// A block's tokens are kEach * plan.rows neighbours, at most kOwn, of head blockIdx.y; a thread
+// A block's tokens are the group-th kEach * plan.rows, at most kOwn, of head blockIdx.y; a thread
 // moves a chunk, and those that come plan.lanes later, of K and V of every plan.rows-th of them. A
 // chunk is 16 bytes of the cache.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
 __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const RowsPlan& plan,
-                                           const Keys& given) {
+                                           const Keys& given, int group) {
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kParts = kWidth / kVectorWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
   const WriterStrides& strides = plan.strides;
   const SlotMapping& slots = plan.slots;
   const int tokens = kOwn == 1 ? 1 : kEach * plan.rows;
-  const int first = blockIdx.x * tokens;  // within this launch
+  const int first = group * tokens;  // within this launch
   const int head = blockIdx.y;
   const int thread = threadIdx.x;
   const int y = kOwn == 1 ? 0 : plan.by_lanes.divide(thread);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? threadIdx.x % kOwn : thread;
   const int64_t* own_slot_at = slots.slot_mapping + min(first + own_index, num_tokens - 1);
-  if constexpr (kEach == 1 && kFew) {  // few tokens: under way before the wait
+  if constexpr (kOwn == 1) {  // few tokens: under way before the wait
     keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
     prefetch_l2(value_at(token_of(0), first_d));
     prefetch_l2(slots.slot_mapping + min(first + thread, num_tokens - 1));
