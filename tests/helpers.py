@@ -14,6 +14,24 @@ EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0
 SMALLEST = {torch.float32: 2.0**-126, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
 
 
+def bits(x: Tensor) -> Tensor:
+    """The elements as integers, so that NaNs compare, too."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])
+
+
+def to_layout(rows: Tensor, layout: str, is_key: bool) -> Tensor:
+    """[num_blocks, block_size, num_kv_heads, head_size] -> the cache tensor, contiguous."""
+    if layout == "NHD":
+        return rows.contiguous()
+    if layout == "HND":
+        return rows.transpose(1, 2).contiguous()
+    if is_key:
+        chunks = rows.unflatten(-1, (-1, 16 // rows.dtype.itemsize))
+        return chunks.permute(0, 2, 3, 1, 4).contiguous()
+    return rows.permute(0, 2, 3, 1).contiguous()
+
+
 def assert_close(got: Tensor, want: Tensor, ulps: float, floor: float = 0.0) -> None:
     """|got - want| <= ulps units in the last place of want's value in got's dtype, plus floor."""
     assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
@@ -32,10 +50,19 @@ def opcheck(op: str, *args: object, **kwargs: object) -> None:
 
 
 def opcheck_float8(op: str, *args: object) -> None:
-    """Without the schema's test, whose products torch has not for float8 tensors."""
+    """As opcheck; of torch's test of the schema, which float8 tensors lack a product for, what it
+    says: a call writes what the schema calls written and nothing else, and returns nothing given."""
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     call = getattr(torch.ops.vllm_kernels, op).default
     torch.library.opcheck(call, args, test_utils=kinds)
+    given = [x.clone() if isinstance(x, Tensor) else x for x in args]
+    returned = call(*given)
+    for argument, x, before in zip(call._schema.arguments, given, args):
+        if isinstance(x, Tensor) and not (argument.alias_info and argument.alias_info.is_write):
+            assert torch.equal(bits(x), bits(before)), f"{op} writes {argument.name}"
+    results = returned if isinstance(returned, (tuple, list)) else (returned,)
+    pointers = {x.data_ptr() for x in given if isinstance(x, Tensor) and x.numel()}
+    assert not any(isinstance(x, Tensor) and x.data_ptr() in pointers for x in results)
 
 
 def assert_compiles(call: Callable[..., object], *args: object) -> None:

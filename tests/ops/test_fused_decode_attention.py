@@ -15,11 +15,13 @@ from helpers import (
     assert_close,
     assert_compiles,
     assert_graph_replays,
+    bits,
     opcheck,
     opcheck_float8,
     raises,
+    to_layout,
 )
-from test_paged_attention_general import EIGHT_BITS, LAYOUTS, NAN, per_head, to_layout
+from test_paged_attention_general import EIGHT_BITS, LAYOUTS, NAN, per_head
 from test_paged_attention_general import make_case as make_pages
 from torch import Tensor
 
@@ -94,10 +96,6 @@ class Case:
         return vllm_kernels.paged_attention(
             query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens, **options
         )
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
 
 
 def make_case(

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises
+from helpers import assert_compiles, bits, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LAYOUTS = ["vllm", "NHD", "HND"]
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.element_size()])
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -42,7 +37,7 @@ class Batch:
             self.table[seq, :count] = ids[used : used + count]
             used += count
         self.table = self.table.int().to(device)
-        lens = torch.tensor(lengths)
+        lens = torch.tensor(lengths, dtype=torch.int64)
         self.cu = torch.cat([torch.zeros(1), lens.cumsum(0)]).int().to(device)
         self.starts = None if starts is None else torch.tensor(starts).int().to(device)
         self.rows = sum(lengths) + spare_rows
@@ -119,14 +114,8 @@ def test_gather_and_maybe_dequant_cache(device, dtype, batch_name, kv_cache_dtyp
 
 def paged(batch: Batch, layout: str, stored: torch.dtype, device: str, *, heads=2, size=64,
           block=16) -> list[Tensor]:  # fmt: skip
-    rows = [noise((batch.num_blocks, block, heads, size), stored, device) for _ in range(2)]
-    if layout == "HND":
-        return [r.transpose(1, 2).contiguous() for r in rows]
-    if layout == "NHD":
-        return rows
-    x = 16 // stored.itemsize
-    key = rows[0].unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
-    return [key, rows[1].permute(0, 2, 3, 1).contiguous()]
+    shape = (batch.num_blocks, block, heads, size)
+    return [to_layout(noise(shape, stored, device), layout, is_key) for is_key in (True, False)]
 
 
 def check_kv(batch: Batch, caches: list[Tensor], rows: list[Tensor], layout: str,
@@ -201,6 +190,24 @@ def test_reads_what_the_writers_wrote(device, dtype, layout):
     for x, got in zip((key, value), rows):
         allowed = x.double().abs().amax(-1, keepdim=True) * (0.51 / 127 + torch.finfo(dtype).eps)
         assert ((got.double() - x.double()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no sequences", "no tokens"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_nothing_to_gather(device, lengths, rows):
+    """No rows are read, and those there are keep what they hold."""
+    batch = Batch(device, lengths, spare_rows=rows)
+    check_cp(batch, *(noise((n, *size), torch.bfloat16, device)
+                      for n, size in ((batch.num_blocks, (16, 576)), (rows, (576,)))))  # fmt: skip
+    check_kv(batch, paged(batch, "NHD", torch.bfloat16, device),
+             rows_for(batch, 2, 64, torch.bfloat16, device), "NHD")  # fmt: skip
+    src = noise((batch.num_blocks, 16, 576), torch.uint8, device)
+    dst = noise((rows, 576), torch.bfloat16, device)
+    want, one = dst.clone(), torch.ones(1, device=device)
+    vllm_kernels.gather_and_maybe_dequant_cache(
+        src, dst, batch.table, batch.cu, batch.token_to_seq, 0, "fp8", one
+    )
+    assert torch.equal(bits(dst), bits(want))
 
 
 def test_garbage_behind_the_lengths_is_not_looked_at(device):

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises
+from helpers import assert_compiles, bits, opcheck, raises
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
 CACHE_DTYPES = ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(params=CACHE_DTYPES)
 def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.element_size()])
 
 
 def empty_cache(kv_cache_dtype, dtype, device, *, blocks=11, block=16, rank=512, pe=64) -> Tensor:

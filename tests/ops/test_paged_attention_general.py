@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from helpers import EPSILON, assert_compiles, opcheck, raises
+from helpers import EPSILON, assert_compiles, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels
@@ -75,18 +75,6 @@ class Case:
 
     def with_options(self, **options: object) -> Case:
         return replace(self, options={**self.options, **options})
-
-
-def to_layout(rows: Tensor, layout: str, is_key: bool) -> Tensor:
-    """[num_blocks, block_size, num_kv_heads, head_size] -> the cache tensor, contiguous."""
-    if layout == "NHD":
-        return rows.contiguous()
-    if layout == "HND":
-        return rows.transpose(1, 2).contiguous()
-    if is_key:
-        chunks = rows.unflatten(-1, (-1, 16 // rows.dtype.itemsize))
-        return chunks.permute(0, 2, 3, 1, 4).contiguous()
-    return rows.permute(0, 2, 3, 1).contiguous()
 
 
 def quantized(rows: Tensor, stored: torch.dtype, scale: Tensor | None) -> Tensor:

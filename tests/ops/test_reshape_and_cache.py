@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_compiles, opcheck, raises
+from helpers import assert_compiles, bits, opcheck, raises
 from torch import Tensor
 
 import vllm_kernels
@@ -24,10 +24,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.fixture(params=OPS, ids=["vllm", "flash"])
 def op(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.element_size()])
 
 
 def cache_shapes(op: str, blocks: int, block: int, heads: int, size: int, itemsize: int):

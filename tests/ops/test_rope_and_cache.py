@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import EPSILON, assert_close, assert_compiles, opcheck, raises
+from helpers import EPSILON, assert_close, assert_compiles, bits, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels
@@ -74,10 +74,6 @@ class Case:
             assert (got != want).float().mean() < 0.02
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
-
-
 def pool(blocks: int, block: int, heads: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
     """[blocks, block, heads, size], NaN or, in 8 bits, a pattern that is none of the results."""
     if dtype.itemsize == 1:
@@ -85,17 +81,6 @@ def pool(blocks: int, block: int, heads: int, size: int, dtype: torch.dtype, dev
             torch.full((blocks, block, heads, size), 0x55, dtype=torch.uint8).to(device).view(dtype)
         )
     return torch.full((blocks, block, heads, size), float("nan"), dtype=dtype, device=device)
-
-
-def to_layout(rows: Tensor, layout: str, is_key: bool) -> Tensor:
-    if layout == "NHD":
-        return rows
-    if layout == "HND":
-        return rows.transpose(1, 2).contiguous()
-    if is_key:
-        x = 16 // rows.dtype.itemsize
-        return rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
-    return rows.permute(0, 2, 3, 1).contiguous()
 
 
 def make_case(
