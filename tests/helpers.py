@@ -50,8 +50,8 @@ def opcheck(op: str, *args: object, **kwargs: object) -> None:
 
 
 def opcheck_float8(op: str, *args: object) -> None:
-    """As opcheck; of torch's test of the schema, which float8 tensors lack a product for, what it
-    says: a call writes what the schema calls written and nothing else, and returns nothing given."""
+    """As opcheck. In place of torch's test of the schema, for which float8 tensors lack a product:
+    a call writes what the schema calls written and nothing else, and returns nothing given."""
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     call = getattr(torch.ops.vllm_kernels, op).default
     torch.library.opcheck(call, args, test_utils=kinds)

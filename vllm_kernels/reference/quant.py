@@ -55,9 +55,7 @@ def quantize_product_groups(
 ) -> tuple[Tensor, Tensor]:
     """As silu_and_mul_per_block_quant: the bound is one of the scale, both dtypes are divided."""
     parts = products.unflatten(-1, (-1, group_size))
-    magnitude = parts.float().abs().amax(-1, keepdim=True)
-    scale = magnitude / torch.full_like(magnitude, LARGEST[dtype])
+    scale = scale_of(parts, dtype)
     if scale_ub is not None:
-        scale = scale.clamp(max=scale_ub.item())
-    scale = scale.clamp(min=LEAST_SCALE[dtype])
+        scale = scale.clamp(max=scale_ub.item()).clamp(min=LEAST_SCALE[dtype])
     return quantize(parts, scale, dtype, divide=True).flatten(-2), scale.squeeze(-1)
