@@ -2,6 +2,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/int8.cuh"
 #include "cuda/pack.cuh"
@@ -75,16 +76,6 @@ struct MultiplyByInverse {
     return narrow8<Q>(values);
   }
 };
-
-// value / scale as IEEE rounds it (but for the sign of a zero), inverse = 1 / scale, where neither
-// they nor the remainders leave the range of normal floats. The quotient from the reciprocal is
-// corrected by its remainder twice: the first makes it one of the two floats around value / scale,
-// the second the nearer one (Markstein 1990, IBM J. Res. Dev. 34).
-__device__ __forceinline__ float quotient(float value, float scale, float inverse) {
-  float result = value * inverse;
-  result = fmaf(fmaf(-scale, result, value), inverse, result);
-  return fmaf(fmaf(-scale, result, value), inverse, result);
-}
 
 // value / scale as IEEE rounds it, for values of at most `magnitude`. An infinite scale gives NaNs.
 template <typename Q>

@@ -15,17 +15,17 @@ namespace {
 // Threads that a multiprocessor is to hold. A token a block: so many that blocks of the next launch
 // find room beside them.
 template <typename T, typename C, int kEach, int kOwn>
-constexpr int kResidentThreads = kIs8Bit<C> ? (kEach > 1 ? 512 : 768)
+constexpr int kResidentThreads = kIs8Bit<C> ? (kEach > 1 || sizeof(T) == 4 ? 512 : 768)
                                  : kEach > 1               ? 768
                                  : kOwn > 1                ? 1024
                                                            : 1536;
 
 template <typename T, typename C, int kThreads, int kEach, int kOwn>
 __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn> / kThreads)
-    write_rows_kernel(ReshapeAndCacheParams p, RowsPlan plan) {
+    write_rows_kernel(RowsWrite p) {
   launch_dependents();
-  const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p, plan.strides);
-  write_rows<T, C, kThreads, kEach, kOwn>(p, plan, keys, blockIdx.x);
+  const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
+  write_rows<T, C, kThreads, kEach, kOwn>(p, keys, blockIdx.x);
 }
 
 // One token a block.
@@ -67,15 +67,16 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
       using C = decltype(stored);
       constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // by registers
       const RowsShape shape(p, kEach);
-      auto kernel = shape.plan.rows > 1
-                        ? shape.threads == 256 ? write_rows_kernel<T, C, 256, 1, 32>
-                                               : write_rows_kernel<T, C, 64, 1, 32>
-                    : shape.threads == 256 ? write_rows_kernel<T, C, 256, 1, 1>
-                                           : write_rows_kernel<T, C, 128, 1, 1>;
+      const int rows = shape.write.rows;
+      auto kernel = shape.threads == 64    ? write_rows_kernel<T, C, 64, 1, 32>
+                    : shape.threads == 128 ? write_rows_kernel<T, C, 128, 1, 1>
+                    : rows > 4             ? write_rows_kernel<T, C, 256, 1, 32>
+                    : rows > 1             ? write_rows_kernel<T, C, 256, 1, 4>
+                                           : write_rows_kernel<T, C, 256, 1, 1>;
       if constexpr (kEach > 1) {
         if (shape.each > 1) kernel = write_rows_kernel<T, C, 256, kEach, 4>;
       }
-      launch_kernel(p.op, kernel, shape.grid, dim3(shape.threads), 0, stream, p, shape.plan);
+      launch_kernel(p.op, kernel, shape.grid, dim3(shape.threads), 0, stream, shape.write);
     });
   });
 }

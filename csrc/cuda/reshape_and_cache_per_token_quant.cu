@@ -17,6 +17,24 @@ namespace {
 
 using Params = ReshapeAndCachePerTokenQuantParams;
 
+struct TokenQuantWrite : CacheWrite {
+  float* key_scales;
+  float* value_scales;
+  int64_t key_scales_block_stride;
+  int64_t key_scales_head_stride;
+  int64_t value_scales_block_stride;
+  int64_t value_scales_head_stride;
+
+  explicit TokenQuantWrite(const Params& p)
+      : CacheWrite(p.write),
+        key_scales(p.key_scales),
+        value_scales(p.value_scales),
+        key_scales_block_stride(p.key_scales_block_stride),
+        key_scales_head_stride(p.key_scales_head_stride),
+        value_scales_block_stride(p.value_scales_block_stride),
+        value_scales_head_stride(p.value_scales_head_stride) {}
+};
+
 constexpr int kMostTokens = 32;    // of a block
 constexpr int kMostThreads = 512;  // of a block
 constexpr int kFewTokens = 64;     // up to here blocks are as small as they can be
@@ -94,8 +112,7 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // neighbouring values of one token, each of which costs a sector in that layout.
 template <typename T, bool kTransposed>
 __global__ void __launch_bounds__(kMostThreads)
-    quantise_rows_kernel(Params p, WriterStrides strides, SlotMapping slots,
-                         FastDivisor block_size) {
+    quantise_rows_kernel(TokenQuantWrite p) {
   launch_dependents();
   wait_for_predecessor();
   constexpr int kVectors = kWidth / kVectorWidth<T>;
@@ -105,27 +122,25 @@ __global__ void __launch_bounds__(kMostThreads)
   __shared__ uint32_t repeated_here;
   __shared__ bool neighbours;
 
-  const ReshapeAndCacheParams& w = p.write;
-  const PagedKv& kv = w.kv;
   const int tokens = blockDim.y;
   const int first = blockIdx.x * tokens;  // within this launch
   const int head = blockIdx.y;
   const int chunk = threadIdx.x, row = threadIdx.y;
   const int thread = row * blockDim.x + chunk;
   const int threads = blockDim.x * tokens;
-  const bool has_chunk = chunk * kWidth < kv.head_size;
+  const bool has_chunk = chunk * kWidth < p.head_size;
 
   // Without a branch, so that all loads of the prologue are under way at once.
   Vector<T> k[kVectors], v[kVectors];
   {
-    const int token = min(first + row, static_cast<int>(slots.num_tokens) - 1);
-    const int d = min(chunk * kWidth, kv.head_size - kWidth);
+    const int token = min(first + row, p.num_tokens - 1);
+    const int d = min(chunk * kWidth, p.head_size - kWidth);
     const auto* key = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(w.key) + d, token, strides.key_token), head,
-                strides.key_head));
+        stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head,
+                p.key_head));
     const auto* value = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(w.value) + d, token, strides.value_token), head,
-                strides.value_head));
+        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
+                p.value_head));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll
@@ -133,9 +148,9 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   const int from = first + tokens + thread;
   LaterSlots<sizeof(T) == 4 ? 8 : 16> later;
-  later.load(slots, from, threads);
+  later.load(p, from, threads);
   if (thread < 32) {
-    const int32_t slot = thread < tokens ? slot_of(slots, first + thread) : -1;
+    const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
     own_slots[thread] = slot;
     filter.fill(thread, slot);
     const uint32_t repeated = repeated_in_warp(thread, slot);
@@ -144,7 +159,7 @@ __global__ void __launch_bounds__(kMostThreads)
     const uint32_t all = (1u << (tokens - 1)) - 1;
     if (thread == 0) {
       repeated_here = repeated;
-      neighbours = tokens % 8 == 0 && kv.block_size % tokens == 0 && (follows & all) == all &&
+      neighbours = tokens % 8 == 0 && p.block_size % tokens == 0 && (follows & all) == all &&
                    slot >= 0 && slot % tokens == 0;
     }
   }
@@ -154,13 +169,13 @@ __global__ void __launch_bounds__(kMostThreads)
   __syncthreads();
   const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
   const uint32_t repeated =
-      repeated_here | find_repeated<kMostTokens>(slots, from, threads, later, own);
+      repeated_here | find_repeated<kMostTokens>(p, from, threads, later, own);
 
   const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
   const int32_t slot = own_slots[row];
   if (slot >= 0 && (repeated >> row & 1) == 0) {
-    const Place at = place_of(slot, block_size, kv.block_size);
+    const Place at = p.place(slot);
     if (chunk == 0) {
       p.key_scales[at.block * p.key_scales_block_stride + head * p.key_scales_head_stride +
                    at.token] = k_scale.scale;
@@ -168,36 +183,39 @@ __global__ void __launch_bounds__(kMostThreads)
                      at.token] = v_scale.scale;
     }
     if (has_chunk) {
-      int8_t* key = stepped(page(static_cast<int8_t*>(kv.key), at.block, strides.to_key_block),
-                            head, strides.to_key_head);
-      key = stepped(stepped(key, at.token, strides.to_key_token), chunk, strides.to_key_chunk);
+      int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block),
+                            head, p.to_key_head);
+      key = stepped(stepped(key, at.token, p.to_key_token), chunk, p.to_key_chunk);
       *reinterpret_cast<Vector<int8_t>*>(key) = k_scale.quantise(k);
       int8_t* value = tile + row * pitch + chunk * kWidth;
       if constexpr (!kTransposed) {
-        value = stepped(page(static_cast<int8_t*>(kv.value), at.block, strides.to_value_block),
-                        head, strides.to_value_head);
-        value = stepped(value, at.token, strides.to_value_token) + chunk * kWidth;
+        value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block),
+                        head, p.to_value_head);
+        value = stepped(value, at.token, p.to_value_token) + chunk * kWidth;
       }
       *reinterpret_cast<Vector<int8_t>*>(value) = v_scale.quantise(v);
     }
   }
   if constexpr (kTransposed) {
     __syncthreads();
-    int8_t* values = static_cast<int8_t*>(kv.value) + head * kv.value_head_stride;
+    const auto values_of = [&](Place at) {
+      return stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
+                     p.to_value_head) +
+             at.token;
+    };
     if (neighbours && repeated == 0) {
-      const Place at = place_of(own_slots[0], block_size, kv.block_size);
-      values += at.block * kv.value_block_stride + at.token;
+      int8_t* values = values_of(p.place(own_slots[0]));
       const int stores = tokens / 8;  // of one value index: 1 or 2 or 4
       const int shift = stores == 1 ? 0 : stores == 2 ? 1 : 2;
 #pragma unroll 1
-      for (int i = thread; i < kv.head_size << shift; i += threads) {
+      for (int i = thread; i < p.head_size << shift; i += threads) {
         const int d = i >> shift, token = (i - (d << shift)) * 8;
         struct alignas(8) Tokens {
           int8_t data[8];
         } gathered;
 #pragma unroll
         for (int j = 0; j < 8; ++j) gathered.data[j] = tile[(token + j) * pitch + d];
-        *reinterpret_cast<Tokens*>(values + d * kv.value_dim_stride + token) = gathered;
+        *reinterpret_cast<Tokens*>(stepped(values, d, p.to_value_dim) + token) = gathered;
       }
       return;
     }
@@ -206,10 +224,9 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int r = thread / 32; r < tokens; r += threads / 32) {
       const int32_t to_slot = own_slots[r];
       if (to_slot < 0 || (repeated >> r & 1)) continue;
-      const Place at = place_of(to_slot, block_size, kv.block_size);
-      int8_t* to = values + at.block * kv.value_block_stride + at.token;
-      for (int d = lane; d < kv.head_size; d += 32)
-        to[d * kv.value_dim_stride] = tile[r * pitch + d];
+      int8_t* to = values_of(p.place(to_slot));
+      for (int d = lane; d < p.head_size; d += 32)
+        *stepped(to, d, p.to_value_dim) = tile[r * pitch + d];
     }
   }
 }
@@ -264,7 +281,7 @@ bool rows_aligned(const ReshapeAndCacheParams& w) {
     return block % kWidth == 0 && head % kWidth == 0 && token % kWidth == 0;
   };
   const bool transposed = kv.layout == KvLayout::kVllm;
-  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && WriterStrides::fit(w) &&
+  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && CacheWrite::fits(w) &&
          inputs_aligned(w) &&
          aligned16(kv.key) && aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_head_stride, kv.key_token_stride) &&
@@ -296,9 +313,7 @@ void launch_once(const Params& p, Stream stream) {
     const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
     launch_kernel("reshape_and_cache_per_token_quant",
                   transposed ? quantise_rows_kernel<T, true> : quantise_rows_kernel<T, false>, grid,
-                  dim3(lanes, tokens), tile_bytes, stream, p, WriterStrides(w),
-                  SlotMapping{w.slot_mapping, w.num_tokens, kv.num_blocks * kv.block_size},
-                  FastDivisor(kv.block_size));
+                  dim3(lanes, tokens), tile_bytes, stream, TokenQuantWrite(p));
   });
 }
 

@@ -44,15 +44,16 @@ struct LaterSlots {
   __device__ __forceinline__ void load(const Slots& p, int from, int threads) {
     const auto* half = reinterpret_cast<const int32_t*>(p.slot_mapping + from);
     const int left = static_cast<int>(p.num_tokens) - from;
-    constexpr int kGroup = kBatch < 8 ? kBatch : 8;
+    constexpr int kGroup = 8;
 #pragma unroll
     for (int first = 0; first < kBatch; first += kGroup) {
-      if (left > (first + kGroup - 1) * threads) {  // for most: without a look at each
+      const int end = first + kGroup < kBatch ? first + kGroup : kBatch;
+      if (kBatch >= kGroup && left > (end - 1) * threads) {  // without a look at each
 #pragma unroll
-        for (int i = first; i < first + kGroup; ++i) slot[i] = half[2 * i * threads];
+        for (int i = first; i < end; ++i) slot[i] = half[2 * i * threads];
       } else {
 #pragma unroll
-        for (int i = first; i < first + kGroup; ++i) {
+        for (int i = first; i < end; ++i) {
           slot[i] = left > i * threads ? half[2 * i * threads] : INT32_MIN;
         }
       }
@@ -60,7 +61,7 @@ struct LaterSlots {
   }
 };
 
-// A block's own tokens that are looked for, in three forms. `candidates`: bit i where later slot i
+// A block's own tokens that are looked for, in four forms. `candidates`: bit i where later slot i
 // may be one of them. `find`: bit t where `slot`, which is valid, is token t's.
 
 // Tokens 0, 1, ... on neighbouring slots.

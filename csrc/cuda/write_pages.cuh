@@ -26,28 +26,25 @@ constexpr int kResident = !kMany || kVectorWidth<C> > 2 * kVectorWidth<T> ? 2
                           : kIs8Bit<C>                                      ? 3
                                                                             : 4;
 
-// What a launch knows beside the op's params.
-struct PagesPlan {
-  WriterStrides strides;
-  SlotMapping slots;
-  FastDivisor block_size;
-  FastDivisor head_size;
-  FastDivisor parts;
-  int num_parts;  // of a head's chunks
+struct PagesWrite : CacheWrite {
+  FastDivisor by_head_size;
+  FastDivisor by_parts;
+  int32_t parts;  // of a head's chunks
+
+  using CacheWrite::CacheWrite;
 };
 
 // Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
 // which lies in a sector of its own, seldom touched again.
 template <typename T, typename C, typename Keys>
-__device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, const PagesPlan& plan,
-                                            Keys keys, int token, Place at, int thread,
-                                            int threads) {
-  const PagedKv& kv = p.kv;
-  const WriterStrides& strides = plan.strides;
-  const T* value = stepped(static_cast<const T*>(p.value), token, strides.value_token);
-  C* key_cache = page(static_cast<C*>(kv.key), at.block, strides.to_key_block) + at.token * kv.x;
-  C* values = page(static_cast<C*>(kv.value), at.block, strides.to_value_block) + at.token;
-  const int count = kv.num_kv_heads * kv.head_size;
+__device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int token, Place at,
+                                            int thread, int threads) {
+  constexpr int kWidth = kVectorWidth<C>;
+  constexpr int kVectors = kWidth / kVectorWidth<T>;
+  const T* value = stepped(static_cast<const T*>(p.value), token, p.value_token);
+  C* key_cache = page(static_cast<C*>(p.key_cache), at.block, p.to_key_block) + at.token * kWidth;
+  C* values = page(static_cast<C*>(p.value_cache), at.block, p.to_value_block) + at.token;
+  const int count = p.num_kv_heads * p.head_size;
   constexpr int kBatch = 4;  // loads in flight
 #pragma unroll 1
   for (int from = thread; from < count; from += kBatch * threads) {
@@ -56,33 +53,31 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, cons
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = min(from + j * threads, count - 1);
-      const int head = plan.head_size.divide(i), d = i - head * kv.head_size;
-      loaded[j] = stepped(value, head, strides.value_head)[d];
-      to[j] = stepped(stepped(values, head, strides.to_value_head), d, strides.to_value_dim);
+      const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
+      loaded[j] = stepped(value, head, p.value_head)[d];
+      to[j] = stepped(stepped(values, head, p.to_value_head), d, p.to_value_dim);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (from + j * threads < count) {
-        const int head = plan.head_size.divide(from + j * threads);
-        const Divisor scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
+        const int head = p.by_head_size.divide(from + j * threads);
+        const Divisor scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
         store_streaming(to[j], to_cache<C>(loaded[j], scale));
       }
     }
   }
   if (p.values_only) return;
-  constexpr int kWidth = kVectorWidth<C>;
-  constexpr int kVectors = kWidth / kVectorWidth<T>;
 #pragma unroll 1
   for (int i = thread * kWidth; i < count; i += threads * kWidth) {
-    const int head = plan.head_size.divide(i), d = i - head * kv.head_size;
+    const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
     Vector<T> k[kVectors];
     keys.load(token, head, d, k);
     keys.turn(d, k);
     if (!keys.known()) return;
-    C* to = stepped(stepped(key_cache, head, strides.to_key_head), d / kWidth,
-                    strides.to_key_chunk);
+    C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth,
+                    p.to_key_chunk);
     store_streaming(reinterpret_cast<Vector<C>*>(to),
-                    narrow<T, C>(k, divisor_of<C>(kv.k_scale, kv.scale_stride, head)));
+                    narrow<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
   }
 }
 
@@ -93,11 +88,11 @@ struct ValueTile {
   static constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store
   static constexpr int kThreads = kRun * kLanes;
   static constexpr int kPitch = (kLanes + 1) * kWidth;  // spreads a column over the banks
-  // The second store of a value index reads from other banks than the first.
+  // The stores of a value index read from different banks.
   static constexpr int kSkew = kStore < kRun ? 2 * kWidth : 0;
-  alignas(16) C data[kRun * kPitch + kSkew];
+  alignas(16) C data[kRun * kPitch + (kRun / kStore - 1) * kSkew];
 
-  __device__ __forceinline__ static constexpr int row(int token) {
+  __device__ __forceinline__ static constexpr uint32_t row(uint32_t token) {
     return token * kPitch + token / kStore * kSkew;
   }
   __device__ __forceinline__ void put(int token, int lane, const Vector<C>& chunk) {
@@ -116,7 +111,7 @@ struct ValueTile {
       struct alignas(kStore * sizeof(C)) Tokens {
         C data[kStore];
       } gathered;
-      const C* column = data + token * kPitch + (token != 0 ? kSkew : 0) + d;
+      const C* column = data + row(token) + d;
 #pragma unroll
       for (int j = 0; j < kStore; ++j) gathered.data[j] = column[j * kPitch];
       if (d < dims) {
@@ -137,8 +132,7 @@ struct ValueTile {
 // blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1 with
 // kMany, else kFewBlocks. `group`: which kRun tokens.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
-__device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, const PagesPlan& plan,
-                                            Keys keys, int group) {
+__device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int group) {
   constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
   constexpr int kVectors = kWidth / kVectorWidth<T>;  // of T that make a chunk
   constexpr int kThreads = kRun * kLanes;
@@ -147,28 +141,25 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
   __shared__ int32_t own_slots[kRun];
   __shared__ SlotFilter filter;
 
-  const PagedKv& kv = p.kv;
-  const WriterStrides& strides = plan.strides;
-  const SlotMapping& slots = plan.slots;
-  const int head = plan.parts.divide(blockIdx.y);
+  const int head = p.by_parts.divide(blockIdx.y);
   const int first = group * kRun;  // within this launch
-  const int first_chunk = (blockIdx.y - head * plan.num_parts) * kLanes;
+  const int first_chunk = (blockIdx.y - head * p.parts) * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
   const int slot_lane = threadIdx.x % kRun;
   const int chunk = first_chunk + x;
 
   // Without a branch, so that all loads of the prologue are under way at once.
-  const int num_tokens = static_cast<int>(slots.num_tokens);
-  const int d = min(chunk * kWidth, kv.head_size - kWidth);
+  const int num_tokens = p.num_tokens;
+  const int d = min(chunk * kWidth, p.head_size - kWidth);
   Vector<T> k[kVectors], v[kVectors];
   int64_t lane_slot_read;
   {
     const int token = min(first + row, num_tokens - 1);
     const auto* value = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.value) + d, token, strides.value_token), head,
-                strides.value_head));
-    const int64_t* lane_slot_at = slots.slot_mapping + min(first + slot_lane, num_tokens - 1);
+        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
+                p.value_head));
+    const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
     if (num_tokens <= 1024) {  // few: under way before the wait
       keys.prefetch(token, head, d);
       prefetch_l2(value);
@@ -182,29 +173,29 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
     __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   }
   const int from = first + kRun + thread;
-  LaterSlots<kMany ? Keys::kLater : 1> later;
-  later.load(slots, from, kThreads);
+  LaterSlots<!kMany ? 1 : kIs8Bit<C> || Keys::kByHead ? Keys::kLater : 8> later;
+  later.load(p, from, kThreads);
   keys.turn(d, k);
   const int32_t lane_slot =
-      first + slot_lane < num_tokens ? slots.usable(lane_slot_read) : -1;
+      first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
   const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
   const bool neighbours = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
 
-  const Divisor k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head);
-  const Divisor v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
-  const bool has_chunk = chunk * kWidth < kv.head_size && first + row < num_tokens;
-  const int dims = min(kLanes * kWidth, kv.head_size - first_chunk * kWidth);
+  const Divisor k_scale = divisor_of<C>(p.k_scale, p.scale_stride, head);
+  const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
+  const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
+  const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
   // A token's value 0 of this part.
   const auto values_of = [&](Place at) {
-    return stepped(stepped(page(static_cast<C*>(kv.value), at.block, strides.to_value_block), head,
-                           strides.to_value_head),
-                   first_chunk * kWidth, strides.to_value_dim) +
+    return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
+                           p.to_value_head),
+                   first_chunk * kWidth, p.to_value_dim) +
            static_cast<uint32_t>(at.token);
   };
   const auto store_key = [&](Place at) {
-    C* to = stepped(stepped(page(static_cast<C*>(kv.key), at.block, strides.to_key_block), head,
-                            strides.to_key_head),
-                    chunk, strides.to_key_chunk) +
+    C* to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
+                            p.to_key_head),
+                    chunk, p.to_key_chunk) +
             static_cast<uint32_t>(at.token * kWidth);
     if (!p.values_only && keys.known()) {
       *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
@@ -216,22 +207,22 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
     if (!kMany && blockIdx.z > 0) return;
     tile.put(row, x, narrow<T, C>(v, v_scale));
     const OwnRange range{.start = start, .count = kRun};
-    if (__syncthreads_or(repeated_later(slots, from, kThreads, later, range) != 0) == 0) {
-      if (has_chunk) store_key(place_of(start + row, plan.block_size, kv.block_size));
+    if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) == 0) {
+      if (has_chunk) store_key(p.place(start + row));
       if (start % kRun == 0) {
-        C* to = values_of(place_of(start, plan.block_size, kv.block_size));
-        tile.store_run(to, strides.to_value_dim, dims, threadIdx.x);
+        C* to = values_of(p.place(start));
+        tile.store_run(to, p.to_value_dim, dims, threadIdx.x);
       } else {
-        C* to = values_of(place_of(start + slot_lane, plan.block_size, kv.block_size));
+        C* to = values_of(p.place(start + slot_lane));
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           const int d = i * kLanes + threadIdx.x / kRun;
-          if (d < dims) *stepped(to, d, strides.to_value_dim) = tile.get(slot_lane, d);
+          if (d < dims) *stepped(to, d, p.to_value_dim) = tile.get(slot_lane, d);
         }
       }
       return;
     }
-    later.load(slots, from, kThreads);
+    later.load(p, from, kThreads);
   }
 
   const int32_t next = __shfl_down_sync(kWarp, lane_slot, 1);
@@ -251,9 +242,9 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
   uint32_t repeated;
   if constexpr (kMany) {
     const OwnFiltered filtered{.filter = &filter, .list = own};
-    repeated = find_repeated<kRun>(slots, from, kThreads, later, filtered);
+    repeated = find_repeated<kRun>(p, from, kThreads, later, filtered);
   } else {
-    repeated = find_repeated<kRun>(slots, from, kThreads, later, own);
+    repeated = find_repeated<kRun>(p, from, kThreads, later, own);
   }
   repeated |= repeated_in_warp(lane, lane < kRun ? lane_slot : -1);
   if constexpr (kMany) {
@@ -263,7 +254,7 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
       for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
         const int32_t slot = own_slots[r];
         if (slot < 0 || (repeated >> r & 1)) continue;
-        write_token<T, C>(p, plan, keys, first + r, place_of(slot, plan.block_size, kv.block_size),
+        write_token<T, C>(p, keys, first + r, p.place(slot),
                           thread, kThreads);
       }
       if (scattered) return;
@@ -273,7 +264,7 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
   if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
-    store_key(place_of(slot, plan.block_size, kv.block_size));
+    store_key(p.place(slot));
     tile.put(row, x, narrow<T, C>(v, v_scale));
   }
   __syncthreads();
@@ -286,10 +277,10 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
        r += scattered ? step * own.step : kRun) {
     const int32_t to_slot = own_slots[r];
     if (to_slot < 0 || (repeated >> r & 1)) continue;
-    const Place at = place_of(to_slot, plan.block_size, kv.block_size);
+    const Place at = p.place(to_slot);
     C* to = values_of(at);
     for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
-      *stepped(to, d, strides.to_value_dim) = tile.get(r, d);
+      *stepped(to, d, p.to_value_dim) = tile.get(r, d);
     }
   }
 }
@@ -298,32 +289,27 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, cons
 struct PagesShape {
   int lanes;
   dim3 grid;
-  PagesPlan plan;
+  PagesWrite write;
 
-  PagesShape(const ReshapeAndCacheParams& p, int run);
+  PagesShape(const ReshapeAndCacheParams& p, int run) : write(p) {
+    const int chunks = p.kv.head_size / p.kv.x;
+    const int64_t groups = ceil_div(p.num_tokens, run);
+    const bool few = p.num_tokens <= kFewTokens;
+    const bool idle = groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
+    lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
+    write.parts = static_cast<int>(ceil_div(chunks, lanes));
+    write.by_parts = FastDivisor(write.parts);
+    write.by_head_size = FastDivisor(p.kv.head_size);
+    grid = dim3(static_cast<unsigned>(groups),
+                static_cast<unsigned>(p.kv.num_kv_heads * write.parts), few ? kFewBlocks : 1);
+  }
 };
-
-inline PagesShape::PagesShape(const ReshapeAndCacheParams& p, int run)
-    : plan{.strides = WriterStrides(p),
-           .slots = {p.slot_mapping, p.num_tokens, p.kv.num_blocks * p.kv.block_size},
-           .block_size = FastDivisor(p.kv.block_size),
-           .head_size = FastDivisor(p.kv.head_size)} {
-  const int chunks = p.kv.head_size / p.kv.x;
-  const int64_t groups = ceil_div(p.num_tokens, run);
-  const bool few = p.num_tokens <= kFewTokens;
-  const bool idle = groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
-  lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
-  plan.num_parts = static_cast<int>(ceil_div(chunks, lanes));
-  plan.parts = FastDivisor(plan.num_parts);
-  grid = dim3(static_cast<unsigned>(groups),
-              static_cast<unsigned>(p.kv.num_kv_heads * plan.num_parts), few ? kFewBlocks : 1);
-}
 
 // Every 16-byte access of write_pages is aligned, and its grid can be launched.
 inline bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&
-         WriterStrides::fit(p) &&
+         CacheWrite::fits(p) &&
          aligned16(kv.key) && aligned16(kv.value) && kv.key_block_stride % kv.x == 0 &&
          kv.key_head_stride % kv.x == 0 && kv.value_block_stride % kv.x == 0 &&
          kv.value_head_stride % kv.x == 0 &&

@@ -14,56 +14,50 @@
 
 namespace vllm_kernels::cuda {
 
-// What a launch knows beside the op's params. Where all heads of a token lie in one row they count
-// as one head of `head_size` elements; `scaled_head` is the size of a KV head all the same.
-struct RowsPlan {
-  WriterStrides strides;
-  SlotMapping slots;
-  FastDivisor block_size;
-  FastDivisor scaled_head;
+// Where all heads of a token lie in one row they count as one of `row_size` elements.
+struct RowsWrite : CacheWrite {
+  FastDivisor by_head_size;
   FastDivisor by_lanes;
-  int head_size;
-  int lanes;  // threads of a token
-  int rows;   // tokens side by side
+  int32_t row_size;
+  int32_t lanes;  // threads of a token
+  int32_t rows;   // tokens side by side
+
+  using CacheWrite::CacheWrite;
 };
 
-// A block's tokens are the group-th kEach * plan.rows, at most kOwn, of head blockIdx.y; a thread
-// moves a chunk, and those that come plan.lanes later, of K and V of every plan.rows-th of them. A
+// A block's tokens are the group-th kEach * p.rows, at most kOwn, of head blockIdx.y; a thread
+// moves a chunk, and those that come p.lanes later, of K and V of every p.rows-th of them. A
 // chunk is 16 bytes of the cache.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
-__device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const RowsPlan& plan,
-                                           const Keys& given, int group) {
+__device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given, int group) {
   constexpr int kWidth = kVectorWidth<C>;
   constexpr int kParts = kWidth / kVectorWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
-  const PagedKv& kv = p.kv;
-  const WriterStrides& strides = plan.strides;
-  const SlotMapping& slots = plan.slots;
-  const int tokens = kOwn == 1 ? 1 : kEach * plan.rows;
+  const int tokens = kOwn == 1 ? 1 : kEach * p.rows;
   const int first = group * tokens;  // within this launch
   const int head = blockIdx.y;
   const int thread = threadIdx.x;
-  const int y = kOwn == 1 ? 0 : plan.by_lanes.divide(thread);
-  const int x = thread - y * plan.lanes;
+  const int y = kOwn == 1 ? 0 : p.by_lanes.divide(thread);
+  const int x = thread - y * p.lanes;
 
   Keys keys[kEach];
 #pragma unroll
   for (Keys& key : keys) key = given;
   Vector<T> k[kEach][kParts], v[kEach][kParts];
   // The KV head of the row's element d.
-  const auto head_of = [&](int d) { return head + static_cast<int>(plan.scaled_head.divide(d)); };
+  const auto head_of = [&](int d) { return head + static_cast<int>(p.by_head_size.divide(d)); };
   // Where keys look for element d: head and element of it, or of the row.
   const auto key_head = [&](int d) { return Keys::kByHead ? head_of(d) : head; };
   const auto key_element = [&](int d) {
-    return Keys::kByHead ? d - (head_of(d) - head) * kv.head_size : d;
+    return Keys::kByHead ? d - (head_of(d) - head) * p.head_size : d;
   };
-  const int num_tokens = static_cast<int>(slots.num_tokens);
+  const int num_tokens = p.num_tokens;
   const auto value_at = [&](int token, int d) {
     return reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.value) + d, token, strides.value_token), head,
-                strides.value_head));
+        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
+                p.value_head));
   };
-  const auto token_of = [&](int j) { return min(first + j * plan.rows + y, num_tokens - 1); };
+  const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
   // Without a branch, so that all loads of the prologue are under way at once.
   const auto fetch = [&](int d) {
 #pragma unroll
@@ -75,43 +69,44 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
     }
   };
   int d = x * kWidth;
-  const bool inside = d < plan.head_size && y < plan.rows;
-  const int first_d = min(d, plan.head_size - kWidth);
+  const bool inside = d < p.row_size && y < p.rows;
+  const int first_d = min(d, p.row_size - kWidth);
   // A few own tokens are a lane's each, more are in shared memory.
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? threadIdx.x % kOwn : thread;
-  const int64_t* own_slot_at = slots.slot_mapping + min(first + own_index, num_tokens - 1);
+  const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, num_tokens - 1);
   if constexpr (kOwn == 1) {  // few tokens: under way before the wait
     keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
     prefetch_l2(value_at(token_of(0), first_d));
-    prefetch_l2(slots.slot_mapping + min(first + thread, num_tokens - 1));
+    prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
   }
   wait_for_predecessor();
   const int64_t own_slot_read = *own_slot_at;
   fetch(first_d);
   __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   const int from = first + tokens + thread;
-  LaterSlots<kOwn == 1 ? 8 : Keys::kLater> later;
-  later.load(slots, from, kThreads);
+  constexpr int kLater = kOwn == 1 ? 4 : Keys::kByHead ? 6 : kEach > 1 ? 8 : Keys::kLater;
+  LaterSlots<kLater> later;
+  later.load(p, from, kThreads);
   const bool own = own_index < tokens && first + own_index < num_tokens;
-  const int32_t own_slot = own ? slots.usable(own_slot_read) : -1;
+  const int32_t own_slot = own ? p.usable(own_slot_read) : -1;
   Divisor k_scale, v_scale;
   const auto fetch_scales = [&](int d) {
-    k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head_of(d));
-    v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head_of(d));
+    k_scale = divisor_of<C>(p.k_scale, p.scale_stride, head_of(d));
+    v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head_of(d));
   };
   fetch_scales(first_d);
   const auto turn = [&](int d) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) keys[j].turn(key_element(d), k[j]);
   };
-  turn(first_d);
+  if constexpr (kOwn == 1) turn(first_d);  // else later, for fewer registers
 
   uint32_t repeated;
   int32_t slot[kEach];
   if constexpr (kOwn == 1) {
     const OwnRange range{.start = own_slot, .count = own_slot >= 0};
-    repeated = find_repeated<kOwn>(slots, from, kThreads, later, range);
+    repeated = find_repeated<kOwn>(p, from, kThreads, later, range);
     slot[0] = own_slot;
   } else if constexpr (kFew) {
     const int lane = thread % 32;
@@ -119,8 +114,8 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) few.slots[i] = __shfl_sync(kWarp, own_slot, i);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) slot[j] = __shfl_sync(kWarp, own_slot, j * plan.rows + y);
-    repeated = find_repeated<kOwn>(slots, from, kThreads, later, few);
+    for (int j = 0; j < kEach; ++j) slot[j] = __shfl_sync(kWarp, own_slot, j * p.rows + y);
+    repeated = find_repeated<kOwn>(p, from, kThreads, later, few);
     repeated |= repeated_in_warp(lane, lane < tokens ? own_slot : -1);
   } else {
     __shared__ int32_t own_slots[kOwn];
@@ -134,30 +129,31 @@ __device__ __forceinline__ void write_rows(const ReshapeAndCacheParams& p, const
     }
     __syncthreads();
     const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
-    repeated = find_repeated<kOwn>(slots, from, kThreads, later, filtered) | repeated_here;
+    repeated = find_repeated<kOwn>(p, from, kThreads, later, filtered) | repeated_here;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) slot[j] = own_slots[min(j * plan.rows + y, kOwn - 1)];
+    for (int j = 0; j < kEach; ++j) slot[j] = own_slots[min(j * p.rows + y, kOwn - 1)];
   }
   if (!inside) return;
+  if constexpr (kOwn > 1) turn(first_d);
 
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      if (slot[j] < 0 || (repeated >> (j * plan.rows + y) & 1)) continue;
-      const Place at = place_of(slot[j], plan.block_size, kv.block_size);
-      C* key = stepped(stepped(page(static_cast<C*>(kv.key) + d, at.block, strides.to_key_block),
-                               at.token, strides.to_key_token),
-                       head, strides.to_key_head);
+      if (slot[j] < 0 || (repeated >> (j * p.rows + y) & 1)) continue;
+      const Place at = p.place(slot[j]);
+      C* key = stepped(stepped(page(static_cast<C*>(p.key_cache) + d, at.block, p.to_key_block),
+                               at.token, p.to_key_token),
+                       head, p.to_key_head);
       C* value =
-          stepped(stepped(page(static_cast<C*>(kv.value) + d, at.block, strides.to_value_block),
-                          at.token, strides.to_value_token),
-                  head, strides.to_value_head);
+          stepped(stepped(page(static_cast<C*>(p.value_cache) + d, at.block, p.to_value_block),
+                          at.token, p.to_value_token),
+                  head, p.to_value_head);
       if (keys[j].known()) *reinterpret_cast<Vector<C>*>(key) = narrow<T, C>(k[j], k_scale);
       *reinterpret_cast<Vector<C>*>(value) = narrow<T, C>(v[j], v_scale);
     }
-    d += plan.lanes * kWidth;
-    if (d >= plan.head_size) break;
+    d += p.lanes * kWidth;
+    if (d >= p.row_size) break;
     fetch(d);
     fetch_scales(d);
     turn(d);
@@ -170,32 +166,28 @@ struct RowsShape {
   int threads;
   int each;
   dim3 grid;
-  RowsPlan plan;
+  RowsWrite write;
 
   // `most`: tokens a thread may move.
-  RowsShape(const ReshapeAndCacheParams& p, int most);
+  RowsShape(const ReshapeAndCacheParams& p, int most) : write(p) {
+    const PagedKv& kv = p.kv;
+    const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
+                         kv.key_head_stride == kv.head_size &&
+                         kv.value_head_stride == kv.head_size;
+    write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
+    const int chunks = write.row_size / kv.x;
+    const bool many = p.num_tokens > 1024;
+    threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
+    write.lanes = std::min(chunks, threads);
+    write.by_lanes = FastDivisor(write.lanes);
+    write.by_head_size = FastDivisor(kv.head_size);
+    const bool single = !many && chunks > 16;
+    write.rows = single ? 1 : std::min(threads / write.lanes, 32);
+    each = many && write.rows <= 2 ? std::min(2, most) : 1;
+    grid = dim3(static_cast<unsigned>(ceil_div(p.num_tokens, each * write.rows)),
+                one_row ? 1 : kv.num_kv_heads);
+  }
 };
-
-inline RowsShape::RowsShape(const ReshapeAndCacheParams& p, int most)
-    : plan{.strides = WriterStrides(p),
-           .slots = {p.slot_mapping, p.num_tokens, p.kv.num_blocks * p.kv.block_size},
-           .block_size = FastDivisor(p.kv.block_size),
-           .scaled_head = FastDivisor(p.kv.head_size)} {
-  const PagedKv& kv = p.kv;
-  const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
-                       kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
-  plan.head_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
-  const int chunks = plan.head_size / kv.x;
-  const bool many = p.num_tokens > 1024;
-  threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
-  plan.lanes = std::min(chunks, threads);
-  plan.by_lanes = FastDivisor(plan.lanes);
-  const bool single = !many && chunks > 16;
-  plan.rows = single ? 1 : std::min(threads / plan.lanes, 32);
-  each = many && plan.rows <= 2 ? std::min(2, most) : 1;
-  grid = dim3(static_cast<unsigned>(ceil_div(p.num_tokens, each * plan.rows)),
-              one_row ? 1 : kv.num_kv_heads);
-}
 
 // Every 16-byte access of write_rows is aligned.
 inline bool rows_aligned(const ReshapeAndCacheParams& p) {
@@ -203,7 +195,7 @@ inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const auto aligned = [&](int64_t block, int64_t token, int64_t head) {
     return block % kv.x == 0 && token % kv.x == 0 && head % kv.x == 0;
   };
-  return kv.head_size % kv.x == 0 && WriterStrides::fit(p) && inputs_aligned(p) && aligned16(kv.key) &&
+  return kv.head_size % kv.x == 0 && CacheWrite::fits(p) && inputs_aligned(p) && aligned16(kv.key) &&
          aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_token_stride, kv.key_head_stride) &&
          aligned(kv.value_block_stride, kv.value_token_stride, kv.value_head_stride);
