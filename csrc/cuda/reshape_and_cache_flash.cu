@@ -12,13 +12,14 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Threads that a multiprocessor is to hold. A token a block: so many that blocks of the next launch
-// find room beside them.
+// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: so many that
+// blocks of the next launch find room beside them.
 template <typename T, typename C, int kEach, int kOwn>
-constexpr int kResidentThreads = kIs8Bit<C> ? (kEach > 1 || sizeof(T) == 4 ? 512 : 768)
-                                 : kEach > 1               ? 768
-                                 : kOwn > 1                ? 1024
-                                                           : 1536;
+constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
+                                 : kEach > 1 ? 1024
+                                 : kOwn > 4  ? 1536
+                                 : kOwn > 1  ? 1280
+                                             : 2048;
 
 template <typename T, typename C, int kThreads, int kEach, int kOwn>
 __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn> / kThreads)

@@ -109,9 +109,10 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // blockIdx.y; blockDim.x is a power of two, so that a row's threads are lanes of one warp. With
 // kTransposed (layout vllm) V goes through shared memory: where the tokens' slots are an aligned
 // run of neighbours, 8 tokens of a value are stored at once; else neighbouring threads store
-// neighbouring values of one token, each of which costs a sector in that layout.
-template <typename T, bool kTransposed>
-__global__ void __launch_bounds__(kMostThreads)
+// neighbouring values of one token, each of which costs a sector in that layout. kUsual: blockDim is
+// (8, 16), known to the compiler.
+template <typename T, bool kTransposed, bool kUsual>
+__global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
     quantise_rows_kernel(TokenQuantWrite p) {
   launch_dependents();
   wait_for_predecessor();
@@ -119,15 +120,14 @@ __global__ void __launch_bounds__(kMostThreads)
   extern __shared__ __align__(16) char tile_bytes[];
   __shared__ int32_t own_slots[kMostTokens];
   __shared__ SlotFilter filter;
-  __shared__ uint32_t repeated_here;
-  __shared__ bool neighbours;
+  constexpr uint32_t kWarp = 0xffffffffu;
 
-  const int tokens = blockDim.y;
+  const int lanes = kUsual ? 8 : blockDim.x, tokens = kUsual ? 16 : blockDim.y;
   const int first = blockIdx.x * tokens;  // within this launch
   const int head = blockIdx.y;
   const int chunk = threadIdx.x, row = threadIdx.y;
-  const int thread = row * blockDim.x + chunk;
-  const int threads = blockDim.x * tokens;
+  const int thread = row * lanes + chunk, lane = thread % 32;
+  const int threads = lanes * tokens;
   const bool has_chunk = chunk * kWidth < p.head_size;
 
   // Without a branch, so that all loads of the prologue are under way at once.
@@ -146,32 +146,29 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
   }
+  const int slot_lane = lane & (tokens - 1);  // a power of two; every warp finds out for itself
+  const int32_t lane_slot = slot_of(p, first + slot_lane);
   const int from = first + tokens + thread;
-  LaterSlots<sizeof(T) == 4 ? 8 : 16> later;
+  LaterSlots<sizeof(T) == 4 ? 4 : 8> later;
   later.load(p, from, threads);
-  if (thread < 32) {
-    const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
-    own_slots[thread] = slot;
-    filter.fill(thread, slot);
-    const uint32_t repeated = repeated_in_warp(thread, slot);
-    const int32_t next = __shfl_down_sync(0xffffffffu, slot, 1);
-    const uint32_t follows = __ballot_sync(0xffffffffu, slot >= 0 && next == slot + 1);
-    const uint32_t all = (1u << (tokens - 1)) - 1;
-    if (thread == 0) {
-      repeated_here = repeated;
-      neighbours = tokens % 8 == 0 && p.block_size % tokens == 0 && (follows & all) == all &&
-                   slot >= 0 && slot % tokens == 0;
-    }
-  }
+  const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
+  const bool run = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
+  if (thread < tokens) own_slots[thread] = lane_slot;
   // A lane without a chunk holds another's values: they change no maximum.
-  const RowScale k_scale(lanes_max(largest_of(k), blockDim.x));
-  const RowScale v_scale(lanes_max(largest_of(v), blockDim.x));
-  __syncthreads();
-  const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
-  const uint32_t repeated =
-      repeated_here | find_repeated<kMostTokens>(p, from, threads, later, own);
+  const RowScale k_scale(lanes_max(largest_of(k), lanes));
+  const RowScale v_scale(lanes_max(largest_of(v), lanes));
+  uint32_t repeated = 0;
+  const OwnRange range{.start = start, .count = static_cast<uint32_t>(tokens)};
+  if (!run || __syncthreads_or(repeated_later(p, from, threads, later, range) != 0)) {
+    if (thread < 32) filter.fill(lane, lane < tokens ? lane_slot : -1);
+    __syncthreads();
+    later.load(p, from, threads);
+    const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
+    repeated = repeated_in_warp(lane, lane < tokens ? lane_slot : -1) |
+               find_repeated<kMostTokens>(p, from, threads, later, own);
+  }
 
-  const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
+  const int pitch = (lanes + 1) * kWidth;  // of the tile's rows: spreads a column over banks
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
   const int32_t slot = own_slots[row];
   if (slot >= 0 && (repeated >> row & 1) == 0) {
@@ -203,7 +200,8 @@ __global__ void __launch_bounds__(kMostThreads)
                      p.to_value_head) +
              at.token;
     };
-    if (neighbours && repeated == 0) {
+    if (run && repeated == 0 && tokens % 8 == 0 && p.block_size % tokens == 0 &&
+        start % tokens == 0) {
       int8_t* values = values_of(p.place(own_slots[0]));
       const int stores = tokens / 8;  // of one value index: 1 or 2 or 4
       const int shift = stores == 1 ? 0 : stores == 2 ? 1 : 2;
@@ -219,7 +217,6 @@ __global__ void __launch_bounds__(kMostThreads)
       }
       return;
     }
-    const int lane = thread % 32;
 #pragma unroll 1
     for (int r = thread / 32; r < tokens; r += threads / 32) {
       const int32_t to_slot = own_slots[r];
@@ -309,10 +306,15 @@ void launch_once(const Params& p, Stream stream) {
       const int run = !transposed || kv.block_size % 16 == 0 ? 16 : kv.block_size % 8 == 0 ? 8 : 1;
       tokens = std::max(run, warp_tokens);
     }
+    const bool usual = lanes == 8 && tokens == 16;
+    const auto kernel = transposed ? usual ? quantise_rows_kernel<T, true, true>
+                                           : quantise_rows_kernel<T, true, false>
+                        : usual    ? quantise_rows_kernel<T, false, true>
+                                   : quantise_rows_kernel<T, false, false>;
     const int64_t tile_bytes = transposed ? int64_t{tokens} * (lanes + 1) * kWidth : 0;
     const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
     launch_kernel("reshape_and_cache_per_token_quant",
-                  transposed ? quantise_rows_kernel<T, true> : quantise_rows_kernel<T, false>, grid,
+                  kernel, grid,
                   dim3(lanes, tokens), tile_bytes, stream, TokenQuantWrite(p));
   });
 }

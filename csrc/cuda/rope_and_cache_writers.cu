@@ -68,14 +68,15 @@ class TurnedKeys {
       if (at >= 2 * half) continue;
       if (angles_->is_neox) {
         const bool second = at >= half;
-        float values[2][kWidth], cosines[kWidth], sines[kWidth];
+        float own[kWidth], other[kWidth], cosines[kWidth], sines[kWidth];
         angles_->load(position_, second ? at - half : at, cosines, sines);
-        widen(as_pack(second ? other_[i] : k[i]), values[0]);
-        widen(as_pack(second ? k[i] : other_[i]), values[1]);
-        turn_pairs<true>(values, cosines, sines);
+        widen(as_pack(k[i]), own);
+        widen(as_pack(other_[i]), other);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) values[0][j] = second ? values[1][j] : values[0][j];
-        k[i] = bits_as<Vector<T>>(narrow<T>(values[0]));
+        for (int j = 0; j < kWidth; ++j) {
+          own[j] = turn_one(own[j], other[j], cosines[j], second ? sines[j] : -sines[j]);
+        }
+        k[i] = bits_as<Vector<T>>(narrow<T>(own));
       } else {
         constexpr int kPairs = kWidth / 2;
         float all[kWidth], values[2][kPairs], cosines[kPairs], sines[kPairs];
@@ -172,7 +173,7 @@ __device__ __forceinline__ void turn_query(const Queries& q) {
 
 template <typename T, typename C, int kLanes, bool kMany>
 __global__ void __launch_bounds__(kRun* kLanes,
-                                  std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 3) * 16 /
+                                  std::min(kResident<T, C, kMany>, kIs8Bit<C> ? 2 : 4) * 16 /
                                       kLanes)
     rope_and_pages_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kRun* kLanes,
 }
 
 template <typename T, typename C, int kThreads, int kOwn>
-__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 4 ? 768 : 1024) / kThreads)
+__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 1 ? 1024 : 1280) / kThreads)
     rope_and_rows_kernel(Queries queries, RowsWrite write) {
   launch_dependents();
   const int group = queries.group();
@@ -251,12 +252,9 @@ void launch_writers(const RopeAndCacheParams& p, Stream stream) {
                                       : rope_and_pages_kernel<T, C, 16, true>,
             kRun * pages.lanes, pages.grid, pages.write);
       } else {
-        const RowsShape rows(write, 1);
-        const int side_by_side = rows.write.rows;
+        const RowsShape rows(write, 0);
         run(rows.threads == 64     ? rope_and_rows_kernel<T, C, 64, 32>
             : rows.threads == 128 ? rope_and_rows_kernel<T, C, 128, 1>
-            : side_by_side > 4    ? rope_and_rows_kernel<T, C, 256, 32>
-            : side_by_side > 1    ? rope_and_rows_kernel<T, C, 256, 4>
                                   : rope_and_rows_kernel<T, C, 256, 1>,
             rows.threads, rows.grid, rows.write);
       }

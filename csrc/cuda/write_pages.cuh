@@ -20,11 +20,12 @@ constexpr int kFewTokens = 64;
 constexpr int kFewChunks = 4;
 constexpr int kFewBlocks = 4;
 
-// Blocks of 256 threads that a multiprocessor is to hold; of those that store 8 bits more would spill.
+// Blocks of 256 threads that a multiprocessor is to hold: as many as registers allow, so that one
+// block's transfers meet another's instructions.
 template <typename T, typename C, bool kMany>
 constexpr int kResident = !kMany || kVectorWidth<C> > 2 * kVectorWidth<T> ? 2
                           : kIs8Bit<C>                                      ? 3
-                                                                            : 4;
+                                                                            : 6;
 
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;
@@ -173,9 +174,9 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
     __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   }
   const int from = first + kRun + thread;
-  LaterSlots<!kMany ? 1 : kIs8Bit<C> || Keys::kByHead ? Keys::kLater : 8> later;
+  LaterSlots<kMany ? 8 : 1> later;
   later.load(p, from, kThreads);
-  keys.turn(d, k);
+  if constexpr (!kMany) keys.turn(d, k);  // else later, for fewer registers
   const int32_t lane_slot =
       first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
   const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
@@ -197,6 +198,7 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
                             p.to_key_head),
                     chunk, p.to_key_chunk) +
             static_cast<uint32_t>(at.token * kWidth);
+    if constexpr (kMany) keys.turn(d, k);
     if (!p.values_only && keys.known()) {
       *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
     }

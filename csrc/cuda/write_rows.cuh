@@ -85,7 +85,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   fetch(first_d);
   __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   const int from = first + tokens + thread;
-  constexpr int kLater = kOwn == 1 ? 4 : Keys::kByHead ? 6 : kEach > 1 ? 8 : Keys::kLater;
+  constexpr int kLater = kOwn == 1 ? 4 : Keys::kByHead ? 6 : kEach > 1 ? 16 : 8;
   LaterSlots<kLater> later;
   later.load(p, from, kThreads);
   const bool own = own_index < tokens && first + own_index < num_tokens;
@@ -161,14 +161,14 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
 }
 
 // What a block takes. Few tokens: one, or what fills two warps of narrow rows. Many: for enough
-// loads in flight and fewer blocks that look for repetitions four and more, `each` a thread.
+// loads in flight and fewer blocks that look for repetitions two and more, `each` a thread.
 struct RowsShape {
   int threads;
   int each;
   dim3 grid;
   RowsWrite write;
 
-  // `most`: tokens a thread may move.
+  // `most`: tokens a thread may move; 0: one a block of wide rows, however many there are.
   RowsShape(const ReshapeAndCacheParams& p, int most) : write(p) {
     const PagedKv& kv = p.kv;
     const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
@@ -176,7 +176,7 @@ struct RowsShape {
                          kv.value_head_stride == kv.head_size;
     write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
     const int chunks = write.row_size / kv.x;
-    const bool many = p.num_tokens > 1024;
+    const bool many = p.num_tokens > 1024 && most > 0;
     threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
     write.lanes = std::min(chunks, threads);
     write.by_lanes = FastDivisor(write.lanes);
