@@ -19,10 +19,12 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension, of 16 bits and of 8; bytes that all blocks read in a
-// nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8, or with scores that are capped or
+// biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
+constexpr float kAdjustPicoseconds = 1.3f;
+constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
 // A window that no sequence is longer than, and that a position can be added to.
@@ -59,16 +61,18 @@ class PrefillPlan {
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
     uint32_t chunks = 0, longest = 0;
-    float tokens = 0.0f, others = 0.0f;  // of chunks; of sequences left out
+    float tokens = 0.0f, others = 0.0f;  // that chunks see; that sequences left out see
+    const float window = p.sliding_window > 0 ? p.sliding_window : kMostRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens);
+        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + kRows);
+        tokens += chunks_ * (seen + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
-        others += static_cast<float>(seq_len_);
+        others += fminf(seq_len_, window);
       }
     }
     items_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
@@ -76,9 +80,17 @@ class PrefillPlan {
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
     if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
-    class_ = round_ = first_head_ = 0;
     before_ = 0;
-    if (one_round(p)) start_round(p);
+    if (one_round(p)) {
+      class_ = round_ = first_head_ = 0;
+      start_round(p);
+    } else {  // behind the last item of a round that is not there
+      class_ = kPrefillClasses - 1;
+      round_ = -1;
+      first_head_ = p.kv.num_kv_heads;
+      section_heads_ = 1;
+      chunks_ = 0;
+    }
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -90,10 +102,6 @@ class PrefillPlan {
                                        uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
-      if (!one_round(p)) {
-        load(p, shape, round_, lane);
-        start_round(p);
-      }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
@@ -110,14 +118,15 @@ class PrefillPlan {
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        if (++class_ == kPrefillClasses) {
-          class_ = 0;
-          first_head_ += section_heads_;
-          if (first_head_ >= p.kv.num_kv_heads) {
-            first_head_ = 0;
-            ++round_;
-          }
-        }
+        if (++class_ < kPrefillClasses) continue;
+        class_ = 0;
+        first_head_ += section_heads_;
+        if (first_head_ < p.kv.num_kv_heads) continue;
+        first_head_ = 0;
+        do {  // the next round that has a chunk
+          load(p, shape, ++round_, lane);
+        } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
+        start_round(p);
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
@@ -206,11 +215,14 @@ class PrefillPlan {
   // few as are done after a good half of its time. It starts on the others at once.
   __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
                                                 float others) {
-    const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
+    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+    const float each = adjusts                    ? kAdjustPicoseconds
+                       : size_of(p.kv.dtype) == 1 ? kWidenPicoseconds
+                                                  : kPrefillPicoseconds;
     const float alone = tokens * each * (kRows * kHeadSize);  // of one block
     const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
-    const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
-    if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
+    const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
+    if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }
 
   uint32_t blocks_;

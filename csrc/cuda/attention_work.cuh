@@ -96,41 +96,11 @@ __device__ __forceinline__ void wait_after(const PagedAttentionParams& p) {
   if (p.beside) wait_for_predecessor();
 }
 
-// Whether its work is guessed before the predecessor has ended.
-__device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
-#if defined(VLLM_KERNELS_HAS_SM90)
-  return one_round(p) && !p.early_pages && !p.beside;
-#else
-  return false;
-#endif
-}
-
 // A sequence as memory has it.
 struct SequenceIndices {
   int32_t seq_len;
   int32_t first_query, end_query;
 };
-
-// Those of a batch that may be guessed are read past the first-level cache, which nobody tells what
-// the predecessor wrote.
-__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq) {
-  const auto load = [&](const int32_t* at) {
-    // In two registers: in one, the next load would wait for this one.
-    int32_t fresh = 0, cached = 0;
-    if (one_round(p)) {
-      fresh = __ldcg(at);
-    } else {
-      cached = *at;
-    }
-    return in_register(fresh) | in_register(cached);
-  };
-  SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
-  if (p.query_start_loc != nullptr) {
-    indices.first_query = load(&p.query_start_loc[seq]);
-    indices.end_query = load(&p.query_start_loc[seq + 1]);
-  }
-  return indices;
-}
 
 __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
                                                       const WorkShape& shape, int seq,
@@ -173,14 +143,64 @@ __device__ __forceinline__ int divide(int a, int b) {
   return quotient;
 }
 
-// kKeep: whether the lanes keep their sequence of a batch of one round, in registers.
-template <bool kKeep>
+// Where the lanes keep the indices of a batch in registers: those of sequences lane, lane + 32,
+// ...; query_start_loc's of the first. They are read past the first-level cache, which nobody tells
+// what the predecessor wrote.
+template <int kKept>
+struct KeptIndices {
+  int32_t seq_lens[kKept];
+  int32_t first_query = 0, end_query = 0;
+
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
+#pragma unroll
+    for (int round = 0; round < kKept; ++round) {
+      const int seq = in_register(round * 32 + lane);  // no address is kept
+      seq_lens[round] = seq < p.num_seqs ? __ldcg(&p.seq_lens[seq]) : 0;
+    }
+    if (p.query_start_loc != nullptr && lane < p.num_seqs) {
+      first_query = __ldcg(&p.query_start_loc[lane]);
+      end_query = __ldcg(&p.query_start_loc[lane + 1]);
+    }
+  }
+  __device__ __forceinline__ SequenceIndices of(int round) const {
+    int32_t seq_len = seq_lens[0];
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) seq_len = round == i ? seq_lens[i] : seq_len;
+    return {.seq_len = seq_len, .first_query = first_query, .end_query = end_query};
+  }
+  // All lanes: whether they are the same.
+  __device__ __forceinline__ bool same(const KeptIndices& other) const {
+    bool same = first_query == other.first_query && end_query == other.end_query;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) same = same && seq_lens[i] == other.seq_lens[i];
+    return __all_sync(0xffffffffu, same);
+  }
+};
+
+// kKept: rounds of lanes whose sequences' indices are kept where a batch has no more.
+template <int kKept>
 class WorkPlan {
  public:
+  using Indices = KeptIndices<kKept>;
+
+  // Whether those of this batch are.
+  static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
+    return one_round(p) || (p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
+  }
+  // Whether its work is guessed before the predecessor has ended.
+  static __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    return keeps(p) && !p.early_pages && !p.beside;
+#else
+    return false;
+#endif
+  }
+
   // All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
+    if (keeps(p)) kept_.load(p, lane);
     split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
@@ -215,16 +235,8 @@ class WorkPlan {
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
 
-  // All lanes, of a plan that was guessed (kKeep, one round): whether it is that of `now`, the
-  // lane's sequence.
-  __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
-                                        const SequenceIndices& now, int lane) const {
-    const SequenceWork work = sequence_work(p, shape, lane, now);
-    return __all_sync(0xffffffffu,
-                      lane >= p.num_seqs || work.seq_len == work_.seq_len &&
-                                                work.first_query == work_.first_query &&
-                                                work.query_len == work_.query_len);
-  }
+  // All lanes: whether the plan is that of `now`.
+  __device__ __forceinline__ bool holds(const Indices& now) const { return kept_.same(now); }
 
   // Items are asked for in rising order. All lanes of a warp.
   __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
@@ -232,7 +244,7 @@ class WorkPlan {
     WorkItem item;
 #pragma unroll 1
     for (;;) {
-      load(p, shape, round_, lane, !kKeep);
+      load(p, shape, round_, lane, false);
       const int pieces = pieces_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
       const bool longer = stages > longest_ >> class_ && class_ > 0 && items_ > gridDim.x;
@@ -287,13 +299,22 @@ class WorkPlan {
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
-  // Lane's sequence of a round; where there is one round only, it is loaded once.
+  // Lane's sequence of a round; where there is one round only, it stays.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
     if (one_round(p) && !first) return;
     const int seq = round * 32 + lane;
     work_ = {};
-    if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq, load_indices(p, seq));
+    if (seq >= p.num_seqs) return;
+    SequenceIndices indices = kept_.of(round);
+    if (!keeps(p)) {
+      indices.seq_len = p.seq_lens[seq];
+      if (p.query_start_loc != nullptr) {
+        indices.first_query = p.query_start_loc[seq];
+        indices.end_query = p.query_start_loc[seq + 1];
+      }
+    }
+    work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {
     if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
@@ -324,6 +345,7 @@ class WorkPlan {
     return sum;
   }
 
+  Indices kept_;
   int split_;             // stages of a piece where the caller gives them, else 0
   SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split
