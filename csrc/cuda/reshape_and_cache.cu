@@ -11,8 +11,7 @@ namespace vllm_kernels::cuda {
 namespace {
 
 template <typename T, typename C, int kRun, int kLanes, bool kMany>
-__global__ void __launch_bounds__(kRun* kLanes,
-                                  kResident<T, C, kMany> * 256 / (kRun * kLanes))
+__global__ void __launch_bounds__(kRun* kLanes, kResident<T, C, kMany> * 256 / (kRun * kLanes))
     write_pages_kernel(PagesWrite p) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
@@ -31,8 +30,7 @@ void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
       if constexpr (kRun == 16) {
         if (shape.lanes == 8) kernel = write_pages_kernel<T, C, kRun, 8, true>;
       }
-      launch_kernel(p.op, kernel, shape.grid, dim3(kRun * shape.lanes), 0, stream,
-                    shape.write);
+      launch_kernel(p.op, kernel, shape.grid, dim3(kRun * shape.lanes), 0, stream, shape.write);
     });
   });
 }

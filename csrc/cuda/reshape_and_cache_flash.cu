@@ -12,8 +12,8 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: so many that
-// blocks of the next launch find room beside them.
+// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: so many
+// that blocks of the next launch find room beside them.
 template <typename T, typename C, int kEach, int kOwn>
 constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
                                  : kEach > 1 ? 1024

@@ -75,8 +75,7 @@ class RowScale {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {
-      const uint32_t bytes =
-          low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+      const uint32_t bytes = low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
       words[i / 4] = finite_ ? bytes : 0;
     }
     Vector<int8_t> result;
@@ -109,8 +108,8 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // blockIdx.y; blockDim.x is a power of two, so that a row's threads are lanes of one warp. With
 // kTransposed (layout vllm) V goes through shared memory: where the tokens' slots are an aligned
 // run of neighbours, 8 tokens of a value are stored at once; else neighbouring threads store
-// neighbouring values of one token, each of which costs a sector in that layout. kUsual: blockDim is
-// (8, 16), known to the compiler.
+// neighbouring values of one token, each of which costs a sector in that layout. kUsual: blockDim
+// is (8, 16), known to the compiler.
 template <typename T, bool kTransposed, bool kUsual>
 __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
     quantise_rows_kernel(TokenQuantWrite p) {
@@ -136,11 +135,9 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
     const int token = min(first + row, p.num_tokens - 1);
     const int d = min(chunk * kWidth, p.head_size - kWidth);
     const auto* key = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head,
-                p.key_head));
-    const auto* value = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
-                p.value_head));
+        stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head, p.key_head));
+    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll
@@ -180,14 +177,14 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
                      at.token] = v_scale.scale;
     }
     if (has_chunk) {
-      int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block),
-                            head, p.to_key_head);
+      int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block), head,
+                            p.to_key_head);
       key = stepped(stepped(key, at.token, p.to_key_token), chunk, p.to_key_chunk);
       *reinterpret_cast<Vector<int8_t>*>(key) = k_scale.quantise(k);
       int8_t* value = tile + row * pitch + chunk * kWidth;
       if constexpr (!kTransposed) {
-        value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block),
-                        head, p.to_value_head);
+        value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
+                        p.to_value_head);
         value = stepped(value, at.token, p.to_value_token) + chunk * kWidth;
       }
       *reinterpret_cast<Vector<int8_t>*>(value) = v_scale.quantise(v);
@@ -279,8 +276,7 @@ bool rows_aligned(const ReshapeAndCacheParams& w) {
   };
   const bool transposed = kv.layout == KvLayout::kVllm;
   return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && CacheWrite::fits(w) &&
-         inputs_aligned(w) &&
-         aligned16(kv.key) && aligned16(kv.value) &&
+         inputs_aligned(w) && aligned16(kv.key) && aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_head_stride, kv.key_token_stride) &&
          aligned(kv.value_block_stride, kv.value_head_stride,
                  transposed ? 0 : kv.value_token_stride) &&
@@ -313,9 +309,8 @@ void launch_once(const Params& p, Stream stream) {
                                    : quantise_rows_kernel<T, false, false>;
     const int64_t tile_bytes = transposed ? int64_t{tokens} * (lanes + 1) * kWidth : 0;
     const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
-    launch_kernel("reshape_and_cache_per_token_quant",
-                  kernel, grid,
-                  dim3(lanes, tokens), tile_bytes, stream, TokenQuantWrite(p));
+    launch_kernel("reshape_and_cache_per_token_quant", kernel, grid, dim3(lanes, tokens),
+                  tile_bytes, stream, TokenQuantWrite(p));
   });
 }
 

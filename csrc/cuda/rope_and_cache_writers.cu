@@ -26,8 +26,8 @@ struct Angles {
   template <int kWidth>
   __device__ __forceinline__ void load(int64_t position, int pair, float (&cosines)[kWidth],
                                        float (&sines)[kWidth]) const {
-    const auto* row = stepped(static_cast<const char*>(cos_sin_cache),
-                              static_cast<uint32_t>(position), stride);
+    const auto* row =
+        stepped(static_cast<const char*>(cos_sin_cache), static_cast<uint32_t>(position), stride);
     load_angles(row, dtype, pair, pair + half, cosines, sines);
   }
 };
@@ -92,9 +92,7 @@ class TurnedKeys {
     }
   }
   // Whether the position is one.
-  __device__ __forceinline__ bool known() const {
-    return angles_->known(position_);
-  }
+  __device__ __forceinline__ bool known() const { return angles_->known(position_); }
 
  private:
   static constexpr int kWidth = kVectorWidth<T>;
@@ -139,16 +137,14 @@ template <typename T>
 __device__ __forceinline__ void turn_query(const Queries& q) {
   constexpr int kWidth = kVectorWidth<T>;
   const int thread = threadIdx.x;
-  const int block =
-      q.other() + (gridDim.x - q.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
+  const int block = q.other() + (gridDim.x - q.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
   const int within = q.by_lanes.divide(thread);
   const int row = block * q.rows + within;
   if (within >= q.rows || row >= q.num_tokens * q.heads) return;
   const Angles& angles = q.angles;
   const int token = q.by_heads.divide(row), head = row - token * q.heads;
   const int pair = (thread - within * q.lanes) * kWidth;
-  T* start = stepped(stepped(static_cast<T*>(q.data), token, q.token_stride), head,
-                     q.head_stride) +
+  T* start = stepped(stepped(static_cast<T*>(q.data), token, q.token_stride), head, q.head_stride) +
              (angles.is_neox ? pair : 2 * pair);
   auto* first = reinterpret_cast<Pack16<T>*>(start);
   auto* second = reinterpret_cast<Pack16<T>*>(start + (angles.is_neox ? angles.half : kWidth));
@@ -184,7 +180,10 @@ __global__ void __launch_bounds__(kRun* kLanes,
 }
 
 template <typename T, typename C, int kThreads, int kOwn>
-__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512 : kOwn > 1 ? 1024 : 1280) / kThreads)
+__global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512
+                                             : kOwn > 1 ? 1024
+                                                        : 1280) /
+                                                kThreads)
     rope_and_rows_kernel(Queries queries, RowsWrite write) {
   launch_dependents();
   const int group = queries.group();
@@ -253,7 +252,7 @@ void launch_writers(const RopeAndCacheParams& p, Stream stream) {
             kRun * pages.lanes, pages.grid, pages.write);
       } else {
         const RowsShape rows(write, 0);
-        run(rows.threads == 64     ? rope_and_rows_kernel<T, C, 64, 32>
+        run(rows.threads == 64    ? rope_and_rows_kernel<T, C, 64, 32>
             : rows.threads == 128 ? rope_and_rows_kernel<T, C, 128, 1>
                                   : rope_and_rows_kernel<T, C, 256, 1>,
             rows.threads, rows.grid, rows.write);

@@ -24,8 +24,8 @@ constexpr int kFewBlocks = 4;
 // block's transfers meet another's instructions.
 template <typename T, typename C, bool kMany>
 constexpr int kResident = !kMany || kVectorWidth<C> > 2 * kVectorWidth<T> ? 2
-                          : kIs8Bit<C>                                      ? 3
-                                                                            : 6;
+                          : kIs8Bit<C>                                    ? 3
+                                                                          : 6;
 
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;
@@ -75,8 +75,7 @@ __device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int 
     keys.load(token, head, d, k);
     keys.turn(d, k);
     if (!keys.known()) return;
-    C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth,
-                    p.to_key_chunk);
+    C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth, p.to_key_chunk);
     store_streaming(reinterpret_cast<Vector<C>*>(to),
                     narrow<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
   }
@@ -101,7 +100,8 @@ struct ValueTile {
   }
   __device__ __forceinline__ C get(int token, int d) const { return data[row(token) + d]; }
 
-  // Of an aligned run of kRun neighbours: `to` is value 0 of its first token, `dims` values of each.
+  // Of an aligned run of kRun neighbours: `to` is value 0 of its first token, `dims` values of
+  // each.
   __device__ __forceinline__ void store_run(C* to, uint32_t dim_stride, uint32_t dims,
                                             uint32_t thread) const {
     constexpr uint32_t kStores = kRun / kStore;  // of one value index
@@ -130,8 +130,8 @@ struct ValueTile {
 //   scattered                            neighbouring threads on neighbouring values of one slot;
 //                                        the block then writes some tokens: with kMany their
 //                                        whole rows, otherwise its part of every kFewBlocks-th
-// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1 with
-// kMany, else kFewBlocks. `group`: which kRun tokens.
+// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1
+// with kMany, else kFewBlocks. `group`: which kRun tokens.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
 __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int group) {
   constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
@@ -157,9 +157,8 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   int64_t lane_slot_read;
   {
     const int token = min(first + row, num_tokens - 1);
-    const auto* value = reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
-                p.value_head));
+    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
     const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
     if (num_tokens <= 1024) {  // few: under way before the wait
       keys.prefetch(token, head, d);
@@ -177,8 +176,7 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   LaterSlots<kMany ? 8 : 1> later;
   later.load(p, from, kThreads);
   if constexpr (!kMany) keys.turn(d, k);  // else later, for fewer registers
-  const int32_t lane_slot =
-      first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
+  const int32_t lane_slot = first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
   const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
   const bool neighbours = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
 
@@ -256,8 +254,7 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
       for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
         const int32_t slot = own_slots[r];
         if (slot < 0 || (repeated >> r & 1)) continue;
-        write_token<T, C>(p, keys, first + r, p.place(slot),
-                          thread, kThreads);
+        write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
       }
       if (scattered) return;
     }
@@ -311,10 +308,9 @@ struct PagesShape {
 inline bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&
-         CacheWrite::fits(p) &&
-         aligned16(kv.key) && aligned16(kv.value) && kv.key_block_stride % kv.x == 0 &&
-         kv.key_head_stride % kv.x == 0 && kv.value_block_stride % kv.x == 0 &&
-         kv.value_head_stride % kv.x == 0 &&
+         CacheWrite::fits(p) && aligned16(kv.key) && aligned16(kv.value) &&
+         kv.key_block_stride % kv.x == 0 && kv.key_head_stride % kv.x == 0 &&
+         kv.value_block_stride % kv.x == 0 && kv.value_head_stride % kv.x == 0 &&
          int64_t{kv.num_kv_heads} * (kv.head_size / kv.x) <= 65535;
 }
 

@@ -53,9 +53,8 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   };
   const int num_tokens = p.num_tokens;
   const auto value_at = [&](int token, int d) {
-    return reinterpret_cast<const Vector<T>*>(
-        stepped(stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head,
-                p.value_head));
+    return reinterpret_cast<const Vector<T>*>(stepped(
+        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
   };
   const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
   // Without a branch, so that all loads of the prologue are under way at once.
@@ -75,7 +74,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? threadIdx.x % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, num_tokens - 1);
-  if constexpr (kOwn == 1) {  // few tokens: under way before the wait
+  if (kOwn == 1 && num_tokens <= 1024) {  // few tokens: under way before the wait
     keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
     prefetch_l2(value_at(token_of(0), first_d));
     prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
@@ -172,8 +171,7 @@ struct RowsShape {
   RowsShape(const ReshapeAndCacheParams& p, int most) : write(p) {
     const PagedKv& kv = p.kv;
     const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
-                         kv.key_head_stride == kv.head_size &&
-                         kv.value_head_stride == kv.head_size;
+                         kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
     write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
     const int chunks = write.row_size / kv.x;
     const bool many = p.num_tokens > 1024 && most > 0;
@@ -195,8 +193,8 @@ inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const auto aligned = [&](int64_t block, int64_t token, int64_t head) {
     return block % kv.x == 0 && token % kv.x == 0 && head % kv.x == 0;
   };
-  return kv.head_size % kv.x == 0 && CacheWrite::fits(p) && inputs_aligned(p) && aligned16(kv.key) &&
-         aligned16(kv.value) &&
+  return kv.head_size % kv.x == 0 && CacheWrite::fits(p) && inputs_aligned(p) &&
+         aligned16(kv.key) && aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_token_stride, kv.key_head_stride) &&
          aligned(kv.value_block_stride, kv.value_token_stride, kv.value_head_stride);
 }

@@ -12,8 +12,8 @@
 namespace vllm_kernels::cuda {
 
 // ReshapeAndCacheParams as the kernels take them, in few lines of the constant cache: a kernel of
-// few microseconds waits for each. Strides are in bytes, those of blocks in 16 bytes: times an index
-// of 32 bits they are one instruction, where 64 bits times 64 bits are four.
+// few microseconds waits for each. Strides are in bytes, those of blocks in 16 bytes: times an
+// index of 32 bits they are one instruction, where 64 bits times 64 bits are four.
 struct CacheWrite {
   const void* key;
   const void* value;
