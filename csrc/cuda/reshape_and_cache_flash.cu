@@ -69,11 +69,12 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
       constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // by registers
       const RowsShape shape(p, kEach);
       const int rows = shape.write.rows;
-      auto kernel = shape.threads == 64    ? write_rows_kernel<T, C, 64, 1, 32>
-                    : shape.threads == 128 ? write_rows_kernel<T, C, 128, 1, 1>
-                    : rows > 4             ? write_rows_kernel<T, C, 256, 1, 32>
-                    : rows > 1             ? write_rows_kernel<T, C, 256, 1, 4>
-                                           : write_rows_kernel<T, C, 256, 1, 1>;
+      auto kernel = shape.threads == 128  ? write_rows_kernel<T, C, 128, 1, 1>
+                    : shape.threads == 64 ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32>
+                                                     : write_rows_kernel<T, C, 64, 1, 4>
+                    : rows > 4            ? write_rows_kernel<T, C, 256, 1, 32>
+                    : rows > 1            ? write_rows_kernel<T, C, 256, 1, 4>
+                                          : write_rows_kernel<T, C, 256, 1, 1>;
       if constexpr (kEach > 1) {
         if (shape.each > 1) kernel = write_rows_kernel<T, C, 256, kEach, 4>;
       }
