@@ -102,6 +102,27 @@ struct SequenceIndices {
   int32_t first_query, end_query;
 };
 
+// `past`: past the first-level cache, which nobody tells what the predecessor wrote.
+__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
+                                                        bool past) {
+  const auto load = [&](const int32_t* at) {
+    // In two registers: in one, the next load would wait for this one.
+    int32_t fresh = 0, cached = 0;
+    if (past) {
+      fresh = __ldcg(at);
+    } else {
+      cached = *at;
+    }
+    return in_register(fresh) | in_register(cached);
+  };
+  SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
+  if (p.query_start_loc != nullptr) {
+    indices.first_query = load(&p.query_start_loc[seq]);
+    indices.end_query = load(&p.query_start_loc[seq + 1]);
+  }
+  return indices;
+}
+
 __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
                                                       const WorkShape& shape, int seq,
                                                       const SequenceIndices& indices) {
@@ -143,37 +164,26 @@ __device__ __forceinline__ int divide(int a, int b) {
   return quotient;
 }
 
-// Where the lanes keep the indices of a batch in registers: those of sequences lane, lane + 32,
-// ...; query_start_loc's of the first. They are read past the first-level cache, which nobody tells
-// what the predecessor wrote.
+// A lane's of a batch of a few rounds: of sequences lane, lane + 32, ... Of several rounds, each
+// sequence has one query token.
 template <int kKept>
 struct KeptIndices {
-  int32_t seq_lens[kKept];
-  int32_t first_query = 0, end_query = 0;
+  SequenceIndices first;
+  int32_t seq_lens[kKept];  // of the others: [1], ...
 
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
+    const int last = p.num_seqs - 1;
+    first = load_indices(p, in_register(min(lane, last)), true);  // keeps no address from before
 #pragma unroll
-    for (int round = 0; round < kKept; ++round) {
-      const int seq = in_register(round * 32 + lane);  // no address is kept
-      seq_lens[round] = seq < p.num_seqs ? __ldcg(&p.seq_lens[seq]) : 0;
-    }
-    if (p.query_start_loc != nullptr && lane < p.num_seqs) {
-      first_query = __ldcg(&p.query_start_loc[lane]);
-      end_query = __ldcg(&p.query_start_loc[lane + 1]);
+    for (int round = 1; round < kKept; ++round) {
+      seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
     }
   }
   __device__ __forceinline__ SequenceIndices of(int round) const {
-    int32_t seq_len = seq_lens[0];
+    SequenceIndices indices = first;
 #pragma unroll
-    for (int i = 1; i < kKept; ++i) seq_len = round == i ? seq_lens[i] : seq_len;
-    return {.seq_len = seq_len, .first_query = first_query, .end_query = end_query};
-  }
-  // All lanes: whether they are the same.
-  __device__ __forceinline__ bool same(const KeptIndices& other) const {
-    bool same = first_query == other.first_query && end_query == other.end_query;
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) same = same && seq_lens[i] == other.seq_lens[i];
-    return __all_sync(0xffffffffu, same);
+    for (int i = 1; i < kKept; ++i) indices.seq_len = round == i ? seq_lens[i] : indices.seq_len;
+    return indices;
   }
 };
 
@@ -185,7 +195,7 @@ class WorkPlan {
 
   // Whether those of this batch are.
   static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
-    return one_round(p) || (p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
+    return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
   }
   // Whether its work is guessed before the predecessor has ended.
   static __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
@@ -200,7 +210,7 @@ class WorkPlan {
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
-    if (keeps(p)) kept_.load(p, lane);
+    if (kKept > 1 && keeps(p)) kept_.load(p, lane);
     split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
@@ -235,8 +245,18 @@ class WorkPlan {
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
 
-  // All lanes: whether the plan is that of `now`.
-  __device__ __forceinline__ bool holds(const Indices& now) const { return kept_.same(now); }
+  // All lanes: whether the plan is that of `now`. (Of one round work_ is there anyway.)
+  __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
+                                        const Indices& now, int lane) const {
+    const SequenceWork work = sequence_work(p, shape, lane, now.first);
+    bool same = !one_round(p) || lane >= p.num_seqs ||
+                work.seq_len == work_.seq_len && work.first_query == work_.first_query &&
+                    work.query_len == work_.query_len;
+    if (kKept > 1) same = same && now.first.seq_len == kept_.first.seq_len;
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+    return __all_sync(0xffffffffu, same);
+  }
 
   // Items are asked for in rising order. All lanes of a warp.
   __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
@@ -306,14 +326,8 @@ class WorkPlan {
     const int seq = round * 32 + lane;
     work_ = {};
     if (seq >= p.num_seqs) return;
-    SequenceIndices indices = kept_.of(round);
-    if (!keeps(p)) {
-      indices.seq_len = p.seq_lens[seq];
-      if (p.query_start_loc != nullptr) {
-        indices.first_query = p.query_start_loc[seq];
-        indices.end_query = p.query_start_loc[seq + 1];
-      }
-    }
+    const SequenceIndices indices =
+        kKept > 1 && keeps(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
     work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {

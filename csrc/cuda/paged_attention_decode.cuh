@@ -183,7 +183,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  using Plan = WorkPlan<kTeam ? 1 : kBytes == 1 ? 4 : 8>;  // as registers allow
+  // As registers allow.
+  using Plan = WorkPlan<kTeam || (Fresh::kAny && kBytes == 1) ? 1 : kBytes == 1 ? 4 : 8>;
   Plan plan;
   uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
@@ -236,7 +237,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
     const int filled = some ? fill_ring() : 0;
-    if (plan.holds(indices) && (!some || ring.holds(block))) break;
+    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
   // The query and the workspace are touched from here on only.

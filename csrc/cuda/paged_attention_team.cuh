@@ -119,7 +119,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
       TeamPlan::Indices indices;
       indices.load(p, lane);
       __syncwarp();  // nobody reads the item any more
-      if (!plan.holds(indices)) continue;
+      if (!plan.holds(p, shape.work, indices, lane)) continue;
     }
     now = kGoOn;
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));

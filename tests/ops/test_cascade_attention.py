@@ -138,6 +138,15 @@ def test_bad_count(device):
             cascade(case, count)
 
 
+def test_plan_of_another_batch(device):
+    case = shared_case(device, torch.float32, 3, [5, 7, 9])
+    plan = vllm_kernels.cascade_plan(
+        case.block_tables[:2], case.seq_lens[:2], 3, block_size=16, num_heads=8, num_kv_heads=2
+    )
+    with pytest.raises(RuntimeError, match=r"plan: expected one of 3 sequences .*, got one of 2"):
+        cascade(case, plan)
+
+
 def test_compiles(device):
     case = shared_case(device, torch.float32, 3, [5, 7])
     assert_compiles(lambda: cascade(case, 3))

@@ -127,8 +127,8 @@ class PackedPages:
         tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
         plan, single = self.cascade(layer, options), step.num_single
         mixed = step.starts is not None
-        # A GPU works on all tokens of a call side by side; a CPU is faster at single ones in a call of
-        # their own.
+        # A GPU works on all tokens of a call side by side; a CPU is faster at single ones in a call
+        # of their own.
         apart = mixed and single and self.cache.device.type == "cpu"
         if plan is None and not apart:
             return self.cache.attend(

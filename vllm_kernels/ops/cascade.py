@@ -28,6 +28,9 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     Args:
         num_common: tokens that all of them share.
         token_bytes: K and V of a token in one layer.
+
+    Returns:
+        Whether it is at least 300 MB on a GPU, 2 MB on a CPU.
     """
     return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, 0)
 
@@ -63,14 +66,18 @@ def cascade_plan(
     num_tokens: int | None = None,
 ) -> CascadePlan:
     """What the layers of a pass have in common: made once, it serves :func:`cascade_attention` in
-    each of them.
+    each of them. Tables and lengths are in it: make a new one for each pass. (In a CUDA graph it
+    is computed again by each replay.)
 
     Args:
         block_tables, seq_lens, query_start_loc: as :func:`cascade_attention` has them.
         num_common_blocks: a number, or an int32 tensor of one element on the device: so that a CUDA
             graph serves any number, 0 too.
         block_size: tokens of a block.
-        num_tokens: query tokens; num_seqs by default.
+        num_tokens: query tokens, to be given with query_start_loc; num_seqs by default.
+
+    Returns:
+        The plan, a few tensors on block_tables' device.
     """
     num_seqs, columns = block_tables.shape
     if num_tokens is None:
@@ -174,6 +181,11 @@ def cascade_attention(
         raise RuntimeError(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
+        )
+    if plan is not None and plan.seq_lens.shape[0] - plan.pieces != block_tables.shape[0]:
+        raise RuntimeError(
+            f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
+            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.pieces}"
         )
     num_tokens, num_heads, _ = query.shape
     if plan is None:
