@@ -6,14 +6,10 @@
 // Two tiles of 16 rows share what a warp reads of K and V: with one, shared memory and not the
 // tensor cores would be the limit (512 bytes for 2 products of m16n8k16, not for 4).
 //
-// S of the next tokens is under way while the weights of the last ones are taken and multiplied by
-// V, all in one stretch of code: ptxas then lays the exponentials between the products, and a warp
-// alone keeps its tensor core busy.
-//
-// How a tile of 32 tokens lies in shared memory, in 16 bits:
+// How a tile of 64 tokens lies in shared memory, in 16 bits:
 //   K          rows of tokens, as attention_addresses.cuh has them (form kRows)
 //   V, kRows   likewise; transposed by ldmatrix
-//   V, kPages  (layout vllm) V^T: D rows of 32 tokens, 64 bytes, whose chunks of 8 tokens are
+//   V, kPages  (layout vllm) V^T: D rows of 64 tokens, 128 bytes, whose chunks of 8 tokens are
 //              permuted by chunk ^ value_swizzle(d)
 #pragma once
 #include <algorithm>
@@ -36,21 +32,24 @@ struct PrefillMmaConfig {
   static constexpr bool kWidens = kWidensCache;
   static constexpr bool kSmall = kHeadSize <= 128;
   static constexpr int kRowTiles = kSmall ? 2 : 1;  // of 16 rows, of a warp
-  static constexpr int kWarps = kSmall ? 4 : 8;
-  static constexpr int kBlocks = kSmall ? 2 : 1;  // of a multiprocessor
+  static constexpr int kWarps = kSmall ? WARPS_X : 8;
+  static constexpr int kBlocks = 8 / kWarps;  // of a multiprocessor
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * kRowTiles * kWarps;  // of an item
-  static constexpr int kTokens = 32;                     // of a tile
-  static constexpr int kStages = 3;
-  static constexpr int kSpan = 32;  // tokens whose scores are in registers, twice
+  static constexpr int kTokens = 64;                     // of a tile
+  static constexpr int kStages = kSmall ? STAGES_X : 2;
+  static constexpr int kSpan = kHeadSize <= 64 || !kSmall ? 64 : SPAN_X;  // tokens whose scores are in registers
   // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
   // place of each thread's own.
-  static constexpr int kHeldSteps = kHeadSize == 64 ? 4 : 0;
+  static constexpr int kHeldSteps = kHeadSize == 96    ? 5
+                                    : kHeadSize == 128 ? HELD_X
+                                    : kHeadSize == 256 ? 7
+                                                       : kHeadSize / 16;
   static constexpr int kQueryBytes = kRowTiles * (kHeadSize / 16 - kHeldSteps) * kThreads * 16;
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kTileBytes = kColumns * kTokens * kColumnBytes;  // of K, or of V
   // Pieces of 16 bytes of K, and as many of V, that a thread copies, and of 8-bit caches widens.
-  static constexpr int kCopied = kWidens ? 16 : 8;  // elements of a piece
+  static constexpr int kCopied = kWidens ? 16 : 8;          // elements of a piece
   static constexpr int kSharers = kWarps / (kTokens / 16);  // warps that copy the same 16 tokens
   static constexpr int kPieces = (kHeadSize / kCopied + 2 * kSharers - 1) / (2 * kSharers);
   static constexpr int kRawBytes = kWidens ? 2 * kPieces * kThreads * 16 : 0;
@@ -58,11 +57,11 @@ struct PrefillMmaConfig {
   static constexpr int kSharedBytes = kStagesBytes + kRawBytes + kQueryBytes;
 };
 
-constexpr int kValueRowBytes = 64;  // of V^T: 32 tokens
-
-// Of 128 bytes, two rows: any 4 consecutive rows exchange different pairs of chunks, any 8
-// different chunks: neither the copies' writes nor ldmatrix's reads meet in a bank.
-__device__ __forceinline__ uint32_t value_swizzle(uint32_t d) { return (d & 2) | (d >> 2 & 1); }
+// Any 4 consecutive rows exchange different pairs of chunks, any 8 different chunks: neither the
+// copies' writes nor ldmatrix's reads meet in a bank.
+__device__ __forceinline__ uint32_t value_swizzle(uint32_t d) {
+  return (d & 3) << 1 | (d >> 2 & 1);
+}
 
 template <typename Config>
 struct PrefillMmaTile {
@@ -96,7 +95,7 @@ struct PrefillMmaTile {
     if constexpr (kRows) {
       value_lane = (row + second * 8) * kColumnBytes + (upper ^ row) * 16;
     } else {
-      value_lane = (row + upper * 8) * kValueRowBytes + (second ^ value_swizzle(row)) * 16;
+      value_lane = (row + upper * 8) * kColumnBytes + (second ^ value_swizzle(row)) * 16;
     }
   }
 
@@ -182,42 +181,26 @@ struct PrefillMmaTile {
     }
   }
 
-  // The largest of this lane's scores of each row.
-  using Maxima = float[kRowTiles][2];
-  static __device__ __forceinline__ void find_largest(const Scores& scores, Maxima& largest) {
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        largest[tile][r] = fmaxf(scores[tile][0][2 * r], scores[tile][0][2 * r + 1]);
-#pragma unroll
-        for (int i = 1; i < kScoreTiles; ++i) {
-          largest[tile][r] =
-              fmaxf(largest[tile][r], fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
-        }
-      }
-    }
-  }
-  // Raises the rows' maxima where scores exceed them by much. unit(tile, r): from a row's score to
-  // log2 units.
+  // unit(tile, r): from a row's score to log2 units.
   template <typename Unit>
-  __device__ __forceinline__ void raise(Maxima& largest, const Unit& unit) {
+  __device__ __forceinline__ void weigh(Scores& scores, const Unit& unit) {
+    float largest[kRowTiles][2];
     bool higher = false;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        largest[tile][r] *= unit(tile, r);
+        float most = fmaxf(scores[tile][0][2 * r], scores[tile][0][2 * r + 1]);
+#pragma unroll
+        for (int i = 1; i < kScoreTiles; ++i) {
+          most = fmaxf(most, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
+        }
+        largest[tile][r] = most * unit(tile, r);
         higher |= largest[tile][r] > maximum[tile][r] + kMaximumSlack;
       }
     }
     // Most steps move no maximum, and ask no more than this vote.
     if (__any_sync(0xffffffffu, higher)) raise_maxima(largest);
-  }
-
-  // Scores to weights.
-  template <typename Unit>
-  __device__ __forceinline__ void weigh(Scores& scores, const Unit& unit) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -259,7 +242,7 @@ struct PrefillMmaTile {
           load_transposed(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
                                  tokens * 16 * kColumnBytes);
         } else {
-          load_matrices(b, at + k * 16 * kValueRowBytes);
+          load_matrices(b, at + k * 16 * kColumnBytes);
         }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -336,8 +319,8 @@ struct PrefillMmaTile {
     }
   }
 
-  // `largest`: of this lane's scores of each row, in log2 units.
-  __device__ __forceinline__ void raise_maxima(const Maxima& largest) {
+  // `largest`: of this lane's scores of each row.
+  __device__ __forceinline__ void raise_maxima(const float (&largest)[kRowTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       float factor[2];

@@ -1,10 +1,10 @@
 // How a tile of K and V reaches shared memory where the kernel for many query rows needs no more
 // than sm_80 (paged_attention_prefill_mma.cuh): by cp.async, all warps, a tile ahead.
 //
-// Copies are of 16 bytes. Where 16 tokens lie in one page and are seen whole, as most do, a warp
-// looks up one page for them; else each token has a place of its own: pages may have any length. An
-// 8-bit cache's copies stay with the thread that asked for them; it widens them into the tile of 16
-// bits.
+// Copies are of 16 bytes. Where 16 tokens lie in one page, as most do, a warp knows their place
+// from a list that it makes for many tiles at once; else each token has a place of its own: pages
+// may have any length. An 8-bit cache's copies stay with the thread that asked for them; it widens
+// them into the tile of 16 bits.
 #pragma once
 #include "cuda/attention_prefill_mma.cuh"
 #include "cuda/cache_element.cuh"
@@ -30,6 +30,14 @@ struct PrefillMmaItem : PrefillItem {
   int asks_at;  // the tile at which the block asks for its next item
 };
 
+// Where 16 tokens lie that are one page's, or null: of a KV head, from the first token and dimension
+// on.
+struct alignas(16) GroupPlace {
+  const char* key;
+  const char* value;
+};
+constexpr int kListedTiles = 32;  // one a lane
+
 // Where a token of a group of 16 lies.
 struct TokenPlace {
   uint64_t key, value;  // units of 16 bytes; value in layout vllm: of its page's row 0
@@ -44,7 +52,7 @@ struct TokenPlace {
   }
 };
 
-// One block's copies of tiles. Warp w's are of the w % 2-th 16 tokens, and of the w / 2-th share of
+// One block's copies of tiles. Warp w's are of the w % 4-th 16 tokens, and of the w / 4-th share of
 // their dimensions; a lane's pieces are of 16 bytes.
 template <typename Config>
 struct PrefillMmaCopies {
@@ -61,7 +69,8 @@ struct PrefillMmaCopies {
 
   const PagedAttentionParams& p;
   const PrefillMmaShape& shape;
-  uint32_t storage;  // stages of K and V, then the raw copies
+  GroupPlace* places;  // of this warp's groups in kListedTiles tiles
+  uint32_t storage;    // stages of K and V, then the raw copies
   uint32_t warp, lane;
 
   __device__ __forceinline__ uint32_t key_at(int stage) const {
@@ -75,52 +84,41 @@ struct PrefillMmaCopies {
     return tile * Config::kTokens + static_cast<int>(group()) * 16;
   }
 
-  // Starts the copies of a tile, and says which of its tokens are there. All warps.
-  __device__ __forceinline__ void start(const PrefillMmaItem& item, int tile, int stage,
-                                        uint32_t& present) const {
-    const int first = first_of(tile);
+  // Starts the copies of a tile, and says which of its tokens are there. All warps. `begins`: it is
+  // the item's first, that is its last tile; the others follow in order.
+  __device__ __forceinline__ void start(const PrefillMmaItem& item, int tile, bool begins, int stage,
+                                        uint32_t (&present)[2]) const {
+    if (begins || (tile & kListedTiles - 1) == kListedTiles - 1) list_places(item, tile);
+    const GroupPlace place = places[tile & kListedTiles - 1];
     uint32_t bits = ~0u;
-    if (!copy_whole(item, first, stage)) {
-      const TokenPlace place = locate(item, first + lane % 16);
-      bits = ~__ballot_sync(0xffffffffu, !place.there && sees(item, first + lane % 16));
+    if (place.key != nullptr) {
+      copy_group(place, stage);
+    } else {
+      const int first = first_of(tile);
+      const TokenPlace token = locate(item, first + lane % 16);
+      bits = ~__ballot_sync(0xffffffffu, !token.there && sees(item, first + lane % 16));
       if constexpr (kRows) {
-        copy_rows(place, stage);
+        copy_rows(token, stage);
       } else {
-        copy_pages(item, first, place, stage);
+        copy_pages(item, first, token, stage);
+        if (!Config::kWidens) hide_values(hidden_tokens(item, first), stage);
       }
     }
     if (lane == 0 && warp < kGroups) {
-      reinterpret_cast<uint16_t*>(&present)[warp] = static_cast<uint16_t>(bits);
+      reinterpret_cast<uint16_t*>(present)[warp] = static_cast<uint16_t>(bits);
     }
-    commit_copies();
   }
 
-  // Once this thread's copies of a tile are there: the tile as it is to lie, where it does not yet.
+  // 8-bit caches, once this thread's copies of a tile are there: the tile as it is to lie.
   __device__ __forceinline__ void settle(const PrefillMmaItem& item, int tile, int stage) const {
-    // Tokens of V before `begin` may be anything, and are to count as 0.
-    const int hidden = kRows ? 0 : min(16, max(0, item.begin - first_of(tile)));
-    if constexpr (Config::kWidens) {
-      switch (p.kv.dtype) {
-        case DType::kFp8E4M3:
-          return widen_tile<__nv_fp8_e4m3>(hidden, stage);
-        case DType::kFp8E5M2:
-          return widen_tile<__nv_fp8_e5m2>(hidden, stage);
-        default:
-          return widen_tile<int8_t>(hidden, stage);
-      }
-    } else if constexpr (!kRows) {
-      if (hidden == 0 || hidden == 16) return;  // 16: none of them was copied
-#pragma unroll 1
-      for (int i = 0; i < kPieces; ++i) {
-        const uint32_t at = value_at(stage) + value_chunk(dimension(i), lane % 2);
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const int token = static_cast<int>(lane % 2) * 8 + 2 * pair;
-          const uint32_t keep =
-              (token >= hidden ? 0xffffu : 0u) | (token + 1 >= hidden ? 0xffff0000u : 0u);
-          store_shared(at + 4 * pair, load_shared(at + 4 * pair) & keep);
-        }
-      }
+    const int hidden = kRows ? 0 : hidden_tokens(item, first_of(tile));
+    switch (p.kv.dtype) {
+      case DType::kFp8E4M3:
+        return widen_tile<__nv_fp8_e4m3>(hidden, stage);
+      case DType::kFp8E5M2:
+        return widen_tile<__nv_fp8_e5m2>(hidden, stage);
+      default:
+        return widen_tile<int8_t>(hidden, stage);
     }
   }
 
@@ -166,7 +164,7 @@ struct PrefillMmaCopies {
            ((chunk ^ token) % 8) * 16;
   }
   __device__ __forceinline__ uint32_t value_chunk(uint32_t d, uint32_t half) const {
-    return d * kValueRowBytes + (group() * 2 + half ^ value_swizzle(d)) * 16;
+    return d * kColumnBytes + (group() * 2 + half ^ value_swizzle(d)) * 16;
   }
 
   // Whether the item sees a token, or one that is copied with it.
@@ -202,64 +200,74 @@ struct PrefillMmaCopies {
     return static_cast<const char*>(p.kv.value) + units * 16;
   }
 
-  // Rows of tokens that may lie anywhere.
-  __device__ __forceinline__ void copy_rows(const TokenPlace& mine, int stage) const {
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const TokenPlace place = mine.of_lane(token(i));
-      const int bytes = place.there ? 16 : 0;
-      if (chunk(i) * kElements >= head_size()) continue;
-      copy16_async(key_to(i, stage), keys(place.key + chunk(i)), bytes);
-      copy16_async(value_to(i, stage), values(place.value + chunk(i)), bytes);
-    }
+  // Whether a chunk is the tile's: past the head size it is, as zeros.
+  static __device__ __forceinline__ bool in_tile(uint32_t chunk) {
+    constexpr bool kAll = Config::kSharers * kDimensions == kHeadSize;
+    return kAll || chunk * kElements < kHeadSize;
   }
-  // The 16 tokens, if the item sees all of them and they lie in one page that is there.
-  __device__ __forceinline__ bool copy_whole(const PrefillMmaItem& item, int first,
-                                             int stage) const {
-    if (first < item.begin || first + 16 > item.end) return false;
+  // Of a copy, bytes that are not zeros.
+  __device__ __forceinline__ int bytes_at(uint32_t first_dimension, int bytes) const {
+    return first_dimension < head_size() ? bytes : 0;
+  }
+
+  // Tokens of one page of which the item sees all, or at least those of its sequence, lie together.
+  __device__ __forceinline__ void list_places(const PrefillMmaItem& item, int tile) const {
+    const int first = first_of((tile & -kListedTiles) + static_cast<int>(lane));
     uint32_t block = 0, in_page = item.first_key + first;
-    if (p.key_start_loc == nullptr) {
-      if (shape.page_tokens % 16 != 0) return false;
+    bool together = first >= item.begin && first + 16 <= item.length;
+    if (together && p.key_start_loc == nullptr) {
       const uint32_t page = shape.page_divisor.divide(first);
       in_page = first - page * shape.page_tokens;
-      block = p.block_tables[item.seq * p.block_table_stride + page];
-      if (block >= static_cast<uint64_t>(p.kv.num_blocks)) return false;
+      together = shape.page_tokens % 16 == 0;
+      if (together) block = p.block_tables[item.seq * p.block_table_stride + page];
+      together &= block < static_cast<uint64_t>(p.kv.num_blocks);
     }
-    uint64_t key_units = uint64_t{block} * shape.key_block +
-                         uint64_t{static_cast<uint32_t>(item.kv_head)} * shape.key_head +
-                         uint64_t{in_page + token(0)} * shape.key_token;
-    uint64_t value_units = uint64_t{block} * shape.value_block +
-                           uint64_t{static_cast<uint32_t>(item.kv_head)} * shape.value_head;
+    const uint32_t head = item.kv_head;
+    const char* value = values(uint64_t{block} * shape.value_block + uint64_t{head} *
+                               shape.value_head + (kRows ? uint64_t{in_page} * shape.value_row : 0));
+    if (!kRows) value += in_page * (16 / kElements);
+    const char* key = keys(uint64_t{block} * shape.key_block + uint64_t{head} * shape.key_head +
+                           uint64_t{in_page} * shape.key_token);
+    __syncwarp();
+    places[lane] = {.key = together ? key : nullptr, .value = value};
+    __syncwarp();
+  }
+  __device__ __forceinline__ void copy_group(const GroupPlace& place, int stage) const {
+    const char* key = place.key;
+    const char* value = place.value;
     uint64_t key_step, value_step;  // bytes to the next piece
     if constexpr (kRows) {
-      key_units += chunk(0);
-      value_units += uint64_t{in_page + token(0)} * shape.value_row + chunk(0);
+      key += (uint64_t{shape.key_token} * token(0) + chunk(0)) * 16;
+      value += (uint64_t{shape.value_row} * token(0) + chunk(0)) * 16;
       key_step = uint64_t{shape.key_token} * (16 * 32 / kAcross);
       value_step = uint64_t{shape.value_row} * (16 * 32 / kAcross);
     } else {
-      key_units += uint64_t{shape.key_chunk} * chunk(0);
+      key += (uint64_t{shape.key_chunk} * chunk(0) + token(0)) * 16;
+      value += uint64_t{shape.value_row} * dimension(0) + (Config::kWidens ? 0 : lane % 2 * 16);
       key_step = uint64_t{shape.key_chunk} * 32;
       value_step = uint64_t{shape.value_row} * (Config::kWidens ? 32 : 16);
-    }
-    const char* key = keys(key_units);
-    const char* value = values(value_units);
-    if constexpr (!kRows) {
-      value += uint64_t{shape.value_row} * dimension(0) +
-               (Config::kWidens ? in_page : (in_page + lane % 2 * 8) * 2);
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int further = kRows ? i % kTimes * kAcross * 16 : 0;
-      if (chunk(i) * kElements < head_size()) copy16_async(key_to(i, stage), key + further);
-      if ((kRows ? chunk(i) * kElements : dimension(i)) < head_size()) {
-        copy16_async(value_to(i, stage), value + further);
-      }
+      copy16_async(key_to(i, stage), key + further, bytes_at(chunk(i) * kElements, 16));
+      copy16_async(value_to(i, stage), value + further,
+                   bytes_at(kRows ? chunk(i) * kElements : dimension(i), 16));
       if (!kRows || i % kTimes == kTimes - 1) {
         key += key_step;
         value += value_step;
       }
     }
-    return true;
+  }
+  // Rows of tokens that may lie anywhere.
+  __device__ __forceinline__ void copy_rows(const TokenPlace& mine, int stage) const {
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const TokenPlace place = mine.of_lane(token(i));
+      const int bytes = place.there ? bytes_at(chunk(i) * kElements, 16) : 0;
+      copy16_async(key_to(i, stage), keys(place.key + chunk(i)), bytes);
+      copy16_async(value_to(i, stage), values(place.value + chunk(i)), bytes);
+    }
   }
   // Layout vllm.
   __device__ __forceinline__ void copy_pages(const PrefillMmaItem& item, int first,
@@ -267,9 +275,7 @@ struct PrefillMmaCopies {
     const char* key = keys(mine.key + uint64_t{shape.key_chunk} * chunk(0));
 #pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
-      if (chunk(i) * kElements < head_size()) {
-        copy16_async(key_to(i, stage), key, mine.there ? 16 : 0);
-      }
+      copy16_async(key_to(i, stage), key, mine.there ? bytes_at(chunk(i) * kElements, 16) : 0);
       key += uint64_t{shape.key_chunk} * 32;
     }
     if (!Config::kWidens || shape.page_tokens % 16 == 0) {
@@ -293,24 +299,42 @@ struct PrefillMmaCopies {
     const int bytes = place.there ? seen : 0;
 #pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
-      if (dimension(i) < head_size()) {
-        const uint32_t to = value_to(i, stage) + offset;
-        if constexpr (kBytes == 16) {
-          copy16_async(to, value, bytes);
-        } else {
-          copy8_async(to, value, bytes);
-        }
+      const uint32_t to = value_to(i, stage) + offset;
+      if constexpr (kBytes == 16) {
+        copy16_async(to, value, bytes_at(dimension(i), bytes));
+      } else {
+        copy8_async(to, value, bytes_at(dimension(i), bytes));
       }
       value += uint64_t{shape.value_row} * (Config::kWidens ? 32 : 16);
     }
   }
 
+  // Of 16 tokens of V, those before `begin`: they may be anything, and are to count as 0.
+  static __device__ __forceinline__ int hidden_tokens(const PrefillMmaItem& item, int first) {
+    return min(16, max(0, item.begin - first));
+  }
+  // What this thread copied of them.
+  __device__ __forceinline__ void hide_values(int hidden, int stage) const {
+    if (hidden == 0 || hidden == 16) return;  // 16: none of them was copied
+    wait_all_copies();
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const uint32_t at = value_at(stage) + value_chunk(dimension(i), lane % 2);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const int token = static_cast<int>(lane % 2) * 8 + 2 * pair;
+        const uint32_t keep =
+            (token >= hidden ? 0xffffu : 0u) | (token + 1 >= hidden ? 0xffff0000u : 0u);
+        store_shared(at + 4 * pair, load_shared(at + 4 * pair) & keep);
+      }
+    }
+  }
   // `hidden`: of V's 16 tokens, those that count as 0.
   template <typename Cache>
   __device__ __forceinline__ void widen_tile(int hidden, int stage) const {
 #pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
-      const bool has_chunk = chunk(i) * 16 < head_size();
+      const bool has_chunk = in_tile(chunk(i));
       const uint32_t to = row_chunk(token(i), 2 * chunk(i));
       const uint32_t second = row_chunk(token(i), 2 * chunk(i) + 1);
       if (has_chunk) {
@@ -321,7 +345,7 @@ struct PrefillMmaCopies {
           widen_piece<Cache>(raw_at(kPieces + i), 0, value_at(stage) + to,
                              value_at(stage) + second);
         }
-      } else if (dimension(i) < head_size()) {
+      } else if (in_tile(dimension(i) / kElements)) {
         widen_piece<Cache>(raw_at(kPieces + i), hidden,
                            value_at(stage) + value_chunk(dimension(i), 0),
                            value_at(stage) + value_chunk(dimension(i), 1));

@@ -2,7 +2,7 @@
 // architecture from sm_80 on has them. On Hopper it takes what paged_attention_prefill.cuh does
 // not: 8-bit caches, other head sizes and pages.
 //
-// A block takes items (attention_prefill_work.cuh) one after the other, over tiles of 32 tokens
+// A block takes items (attention_prefill_work.cuh) one after the other, over tiles of 64 tokens
 // from the last to the first. All its warps copy tiles (attention_prefill_mma_copies.cuh), one
 // ahead, and attend, 16 or 32 of the rows each (attention_prefill_mma.cuh). Two blocks share a
 // multiprocessor where heads are small, so that one's products run while the other waits.
@@ -23,10 +23,14 @@ struct alignas(16) WarpSight {
 template <typename Config>
 struct PrefillMmaShared {
   using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens>;
-  PrefillMmaItem items[2];       // seq < 0: there are no more
-  uint32_t present[Config::kStages];  // bits, of a stage's tokens
+  // One warp writes the next while others end the last; seq < 0: there are no more.
+  PrefillMmaItem items[3];
+  // Of stages: their copies are there; nobody reads them any more.
+  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint32_t present[Config::kStages][2];  // bits, of a stage's tokens
   float factors[Config::kRows];  // what undoes a query row's scaling
   WarpSight sights[Config::kWarps];
+  GroupPlace places[Config::kWarps][kListedTiles];
   alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
   __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
@@ -37,8 +41,8 @@ template <typename Config>
 struct PrefillMmaRows {
   using T = typename Config::T;
   using Tile = PrefillMmaTile<Config>;
+  using Bits = TokenBits<Config::kSpan>;  // one a token of a span
   static constexpr int kRowTiles = Config::kRowTiles, kSpan = Config::kSpan;
-  static constexpr int kSpans = Config::kTokens / kSpan;  // of a tile
   static constexpr int kWarpRows = 16 * kRowTiles;
 
   const PagedAttentionParams& p;
@@ -46,8 +50,6 @@ struct PrefillMmaRows {
   float* factors;     // of the block's rows
   WarpSight* sights;  // of the block's warps
   Tile tile;
-  typename Tile::Scores scores;  // of the span before, where `pending`
-  bool pending = false;
   float k_scale;
 
   // Asked for where they are needed: registers are short.
@@ -113,56 +115,26 @@ struct PrefillMmaRows {
     __syncwarp();
   }
 
-  // A tile whose K and V lie at these addresses, behind one whose V lies at `last_value`. `present`:
-  // a bit a token. Weights and V of its last span are left pending.
+  // A tile whose K, V and present tokens (a bit each) lie at these addresses.
   __device__ __forceinline__ void attend(const PrefillMmaItem& item, int tile_index, uint32_t key,
-                                         uint32_t value, uint32_t last_value, uint32_t present) {
-#pragma unroll
-    for (int span = kSpans - 1; span >= 0; --span) {
+                                         uint32_t value, const uint32_t* present) {
+    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+#pragma unroll 1
+    for (int span = Config::kTokens / kSpan - 1; span >= 0; --span) {
       const int first = tile_index * Config::kTokens + span * kSpan;
       const WarpSight sight = sights[threadIdx.x / 32];
-      const bool seen = first < sight.end && first + kSpan > sight.begin;
-      typename Tile::Scores next;
-      typename Tile::Maxima largest;
-      const auto multiply_keys = [&] {
-        tile.multiply_keys(next, key + span * kSpan * kColumnBytes);
-      };
-      const auto multiply_values = [&] {
-        span == kSpans - 1 ? end_span(last_value, 0) : end_span(value, span + 1);
-      };
-      if (seen && pending) {
-        multiply_keys();
-        multiply_values();
-        tile.find_largest(next, largest);
-      } else if (seen) {
-        multiply_keys();
-        tile.find_largest(next, largest);
-      } else if (pending) {
-        multiply_values();
+      if (first >= sight.end || first + kSpan <= sight.begin) continue;
+      typename Tile::Scores scores;
+      tile.multiply_keys(scores, key + span * kSpan * kColumnBytes);
+      if (adjusts) adjust(item, first, scores);
+      const Bits tokens = kSpan == 64 ? present[0] | Bits{present[1]} << 32 : present[span];
+      if (tokens != kAllTokens<kSpan> || first < sight.whole_begin ||
+          first + kSpan > sight.whole_end) {
+        mask(item, first, tokens, scores);
       }
-      pending = seen;
-      if (!seen) continue;
-      if (adjusts()) adjust(item, first, next);
-      const uint32_t tokens = present >> span * kSpan & kAllTokens<kSpan>;
-      const bool whole = tokens == kAllTokens<kSpan> && first >= sight.whole_begin &&
-                         first + kSpan <= sight.whole_end;
-      if (!whole) mask(item, first, tokens, next);
-      if (!whole || adjusts()) tile.find_largest(next, largest);
-      tile.raise(largest, [&](int t, int r) { return unit_of(t, r); });
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < Tile::kScoreTiles; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) scores[t][i][j] = next[t][i][j];
-        }
-      }
+      tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
+      tile.multiply_values(scores, value, span);
     }
-  }
-  // What the item's last tile, whose V lies at `value`, left.
-  __device__ __forceinline__ void end_tiles(uint32_t value) {
-    if (pending) end_span(value, 0);
-    pending = false;
   }
 
   __device__ __forceinline__ void finish(const PrefillItem& item) const {
@@ -171,18 +143,6 @@ struct PrefillMmaRows {
   }
 
  private:
-  __device__ __forceinline__ bool adjusts() const {
-    return p.softcap > 0.0f || p.alibi_slopes != nullptr;
-  }
-  // Weights of the pending span, and their V, the `span`-th of the tile whose V is at `value`.
-  __device__ __forceinline__ void end_span(uint32_t value, int span) {
-    tile.weigh(scores, [&](int t, int r) { return unit_of(t, r); });
-    tile.multiply_values(scores, value, span);
-  }
-  // From a row's score, adjusted where they are, to log2 units.
-  __device__ __forceinline__ float unit_of(int tile_index, int r) const {
-    return adjusts() ? 1.0f : unit(tile_index, r);
-  }
   // From a row's product to log2 units.
   __device__ __forceinline__ float unit(int tile_index, int r) const {
     if constexpr (!Config::kWidens) return shape.plan.to_log2;
@@ -226,7 +186,7 @@ struct PrefillMmaRows {
   }
 
   // `tokens`: whose pages are there.
-  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, uint32_t tokens,
+  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, Bits tokens,
                                        typename Tile::Scores& scores) const {
     const int column = lane() % 4 * 2;
     tokens >>= column;
@@ -238,7 +198,7 @@ struct PrefillMmaRows {
         const int position = item.position + place(item, t, r, head);
         const SeenTokens seen_here = seen_tokens(p, position, position, item.length);
         const int before = first + column;
-        const uint32_t seen = tokens & tokens_until(seen_here.end - before) &
+        const Bits seen = tokens & tokens_until(seen_here.end - before) &
                               ~tokens_until(seen_here.begin - before);
         each_score(scores, t, r, [&](float& score, int at) {
           if ((seen >> at & 1) == 0) score = -INFINITY;
@@ -246,8 +206,8 @@ struct PrefillMmaRows {
       }
     }
   }
-  static __device__ __forceinline__ uint32_t tokens_until(int count) {
-    return count <= 0 ? 0 : count >= kSpan ? kAllTokens<kSpan> : (1u << count) - 1;
+  static __device__ __forceinline__ Bits tokens_until(int count) {
+    return count <= 0 ? 0 : count >= kSpan ? kAllTokens<kSpan> : (Bits{1} << count) - 1;
   }
 
   template <typename Out>
@@ -281,11 +241,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
   if (!shape.leads) launch_dependents();
-  if (p.kv.head_size < Config::kHeadSize) {  // K past the head size is read, and never copied
-    for (int i = threadIdx.x * 16; i < Config::kStagesBytes; i += Config::kThreads * 16) {
-      *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
-    }
-  }
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
@@ -309,6 +264,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     put_item(plan, blockIdx.x, 0);
     shared.plan(threadIdx.x) = plan;
   }
+  if (threadIdx.x == 0) {
+    constexpr int kArrivals = Config::kWarps * kWarpArrivals;
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      barrier_init(shared_address(&shared.full[stage]),
+                   kArrivals + (Config::kWidens ? 0 : Config::kThreads));
+      barrier_init(shared_address(&shared.empty[stage]), kArrivals);
+    }
+  }
   __syncthreads();
   if (shared.items[0].seq < 0) return;
 
@@ -317,6 +280,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     const uint32_t thread = in_register(threadIdx.x);
     return PrefillMmaCopies<Config>{.p = p,
                                     .shape = shape,
+                                    .places = shared.places[thread / 32],
                                     .storage = shared_address(memory),
                                     .warp = thread / 32,
                                     .lane = thread % 32};
@@ -327,21 +291,35 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   rows.tile.query_rest = in_register(shared_address(memory) + Config::kStagesBytes +
                                      Config::kRawBytes + threadIdx.x * 16);
   const auto last_tile = [](const PrefillItem& item) { return item.first_tile + item.tiles - 1; };
-  copies().start(shared.items[0], last_tile(shared.items[0]), 0, shared.present[0]);
-  const auto stage_after = [](int stage) { return stage == Config::kStages - 1 ? 0 : stage + 1; };
-  int stage = 0, slot = 0;
+  const auto after = [](int i, int count) { return i == count - 1 ? 0 : i + 1; };
+  // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
+  const auto start_copies = [&](const PrefillMmaItem& item, int tile, bool begins, int stage,
+                                int phase) {
+    barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
+    copies().start(item, tile, begins, stage, shared.present[stage]);
+    if constexpr (!Config::kWidens) {
+      const uint32_t full = shared_address(&shared.full[stage]);
+      barrier_arrive_copies(full);
+      barrier_arrive_warp(full, threadIdx.x % 32);
+    }
+  };
+  start_copies(shared.items[0], last_tile(shared.items[0]), true, 0, 0);
+  int stage = 0, phase = 0, slot = 0;
 #pragma unroll 1
-  for (;; slot ^= 1) {
+  for (;;) {
     const PrefillMmaItem& item = shared.items[slot];
+    const PrefillMmaItem& next_item = shared.items[slot = after(slot, 3)];
     rows.start(item);
     int tile = last_tile(item);
-    uint32_t value = 0, last_value = 0;  // addresses
 #pragma unroll 1
-    for (bool ends = false; !ends; --tile, stage = stage_after(stage)) {
-      wait_all_copies();
-      copies().settle(item, tile, stage);
-      // The tile is there, and nobody reads K of the one before it, nor V of the one before that.
-      __syncthreads();
+    for (bool ends = false; !ends; --tile) {
+      const uint32_t full = shared_address(&shared.full[stage]);
+      if constexpr (Config::kWidens) {
+        wait_all_copies();
+        copies().settle(item, tile, stage);
+        barrier_arrive_warp(full, threadIdx.x % 32);
+      }
+      barrier_wait(full, phase);
       ends = tile == item.first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
       // brings the counter back to 0.
@@ -350,23 +328,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         const uint32_t count = plan.items();
         uint32_t index = count;
         if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
-        put_item(plan, __shfl_sync(0xffffffffu, index, 0), slot ^ 1);
+        put_item(plan, __shfl_sync(0xffffffffu, index, 0), slot);
         shared.plan(threadIdx.x) = plan;
       }
       if (item.tiles == 1) __syncthreads();  // the item that follows is there
-      const PrefillMmaItem& copied = shared.items[slot ^ ends];
+      const int next_stage = after(stage, Config::kStages);
+      const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
+      const PrefillMmaItem& copied = ends ? next_item : item;
       if (copied.seq >= 0) {
-        const int next_stage = stage_after(stage);
-        copies().start(copied, ends ? last_tile(copied) : tile - 1, next_stage,
-                       shared.present[next_stage]);
+        start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
       }
-      last_value = value;
-      value = copies().value_at(stage);
-      rows.attend(item, tile, copies().key_at(stage), value, last_value, shared.present[stage]);
+      rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage),
+                  shared.present[stage]);
+      barrier_arrive_warp(shared_address(&shared.empty[stage]), threadIdx.x % 32);
+      stage = next_stage;
+      phase = next_phase;
     }
-    rows.end_tiles(value);
     rows.finish(item);
-    if (shared.items[slot ^ 1].seq < 0) return;
+    if (next_item.seq < 0) return;
   }
 }
 
