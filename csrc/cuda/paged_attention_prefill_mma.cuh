@@ -53,7 +53,7 @@ struct PrefillMmaRows {
   float k_scale;
 
   // Asked for where they are needed: registers are short.
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int lane() { return in_register(threadIdx.x) % 32; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpRows; }
 
   // The query token of the sequence, and the head, of this lane's row r of a row tile.
@@ -299,16 +299,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     copies().start(item, tile, begins, stage, shared.present[stage]);
     if constexpr (!Config::kWidens) {
       const uint32_t full = shared_address(&shared.full[stage]);
-      barrier_arrive_copies(full);
+      barrier_arrive_copies(same_in_warp(full));
       barrier_arrive_warp(full, threadIdx.x % 32);
     }
   };
   start_copies(shared.items[0], last_tile(shared.items[0]), true, 0, 0);
   int stage = 0, phase = 0, slot = 0;
 #pragma unroll 1
-  for (;;) {
+  for (;; slot = after(slot, 3)) {
     const PrefillMmaItem& item = shared.items[slot];
-    const PrefillMmaItem& next_item = shared.items[slot = after(slot, 3)];
+    const auto next_slot = [&] { return after(in_register(slot), 3); };
     rows.start(item);
     int tile = last_tile(item);
 #pragma unroll 1
@@ -328,13 +328,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         const uint32_t count = plan.items();
         uint32_t index = count;
         if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
-        put_item(plan, __shfl_sync(0xffffffffu, index, 0), slot);
+        put_item(plan, __shfl_sync(0xffffffffu, index, 0), next_slot());
         shared.plan(threadIdx.x) = plan;
       }
       if (item.tiles == 1) __syncthreads();  // the item that follows is there
       const int next_stage = after(stage, Config::kStages);
       const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
-      const PrefillMmaItem& copied = ends ? next_item : item;
+      const PrefillMmaItem& copied = shared.items[ends ? next_slot() : slot];
       if (copied.seq >= 0) {
         start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
       }
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       phase = next_phase;
     }
     rows.finish(item);
-    if (next_item.seq < 0) return;
+    if (shared.items[next_slot()].seq < 0) return;
   }
 }
 
