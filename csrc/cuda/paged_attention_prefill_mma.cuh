@@ -22,7 +22,7 @@ struct alignas(16) WarpSight {
 
 template <typename Config>
 struct PrefillMmaShared {
-  using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens>;
+  using Plan = PrefillPlan<Config::kHeadSize, 0, Config::kTokens>;
   // One warp writes the next while others end the last; seq < 0: there are no more.
   PrefillMmaItem items[3];
   // Of stages: their copies are there; nobody reads them any more.
@@ -265,25 +265,32 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.plan(threadIdx.x) = plan;
   }
   if (threadIdx.x == 0) {
-    constexpr int kArrivals = Config::kWarps * kWarpArrivals;
+    const int arrivals = blockDim.x / 32 * kWarpArrivals;
     for (int stage = 0; stage < Config::kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]),
-                   kArrivals + (Config::kWidens ? 0 : Config::kThreads));
-      barrier_init(shared_address(&shared.empty[stage]), kArrivals);
+                   arrivals + (Config::kWidens ? 0 : blockDim.x));
+      barrier_init(shared_address(&shared.empty[stage]), arrivals);
     }
   }
   __syncthreads();
   if (shared.items[0].seq < 0) return;
 
   // Made anew for every tile: what follows from the thread is not worth registers in between.
-  const auto copies = [&] {
-    const uint32_t thread = in_register(threadIdx.x);
+  const auto copies = [&](uint32_t warp) {
     return PrefillMmaCopies<Config>{.p = p,
                                     .shape = shape,
-                                    .places = shared.places[thread / 32],
+                                    .places = shared.places[warp],
                                     .storage = shared_address(memory),
-                                    .warp = thread / 32,
-                                    .lane = thread % 32};
+                                    .warp = warp,
+                                    .lane = in_register(threadIdx.x) % 32u};
+  };
+  // share(warp) for all of this warp's: a block of half the warps copies as much as a whole one.
+  const auto each_share = [&](const auto& share) {
+#pragma unroll 1
+    for (uint32_t warp = in_register(threadIdx.x) / 32; warp < Config::kWarps;
+         warp += blockDim.x / 32) {
+      share(warp);
+    }
   };
   PrefillMmaRows<Config> rows = {
       .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
@@ -296,7 +303,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const auto start_copies = [&](const PrefillMmaItem& item, int tile, bool begins, int stage,
                                 int phase) {
     barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
-    copies().start(item, tile, begins, stage, shared.present[stage]);
+    each_share([&](uint32_t warp) {
+      copies(warp).start(item, tile, begins, stage, shared.present[stage]);
+    });
     if constexpr (!Config::kWidens) {
       const uint32_t full = shared_address(&shared.full[stage]);
       barrier_arrive_copies(same_in_warp(full));
@@ -316,7 +325,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       const uint32_t full = shared_address(&shared.full[stage]);
       if constexpr (Config::kWidens) {
         wait_all_copies();
-        copies().settle(item, tile, stage);
+        each_share([&](uint32_t warp) { copies(warp).settle(item, tile, stage); });
         barrier_arrive_warp(full, threadIdx.x % 32);
       }
       barrier_wait(full, phase);
@@ -338,7 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       if (copied.seq >= 0) {
         start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
       }
-      rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage),
+      rows.attend(item, tile, copies(0).key_at(stage), copies(0).value_at(stage),
                   shared.present[stage]);
       barrier_arrive_warp(shared_address(&shared.empty[stage]), threadIdx.x % 32);
       stage = next_stage;
@@ -357,6 +366,11 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
   const PagedKv& kv = p.kv;
   const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
+  // With fewer items than multiprocessors: twice as many, of half the rows.
+  const int multiprocessors = current_device_info().multiprocessors;
+  const int64_t items =
+      (int64_t{p.num_tokens} * group + Config::kRows - 1) / Config::kRows * kv.num_kv_heads;
+  const int warps = Config::kSmall && items < multiprocessors ? Config::kWarps / 2 : Config::kWarps;
   const auto units = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
@@ -366,6 +380,7 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                .least_rows = launch.least_query_len * group,
                .to_log2 = p.scale * kLog2E,
                .window_right = std::min(p.window_right, kMostRight),
+               .rows = Config::kRows / Config::kWarps * warps,
                .query_boxes = false,
                .leads = false,
                .group_divisor = FastDivisor(group)},
@@ -382,8 +397,8 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
   launch_kernel("paged_attention", kKernel,
-                dim3(current_device_info().multiprocessors * Config::kBlocks),
-                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape, launch.next);
+                dim3(multiprocessors * Config::kBlocks),
+                dim3(32 * warps), Config::kSharedBytes, stream, p, shape, launch.next);
   return true;
 }
 
