@@ -328,6 +328,7 @@ struct PrefillMmaCopies {
         store_shared(at + 4 * pair, load_shared(at + 4 * pair) & keep);
       }
     }
+    __syncwarp();
   }
   // `hidden`: of V's 16 tokens, those that count as 0.
   template <typename Cache>

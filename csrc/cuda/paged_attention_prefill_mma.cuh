@@ -240,6 +240,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   using Shared = PrefillMmaShared<Config>;
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
+  constexpr uint32_t kCopiers = 4;  // warps
   if (!shape.leads) launch_dependents();
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
@@ -265,11 +266,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.plan(threadIdx.x) = plan;
   }
   if (threadIdx.x == 0) {
-    const int arrivals = blockDim.x / 32 * kWarpArrivals;
+    const int warps = blockDim.x / 32;
+    // A lane's copies of a tile arrive, and the lane that says which tokens are there.
+    const int copied = kCopiers * (32 + kWarpArrivals), widened = warps * kWarpArrivals;
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      barrier_init(shared_address(&shared.full[stage]),
-                   arrivals + (Config::kWidens ? 0 : blockDim.x));
-      barrier_init(shared_address(&shared.empty[stage]), arrivals);
+      barrier_init(shared_address(&shared.full[stage]), Config::kWidens ? widened : copied);
+      barrier_init(shared_address(&shared.empty[stage]), warps * kWarpArrivals);
     }
   }
   __syncthreads();
@@ -284,13 +286,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                                     .warp = warp,
                                     .lane = in_register(threadIdx.x) % 32u};
   };
-  // share(warp) for all of this warp's: a block of half the warps copies as much as a whole one.
-  const auto each_share = [&](const auto& share) {
+  // Four warps copy a tile, the others of a whole block the next: it takes less, and the two warps
+  // of a scheduler fall out of step. An 8-bit cache's tiles are copied, and widened, by all.
+  const bool alternate = !Config::kWidens && blockDim.x > kCopiers * 32;
+  const auto first_copier = [&](int tile) { return alternate ? (tile & 1) * kCopiers : 0; };
+  // share(i) for all of this warp's shares of a tile's copies; whether it has any.
+  const auto each_share = [&](int tile, const auto& share) {
+    const uint32_t warp = in_register(threadIdx.x) / 32u;
+    if (alternate && warp / kCopiers != (tile & 1)) return false;
+    const uint32_t sharers = Config::kWidens ? blockDim.x / 32 : kCopiers;
+    uint32_t i = warp % sharers;
 #pragma unroll 1
-    for (uint32_t warp = in_register(threadIdx.x) / 32; warp < Config::kWarps;
-         warp += blockDim.x / 32) {
-      share(warp);
-    }
+    do {
+      share(i);
+    } while ((i += sharers) < Config::kWarps);
+    return true;
   };
   PrefillMmaRows<Config> rows = {
       .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
@@ -302,14 +312,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
   const auto start_copies = [&](const PrefillMmaItem& item, int tile, bool begins, int stage,
                                 int phase) {
-    barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
-    each_share([&](uint32_t warp) {
-      copies(warp).start(item, tile, begins, stage, shared.present[stage]);
+    const bool mine = each_share(tile, [&](uint32_t share) {
+      barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
+      copies(share).start(item, tile, begins, stage, shared.present[stage]);
     });
     if constexpr (!Config::kWidens) {
-      const uint32_t full = shared_address(&shared.full[stage]);
-      barrier_arrive_copies(same_in_warp(full));
-      barrier_arrive_warp(full, threadIdx.x % 32);
+      if (!mine) return;
+#pragma unroll
+      for (int i = 0; i < Config::kStages; ++i) {  // the instruction wants an address of the warp's
+        if (i == stage) barrier_arrive_copies(shared_address(&shared.full[i]));
+      }
+      // For what the lane itself has written: which tokens are there, and the item that follows.
+      if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) {
+        barrier_arrive(shared_address(&shared.full[stage]));
+      }
     }
   };
   start_copies(shared.items[0], last_tile(shared.items[0]), true, 0, 0);
@@ -323,28 +339,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #pragma unroll 1
     for (bool ends = false; !ends; --tile) {
       const uint32_t full = shared_address(&shared.full[stage]);
+      const int first_tile = item.first_tile, asks_at = item.asks_at;
       if constexpr (Config::kWidens) {
         wait_all_copies();
-        each_share([&](uint32_t warp) { copies(warp).settle(item, tile, stage); });
+        each_share(tile, [&](uint32_t share) { copies(share).settle(item, tile, stage); });
         barrier_arrive_warp(full, threadIdx.x % 32);
       }
       barrier_wait(full, phase);
-      ends = tile == item.first_tile;
+      ends = tile == first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
-      // brings the counter back to 0.
-      if (tile == item.asks_at && threadIdx.x < 32) {
-        typename Shared::Plan plan = shared.plan(threadIdx.x);
+      // brings the counter back to 0. By a warp whose copies of the next tile tell the others.
+      if (tile == asks_at && threadIdx.x / 32 == first_copier(tile - 1)) {
+        const uint32_t lane = threadIdx.x % 32;
+        typename Shared::Plan plan = shared.plan(lane);
         const uint32_t count = plan.items();
         uint32_t index = count;
-        if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
+        if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
         put_item(plan, __shfl_sync(0xffffffffu, index, 0), next_slot());
-        shared.plan(threadIdx.x) = plan;
+        shared.plan(lane) = plan;
+        __syncwarp();
       }
-      if (item.tiles == 1) __syncthreads();  // the item that follows is there
+      if (ends && tile == asks_at) __syncthreads();  // the item that follows is there
       const int next_stage = after(stage, Config::kStages);
       const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
       const PrefillMmaItem& copied = shared.items[ends ? next_slot() : slot];
-      if (copied.seq >= 0) {
+      if (!ends || copied.seq >= 0) {
         start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
       }
       rows.attend(item, tile, copies(0).key_at(stage), copies(0).value_at(stage),
