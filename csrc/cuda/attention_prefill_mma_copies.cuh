@@ -16,6 +16,7 @@ struct PrefillMmaShape {
   PrefillShape plan;
   ScoreCap cap;
   bool leads;  // sequences of few query tokens are the next launch's
+  int stages;  // of K and V, in shared memory
   uint32_t key_block, key_head;
   uint32_t key_token;  // 1 in layout vllm
   uint32_t key_chunk;  // layout vllm: to the next 16 bytes of a token
@@ -52,8 +53,9 @@ struct TokenPlace {
   }
 };
 
-// One block's copies of tiles. Warp w's are of the w % 4-th 16 tokens, and of the w / 4-th share of
-// their dimensions; a lane's pieces are of 16 bytes.
+// A warp's share of a block's copies of a tile, of kShares: of the share % 4-th 16 tokens, and of the
+// share / 4-th half of their dimensions; a lane's pieces are of 16 bytes.
+constexpr int kShares = 8;
 template <typename Config>
 struct PrefillMmaCopies {
   static constexpr bool kRows = Config::kForm == PageForm::kRows;
@@ -69,9 +71,9 @@ struct PrefillMmaCopies {
 
   const PagedAttentionParams& p;
   const PrefillMmaShape& shape;
-  GroupPlace* places;  // of this warp's groups in kListedTiles tiles
+  GroupPlace* places;  // of the share's groups in kListedTiles tiles
   uint32_t storage;    // stages of K and V, then the raw copies
-  uint32_t warp, lane;
+  uint32_t share, lane;
 
   __device__ __forceinline__ uint32_t key_at(int stage) const {
     return storage + stage * 2 * kTileBytes;
@@ -79,7 +81,7 @@ struct PrefillMmaCopies {
   __device__ __forceinline__ uint32_t value_at(int stage) const {
     return key_at(stage) + kTileBytes;
   }
-  // First of this warp's 16 tokens.
+  // First of the share's 16 tokens.
   __device__ __forceinline__ int first_of(int tile) const {
     return tile * Config::kTokens + static_cast<int>(group()) * 16;
   }
@@ -104,8 +106,8 @@ struct PrefillMmaCopies {
         if (!Config::kWidens) hide_values(hidden_tokens(item, first), stage);
       }
     }
-    if (lane == 0 && warp < kGroups) {
-      reinterpret_cast<uint16_t*>(present)[warp] = static_cast<uint16_t>(bits);
+    if (lane == 0 && share < kGroups) {
+      reinterpret_cast<uint16_t*>(present)[share] = static_cast<uint16_t>(bits);
     }
   }
 
@@ -123,17 +125,17 @@ struct PrefillMmaCopies {
   }
 
  private:
-  __device__ __forceinline__ uint32_t group() const { return warp % kGroups; }
+  __device__ __forceinline__ uint32_t group() const { return share % kGroups; }
   // A lane's i-th piece of K, and of V in rows: `chunk` of a token of the 16.
   __device__ __forceinline__ uint32_t token(int i) const {
     return kRows ? lane / kAcross + 32 / kAcross * (i / kTimes) : lane % 16;
   }
   __device__ __forceinline__ uint32_t chunk(int i) const {
-    return warp / kGroups * kChunks + (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
+    return share / kGroups * kChunks + (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
   }
   // Its i-th piece of V in layout vllm: 16 tokens of a dimension in 8 bits, 8 of them in 16.
   __device__ __forceinline__ uint32_t dimension(int i) const {
-    return warp / kGroups * kDimensions + (Config::kWidens ? lane + 32 * i : lane / 2 + 16 * i);
+    return share / kGroups * kDimensions + (Config::kWidens ? lane + 32 * i : lane / 2 + 16 * i);
   }
   // Where these pieces go.
   __device__ __forceinline__ uint32_t key_to(int i, int stage) const {
@@ -156,7 +158,7 @@ struct PrefillMmaCopies {
     }
   }
   __device__ __forceinline__ uint32_t raw_at(int piece) const {
-    return storage + Config::kStages * 2 * kTileBytes + (piece * Config::kThreads + warp * 32 + lane) * 16;
+    return storage + shape.stages * 2 * kTileBytes + ((piece * kShares + share) * 32 + lane) * 16;
   }
   // Bytes from a tile on: 8 dimensions of one of the warp's tokens; 8 tokens of a dimension of V^T.
   __device__ __forceinline__ uint32_t row_chunk(uint32_t token, uint32_t chunk) const {
@@ -202,7 +204,7 @@ struct PrefillMmaCopies {
 
   // Whether a chunk is the tile's: past the head size it is, as zeros.
   static __device__ __forceinline__ bool in_tile(uint32_t chunk) {
-    constexpr bool kAll = Config::kSharers * kDimensions == kHeadSize;
+    constexpr bool kAll = kShares / kGroups * kDimensions == kHeadSize;
     return kAll || chunk * kElements < kHeadSize;
   }
   // Of a copy, bytes that are not zeros.

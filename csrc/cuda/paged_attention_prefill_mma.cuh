@@ -20,6 +20,8 @@ struct alignas(16) WarpSight {
   int whole_begin, whole_end;
 };
 
+constexpr uint32_t kMostCopiers = 4;  // warps that copy a tile
+
 template <typename Config>
 struct PrefillMmaShared {
   using Plan = PrefillPlan<Config::kHeadSize, 0, Config::kTokens>;
@@ -28,9 +30,10 @@ struct PrefillMmaShared {
   // Of stages: their copies are there; nobody reads them any more.
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint32_t present[Config::kStages][2];  // bits, of a stage's tokens
-  float factors[Config::kRows];  // what undoes a query row's scaling
+  // 8-bit caches: what undoes a query row's scaling.
+  float factors[Config::kWidens ? Config::kWarps * Config::kWarpRows : 1];
   WarpSight sights[Config::kWarps];
-  GroupPlace places[Config::kWarps][kListedTiles];
+  GroupPlace places[kShares][kListedTiles];
   alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
   __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
@@ -41,9 +44,8 @@ template <typename Config>
 struct PrefillMmaRows {
   using T = typename Config::T;
   using Tile = PrefillMmaTile<Config>;
-  using Bits = TokenBits<Config::kSpan>;  // one a token of a span
-  static constexpr int kRowTiles = Config::kRowTiles, kSpan = Config::kSpan;
-  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRowTiles = Config::kRowTiles, kWarpRows = Config::kWarpRows;
+  static constexpr int kTokens = Config::kTokens;
 
   const PagedAttentionParams& p;
   const PrefillMmaShape& shape;
@@ -118,23 +120,19 @@ struct PrefillMmaRows {
   // A tile whose K, V and present tokens (a bit each) lie at these addresses.
   __device__ __forceinline__ void attend(const PrefillMmaItem& item, int tile_index, uint32_t key,
                                          uint32_t value, const uint32_t* present) {
+    const int first = tile_index * kTokens;
+    const WarpSight sight = sights[threadIdx.x / 32];
+    if (first >= sight.end || first + kTokens <= sight.begin) return;
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
-#pragma unroll 1
-    for (int span = Config::kTokens / kSpan - 1; span >= 0; --span) {
-      const int first = tile_index * Config::kTokens + span * kSpan;
-      const WarpSight sight = sights[threadIdx.x / 32];
-      if (first >= sight.end || first + kSpan <= sight.begin) continue;
-      typename Tile::Scores scores;
-      tile.multiply_keys(scores, key + span * kSpan * kColumnBytes);
-      if (adjusts) adjust(item, first, scores);
-      const Bits tokens = kSpan == 64 ? present[0] | Bits{present[1]} << 32 : present[span];
-      if (tokens != kAllTokens<kSpan> || first < sight.whole_begin ||
-          first + kSpan > sight.whole_end) {
-        mask(item, first, tokens, scores);
-      }
-      tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
-      tile.multiply_values(scores, value, span);
+    typename Tile::Scores scores;
+    tile.multiply_keys(scores, key);
+    if (adjusts) adjust(item, first, scores);
+    const uint64_t tokens = present[0] | uint64_t{present[1]} << 32;
+    if (tokens != ~uint64_t{0} || first < sight.whole_begin || first + kTokens > sight.whole_end) {
+      mask(item, first, tokens, scores);
     }
+    tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
+    tile.multiply_values(scores, value);
   }
 
   __device__ __forceinline__ void finish(const PrefillItem& item) const {
@@ -186,7 +184,7 @@ struct PrefillMmaRows {
   }
 
   // `tokens`: whose pages are there.
-  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, Bits tokens,
+  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, uint64_t tokens,
                                        typename Tile::Scores& scores) const {
     const int column = lane() % 4 * 2;
     tokens >>= column;
@@ -198,7 +196,7 @@ struct PrefillMmaRows {
         const int position = item.position + place(item, t, r, head);
         const SeenTokens seen_here = seen_tokens(p, position, position, item.length);
         const int before = first + column;
-        const Bits seen = tokens & tokens_until(seen_here.end - before) &
+        const uint64_t seen = tokens & tokens_until(seen_here.end - before) &
                               ~tokens_until(seen_here.begin - before);
         each_score(scores, t, r, [&](float& score, int at) {
           if ((seen >> at & 1) == 0) score = -INFINITY;
@@ -206,8 +204,8 @@ struct PrefillMmaRows {
       }
     }
   }
-  static __device__ __forceinline__ Bits tokens_until(int count) {
-    return count <= 0 ? 0 : count >= kSpan ? kAllTokens<kSpan> : (Bits{1} << count) - 1;
+  static __device__ __forceinline__ uint64_t tokens_until(int count) {
+    return count <= 0 ? 0 : count >= kTokens ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
   }
 
   template <typename Out>
@@ -233,14 +231,14 @@ struct PrefillMmaRows {
 };
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_prefill_mma_kernel(const __grid_constant__ PagedAttentionParams p,
                                        const __grid_constant__ PrefillMmaShape shape,
                                        uint32_t* next) {
   using Shared = PrefillMmaShared<Config>;
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
-  constexpr uint32_t kCopiers = 4;  // warps
+  const uint32_t warps = blockDim.x / 32, copiers = min(warps, kMostCopiers);
   if (!shape.leads) launch_dependents();
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
@@ -266,9 +264,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     shared.plan(threadIdx.x) = plan;
   }
   if (threadIdx.x == 0) {
-    const int warps = blockDim.x / 32;
     // A lane's copies of a tile arrive, and the lane that says which tokens are there.
-    const int copied = kCopiers * (32 + kWarpArrivals), widened = warps * kWarpArrivals;
+    const uint32_t copied = copiers * (32 + kWarpArrivals), widened = warps * kWarpArrivals;
     for (int stage = 0; stage < Config::kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), Config::kWidens ? widened : copied);
       barrier_init(shared_address(&shared.empty[stage]), warps * kWarpArrivals);
@@ -278,35 +275,38 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (shared.items[0].seq < 0) return;
 
   // Made anew for every tile: what follows from the thread is not worth registers in between.
-  const auto copies = [&](uint32_t warp) {
+  const auto copies = [&](uint32_t share) {
     return PrefillMmaCopies<Config>{.p = p,
                                     .shape = shape,
-                                    .places = shared.places[warp],
+                                    .places = shared.places[share],
                                     .storage = shared_address(memory),
-                                    .warp = warp,
+                                    .share = share,
                                     .lane = in_register(threadIdx.x) % 32u};
   };
   // Four warps copy a tile, the others of a whole block the next: it takes less, and the two warps
   // of a scheduler fall out of step. An 8-bit cache's tiles are copied, and widened, by all.
-  const bool alternate = !Config::kWidens && blockDim.x > kCopiers * 32;
-  const auto first_copier = [&](int tile) { return alternate ? (tile & 1) * kCopiers : 0; };
+  const bool alternate = !Config::kWidens && warps > copiers;
+  const auto first_copier = [&](int tile) { return alternate ? (tile & 1) * copiers : 0; };
   // share(i) for all of this warp's shares of a tile's copies; whether it has any.
   const auto each_share = [&](int tile, const auto& share) {
     const uint32_t warp = in_register(threadIdx.x) / 32u;
-    if (alternate && warp / kCopiers != (tile & 1)) return false;
-    const uint32_t sharers = Config::kWidens ? blockDim.x / 32 : kCopiers;
+    if (alternate && warp / copiers != (tile & 1)) return false;
+    const uint32_t sharers = Config::kWidens ? warps : copiers;
     uint32_t i = warp % sharers;
 #pragma unroll 1
     do {
       share(i);
-    } while ((i += sharers) < Config::kWarps);
+    } while ((i += sharers) < kShares);
     return true;
   };
   PrefillMmaRows<Config> rows = {
       .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
   rows.tile.set_addresses(threadIdx.x % 32);
-  rows.tile.query_rest = in_register(shared_address(memory) + Config::kStagesBytes +
-                                     Config::kRawBytes + threadIdx.x * 16);
+  constexpr int kQueryRest =  // of a warp
+      Config::kRowTiles * (Config::kHeadSize / 16 - Config::kHeldSteps) * 32 * 16;
+  rows.tile.query_rest =
+      in_register(shared_address(memory) + shape.stages * 2 * Config::kTileBytes +
+                  Config::kRawBytes + threadIdx.x / 32 * kQueryRest + threadIdx.x % 32 * 16);
   const auto last_tile = [](const PrefillItem& item) { return item.first_tile + item.tiles - 1; };
   const auto after = [](int i, int count) { return i == count - 1 ? 0 : i + 1; };
   // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         __syncwarp();
       }
       if (ends && tile == asks_at) __syncthreads();  // the item that follows is there
-      const int next_stage = after(stage, Config::kStages);
+      const int next_stage = after(stage, shape.stages);
       const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
       const PrefillMmaItem& copied = shared.items[ends ? next_slot() : slot];
       if (!ends || copied.seq >= 0) {
@@ -381,15 +381,20 @@ template <typename T, int kHeadSize, PageForm kForm, bool kWidens>
 bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
   using Config = PrefillMmaConfig<T, kHeadSize, kForm, kWidens>;
   constexpr auto kKernel = paged_attention_prefill_mma_kernel<Config>;
-  if (dynamic_shared_memory<kKernel>("paged_attention") < Config::kSharedBytes) return false;
   const PagedKv& kv = p.kv;
   const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
   // With fewer items than multiprocessors: twice as many, of half the rows.
   const int multiprocessors = current_device_info().multiprocessors;
+  const int most_rows = Config::kWarps * Config::kWarpRows;
   const int64_t items =
-      (int64_t{p.num_tokens} * group + Config::kRows - 1) / Config::kRows * kv.num_kv_heads;
-  const int warps = Config::kSmall && items < multiprocessors ? Config::kWarps / 2 : Config::kWarps;
+      (int64_t{p.num_tokens} * group + most_rows - 1) / most_rows * kv.num_kv_heads;
+  int warps = items < multiprocessors ? Config::kWarps / 2 : Config::kWarps;
+  int stages = Config::kStages;
+  const int room = dynamic_shared_memory<kKernel>("paged_attention");
+  if (Config::shared_bytes(warps, stages) > room) stages = 2;
+  while (warps > 2 && Config::shared_bytes(warps, stages) > room) warps /= 2;
+  if (Config::shared_bytes(warps, stages) > room) return false;
   const auto units = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
@@ -399,12 +404,13 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                .least_rows = launch.least_query_len * group,
                .to_log2 = p.scale * kLog2E,
                .window_right = std::min(p.window_right, kMostRight),
-               .rows = Config::kRows / Config::kWarps * warps,
+               .rows = Config::kWarpRows * warps,
                .query_boxes = false,
                .leads = false,
                .group_divisor = FastDivisor(group)},
       .cap = score_cap(p.softcap),
       .leads = launch.leads,
+      .stages = stages,
       .key_block = units(kv.key_block_stride),
       .key_head = units(kv.key_head_stride),
       .key_token = rows ? units(kv.key_token_stride) : 1,
@@ -416,8 +422,8 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
   launch_kernel("paged_attention", kKernel,
-                dim3(multiprocessors * Config::kBlocks),
-                dim3(32 * warps), Config::kSharedBytes, stream, p, shape, launch.next);
+                dim3(multiprocessors), dim3(32 * warps),
+                Config::shared_bytes(warps, stages), stream, p, shape, launch.next);
   return true;
 }
 
