@@ -1,7 +1,7 @@
 """An engine over a random-weight Llama-3-8B in bfloat16: what a decode step costs beyond its matrix
 products and attention, and throughput beside transformers' own continuous batching.
 
-    python -m benchmarks.bench_engine_h200 [--part step trace] [--batch 64] [--context 2048]
+    python -m benchmarks.bench_engine_h200 [--part step shared trace] [--batch 64] [--context 2048]
                                            [--requests 256] [--trace-batch 256] [--max-length 2048]
                                            [--layout vllm NHD] [--out engine.json]
                                            [--device cpu --smoke]
@@ -9,9 +9,10 @@ products and attention, and throughput beside transformers' own continuous batch
 step: `step` is the wall time of Engine.step() in steady decoding, `graph` the GPU's time of the
 pass alone (its CUDA graph by events), `products` that of all matrix products of a pass in a graph
 of their own (every layer's weights as the engine has them: query, key and value as one, gate and up
-as one), `attention` that of paged attention over the same pages in all layers. trace: ShareGPT-like
-lengths from a fixed seed, all requests at once, greedy, each with its own length of answer; the
-peer's attention is named as transformers chose it.
+as one), `attention` that of paged attention over the same pages in all layers. shared: the same of
+sequences that begin with the same tokens, with cascades and without. trace: ShareGPT-like lengths
+from a fixed seed, all requests at once, greedy, each with its own length of answer; the peer's
+attention is named as transformers chose it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ LLAMA_3_8B = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+PARTS = ["step", "shared", "trace"]
 SMOKE = LLAMA_3_8B | {
     "vocab_size": 1024,
     "hidden_size": 128,
@@ -79,9 +81,15 @@ def make_model(device: str, settings: dict[str, object]) -> PreTrainedModel:
 
 
 def decode_step(
-    model: PreTrainedModel, batch: int, context: int, layout: str, seconds: float
+    model: PreTrainedModel,
+    batch: int,
+    context: int,
+    layout: str,
+    seconds: float,
+    shared: int = 0,
+    cascade: bool = True,
 ) -> dict[str, float]:
-    """Times in milliseconds."""
+    """Times in milliseconds. ``shared``: tokens that all sequences begin with."""
     steps = 200
     engine = Engine(
         model,
@@ -89,16 +97,20 @@ def decode_step(
         max_batch_size=batch,
         max_batch_tokens=max(4096, batch),
         max_length=context + steps + 8,
-        num_blocks=batch * (-(-(context + steps + 8) // 16)) + 16,
-        prefix_caching=False,
+        num_blocks=batch * (-(-(context - shared + steps + 8) // 16) + 1) + shared // 16 + 16,
+        prefix_caching=shared > 0,
+        cascade=cascade,
     )
     with engine:
         generator = torch.Generator().manual_seed(0)
         vocabulary = model.config.vocab_size
         prompt_length = context - steps // 2  # the context in the middle of the run
+        beginning = torch.randint(vocabulary, (shared,), generator=generator).tolist()
+        if shared:
+            engine.generate([[*beginning, 0]], SamplingParams(max_tokens=1))  # it is cached then
         for _ in range(batch):
-            prompt = torch.randint(vocabulary, (prompt_length,), generator=generator).tolist()
-            engine.add_request(prompt, SamplingParams(max_tokens=steps + 7))
+            own = torch.randint(vocabulary, (prompt_length - shared,), generator=generator)
+            engine.add_request(beginning + own.tolist(), SamplingParams(max_tokens=steps + 7))
         while not _is_decoding(engine, batch):
             engine.step()
         for _ in range(20):
@@ -112,14 +124,14 @@ def decode_step(
         _synchronize(model)
         packed = engine._packed
         pages = packed.pages
-        step = packed._single_step(batch)
+        step = packed._single_step(batch, cascade and shared > 0)
         result = {"step": 1e3 * median(samples)}
         with torch.inference_mode():
             layers = packed._llama._layers
             x = torch.randn(batch, model.config.hidden_size, dtype=model.dtype, device=model.device)
             attended = x.new_ones(batch, layers[0].out.shape[1])
             activated = x.new_ones(batch, layers[0].down.shape[1])
-            pages.step = step
+            pages.begin(step)
 
             def products() -> Tensor:
                 for layer in layers:
@@ -252,10 +264,12 @@ def by_transformers(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", choices=["step", "trace"], default=["step", "trace"])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--shared", type=int, default=7168, help="tokens of a shared prompt")
+    parser.add_argument("--own", type=int, default=512, help="tokens behind it, of each sequence")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--layout", nargs="+", default=["vllm", "NHD"])
     parser.add_argument("--trace-batch", type=int, default=256, help="sequences in a pass")
@@ -278,6 +292,18 @@ def main() -> None:
             step = decode_step(model, arguments.batch, arguments.context, layout, arguments.seconds)
             results[f"step, {layout}"] = step
             console.print(f"decode step, {arguments.batch} x {arguments.context}, {layout}, ms:")
+            console.print({name: round(value, 3) for name, value in step.items()})
+            _release()
+    if "shared" in arguments.part:
+        context = arguments.shared + arguments.own
+        sizes = arguments.batch, context, arguments.layout[0], arguments.seconds
+        for cascade in (False, True):
+            step = decode_step(model, *sizes, arguments.shared, cascade)
+            results[f"shared, cascade={cascade}"] = step
+            console.print(
+                f"decode step, {arguments.batch} x {context} tokens, the first {arguments.shared} "
+                f"shared, {arguments.layout[0]}, cascade={cascade}, ms:"
+            )
             console.print({name: round(value, 3) for name, value in step.items()})
             _release()
     if "trace" in arguments.part:

@@ -146,6 +146,7 @@ def cache() -> None:
         lse = torch.randn(3, 4, 5, device=CUDA)
         merged = torch.empty_like(parts[0])
         vllm_kernels.merge_attn_states(merged, parts[0], lse[0], parts[1], lse[1], lse[2])
+        vllm_kernels.merge_attn_parts(merged, parts, lse[:2].view(2, 5, 4), lse[2].view(5, 4))
 
 
 def many_tokens(dtype: torch.dtype, cache_dtype: str) -> None:

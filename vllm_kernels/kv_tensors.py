@@ -88,8 +88,12 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of its layers."""
-        elements = self.block_size * self.num_kv_heads * self.head_size
-        return 2 * self.num_layers * elements * self.stored_dtype.itemsize
+        return self.num_layers * self.block_size * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_size * self.stored_dtype.itemsize
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one layer's key cache and value cache."""
@@ -323,6 +327,37 @@ class KVCache:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
+            k_scale=self._k_scales[layer] if self._is_quantised else None,
+            v_scale=self._v_scales[layer] if self._is_quantised else None,
+            layout=self.shape.layout,
+            out=out,
+        )
+        assert isinstance(result, Tensor)
+        return result
+
+    def attend_cascade(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        plan: vllm_kernels.CascadePlan,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`vllm_kernels.cascade_attention` of one query token a sequence over this layer's
+        pages; as :meth:`attend` where ``plan`` has common blocks."""
+        result = vllm_kernels.cascade_attention(
+            query,
+            self.key_caches[layer],
+            self.value_caches[layer],
+            block_tables,
+            seq_lens,
+            plan,
+            scale=scale,
+            softcap=softcap,
             k_scale=self._k_scales[layer] if self._is_quantised else None,
             v_scale=self._v_scales[layer] if self._is_quantised else None,
             layout=self.shape.layout,

@@ -79,8 +79,7 @@ inline bool all_finite(const float* words, int count) {
   return any == 0;
 }
 
-// --- across lanes, by shuffles: a row's maximum and sum are wanted in every row of a tile
-// ----------
+// --- across lanes --------------------------------------------------------------------------------
 
 template <int distance, int... lane>
 inline Vec rotated(Vec v, std::integer_sequence<int, lane...>) {

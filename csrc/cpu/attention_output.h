@@ -11,6 +11,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
+constexpr int kMaxHeadSize = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // exp(a - b) of two maxima, where b >= a and both may be -inf.

@@ -1,23 +1,18 @@
 // The products of one tile of pages with H query heads: scores = K q, then out += V weights.
 #pragma once
 #include "cpu/attention_lanes.h"
+#include "cpu/attention_output.h"
 #include "cpu/attention_rows.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kMaxHeadSize = 256;
 constexpr int kMaxFetchSteps = kMaxHeadSize * sizeof(float) / 16;  // chunks of a head
 #if defined(__AVX512F__)
 constexpr int kAccumulators = 16;  // vectors; half of the registers
 #else
 constexpr int kAccumulators = 8;
 #endif
-
-// Into the second-level cache: what is fetched now is used when the next product starts.
-inline void prefetch_span(const char* from, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
-}
 
 // What a loop over `steps` steps, run round after round, fetches of a tile's pages of K or V: each
 // step `bytes` bytes. Neighbouring steps fetch from different pages, so that address translations

@@ -11,6 +11,7 @@
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/gather_cache.h"
+#include "ops/merge_attn_parts.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
@@ -96,11 +97,10 @@ constexpr bool kHasBf16Kernel<GeneralAttentionWork> = true;
 template <>
 constexpr bool kHasAmxKernel<GeneralAttentionWork> = true;
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionMerge, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
+VLLM_KERNELS_DECLARE(MergeAttnPartsParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

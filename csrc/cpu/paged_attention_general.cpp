@@ -7,24 +7,17 @@
 #include "cpu/attention_block.h"
 #include "cpu/attention_lanes.h"
 #include "cpu/attention_output.h"
+#include "cpu/attention_pieces.h"
 #include "cpu/dispatch.h"
-#include "cpu/int8.h"
 #include "cpu/kernels.h"
 #include "cpu/vec_math.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kPieceTokens = 128;
 constexpr int kManyRows = 12;  // of a tile, from which packing pays
 constexpr int kRowBuffers = kTileRows + kMostBlockRows;
-constexpr int kMaxHeadSize = 256;
 constexpr int kValueVectors = kLanes == 16 ? 4 : 2;  // accumulators a row, in add_values()
-
-// Into the second-level cache.
-inline void prefetch_span(const char* from, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
-}
 
 inline Vec lane_numbers() {
   Vec lanes;
@@ -32,17 +25,10 @@ inline Vec lane_numbers() {
   return lanes;
 }
 
-template <typename T>
-inline void widen(const T* from, int count, float* to) {  // to whole vectors
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  if (i < count) store(to + i, load_partial(from + i, count - i));
-}
-
 // One task's state, about 1.1 MiB of stack.
 template <typename Cache>
 class GeneralAttention {
-  static constexpr int kPieceWords = kPairs<Cache> ? kPieceTokens / 2 : kPieceTokens;
+  static constexpr int kPieceWords = AttentionPieces<Cache>::kWords;
   static constexpr int kWeightStride = kPieceWords;  // of rows of weights, packed
   static constexpr int kPieceVectors = kPieceTokens / kLanes;
 
@@ -53,9 +39,8 @@ class GeneralAttention {
         kv_(work.params.kv),
         task_(task),
         head_size_(kv_.head_size),
-        stride_((head_size_ + kLanes - 1) / kLanes * kLanes) {
-    for (float& element : page_) element = 0.0f;
-  }
+        pieces_(work.params),
+        stride_(pieces_.stride) {}
 
   void run() {
     const int64_t begin = work_.first_unit(task_), end = work_.first_unit(task_ + 1);
@@ -93,14 +78,15 @@ class GeneralAttention {
   void begin_tile(const AttentionTile& tile) {
     const int rows = tile.queries * tile.heads;
     many_rows_ = rows >= kManyRows;
-    words_ = many_rows_ && kPairs<Cache> ? (head_size_ / 2 + 15) / 16 * 16 : stride_;
+    pieces_.begin_tile(many_rows_);
+    const int words = pieces_.words;
     dispatch_float(p_.dtype, [&](auto tag) {
       for (int row = 0; row < rows; ++row) {
         const int64_t token = tile.first_token + row / tile.heads;
         const int64_t head = tile.first_head + row % tile.heads;
-        copy_row(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
-                     head * head_size_,
-                 query_ + row * words_);
+        pieces_.copy_row(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
+                             head * head_size_,
+                         query_ + row * words);
       }
     });
     for (int row = 0; row < rows; ++row) {
@@ -108,33 +94,26 @@ class GeneralAttention {
       maximum_[row] = -kInfinity;
     }
     const int blocks = many_rows_ ? rows + kMostBlockRows : rows;  // whole ones
-    for (int i = rows * words_; i < blocks * words_; ++i) query_[i] = 0.0f;
+    for (int i = rows * words; i < blocks * words; ++i) query_[i] = 0.0f;
     for (int i = 0; i < blocks * stride_; ++i) out_[i] = 0.0f;
     score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
   }
-
-  struct Piece {
-    int32_t first;  // token of the sequence
-    int count;
-  };
-
-  static int piece_size(int64_t tokens) { return tokens < 0 ? 0 : smaller(kPieceTokens, tokens); }
 
   // While one of K and V is multiplied, what comes next is fetched.
   void add_piece(const AttentionTile& tile, Piece piece, Piece next) {
     if (many_rows_) return add_piece_in_blocks(tile, piece, next);
     const int32_t first = piece.first;
     const int count = piece.count;
-    prefetch<false>(tile, piece);
-    widen_keys(tile, first, count);
+    pieces_.template prefetch<false>(tile, piece);
+    pieces_.widen_keys(tile, first, count);
     for (int query = 0; query < tile.queries; ++query) {
       see_piece(tile, query, first, count);
       for (int head = 0; head < tile.heads; ++head) {
         if (seen_[query].begin < seen_[query].end) score_row(tile, query, head, first);
       }
     }
-    prefetch<true>(tile, next);
-    widen_values(tile, first, count);
+    pieces_.template prefetch<true>(tile, next);
+    pieces_.widen_values(tile, first, count);
     for (int query = 0; query < tile.queries; ++query) {
       if (seen_[query].begin >= seen_[query].end) continue;
       const int row = query * tile.heads;
@@ -148,13 +127,13 @@ class GeneralAttention {
 
   void add_piece_in_blocks(const AttentionTile& tile, Piece piece, Piece next) {
     const int rows = tile.queries * tile.heads;
-    prefetch<false>(tile, piece);
-    pack_keys(tile, piece);
+    pieces_.template prefetch<false>(tile, piece);
+    pieces_.pack_keys(tile, piece);
     multiply<Cache, false>({.a = query_,
-                            .a_stride = words_,
-                            .b = packed_,
+                            .a_stride = pieces_.words,
+                            .b = pieces_.packed,
                             .b_stride = kPieceTokens,
-                            .words = words_,
+                            .words = pieces_.words,
                             .c = weights_,
                             .c_stride = kPieceTokens},
                            rows, kPieceTokens);
@@ -166,15 +145,15 @@ class GeneralAttention {
         weigh_in_blocks(tile, query, head, piece.first);
       }
     }
-    prefetch<true>(tile, next);
-    pack_values(tile, piece);
+    pieces_.template prefetch<true>(tile, next);
+    pieces_.pack_values(tile, piece);
     for (int row = 0; row < rows; ++row) {
       if (decay_[row] == 1.0f) continue;
       float* out = out_ + row * stride_;
       for (int d = 0; d < stride_; d += kLanes) store(out + d, load(out + d) * decay_[row]);
     }
-    if (all_see_all || all_finite<Cache>(page_, kPieceWords * stride_)) {
-      add_weighted(rows, page_, weights_, out_);
+    if (all_see_all || all_finite<Cache>(pieces_.wide, kPieceWords * stride_)) {
+      add_weighted(rows, pieces_.wide, weights_, out_);
     } else {
       add_only_seen(tile);
     }
@@ -202,15 +181,15 @@ class GeneralAttention {
       for (int word = 0; word < kPieceWords; ++word) {
         const uint32_t keep = word_mask(word, seen);
         for (int d = 0; d < stride_; d += kLanes) {
-          const VecUint bits = as_bits(load(page_ + word * stride_ + d)) & keep;
-          store(packed_ + word * stride_ + d, as_float(bits));
+          const VecUint bits = as_bits(load(pieces_.wide + word * stride_ + d)) & keep;
+          store(pieces_.packed + word * stride_ + d, as_float(bits));
         }
       }
       const int first = query * tile.heads, end = first + tile.heads;
       for (int row = first; row < end; row += kRows) {
         const int rows = smaller(kRows, end - row);
         std::memcpy(out, out_ + row * stride_, sizeof(float) * rows * stride_);
-        add_weighted(rows, packed_, weights_ + row * kWeightStride, out);
+        add_weighted(rows, pieces_.packed, weights_ + row * kWeightStride, out);
         std::memcpy(out_ + row * stride_, out, sizeof(float) * rows * stride_);
       }
     }
@@ -232,176 +211,6 @@ class GeneralAttention {
     const SeenTokens seen = seen_tokens(p_, position, position, tile.keys.count);
     const int begin = seen.begin - first, end = seen.end - first;
     seen_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
-  }
-
-  // --- pages to floats
-
-  // Calls body(block, first slot, number of slots, first token of the piece), page by page.
-  template <typename Body>
-  void for_each_page(const AttentionTile& tile, int32_t first, int count, Body&& body) {
-    if (p_.key_start_loc != nullptr) {
-      if (count > 0) body(int64_t{0}, tile.keys.first + first, count, 0);
-      return;
-    }
-    const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
-    for (int done = 0; done < count;) {
-      const int32_t page = (first + done) / kv_.block_size, slot = (first + done) % kv_.block_size;
-      const int slots = smaller(kv_.block_size - slot, count - done);
-      body(static_cast<int64_t>(table[page]), slot, slots, done);
-      done += slots;
-    }
-  }
-
-  template <bool keys>
-  void prefetch(const AttentionTile& tile, Piece piece) {
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int) {
-      const int64_t at = keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
-                              : kv_.value_offset(block, tile.kv_head, slot, 0);
-      const char* from =
-          reinterpret_cast<const char*>(static_cast<const Cache*>(keys ? kv_.key : kv_.value) + at);
-      const int64_t row = head_size_ * static_cast<int64_t>(sizeof(Cache));
-      if (kv_.layout == KvLayout::kVllm) {
-        if (slots == kv_.block_size) prefetch_span(from, row * slots);
-        return;
-      }
-      const int64_t stride =
-          (keys ? kv_.key_token_stride : kv_.value_token_stride) * int64_t{sizeof(Cache)};
-      for (int i = 0; i < slots; ++i) prefetch_span(from + i * stride, row);
-    });
-  }
-
-  // std::memcpy without a call.
-  template <typename T>
-  static void copy_elements(T* to, const T* from, int count) {
-    constexpr int kStep = 16 / sizeof(T);
-    int i = 0;
-    for (; i + kStep <= count; i += kStep) std::memcpy(to + i, from + i, 16);
-    for (; i < count; ++i) to[i] = from[i];
-  }
-
-  // A row of the query or of K, with zeros up to words_. (page_ has had none but such rows.)
-  template <typename T>
-  void copy_row(const T* from, float* to) const {
-    if constexpr (std::is_same_v<T, Cache> && kPairs<T>) {
-      if (many_rows_) {
-        for (int i = head_size_ / 2; i < words_; ++i) to[i] = 0.0f;
-        copy_elements(reinterpret_cast<T*>(to), from, head_size_);
-        return;
-      }
-    }
-    widen(from, head_size_, to);
-  }
-
-  // K as [words_][kPieceTokens].
-  void pack_keys(const AttentionTile& tile, Piece piece) {
-    widen_keys(tile, piece.first, piece.count);
-    transpose(page_, words_, kPieceTokens, words_, packed_, kPieceTokens);
-  }
-
-  // V as [kPieceWords][stride_] in page_, zeros behind the piece's last token.
-  void pack_values(const AttentionTile& tile, Piece piece) {
-    if (kv_.layout == KvLayout::kVllm) {
-      copy_columns(tile, piece);
-      transpose(packed_, kPieceWords, stride_, kPieceWords, page_, stride_);
-    } else if constexpr (kPairs<Cache>) {
-      copy_pairs(tile, piece);
-    } else {
-      widen_values(tile, piece.first, piece.count);
-    }
-    for (int token = piece.count; token < kPieceTokens; ++token) {
-      const int word = kPairs<Cache> ? token / 2 : token;
-      const uint32_t keep = kPairs<Cache> && token % 2 != 0 ? 0xffffu : 0u;
-      float* to = page_ + word * stride_;
-      for (int d = 0; d < stride_; d += kLanes) {
-        store(to + d, as_float(as_bits(load(to + d)) & keep));
-      }
-    }
-  }
-
-  // Layout vllm: V's columns, [stride_][kPieceWords] in packed_.
-  void copy_columns(const AttentionTile& tile, Piece piece) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
-    for (int i = head_size_ * kPieceWords; i < stride_ * kPieceWords; ++i) packed_[i] = 0.0f;
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot, 0);
-      for (int d = 0; d < head_size_; ++d, value += kv_.value_dim_stride) {
-        float* to = packed_ + d * kPieceWords;
-        if constexpr (kPairs<Cache>) {
-          copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
-        } else {
-          widen_column(value, slots, to + at);
-        }
-      }
-    });
-  }
-
-  // NHD and HND: the rows of tokens 2i and 2i + 1 as row i of pairs.
-  void copy_pairs(const AttentionTile& tile, Piece piece) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
-    const Cache* rows[kPieceTokens + 1];
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
-      for (int i = 0; i < slots; ++i) {
-        rows[at + i] = values + kv_.value_offset(block, tile.kv_head, slot + i, 0);
-      }
-    });
-    rows[piece.count] = rows[piece.count - 1];  // the pair of an odd last token, not to be used
-    for (int token = 0; token < piece.count; token += 2) {
-      const Cache *first = rows[token], *second = rows[token + 1];
-      float* to = page_ + token / 2 * stride_;
-      int d = 0;
-      for (; d + kLanes <= head_size_; d += kLanes) {
-        store(to + d, join_pair(load(first + d), load(second + d)));
-      }
-      const int rest = head_size_ - d;
-      if (rest > 0) {
-        store(to + d, join_pair(load_partial(first + d, rest), load_partial(second + d, rest)));
-      }
-    }
-  }
-
-  // Words of two bf16, each given as the float that it is.
-  static Vec join_pair(Vec low, Vec high) { return as_float(as_bits(low) >> 16 | as_bits(high)); }
-
-  static void widen_column(const Cache* from, int slots, float* to) {
-    int i = 0;
-    for (; i + kLanes <= slots; i += kLanes) store(to + i, load(from + i));
-    if (i < slots) store_partial(to + i, load_partial(from + i, slots - i), slots - i);
-  }
-
-  void widen_keys(const AttentionTile& tile, int32_t first, int count) {
-    const Cache* keys = static_cast<const Cache*>(kv_.key);
-    for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* key = keys + kv_.key_offset(block, tile.kv_head, slot, 0);
-      float* to = page_ + at * words_;
-      for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words_) {
-        if (kv_.layout != KvLayout::kVllm) {
-          copy_row(key, to);
-          continue;
-        }
-        Cache row[kMaxHeadSize];  // from chunks of 16 bytes
-        for (int d = 0, chunk = 0; d < head_size_; d += kv_.x, ++chunk) {
-          std::memcpy(row + d, key + chunk * kv_.key_chunk_stride, 16);
-        }
-        copy_row(row, to);
-      }
-    });
-  }
-
-  // Rows [token][stride_] as K's, or with layout vllm columns [head_size][kPieceTokens].
-  void widen_values(const AttentionTile& tile, int32_t first, int count) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
-    for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot, 0);
-      if (kv_.layout != KvLayout::kVllm) {
-        for (int i = 0; i < slots; ++i) {
-          widen(value + i * kv_.value_token_stride, head_size_, page_ + (at + i) * stride_);
-        }
-        return;
-      }
-      for (int d = 0; d < head_size_; ++d, value += kv_.value_dim_stride) {
-        widen_column(value, slots, page_ + d * kPieceTokens + at);
-      }
-    });
   }
 
   // --- scores and weights
@@ -528,7 +337,7 @@ class GeneralAttention {
   // q . k of the kLanes tokens from `token` on.
   Vec dot(const float* query, int token) const {
     Vec sums[kLanes] = {};
-    const float* key = page_ + token * stride_;
+    const float* key = pieces_.wide + token * stride_;
     for (int d = 0; d < stride_; d += kLanes) {
       const Vec q = load(query + d);
 #pragma GCC unroll 16
@@ -549,7 +358,7 @@ class GeneralAttention {
       for (int token = from; token < seen.end; token += kLanes) {
         const Vec weight = load(weights + token);
         const VecInt keep = is_seen(lanes_ + splat(static_cast<float>(token)), seen);
-        const float* value = page_ + d * kPieceTokens + token;
+        const float* value = pieces_.wide + d * kPieceTokens + token;
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           const VecInt bits = (VecInt)load(value + i * kPieceTokens) & keep;
@@ -587,7 +396,8 @@ class GeneralAttention {
     }
     for (int token = seen.begin; token < seen.end; ++token) {
       Vec value[kVectors];
-      for (int i = 0; i < kVectors; ++i) value[i] = load(page_ + token * stride_ + d + i * kLanes);
+      for (int i = 0; i < kVectors; ++i)
+        value[i] = load(pieces_.wide + token * stride_ + d + i * kLanes);
       for (int head = 0; head < H; ++head) {
         const Vec weight = splat(weights_[(row + head) * kPieceTokens + token]);
         for (int i = 0; i < kVectors; ++i) sums[head][i] = fma(value[i], weight, sums[head][i]);
@@ -605,17 +415,15 @@ class GeneralAttention {
   const PagedKv& kv_;
   const int64_t task_;
   const int head_size_;
-  const int stride_;  // head_size in whole vectors
+  AttentionPieces<Cache> pieces_;
+  const int stride_;  // of rows of out_ and V
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
   const bool plain_scores_ = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
   bool many_rows_ = false;
-  int words_ = 0;  // of a row of query_ and of K
 
-  alignas(64) float query_[kRowBuffers * kMaxHeadSize];    // [rows][words_]
+  alignas(64) float query_[kRowBuffers * kMaxHeadSize];    // [rows][pieces_.words]
   alignas(64) float out_[kRowBuffers * kMaxHeadSize];      // [rows][stride_], not divided by sum_
-  alignas(64) float page_[kPieceTokens * kMaxHeadSize];    // widen_keys()'s, widen_values()'s
-  alignas(64) float packed_[kPieceTokens * kMaxHeadSize];  // pack_keys()'s
   alignas(64) float weights_[kRowBuffers * kPieceTokens];  // [rows][kPieceTokens], or of words
   float maximum_[kTileRows];
   float sum_[kTileRows];
@@ -653,55 +461,8 @@ void run(const GeneralAttentionWork& work, int64_t begin, int64_t end) {
   }
 }
 
-// --- merge ---------------------------------------------------------------------------------------
-
-int64_t num_merge_tasks(const GeneralAttentionMerge& merge) {
-  return merge.work.tasks;
-}
-
-// Merges the tile that starts in `task` and goes on in later ones.
-void merge_tile(const GeneralAttentionWork& work, int64_t task, const AttentionTile& tile) {
-  const PagedAttentionParams& p = work.params;
-  const int head_size = p.kv.head_size;
-  int64_t last = task + 1;
-  while (work.first_unit(last + 1) < tile.first_unit + tile.units) ++last;
-  const auto slot = [&](int64_t part, int row) {
-    const int64_t at = part == task ? 2 * part + 1 : 2 * part;
-    return work.partials + at * work.partial_size() + static_cast<int64_t>(row) * (head_size + 2);
-  };
-  for (int row = 0; row < tile.queries * tile.heads; ++row) {
-    float maximum = -kInfinity;
-    for (int64_t part = task; part <= last; ++part) {
-      if (slot(part, row)[1] > maximum) maximum = slot(part, row)[1];
-    }
-    alignas(64) float weighted[kMaxHeadSize] = {};
-    float sum = 0.0f;
-    for (int64_t part = task; part <= last; ++part) {
-      const float* from = slot(part, row);
-      const float share = decay(from[1], maximum);
-      sum += share * from[0];
-      for (int d = 0; d < head_size; ++d) weighted[d] += share * from[2 + d];
-    }
-    finish(p, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
-           {.maximum = maximum, .sum = sum, .values = weighted});
-  }
-}
-
-void run_merge(const GeneralAttentionMerge& merge, int64_t begin, int64_t end) {
-  const GeneralAttentionWork& work = merge.work;
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t after = work.first_unit(task + 1);
-    for_each_tile(work, after - 1, after, [&](const AttentionTile& tile) {
-      const bool starts = tile.first_unit >= work.first_unit(task);
-      if (starts && tile.first_unit + tile.units > after) merge_tile(work, task, tile);
-    });
-  }
-}
-
 }  // namespace
 }  // namespace vllm_kernels::cpu
 
 VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::GeneralAttentionWork, vllm_kernels::cpu::num_tasks,
                         vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::GeneralAttentionMerge,
-                        vllm_kernels::cpu::num_merge_tasks, vllm_kernels::cpu::run_merge)

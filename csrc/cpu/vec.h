@@ -115,6 +115,11 @@ inline void store_raw(void* to, V value) {
   std::memcpy(to, &value, sizeof(V));
 }
 
+// Into the second-level cache.
+inline void prefetch_span(const char* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
+
 // --- load: storage type -> float ---------------------------------------------------------------
 
 inline Vec load(const float* from) {
@@ -210,10 +215,10 @@ inline Vec round_to(Vec value) {
   }
 }
 
-// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own
-// ------------------------------ For loops that treat all elements alike and whose arrays all hold
-// T. Two bfloat16 of a word are one element of either vector, which takes half the instructions of
-// keeping them in order.
+// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own -----------------------------
+//
+// For loops that treat all elements alike and whose arrays all hold T. Two bfloat16 of a word are
+// one element of either vector, which takes half the instructions of keeping them in order.
 
 struct VecPair {
   Vec a, b;

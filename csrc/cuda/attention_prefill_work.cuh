@@ -19,10 +19,12 @@ constexpr int kPrefillClasses = 16;
 constexpr float kSectionBytes = 24e6f;  // of K and V
 
 // What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension, of 16 bits and of 8; bytes that all blocks read in a
-// nanosecond.
+// for a row, a token and a dimension, of 16 bits and of 8, or with scores that are capped or
+// biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
+constexpr float kAdjustPicoseconds = 1.5f;
+constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
 // A window that no sequence is longer than, and that a position can be added to.
@@ -34,7 +36,6 @@ struct PrefillShape {
   int least_rows;    // sequences of fewer query rows a KV head are left out
   float to_log2;     // from product to log2 units
   int window_right;  // tokens after a query token's own that it sees, at most kMostRight
-  int rows;          // of an item, where they are not the same in every launch
   bool query_boxes;  // an item's queries are a box of the tensor of queries
   bool leads;        // those other sequences' launch follows, and runs beside this one
   FastDivisor group_divisor;
@@ -52,34 +53,37 @@ struct PrefillItem {
   int first_tile, tiles;
 };
 
-// kItemRows: of an item, or 0 for shape.rows. kTokens: of a tile.
-template <int kHeadSize, int kItemRows, int kTokens>
+// kRows: of an item, kTokens: of a tile.
+template <int kHeadSize, int kRows, int kTokens>
 class PrefillPlan {
  public:
   // All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
     uint32_t chunks = 0, longest = 0;
-    float tokens = 0.0f, others = 0.0f;  // of chunks; of sequences left out
+    float tokens = 0.0f, others = 0.0f;  // that chunks see; that sequences left out see
+    const float window = p.sliding_window > 0 ? p.sliding_window : kMostRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        tokens += static_cast<float>(chunks_) * (seq_len_ - 0.5f * query_len_ + kTokens);
+        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + kRows);
+        tokens += chunks_ * (seen + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
-        others += static_cast<float>(seq_len_);
+        others += fminf(seq_len_, window);
       }
     }
     items_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
-    class_ = round_ = first_head_ = 0;
+    if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
+    class_ = first_head_ = 0;
     before_ = 0;
-    if (one_round(p)) start_round(p);
+    round_ = one_round(p) ? 0 : -1;
+    one_round(p) ? start_round(p) : next_round(p, shape, lane);
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -91,10 +95,6 @@ class PrefillPlan {
                                        uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
-      if (!one_round(p)) {
-        load(p, shape, round_, lane);
-        start_round(p);
-      }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
@@ -111,14 +111,12 @@ class PrefillPlan {
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
-        if (++class_ == kPrefillClasses) {
-          class_ = 0;
-          first_head_ += section_heads_;
-          if (first_head_ >= p.kv.num_kv_heads) {
-            first_head_ = 0;
-            ++round_;
-          }
-        }
+        if (++class_ < kPrefillClasses) continue;
+        class_ = 0;
+        first_head_ += section_heads_;
+        if (first_head_ < p.kv.num_kv_heads) continue;
+        first_head_ = 0;
+        next_round(p, shape, lane);
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
@@ -131,8 +129,8 @@ class PrefillPlan {
       if (lane != 0) return;
       item.seq = round_ * 32 + owner;
       item.kv_head = first_head_ + head;
-      item.first_row = (last_chunk - (local - head * chunks)) * item_rows(shape);
-      item.rows = min(item_rows(shape), query_len * shape.group - item.first_row);
+      item.first_row = (last_chunk - (local - head * chunks)) * kRows;
+      item.rows = min(kRows, query_len * shape.group - item.first_row);
       item.first_query = first_query;
       item.position = position;
       item.first_key = first_key;
@@ -159,9 +157,6 @@ class PrefillPlan {
   }
 
  private:
-  static __device__ __forceinline__ int item_rows(const PrefillShape& shape) {
-    return kItemRows > 0 ? kItemRows : shape.rows;
-  }
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
@@ -177,7 +172,15 @@ class PrefillPlan {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
-    if (rows >= shape.least_rows) chunks_ = (rows + item_rows(shape) - 1) / item_rows(shape);
+    if (rows >= shape.least_rows) chunks_ = (rows + kRows - 1) / kRows;
+  }
+  // The next round that has a chunk.
+  __device__ __forceinline__ void next_round(const PagedAttentionParams& p,
+                                             const PrefillShape& shape, int lane) {
+    do {
+      load(p, shape, ++round_, lane);
+    } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
+    start_round(p);
   }
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
@@ -192,7 +195,7 @@ class PrefillPlan {
   __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
     if (until >= seq_len_) return chunks_;
     const int tokens = until - shape.window_right - (seq_len_ - query_len_);
-    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / item_rows(shape));
+    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / kRows);
   }
 
   // K and V of a KV head.
@@ -208,14 +211,16 @@ class PrefillPlan {
   }
   // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
   // few as are done after a good half of its time. It starts on the others at once.
-  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p,
-                                                const PrefillShape& shape, float tokens,
+  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
                                                 float others) {
-    const float each = size_of(p.kv.dtype) == 1 ? kWidenPicoseconds : kPrefillPicoseconds;
-    const float alone = tokens * each * (item_rows(shape) * kHeadSize);  // of one block
+    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+    const float each = adjusts                    ? kAdjustPicoseconds
+                       : size_of(p.kv.dtype) == 1 ? kWidenPicoseconds
+                                                  : kPrefillPicoseconds;
+    const float alone = tokens * each * (kRows * kHeadSize);  // of one block
     const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
-    const float blocks = ceilf(__fdividef(alone, 0.6f * beside));
-    if (blocks < 0.75f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
+    const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
+    if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }
 
   uint32_t blocks_;

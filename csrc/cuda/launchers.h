@@ -8,6 +8,7 @@
 #include "ops/copy_blocks.h"
 #include "ops/fused_decode_attention.h"
 #include "ops/gather_cache.h"
+#include "ops/merge_attn_parts.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
@@ -53,5 +54,6 @@ void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
+void launch(const MergeAttnPartsParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

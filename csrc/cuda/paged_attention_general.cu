@@ -155,10 +155,11 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream 
   const LaunchPrefill prefill = tensor_cores ? prefill_kernel(p) : nullptr;
   if (prefill == nullptr && !serves_prefill_mma(p)) return launch_few();
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
-  // Sequences of few query tokens, if there can be any, have a launch of their own beside it.
-  const int few = few_tokens(p);
-  const bool mixed =
-      decodes && p.num_seqs > 1 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
+  // Sequences of few query tokens, if there can be any, have a launch of their own beside it: of
+  // one where tokens see what comes after them, since nothing comes after a sequence's last.
+  const int few = p.window_right == 0 ? few_tokens(p) : 1;
+  const bool mixed = tensor_cores && p.key_start_loc == nullptr && p.num_seqs > 1 &&
+                     p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
   const PrefillLaunch launch = {
       .least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)};
   if (prefill != nullptr) {
@@ -169,6 +170,7 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream 
   if (!mixed) return;
   PagedAttentionParams others = p;
   others.max_query_len = few;
+  others.window_right = 0;
   others.beside = true;
   launch_decode(others, workspace, stream);
 }

@@ -490,6 +490,11 @@ int64_t KVCacheManager::num_common_prefix_blocks(std::span<const int64_t> ids,
       common = block_of(sequence.num_tokens);
     }
     common = std::min(common, block_of(sequence.num_tokens));
+    const auto begin = sequence.blocks.begin();
+    if (num_groups() == 1 && &sequence != first &&  // whose null blocks have bounded `common`
+        std::equal(begin, begin + common, first->blocks.begin())) {
+      continue;
+    }
     for (int64_t i = 0; i < common; ++i) {
       const int32_t block = sequence.blocks[i * num_groups() + group];
       if (is_null(block) || block != first->blocks[i * num_groups() + group]) common = i;

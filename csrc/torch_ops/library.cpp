@@ -134,6 +134,9 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def(
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
+  library.def(
+      "merge_attn_parts(Tensor! output, Tensor!? output_lse, Tensor parts, Tensor part_lses) -> "
+      "()");
 
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");

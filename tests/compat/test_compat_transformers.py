@@ -37,6 +37,8 @@ def as_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", flash_attn.bert_padding)
     monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *args, **kwargs: True)
+    matrix = getattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {2: {}})
+    monkeypatch.setitem(matrix[2], "general_availability_check", lambda *args, **kwargs: True)
     monkeypatch.setattr(utils, "_loaded_implementation", None)
     utils.lazy_import_flash_attention("flash_attention_2")
     return calls

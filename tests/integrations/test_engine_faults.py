@@ -25,6 +25,7 @@ from transformers import (
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.flight import Flight
 from vllm_kernels.integrations.packed import PackedModel
+from vllm_kernels.integrations.packed_pages import PackedStep
 from vllm_kernels.integrations.request import SamplingParams
 from vllm_kernels.integrations.transformers import PagedCache
 
@@ -84,7 +85,7 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
     """That is not taken for a model that cannot be captured."""
     full = True
 
-    def capture(packed: PackedModel, size: int) -> tuple[Any, Tensor]:
+    def capture(packed: PackedModel, step: PackedStep) -> tuple[Any, Tensor]:
         if full and at_the_end:
             try:
                 raise torch.OutOfMemoryError("full")
@@ -92,10 +93,8 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
                 raise RuntimeError("capture was broken off")
         if full:
             raise torch.OutOfMemoryError("full")
-        logits = packed._forward(packed._single_step(size), size).clone()
-        graph = SimpleNamespace(
-            replay=lambda: logits.copy_(packed._forward(packed._single_step(size), size))
-        )
+        logits = packed._forward(step, step.num_single).clone()
+        graph = SimpleNamespace(replay=lambda: logits.copy_(packed._forward(step, step.num_single)))
         return graph, logits
 
     monkeypatch.setattr(PackedModel, "_capture", capture)

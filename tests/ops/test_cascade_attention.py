@@ -40,11 +40,50 @@ def test_as_paged_attention(device, dtype, layout, queries):
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
-    """As a GPU has them for few rows: equal ones, a shorter last one, fewer than asked for."""
-    monkeypatch.setattr(cascade_module, "pieces_for", lambda *_: pieces)
-    for common in (4, 7):
-        case = shared_case(device, dtype, common, [9, 1], queries=[3, 1])
+    """As a GPU has them for few rows: equal ones, a shorter last one, empty ones."""
+    monkeypatch.setattr(cascade_module, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(cascade_module, "LEAST_PIECE", 16)
+    monkeypatch.setattr(cascade_module, "SIDE_BY_SIDE", ("cuda", "cpu"))
+    for common, queries in ((4, [3, 1]), (7, None)):
+        case = shared_case(device, dtype, common, [9, 1], queries=queries)
         assert_right(case, *cascade(case, common, return_lse=True))
+
+
+@pytest.mark.parametrize("queries", [None, [1, 5, 2]], ids=["decode", "several"])
+def test_a_plan_for_any_number_of_common_blocks(device, queries, monkeypatch):
+    """As a CUDA graph has it: the number is read on the device, and the plan serves every layer."""
+    monkeypatch.setattr(cascade_module, "_pieces", lambda *_: 3)
+    monkeypatch.setattr(cascade_module, "LEAST_PIECE", 32)
+    case = shared_case(device, torch.float32, 7, [9, 5, 40], queries=queries)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    for common in (0, 1, 4, 7):
+        count.fill_(common)
+        plan = vllm_kernels.cascade_plan(
+            case.block_tables, case.seq_lens, count, block_size=16, num_heads=8, num_kv_heads=2,
+            query_start_loc=case.options.get("query_start_loc"), num_tokens=len(case.query),
+        )  # fmt: skip
+        assert plan.pieces == 3 and len(plan.block_tables) == 3 + 3
+        for _ in range(2):
+            assert_right(case, *cascade(case, plan, return_lse=True))
+
+
+def test_padded_rows(device):
+    """Those of a CUDA graph, of no tokens: the others' results are as without them."""
+    case = shared_case(device, torch.float32, 4, [9, 5, 40])
+    case.seq_lens[2] = 0
+    case.block_tables[2] = -1
+    want = vllm_kernels.paged_attention(*case.tensors(), **case.options)
+    got = cascade(case, 4)
+    torch.testing.assert_close(got[:2], want[:2])
+
+
+def test_when_it_pays():
+    saved = cascade_module.LEAST_SAVED["cpu"] // 512
+    cpu = torch.device("cpu")
+    assert vllm_kernels.cascade_pays(3, saved // 2 + 1, 512, cpu)
+    assert not vllm_kernels.cascade_pays(3, saved // 2 - 1, 512, cpu)
+    assert not vllm_kernels.cascade_pays(1, 1 << 30, 512, cpu)
+    assert not vllm_kernels.cascade_pays(64, 0, 512, cpu)
 
 
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=lambda x: str(x).split(".")[-1])

@@ -221,6 +221,21 @@ def test_many_sequences(device):
     check(make(device, BF16, lens, queries, layout="NHD"))
 
 
+@pytest.mark.parametrize("prefix", [4095, 65_500])
+def test_long_prefixes(device, prefix):
+    """Of one KV head, so that the float64 reference fits."""
+    heads, new = (32, 280) if device == "cuda" else (1, 13)
+    case = make_case(device, BF16, [prefix + new], [new], heads=heads, kv_heads=1, head_size=128)
+    assert_right(case, case.run())
+
+
+def test_long_prompt(device):
+    heads, head_size = (4, 128) if device == "cuda" else (1, 32)
+    shapes = {"heads": heads, "kv_heads": 1, "head_size": head_size, "layout": "NHD"}
+    case = make_case(device, BF16, [4096], [4096], **shapes)
+    assert_right(case, case.run())
+
+
 def test_longer_pages_of_rows(cuda):
     for block_size, order in ((32, "HND"), (256, "NHD"), (32, "vllm"), (8, "vllm")):
         check(make(cuda, BF16, [300, 130], [300, 77], block_size=block_size, layout=order))

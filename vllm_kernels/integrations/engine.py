@@ -83,7 +83,12 @@ class Engine:
         max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
-        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU.
+        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
+            cannot be captured run without, and a warning says why (GPT-OSS in float32: torch's
+            grouped_mm reads its offsets on the CPU there; in bfloat16 it does not).
+        cascade: whether sequences that are being decoded attend together to the blocks that all of
+            them share (of a prompt, or of its beginning), so that these are read once a pass, where
+            that pays (:func:`vllm_kernels.cascade_pays`). Results are the same within rounding.
         overlap: whether the next pass is started before the tokens of the last one are looked at,
             so that a GPU does not wait for Python. :meth:`step` then returns tokens one call later,
             and a sequence that ends by a stop token or string is computed one pass too far. None:
@@ -116,6 +121,7 @@ class Engine:
         max_length: int | None = None,
         prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
+        cascade: bool = True,
         overlap: bool | None = None,
         compile: bool | str = False,
         fused: bool = True,
@@ -195,6 +201,7 @@ class Engine:
                     max_batch_tokens=max_batch_tokens,
                     max_length=max_length,
                     cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
+                    cascade=cascade,
                     backend="inductor" if compile is True else compile or None,
                     fused=fused,
                 )

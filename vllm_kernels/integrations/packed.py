@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from vllm_kernels import cascade_pays
 from vllm_kernels.integrations.attention import LayerCall, PagedLayer
 from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
 from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
@@ -78,26 +79,27 @@ class _Buffers:
             BatchBuffers.zeros(sequences, blocks, tokens, pin_memory=pinned) for _ in range(groups)
         ]
         self.host_input_ids = torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned)
-        self.host_starts = torch.zeros(sequences + 1, dtype=torch.int32, pin_memory=pinned)
+        self.host_common = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         first = self.host[0]
         host = [
-            self.host_input_ids, first.positions, first.seq_lens, self.host_starts,
+            self.host_input_ids, first.positions, first.seq_lens, first.query_start_loc,
+            self.host_common,
             *(group.slot_mapping for group in self.host),
             *(group.block_tables for group in self.host),
         ]  # fmt: skip
         self._uploaded = torch.cuda.Event() if pinned else None
         self._host = host
         self._device = [x.to(device) for x in host] if pinned else host
-        self.input_ids, self.positions, self.seq_lens, self.starts = self._device[:4]
-        self.slot_mappings = self._device[4 : 4 + groups]
-        self.block_tables = self._device[4 + groups :]
+        self.input_ids, self.positions, self.seq_lens, self.starts, self.common = self._device[:5]
+        self.slot_mappings = self._device[5 : 5 + groups]
+        self.block_tables = self._device[5 + groups :]
 
     def upload(self, tokens: int, sequences: int, input_ids: Tensor | None = None) -> None:
         """Copies the first ``tokens`` and ``sequences`` to the device, without a wait, and there
         ``input_ids`` over the first of those. See :meth:`wait`."""
         if self._uploaded is not None:
             groups = len(self.host)
-            sizes = [tokens, tokens, sequences, sequences + 1, *[tokens] * groups]
+            sizes = [tokens, tokens, sequences, sequences + 1, 1, *[tokens] * groups]
             sizes += [sequences] * groups
             for device, host, size in zip(self._device, self._host, sizes):
                 device[:size].copy_(host[:size], non_blocking=True)
@@ -107,7 +109,7 @@ class _Buffers:
 
     def clear(self) -> None:
         """Makes all rows on the device padding."""
-        for tensor in (self.input_ids, self.positions, self.seq_lens):
+        for tensor in (self.input_ids, self.positions, self.seq_lens, self.common):
             tensor.zero_()
         for slots in self.slot_mappings:
             slots.fill_(-1)
@@ -128,6 +130,7 @@ class PackedModel:
         cache, groups: of its layers.
         max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
         cuda_graphs: whether passes of one token a sequence are captured, by batch size.
+        cascade: whether sequences of one token attend to blocks that they share together.
         backend: of torch.compile, through which the model is called; None: not at all.
         fused: whether Llama-like models run as :class:`PackedLlama`.
     """
@@ -142,6 +145,7 @@ class PackedModel:
         max_batch_tokens: int,
         max_length: int,
         cuda_graphs: bool,
+        cascade: bool,
         backend: str | None,
         fused: bool,
     ) -> None:
@@ -150,7 +154,7 @@ class PackedModel:
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
-        self.pages = PackedPages(cache, groups)
+        self.pages = PackedPages(cache, groups, config.num_attention_heads)
         layers = range(len(groups.group_of_layer))
         self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
         blocks = -(-max_length // cache.shape.block_size)
@@ -164,7 +168,9 @@ class PackedModel:
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By the sequences of a pass, and whether they attend to common blocks together.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._cascade = cascade
         # Given, so that no model makes one. What is stored is told by slots, not by this.
         self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
         call: Callable[..., Any] = self._llama or model
@@ -181,9 +187,13 @@ class PackedModel:
     def capture_all(self) -> None:
         """Captures the graphs of all sizes, over padding."""
         self._buffers.clear()
+        blocks = self._buffers.block_tables[0].shape[1]
         for size in reversed(self._graph_sizes):  # the largest first: the others fit its memory
-            if self._replay(size) is None:
-                return
+            for cascade in (False, True):
+                if cascade and not self._common_blocks(size, blocks):
+                    continue
+                if self._replay(size, cascade) is None:
+                    return
 
     def wait(self) -> None:
         """Returns when the manager may fill the buffers again."""
@@ -209,29 +219,30 @@ class PackedModel:
             plan: [n, vocabulary]. Valid until the next pass.
         """
         buffers = self._buffers
-        tokens, sequences = plan.num_tokens, len(plan.sequences)
+        tokens, sequences, single = plan.num_tokens, len(plan.sequences), plan.num_single
+        common = self._common_blocks(single, plan.num_common_blocks)
+        buffers.host_common[0] = common
         if plan.input_ids is not None:
             buffers.host_input_ids[:tokens] = torch.from_numpy(plan.input_ids)
-        if plan.num_single == sequences:
+        if single == sequences:
             size = next((size for size in self._graph_sizes if size >= sequences), None)
             if size is not None:
                 buffers.upload(size, size, tokens_before)
-                logits = self._replay(size)
+                logits = self._replay(size, common > 0)
                 if logits is not None:
                     return self._ready(logits[:sequences], plan)
             buffers.upload(tokens, sequences, tokens_before)
-            return self._ready(self._forward(self._single_step(sequences), tokens), plan)
-        single = plan.num_single
-        starts = np.cumsum([0, *plan.counts[single:]], dtype=np.int32)
-        buffers.host_starts[: len(starts)] = torch.from_numpy(starts)
+            step = self._single_step(sequences, common > 0)
+            return self._ready(self._forward(step, tokens), plan)
         buffers.upload(tokens, sequences)
         step = PackedStep(
             slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
             block_tables=[tables[:sequences] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
             num_single=single,
-            starts=buffers.starts[: len(starts)],
+            starts=buffers.starts[: sequences + 1],
             max_query_len=max(plan.counts),
+            num_common_blocks=buffers.common[0] if common else None,
         )
         ends = np.cumsum(plan.counts) - 1
         last = upload(ends[self._is_ready(plan)], buffers.input_ids.device)
@@ -250,7 +261,15 @@ class PackedModel:
         ready = self._is_ready(plan)
         return logits if ready.all() else logits[upload(ready.nonzero()[0], logits.device)]
 
-    def _single_step(self, sequences: int) -> PackedStep:
+    def _common_blocks(self, sequences: int, blocks: int) -> int:
+        """``blocks`` that so many sequences of one token share, if it pays that they attend to them
+        together; else 0."""
+        shape = self.pages.shape
+        tokens, device = blocks * shape.block_size, self.pages.cache.device
+        pays = self._cascade and cascade_pays(sequences, tokens, shape.token_bytes, device)
+        return blocks if pays else 0
+
+    def _single_step(self, sequences: int, cascade: bool = False) -> PackedStep:
         buffers = self._buffers
         return PackedStep(
             slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
@@ -259,12 +278,13 @@ class PackedModel:
             num_single=sequences,
             starts=None,
             max_query_len=1,
+            num_common_blocks=buffers.common[0] if cascade else None,
         )
 
     def _forward(self, step: PackedStep, tokens: int, last: Tensor | None = None) -> Tensor:
         """Logits [n, vocabulary] of the tokens ``last``, or of all."""
         buffers = self._buffers
-        self.pages.step = step
+        self.pages.begin(step)
         if self._llama is not None:
             return self._call(buffers.input_ids[:tokens], buffers.positions[:tokens], last)
         options = {} if last is None else {"logits_to_keep": last}
@@ -279,15 +299,15 @@ class PackedModel:
         )
         return out.logits[0]
 
-    def _replay(self, size: int) -> Tensor | None:
+    def _replay(self, size: int, cascade: bool) -> Tensor | None:
         """The pass over ``size`` sequences from its graph. None: the model cannot be captured.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for the graph.
         """
-        if size not in self._graphs:
+        if (size, cascade) not in self._graphs:
             try:
-                self._graphs[size] = self._capture(size)
+                self._graphs[size, cascade] = self._capture(self._single_step(size, cascade))
             except RuntimeError as error:
                 if _is_out_of_memory(error):
                     raise torch.OutOfMemoryError(
@@ -300,14 +320,14 @@ class PackedModel:
                 )
                 self._graph_sizes = []
                 return None
-        graph, logits = self._graphs[size]
+        graph, logits = self._graphs[size, cascade]
         graph.replay()
         return logits
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Records the pass over the first ``size`` rows of the device's buffers. What it computes
-        meanwhile is this very pass, which is then replayed: writing the same keys twice is fine."""
-        step = self._single_step(size)
+    def _capture(self, step: PackedStep) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records the pass over the first rows of the device's buffers. What it computes meanwhile
+        is this very pass, which is then replayed: writing the same keys twice is fine."""
+        size = step.num_single
         if self._capture_stream is None:  # one for all: each stream has scratch of its own
             self._capture_stream = torch.cuda.Stream()
         stream = self._capture_stream

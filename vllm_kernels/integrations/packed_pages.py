@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm_kernels import CascadePlan, cascade_plan
 from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
 from vllm_kernels.integrations.paged_batch import token_major
 from vllm_kernels.kv_tensors import KVCache
@@ -62,20 +63,48 @@ class PackedStep:
     block_tables: list[Tensor]  # a group: int32 [S, blocks]
     seq_lens: Tensor  # int32 [S]
     num_single: int  # leading sequences with one token
-    starts: Tensor | None  # int32 [S - num_single + 1], of the others among their tokens
+    starts: Tensor | None  # int32 [S + 1]; None: one token a sequence
     max_query_len: int
+    # int32 [], leading blocks that the single ones share where there is no window; None: they do
+    # not attend to them together
+    num_common_blocks: Tensor | None = None
 
 
 class PackedPages:
-    """What stores and attends, for one row of packed tokens."""
+    """What stores and attends, for one row of packed tokens.
+
+    Args:
+        cache, groups: of the layers.
+        num_heads: of a query.
+    """
 
     length = 0  # of what a mask would have to cover beside the new tokens
 
-    def __init__(self, cache: KVCache, groups: LayerGroups) -> None:
+    def __init__(self, cache: KVCache, groups: LayerGroups, num_heads: int) -> None:
         self.cache = cache
         self.groups = groups
         self.shape = cache.shape
         self.step: PackedStep | None = None
+        self._num_heads = num_heads
+        self._cascades: dict[int, CascadePlan] = {}  # by group
+
+    def begin(self, step: PackedStep) -> None:
+        """Sets the pass. What it computes of lengths on the device belongs into the pass's CUDA
+        graph."""
+        self.step = step
+        self._cascades = {}
+        if step.num_common_blocks is None:
+            return
+        for group, window in enumerate(self.groups.windows):
+            if not window:
+                self._cascades[group] = cascade_plan(
+                    step.block_tables[group][: step.num_single],
+                    step.seq_lens[: step.num_single],
+                    step.num_common_blocks,
+                    block_size=self.shape.block_size,
+                    num_heads=self._num_heads,
+                    num_kv_heads=self.shape.num_kv_heads,
+                )
 
     def forward(self, call: LayerCall) -> Tensor:
         """As ``Pages.forward``, of a batch of 1."""
@@ -85,24 +114,38 @@ class PackedPages:
         self.cache.write(call.layer, token_major(call.key), token_major(call.value), slots)
         return self.attend(call.layer, token_major(call.query), call.options)[None]
 
+    def cascade(self, layer: int, options: AttentionOptions) -> CascadePlan | None:
+        """By which the single tokens attend to common blocks together. None: they do not."""
+        if options.sliding_window or options.sinks is not None or options.alibi_slopes is not None:
+            return None
+        return self._cascades.get(self.groups.group_of_layer[layer])
+
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of all tokens: query and result are [T, heads, head_size]."""
         step = self.step
         assert step is not None
-        tables = step.block_tables[self.groups.group_of_layer[layer]]
-        single = step.num_single
-        arguments = options.arguments()
-        if step.starts is None:
-            return self.cache.attend(layer, query, tables, step.seq_lens, **arguments)
-        out = query.new_empty(query.shape)
-        if single:
-            self.cache.attend(
-                layer, query[:single], tables[:single], step.seq_lens[:single],
-                out=out[:single], **arguments,
+        tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
+        plan, single = self.cascade(layer, options), step.num_single
+        mixed = step.starts is not None
+        # A GPU works on single tokens and chunks of one call side by side, but windows leave it too
+        # little to read meanwhile; a CPU is faster at single tokens in a call of their own.
+        apart = options.sliding_window > 0 or self.cache.device.type == "cpu"
+        if plan is None and not (mixed and single and apart):
+            return self.cache.attend(
+                layer, query, tables, lens, query_start_loc=step.starts,
+                max_query_len=step.max_query_len, **options.arguments(),
             )  # fmt: skip
-        self.cache.attend(
-            layer, query[single:], tables[single:], step.seq_lens[single:],
-            query_start_loc=step.starts, max_query_len=step.max_query_len,
-            out=out[single:], **arguments,
-        )  # fmt: skip
+        out = query.new_empty(query.shape)
+        first = query[:single], tables[:single], lens[:single]
+        if plan is not None:
+            self.cache.attend_cascade(
+                layer, *first, plan, scale=options.scale, softcap=options.softcap, out=out[:single]
+            )
+        else:
+            self.cache.attend(layer, *first, out=out[:single], **options.arguments())
+        if mixed:
+            self.cache.attend(
+                layer, query, tables[single:], lens[single:], query_start_loc=step.starts[single:],
+                max_query_len=step.max_query_len, out=out, **options.arguments(),
+            )  # fmt: skip
         return out

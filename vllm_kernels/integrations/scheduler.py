@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kernels.integrations.request import FinishReason, Request, Sequence
-from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
+from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
 
 __all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]
 
@@ -38,6 +38,8 @@ class Plan:
     counts: list[int]  # tokens of each
     input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: those that the last pass gave
     copies: list[Copies]
+    num_common_blocks: int = 0
+    """Leading blocks that the sequences of one token share, in each group without a window."""
 
     @property
     def num_tokens(self) -> int:
@@ -231,7 +233,8 @@ class Scheduler:
             return None
         self.statistics.num_steps += 1
         self.statistics.num_tokens += len(order)
-        return Plan(order, [1] * len(order), None, [Copies("copy", pairs)] if len(pairs) else [])
+        copies = [Copies("copy", pairs)] if len(pairs) else []
+        return Plan(order, [1] * len(order), None, copies, self._common_blocks(ids))
 
     def record(self, plan: Plan) -> None:
         """Says which tokens a plan of :meth:`schedule_ahead` had, now that they are known: so its
@@ -376,7 +379,14 @@ class Scheduler:
             return None
         if len(pairs):
             copies = [*copies, Copies("copy", pairs)]
-        return Plan(order, counts, input_ids, copies)
+        return Plan(order, counts, input_ids, copies, self._common_blocks(ids[: counts.count(1)]))
+
+    def _common_blocks(self, ids: Integers) -> int:
+        """Leading blocks that these sequences share, in each group without a window."""
+        full = [group for group, window in enumerate(self.manager.windows) if not window]
+        if len(ids) < 2 or not full:
+            return 0
+        return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in full)
 
     def _run(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by arrival."""

@@ -11,6 +11,7 @@ from vllm_kernels.ops._common import inference_only, library_ops
 
 __all__ = [
     "fused_decode_attention",
+    "merge_attn_parts",
     "merge_attn_states",
     "paged_attention",
     "paged_attention_v1",
@@ -264,7 +265,8 @@ def paged_attention(
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
-        (:func:`merge_attn_states` takes its transpose, contiguous.)
+        (:func:`merge_attn_parts` takes it as it is, :func:`merge_attn_states` its transpose,
+        contiguous.)
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
@@ -534,3 +536,30 @@ def merge_attn_states(
     library_ops.merge_attn_states.default(
         output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
     )
+
+
+def merge_attn_parts(
+    output: Tensor, parts: Tensor, part_lses: Tensor, output_lse: Tensor | None = None
+) -> None:
+    """:func:`merge_attn_states` of any number of parts, in one launch, as :func:`paged_attention`
+    gives them: attention over disjoint sets of keys, merged by their log-sum-exp. (As FlashInfer's
+    merge_states.)
+
+    The registered op has output_lse second.
+
+    Args:
+        output: [num_tokens, num_heads, head_size], written; dtype of parts. The strides of tokens
+            and heads are free.
+        parts: [num_parts, num_tokens, num_heads, head_size], float32, float16 or bfloat16; all
+            strides but the last are free.
+        part_lses: [num_parts, num_tokens, num_heads] float32, contiguous, natural logarithm. -inf
+            (and +inf) marks a part without keys, whose output is not looked at.
+        output_lse: [num_tokens, num_heads] float32, written.
+
+    Where all parts are empty the output is 0 and its lse -inf.
+
+    Raises:
+        RuntimeError: naming the argument, what was expected and what was given.
+    """
+    inference_only("merge_attn_parts", output, parts, part_lses, output_lse)
+    library_ops.merge_attn_parts.default(output, output_lse, parts, part_lses)

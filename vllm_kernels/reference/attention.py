@@ -305,11 +305,17 @@ def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[tokens, heads, D] and lse [heads, tokens] of each part -> those of both parts together."""
-    lses = torch.stack([prefix_lse, suffix_lse]).double()
+    output, lse = merge_attn_parts(
+        torch.stack([prefix_output, suffix_output]),
+        torch.stack([prefix_lse, suffix_lse]).transpose(1, 2),
+    )
+    return output, lse.t()
+
+
+def merge_attn_parts(parts: Tensor, part_lses: Tensor) -> tuple[Tensor, Tensor]:
+    """[parts, tokens, heads, D] and lse [parts, tokens, heads] -> those of all parts together."""
+    lses = part_lses.double()
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0))
-    weights = weights.transpose(1, 2)[..., None]
-    outputs = torch.stack([prefix_output, suffix_output]).double()
-    output = torch.where(weights == 0, 0.0, outputs * weights).sum(0)
-    return output.to(prefix_output.dtype), lse.float()
+    weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0))[..., None]
+    output = torch.where(weights == 0, 0.0, parts.double() * weights).sum(0)
+    return output.to(parts.dtype), torch.logsumexp(lses, 0).float()
