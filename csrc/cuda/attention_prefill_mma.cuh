@@ -1,7 +1,7 @@
 // Attention of 16 or 32 query rows over a tile of tokens, by one of a block's warps
 // (paged_attention_prefill_mma.cuh), on the tensor cores as every architecture from sm_80 on has
 // them:
-//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers, as long as the item
+//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers where they suffice
 //   O [16 rows, D]     += P [16, tokens] V [tokens, D]    P in registers: S's fragments are A's
 // Two tiles of 16 rows share what a warp reads of K and V: with one, shared memory and not the
 // tensor cores would be the limit (512 bytes for 2 products of m16n8k16, not for 4).

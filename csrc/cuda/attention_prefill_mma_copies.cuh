@@ -31,8 +31,8 @@ struct PrefillMmaItem : PrefillItem {
   int asks_at;  // the tile at which the block asks for its next item
 };
 
-// Where 16 tokens lie that are one page's, or null: of a KV head, from the first token and dimension
-// on.
+// Where 16 tokens lie that are one page's, or null: of a KV head, from the first token and
+// dimension on.
 struct alignas(16) GroupPlace {
   const char* key;
   const char* value;
@@ -53,17 +53,17 @@ struct TokenPlace {
   }
 };
 
-// A warp's share of a block's copies of a tile, of kShares: of the share % 4-th 16 tokens, and of the
-// share / 4-th half of their dimensions; a lane's pieces are of 16 bytes.
+// A warp's share of a block's copies of a tile, of kShares: of the share % 4-th 16 tokens, and of
+// the share / 4-th half of their dimensions; a lane's pieces are of 16 bytes.
 constexpr int kShares = 8;
 template <typename Config>
 struct PrefillMmaCopies {
   static constexpr bool kRows = Config::kForm == PageForm::kRows;
   static constexpr int kHeadSize = Config::kHeadSize;
   static constexpr int kGroups = Config::kTokens / 16;
-  static constexpr int kElements = Config::kCopied;    // of a copy
-  static constexpr int kPieces = Config::kPieces;      // of a lane, of K and of V
-  static constexpr int kChunks = 2 * kPieces;          // of a token, a warp's
+  static constexpr int kElements = Config::kCopied;        // of a copy
+  static constexpr int kPieces = Config::kPieces;          // of a lane, of K and of V
+  static constexpr int kChunks = 2 * kPieces;              // of a token, a warp's
   static constexpr int kDimensions = kChunks * kElements;  // a warp's
   // Rows: lanes side by side in one, and the pieces of a lane in one.
   static constexpr int kAcross = kChunks & -kChunks, kTimes = kChunks / kAcross;
@@ -88,8 +88,8 @@ struct PrefillMmaCopies {
 
   // Starts the copies of a tile, and says which of its tokens are there. All warps. `begins`: it is
   // the item's first, that is its last tile; the others follow in order.
-  __device__ __forceinline__ void start(const PrefillMmaItem& item, int tile, bool begins, int stage,
-                                        uint32_t (&present)[2]) const {
+  __device__ __forceinline__ void start(const PrefillMmaItem& item, int tile, bool begins,
+                                        int stage, uint32_t (&present)[2]) const {
     if (begins || (tile & kListedTiles - 1) == kListedTiles - 1) list_places(item, tile);
     const GroupPlace place = places[tile & kListedTiles - 1];
     uint32_t bits = ~0u;
@@ -131,7 +131,8 @@ struct PrefillMmaCopies {
     return kRows ? lane / kAcross + 32 / kAcross * (i / kTimes) : lane % 16;
   }
   __device__ __forceinline__ uint32_t chunk(int i) const {
-    return share / kGroups * kChunks + (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
+    return share / kGroups * kChunks +
+           (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
   }
   // Its i-th piece of V in layout vllm: 16 tokens of a dimension in 8 bits, 8 of them in 16.
   __device__ __forceinline__ uint32_t dimension(int i) const {
@@ -225,8 +226,9 @@ struct PrefillMmaCopies {
       together &= block < static_cast<uint64_t>(p.kv.num_blocks);
     }
     const uint32_t head = item.kv_head;
-    const char* value = values(uint64_t{block} * shape.value_block + uint64_t{head} *
-                               shape.value_head + (kRows ? uint64_t{in_page} * shape.value_row : 0));
+    const char* value =
+        values(uint64_t{block} * shape.value_block + uint64_t{head} * shape.value_head +
+               (kRows ? uint64_t{in_page} * shape.value_row : 0));
     if (!kRows) value += in_page * (16 / kElements);
     const char* key = keys(uint64_t{block} * shape.key_block + uint64_t{head} * shape.key_head +
                            uint64_t{in_page} * shape.key_token);

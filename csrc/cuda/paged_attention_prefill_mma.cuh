@@ -2,10 +2,15 @@
 // architecture from sm_80 on has them. On Hopper it takes what paged_attention_prefill.cuh does
 // not: 8-bit caches, other head sizes and pages.
 //
-// A block takes items (attention_prefill_work.cuh) one after the other, over tiles of 64 tokens
-// from the last to the first. All its warps copy tiles (attention_prefill_mma_copies.cuh), one
-// ahead, and attend, 16 or 32 of the rows each (attention_prefill_mma.cuh). Two blocks share a
-// multiprocessor where heads are small, so that one's products run while the other waits.
+// A block, one a multiprocessor, takes items (attention_prefill_work.cuh) one after the other, over
+// tiles of 64 tokens from the last to the first. Its warps copy tiles into stages
+// (attention_prefill_mma_copies.cuh), one ahead, and attend, 16 or 32 of the rows each
+// (attention_prefill_mma.cuh). Barriers of the stages, not of the block, let warps fall out of
+// step: of the two that share a tensor core one multiplies while the other takes exponentials.
+//
+// What limits it on Hopper: a product takes its tensor core 6 cycles, and any other instruction
+// that reads registers another (benchmarks/probes/mma_sync.cu). So instructions are saved
+// everywhere.
 #pragma once
 #include "cuda/attention_prefill_mma.cuh"
 #include "cuda/attention_prefill_mma_copies.cuh"
@@ -34,7 +39,7 @@ struct PrefillMmaShared {
   float factors[Config::kWidens ? Config::kWarps * Config::kWarpRows : 1];
   WarpSight sights[Config::kWarps];
   GroupPlace places[kShares][kListedTiles];
-  alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
+  alignas(Plan) char plans[32 * sizeof(Plan)];  // a warp's lanes', between items
 
   __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
 };
@@ -107,10 +112,8 @@ struct PrefillMmaRows {
         const int high = item.position + place(item, kWarpRows - 1, head);
         const SeenTokens any = seen_tokens(p, low, high, item.length);
         const SeenTokens every = seen_tokens(p, high, low, item.length);
-        sight = {.begin = any.begin,
-                 .end = any.end,
-                 .whole_begin = every.begin,
-                 .whole_end = every.end};
+        sight = {
+            .begin = any.begin, .end = any.end, .whole_begin = every.begin, .whole_end = every.end};
       }
       sights[threadIdx.x / 32] = sight;
     }
@@ -196,8 +199,8 @@ struct PrefillMmaRows {
         const int position = item.position + place(item, t, r, head);
         const SeenTokens seen_here = seen_tokens(p, position, position, item.length);
         const int before = first + column;
-        const uint64_t seen = tokens & tokens_until(seen_here.end - before) &
-                              ~tokens_until(seen_here.begin - before);
+        const uint64_t seen =
+            tokens & tokens_until(seen_here.end - before) & ~tokens_until(seen_here.begin - before);
         each_score(scores, t, r, [&](float& score, int at) {
           if ((seen >> at & 1) == 0) score = -INFINITY;
         });
@@ -244,7 +247,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
 
-  // Item `index`, or that there are no more, to items[slot]. The first warp.
+  // Item `index`, or that there are no more, to items[slot]. A warp.
   const auto put_item = [&](typename Shared::Plan& plan, uint32_t index, int slot) {
     const int lane = threadIdx.x % 32;
     PrefillMmaItem& item = shared.items[slot];
@@ -421,8 +424,7 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                         : static_cast<uint32_t>(kv.value_dim_stride * size_of(kv.dtype)),
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
-  launch_kernel("paged_attention", kKernel,
-                dim3(multiprocessors), dim3(32 * warps),
+  launch_kernel("paged_attention", kKernel, dim3(multiprocessors), dim3(32 * warps),
                 Config::shared_bytes(warps, stages), stream, p, shape, launch.next);
   return true;
 }
