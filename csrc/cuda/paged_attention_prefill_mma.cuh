@@ -25,8 +25,6 @@ struct alignas(16) WarpSight {
   int whole_begin, whole_end;
 };
 
-constexpr uint32_t kMostCopiers = 4;  // warps that copy a tile
-
 template <typename Config>
 struct PrefillMmaShared {
   using Plan = PrefillPlan<Config::kHeadSize, 0, Config::kTokens>;
@@ -39,7 +37,7 @@ struct PrefillMmaShared {
   float factors[Config::kWidens ? Config::kWarps * Config::kWarpRows : 1];
   WarpSight sights[Config::kWarps];
   GroupPlace places[kShares][kListedTiles];
-  alignas(Plan) char plans[32 * sizeof(Plan)];  // a warp's lanes', between items
+  alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
   __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
 };
@@ -241,13 +239,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   using Shared = PrefillMmaShared<Config>;
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
-  const uint32_t warps = blockDim.x / 32, copiers = min(warps, kMostCopiers);
   if (!shape.leads) launch_dependents();
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
 
-  // Item `index`, or that there are no more, to items[slot]. A warp.
+  // Item `index`, or that there are no more, to items[slot]. The first warp.
   const auto put_item = [&](typename Shared::Plan& plan, uint32_t index, int slot) {
     const int lane = threadIdx.x % 32;
     PrefillMmaItem& item = shared.items[slot];
@@ -267,11 +264,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.plan(threadIdx.x) = plan;
   }
   if (threadIdx.x == 0) {
-    // A lane's copies of a tile arrive, and the lane that says which tokens are there.
-    const uint32_t copied = copiers * (32 + kWarpArrivals), widened = warps * kWarpArrivals;
+    const int arrivals = blockDim.x / 32 * kWarpArrivals;
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      barrier_init(shared_address(&shared.full[stage]), Config::kWidens ? widened : copied);
-      barrier_init(shared_address(&shared.empty[stage]), warps * kWarpArrivals);
+      // Every lane's copies of a tile arrive, and the lane that says which tokens are there.
+      barrier_init(shared_address(&shared.full[stage]),
+                   arrivals + (Config::kWidens ? 0 : blockDim.x));
+      barrier_init(shared_address(&shared.empty[stage]), arrivals);
     }
   }
   __syncthreads();
@@ -286,21 +284,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                     .share = share,
                                     .lane = in_register(threadIdx.x) % 32u};
   };
-  // Four warps copy a tile, the others of a whole block the next: it takes less, and the two warps
-  // of a scheduler fall out of step. An 8-bit cache's tiles are copied, and widened, by all.
-  const bool alternate = !Config::kWidens && warps > copiers;
-  const auto first_copier = [&](int tile) { return alternate ? (tile & 1) * copiers : 0; };
-  // share(i) for all of this warp's shares of a tile's copies; whether it has any.
-  const auto each_share = [&](int tile, const auto& share) {
-    const uint32_t warp = in_register(threadIdx.x) / 32u;
-    if (alternate && warp / copiers != (tile & 1)) return false;
-    const uint32_t sharers = Config::kWidens ? warps : copiers;
-    uint32_t i = warp % sharers;
+  // share(i) for all of this warp's shares of a tile's copies.
+  const auto each_share = [&](const auto& share) {
+    uint32_t i = in_register(threadIdx.x) / 32u;
 #pragma unroll 1
     do {
       share(i);
-    } while ((i += sharers) < kShares);
-    return true;
+    } while ((i += blockDim.x / 32) < kShares);
   };
   PrefillMmaRows<Config> rows = {
       .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
@@ -315,12 +305,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
   const auto start_copies = [&](const PrefillMmaItem& item, int tile, bool begins, int stage,
                                 int phase) {
-    const bool mine = each_share(tile, [&](uint32_t share) {
-      barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
+    barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
+    each_share([&](uint32_t share) {
       copies(share).start(item, tile, begins, stage, shared.present[stage]);
     });
     if constexpr (!Config::kWidens) {
-      if (!mine) return;
 #pragma unroll
       for (int i = 0; i < Config::kStages; ++i) {  // the instruction wants an address of the warp's
         if (i == stage) barrier_arrive_copies(shared_address(&shared.full[i]));
@@ -345,22 +334,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const int first_tile = item.first_tile, asks_at = item.asks_at;
       if constexpr (Config::kWidens) {
         wait_all_copies();
-        each_share(tile, [&](uint32_t share) { copies(share).settle(item, tile, stage); });
+        each_share([&](uint32_t share) { copies(share).settle(item, tile, stage); });
         barrier_arrive_warp(full, threadIdx.x % 32);
       }
       barrier_wait(full, phase);
       ends = tile == first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
-      // brings the counter back to 0. By a warp whose copies of the next tile tell the others.
-      if (tile == asks_at && threadIdx.x / 32 == first_copier(tile - 1)) {
-        const uint32_t lane = threadIdx.x % 32;
-        typename Shared::Plan plan = shared.plan(lane);
+      // brings the counter back to 0. (That the item is there is seen by the next tile's barrier.)
+      if (tile == asks_at && threadIdx.x < 32) {
+        typename Shared::Plan plan = shared.plan(threadIdx.x);
         const uint32_t count = plan.items();
         uint32_t index = count;
-        if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
+        if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
         put_item(plan, __shfl_sync(0xffffffffu, index, 0), next_slot());
-        shared.plan(lane) = plan;
-        __syncwarp();
+        shared.plan(threadIdx.x) = plan;
       }
       if (ends && tile == asks_at) __syncthreads();  // the item that follows is there
       const int next_stage = after(stage, shape.stages);
