@@ -33,7 +33,7 @@ struct PrefillMmaShared {
   // Of stages: their copies are there; nobody reads them any more.
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint32_t present[Config::kStages][2];  // bits, of a stage's tokens
-  // 8-bit caches: what undoes a query row's scaling.
+  // 8-bit caches: what undoes a query row's scaling, times K's scale.
   float factors[Config::kWidens ? Config::kWarps * Config::kWarpRows : 1];
   WarpSight sights[Config::kWarps];
   GroupPlace places[kShares][kListedTiles];
@@ -55,7 +55,6 @@ struct PrefillMmaRows {
   float* factors;     // of the block's rows
   WarpSight* sights;  // of the block's warps
   Tile tile;
-  float k_scale;
 
   // Asked for where they are needed: registers are short.
   static __device__ __forceinline__ int lane() { return in_register(threadIdx.x) % 32; }
@@ -98,8 +97,10 @@ struct PrefillMmaRows {
     if constexpr (!Config::kWidens) {
       load_query<T>(item);
     } else {
-      k_scale = p.kv.k_scale == nullptr ? 1.0f : p.kv.k_scale[item.kv_head * p.kv.scale_stride];
       p.dtype == DType::kFloat16 ? load_query<Half>(item) : load_query<BFloat16>(item);
+      if (p.kv.k_scale != nullptr && lane() < kWarpRows) {
+        factors[first_row() + lane()] *= p.kv.k_scale[item.kv_head * p.kv.scale_stride];
+      }
     }
     tile.clear();
     if (lane() == 0) {
@@ -145,8 +146,7 @@ struct PrefillMmaRows {
   // From a row's product to log2 units.
   __device__ __forceinline__ float unit(int tile_index, int r) const {
     if constexpr (!Config::kWidens) return shape.plan.to_log2;
-    return shape.plan.to_log2 * k_scale *
-           factors[first_row() + Tile::row_of(lane(), tile_index, r)];
+    return shape.plan.to_log2 * factors[first_row() + Tile::row_of(lane(), tile_index, r)];
   }
 
   // action(score, tile_index, r, column) for all of this lane's; columns are relative to its first.
@@ -331,12 +331,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #pragma unroll 1
     for (bool ends = false; !ends; --tile) {
       const uint32_t full = shared_address(&shared.full[stage]);
-      const int first_tile = item.first_tile, asks_at = item.asks_at;
       if constexpr (Config::kWidens) {
         wait_all_copies();
         each_share([&](uint32_t share) { copies(share).settle(item, tile, stage); });
-        barrier_arrive_warp(full, threadIdx.x % 32);
+        barrier_arrive_warp(full, in_register(threadIdx.x) % 32);
       }
+      const int first_tile = item.first_tile, asks_at = item.asks_at;
       barrier_wait(full, phase);
       ends = tile == first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
       rows.attend(item, tile, copies(0).key_at(stage), copies(0).value_at(stage),
                   shared.present[stage]);
-      barrier_arrive_warp(shared_address(&shared.empty[stage]), threadIdx.x % 32);
+      barrier_arrive_warp(shared_address(&shared.empty[stage]), in_register(threadIdx.x) % 32);
       stage = next_stage;
       phase = next_phase;
     }
