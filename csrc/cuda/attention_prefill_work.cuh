@@ -23,7 +23,7 @@ constexpr float kSectionBytes = 24e6f;  // of K and V
 // biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
 constexpr float kWidenPicoseconds = 1.15f;
-constexpr float kAdjustPicoseconds = 1.5f;
+constexpr float kAdjustPicoseconds = 1.3f;
 constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
@@ -81,10 +81,17 @@ class PrefillPlan {
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
     if (shape.leads) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
-    class_ = first_head_ = 0;
     before_ = 0;
-    round_ = one_round(p) ? 0 : -1;
-    one_round(p) ? start_round(p) : next_round(p, shape, lane);
+    if (one_round(p)) {
+      class_ = round_ = first_head_ = 0;
+      start_round(p);
+    } else {  // behind the last item of a round that is not there
+      class_ = kPrefillClasses - 1;
+      round_ = -1;
+      first_head_ = p.kv.num_kv_heads;
+      section_heads_ = 1;
+      chunks_ = 0;
+    }
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -117,7 +124,10 @@ class PrefillPlan {
         first_head_ += section_heads_;
         if (first_head_ < p.kv.num_kv_heads) continue;
         first_head_ = 0;
-        next_round(p, shape, lane);
+        do {  // the next round that has a chunk
+          load(p, shape, ++round_, lane);
+        } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
+        start_round(p);
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
@@ -177,14 +187,6 @@ class PrefillPlan {
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
     if (rows >= shape.least_rows) chunks_ = (rows + item_rows(shape) - 1) / item_rows(shape);
-  }
-  // The next round that has a chunk.
-  __device__ __forceinline__ void next_round(const PagedAttentionParams& p,
-                                             const PrefillShape& shape, int lane) {
-    do {
-      load(p, shape, ++round_, lane);
-    } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
-    start_round(p);
   }
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {

@@ -96,28 +96,19 @@ __device__ __forceinline__ void wait_after(const PagedAttentionParams& p) {
   if (p.beside) wait_for_predecessor();
 }
 
-// Whether its work is guessed before the predecessor has ended.
-__device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
-#if defined(VLLM_KERNELS_HAS_SM90)
-  return one_round(p) && !p.early_pages && !p.beside;
-#else
-  return false;
-#endif
-}
-
 // A sequence as memory has it.
 struct SequenceIndices {
   int32_t seq_len;
   int32_t first_query, end_query;
 };
 
-// Those of a batch that may be guessed are read past the first-level cache, which nobody tells what
-// the predecessor wrote.
-__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq) {
+// `past`: past the first-level cache, which nobody tells what the predecessor wrote.
+__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
+                                                        bool past) {
   const auto load = [&](const int32_t* at) {
     // In two registers: in one, the next load would wait for this one.
     int32_t fresh = 0, cached = 0;
-    if (one_round(p)) {
+    if (past) {
       fresh = __ldcg(at);
     } else {
       cached = *at;
@@ -173,14 +164,53 @@ __device__ __forceinline__ int divide(int a, int b) {
   return quotient;
 }
 
-// kKeep: whether the lanes keep their sequence of a batch of one round, in registers.
-template <bool kKeep>
+// A lane's of a batch of a few rounds: of sequences lane, lane + 32, ... Of several rounds, each
+// sequence has one query token.
+template <int kKept>
+struct KeptIndices {
+  SequenceIndices first;
+  int32_t seq_lens[kKept];  // of the others: [1], ...
+
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
+    const int last = p.num_seqs - 1;
+    first = load_indices(p, in_register(min(lane, last)), true);  // keeps no address from before
+#pragma unroll
+    for (int round = 1; round < kKept; ++round) {
+      seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
+    }
+  }
+  __device__ __forceinline__ SequenceIndices of(int round) const {
+    SequenceIndices indices = first;
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) indices.seq_len = round == i ? seq_lens[i] : indices.seq_len;
+    return indices;
+  }
+};
+
+// kKept: rounds of lanes whose sequences' indices are kept where a batch has no more.
+template <int kKept>
 class WorkPlan {
  public:
+  using Indices = KeptIndices<kKept>;
+
+  // Whether those of this batch are.
+  static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
+    return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
+  }
+  // Whether its work is guessed before the predecessor has ended.
+  static __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    return keeps(p) && !p.early_pages && !p.beside;
+#else
+    return false;
+#endif
+  }
+
   // All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
+    if (kKept > 1 && keeps(p)) kept_.load(p, lane);
     split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
@@ -215,15 +245,17 @@ class WorkPlan {
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
 
-  // All lanes, of a plan that was guessed (kKeep, one round): whether it is that of `now`, the
-  // lane's sequence.
+  // All lanes: whether the plan is that of `now`. (Of one round work_ is there anyway.)
   __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
-                                        const SequenceIndices& now, int lane) const {
-    const SequenceWork work = sequence_work(p, shape, lane, now);
-    return __all_sync(0xffffffffu,
-                      lane >= p.num_seqs || work.seq_len == work_.seq_len &&
-                                                work.first_query == work_.first_query &&
-                                                work.query_len == work_.query_len);
+                                        const Indices& now, int lane) const {
+    const SequenceWork work = sequence_work(p, shape, lane, now.first);
+    bool same = !one_round(p) || lane >= p.num_seqs ||
+                work.seq_len == work_.seq_len && work.first_query == work_.first_query &&
+                    work.query_len == work_.query_len;
+    if (kKept > 1) same = same && now.first.seq_len == kept_.first.seq_len;
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+    return __all_sync(0xffffffffu, same);
   }
 
   // Items are asked for in rising order. All lanes of a warp.
@@ -232,7 +264,7 @@ class WorkPlan {
     WorkItem item;
 #pragma unroll 1
     for (;;) {
-      load(p, shape, round_, lane, !kKeep);
+      load(p, shape, round_, lane, false);
       const int pieces = pieces_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
       const bool longer = stages > longest_ >> class_ && class_ > 0 && items_ > gridDim.x;
@@ -287,13 +319,16 @@ class WorkPlan {
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
-  // Lane's sequence of a round; where there is one round only, it is loaded once.
+  // Lane's sequence of a round; where there is one round only, it stays.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
     if (one_round(p) && !first) return;
     const int seq = round * 32 + lane;
     work_ = {};
-    if (seq < p.num_seqs) work_ = sequence_work(p, shape, seq, load_indices(p, seq));
+    if (seq >= p.num_seqs) return;
+    const SequenceIndices indices =
+        kKept > 1 && keeps(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+    work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {
     if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
@@ -324,6 +359,7 @@ class WorkPlan {
     return sum;
   }
 
+  Indices kept_;
   int split_;             // stages of a piece where the caller gives them, else 0
   SequenceWork work_;     // this lane's, of the round at hand
   float pieces_a_stage_;  // rounded down: how often a segment is split

@@ -13,7 +13,8 @@ namespace vllm_kernels::cuda {
 template <int kRank>
 CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
                       const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
-                      CUtensorMapSwizzle swizzle) {
+                      CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -30,8 +31,7 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
   CUtensorMap map;
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
                              std::to_string(static_cast<int>(result)));
@@ -42,7 +42,8 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
 // Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
 // `tokens` tokens. What lies behind the head, or the page, is read as zero.
 inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
-                           int64_t block_stride, int tokens) {
+                           int64_t block_stride, int tokens,
+                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype);
   return cache_map<4>(
@@ -50,7 +51,8 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
       {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
        unsign(kv.num_blocks)},
       {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
+      promotion);
 }
 
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
@@ -82,11 +84,13 @@ template <typename Cache, int kTokens, PageForm kForm>
 RowMaps cache_maps(const PagedKv& kv) {
   if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  // Read once: the second-level cache must not fetch more than a row of the box.
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
   return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                         tokens),
+                         tokens, kPromotion),
           .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                           kv.value_block_stride, tokens)};
+                           kv.value_block_stride, tokens, kPromotion)};
 }
 
 }  // namespace vllm_kernels::cuda

@@ -8,7 +8,7 @@
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
-// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows, and some others.)
+// warpgroup products, paged_attention_team.cuh has the items of more than 8 rows.)
 #pragma once
 #include <algorithm>
 
@@ -54,29 +54,34 @@ struct RowState {
     out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
     add(exp2_approx(score - updated), 1.0f, value);
   }
-  // stats(i) and partial(i): those of part i of `parts`, of which 8 are read at a time.
-  template <typename Stats, typename Partial>
-  __device__ __forceinline__ void merge(int parts, const Stats& stats, const Partial& partial) {
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step], which load() reads, kBatch
+  // parts at a time.
+  template <int kBatch, typename Load>
+  __device__ __forceinline__ void merge(int parts, const float2* stats, uint32_t stats_step,
+                                        const float4* outs, uint32_t out_step, const Load& load) {
 #pragma unroll 1
-    for (int first = 0; first < parts; first += 8) {
-      float2 s[8];
-      float4 o[8];
+    for (int first = 0; first < parts; first += kBatch) {
+      float2 s[kBatch];
+      float4 o[kBatch];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int part = min(first + i, parts - 1);
-        s[i] = stats(part);
-        o[i] = partial(part);
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t part = min(first + i, parts - 1);
+        s[i] = load(stats + part * stats_step);
+        o[i] = load(outs + part * out_step);
       }
       float updated = maximum;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) updated = fmaxf(updated, s[i].x);
+      for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
       const float factor = exp2_approx(maximum - updated);
       maximum = updated;
       sum *= factor;
       out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (first + i < parts) add(exp2_approx(s[i].x - maximum), s[i].y, o[i]);
+      for (int i = 0; i < kBatch; ++i) {
+        // No branches: they would part what may go on at the same time.
+        const bool there = first + i < parts;
+        const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+        add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
       }
     }
   }
@@ -131,7 +136,7 @@ template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, typename
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const RowMaps& maps, const DecodeWorkspace& workspace,
                                        Fresh fresh) {
-  constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>;
+  constexpr int kTiles = kRowTiles<kMaxHeadSize, kTeam>, kBytes = sizeof(Cache);
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
@@ -178,7 +183,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {                                  // written anew before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  WorkPlan<!kTeam> plan;
+  // As registers allow.
+  using Plan = WorkPlan<kTeam || (Fresh::kAny && kBytes == 1) ? 1 : kBytes == 1 ? 4 : 8>;
+  Plan plan;
   uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
   const auto take_item = [&](int now, bool guesses) {
@@ -204,7 +211,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // The first item. That of a small batch, and its blocks, are guessed before the predecessor has
   // ended, from lengths and tables that it may be writing; then both are read again, with the first
   // pages under way. Where they differ all is done once more.
-  bool guesses = !kTeam && may_guess(p);
+  bool guesses = !kTeam && Plan::may_guess(p);
   if (!guesses && !p.early_pages) wait_before(p);
 #pragma unroll 1
   for (;; guesses = false) {
@@ -226,10 +233,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     wait_for_predecessor();
     if (some) load_fresh();
-    const SequenceIndices sequence = load_indices(p, min(lane, p.num_seqs - 1));
+    typename Plan::Indices indices;
+    indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
     const int filled = some ? fill_ring() : 0;
-    if (plan.holds(p, shape.work, sequence, lane) && (!some || ring.holds(block))) break;
+    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
   // The query and the workspace are touched from here on only.
@@ -277,13 +285,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         each_row(first, [&](int of, int row) {
           RowState state;
           const int at = of * merge_rows + own;
-          const int part_rows = merge_rows << team_shift;
-          state.merge(
-              teams, [&](int part) { return warp_stats[part * part_rows + at]; },
-              [&](int part) {
-                return *reinterpret_cast<const float4*>(results + (part * part_rows + at) * pitch +
-                                                        d);
-              });
+          const uint32_t part_rows = merge_rows << team_shift;
+          state.merge<8>(teams, &warp_stats[at], part_rows,
+                         reinterpret_cast<const float4*>(results + at * pitch + d),
+                         part_rows * pitch / 4, [](const auto* from) { return *from; });
           if constexpr (Fresh::kAny) {
             if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
           }
@@ -308,13 +313,18 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           for (int first = 0; first < most; first += merge_rows) {
             each_row(first, [&](int, int row) {
               RowState state;
-              state.merge(
-                  item.pieces,
-                  [&](int piece) { return __ldcg(&workspace.stats[in_workspace(piece, row)]); },
-                  [&](int piece) {
-                    return __ldcg(reinterpret_cast<const float4*>(
-                        &workspace.out[in_workspace(piece, row) * head_size + d]));
-                  });
+              const int64_t at = in_workspace(0, row);
+              const auto merge_pieces = [&](auto batch) {
+                state.merge<decltype(batch)::value>(
+                    item.pieces, &workspace.stats[at], 1u << shape.work.row_shift,
+                    reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
+                    fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
+              };
+              if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
+                merge_pieces(std::integral_constant<int, 8>{});
+              } else {
+                merge_pieces(std::integral_constant<int, 16>{});
+              }
               write_row(p, shape.work, item, rows, row, d, state);
             });
           }
@@ -524,24 +534,11 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr PageForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    const DeviceInfo& device = current_device_info();
-    const bool few_rows = rows <= 8;
-    // Where rows of 16 bits come one by one, a warp that does nothing but fill is worth more than
-    // the rows that are not there; not with few segments, whose ends would count, nor where half as
-    // many slots might not do: items are at most 1 / kTeamPieceShare a block more than segments.
-    // (split_tokens asks for one kernel for all batches.)
-    constexpr int kPieces = static_cast<int>(1 / kTeamPieceShare);
-    const int64_t segments = int64_t{p.num_seqs} * p.kv.num_kv_heads;
-    const bool fills_apart =
-        kForm == PageForm::kRows && sizeof(Cache) == 2 && p.split_tokens == 0 &&
-        segments > device.multiprocessors &&
-        segments + kPieces * device.multiprocessors <= workspace_slots(4, kMaxHeadSize);
+    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (device.has_wgmma && (!few_rows || fills_apart)) {
+      if (current_device_info().has_wgmma)
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
-      }
     }
-    if (few_rows) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
   const auto with_form = [&](auto form) {

@@ -1,5 +1,5 @@
-// paged_attention of more than 8 query rows a KV head (of fewer where launch_decode says so) on
-// Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
+// paged_attention of more than 8 query rows a KV head on Hopper's warpgroup products: one launch of
+// one block a multiprocessor for any batch.
 //
 // A block's first two or three warpgroups are teams (attention_team.cuh) that take an item's stages
 // in turn, each through a ring of its own (kv_ring.cuh). Of a last warpgroup, one warp fills each
@@ -47,6 +47,8 @@ __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, in
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
+using TeamPlan = WorkPlan<1>;
+
 struct ItemQueue {
   WorkItem items[kItemQueue];
   ItemRows rows[kItemQueue];
@@ -89,9 +91,9 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
                                             ItemQueue& queue, uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
-  enum { kGuess, kPlan, kGoOn } now = may_guess(p) ? kGuess : kPlan;
+  enum { kGuess, kPlan, kGoOn } now = TeamPlan::may_guess(p) ? kGuess : kPlan;
   if (now == kPlan && !p.early_pages) wait_before(p);
-  WorkPlan<true> plan;
+  TeamPlan plan;
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (uint32_t number = 0;;) {
@@ -114,10 +116,10 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
       }
       now = kPlan;
       wait_for_predecessor();
-      const int seq = in_register(min(lane, p.num_seqs - 1));  // keeps no address from before
-      const SequenceIndices sequence = load_indices(p, seq);
+      TeamPlan::Indices indices;
+      indices.load(p, lane);
       __syncwarp();  // nobody reads the item any more
-      if (!plan.holds(p, shape.work, sequence, lane)) continue;
+      if (!plan.holds(p, shape.work, indices, lane)) continue;
     }
     now = kGoOn;
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));

@@ -237,6 +237,23 @@ def test_prefixes_are_found(overlap: bool, device: str) -> None:
         assert engine.statistics().scheduler.num_cached_tokens == 0
 
 
+def test_prefixes_of_prompts_that_come_together(overlap: bool, device: str) -> None:
+    """All but the first wait for a pass, or as many as the common part takes, and find it."""
+    model = tiny_model("llama", device)
+    (common,) = prompts((40,))
+    texts = [common + end for end in prompts((5, 9, 3))]
+    expected = [by_transformers(model, text) for text in texts]
+    for max_batch_tokens in (24, 200):
+        options = SMALL | {"max_batch_tokens": max_batch_tokens}
+        with Engine(model, overlap=overlap, **options) as engine:
+            outputs = engine.generate(texts, SamplingParams(max_tokens=20))
+            assert [output.completions[0].tokens for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [0, 40, 40]
+        with Engine(model, overlap=overlap, prefix_caching=False, **options) as engine:
+            assert greedy(engine, texts) == expected
+            assert engine.statistics().scheduler.num_cached_tokens == 0
+
+
 def test_prefixes_of_other_salts_are_not_found() -> None:
     (text,) = prompts((40,))
     model = tiny_model()

@@ -109,6 +109,8 @@ def test_strided_out_and_empty_batch(device):
         case, query=case.query[:0], block_tables=case.block_tables[:0], seq_lens=case.seq_lens[:0]
     )
     assert cascade(none, 3).shape == (0, 8, 64)
+    starts = torch.zeros(3, dtype=torch.int32, device=device)
+    assert cascade(replace(case, query=case.query[:0]), 3, query_start_loc=starts).shape[0] == 0
 
 
 def test_common_blocks_by_the_manager(device):
@@ -134,6 +136,15 @@ def test_bad_count(device):
     for count in (-1, case.block_tables.shape[1] + 1):
         with raises(rf"^cascade_attention: num_common_blocks: expected 0 to \d+ .* got {count}$"):
             cascade(case, count)
+
+
+def test_plan_of_another_batch(device):
+    case = shared_case(device, torch.float32, 3, [5, 7, 9])
+    plan = vllm_kernels.cascade_plan(
+        case.block_tables[:2], case.seq_lens[:2], 3, block_size=16, num_heads=8, num_kv_heads=2
+    )
+    with pytest.raises(RuntimeError, match=r"plan: expected one of 3 sequences .*, got one of 2"):
+        cascade(case, plan)
 
 
 def test_compiles(device):

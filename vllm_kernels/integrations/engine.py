@@ -211,6 +211,7 @@ class Engine:
                 max_batch_size=max_batch_size,
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
+                prefix_caching=prefix_caching,
             )
             if check:
                 with self._on_device:
@@ -370,7 +371,12 @@ class Engine:
             prompts: texts or lists of token ids.
             params: for all, or one for each.
             salt: of all, as :meth:`add_request` has it.
+
+        Raises:
+            TypeError: prompts is a text; and as :meth:`add_request` does.
         """
+        if isinstance(prompts, str):
+            raise TypeError(f"Engine: prompts: expected a list of prompts, got {prompts!r}")
         chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(chosen) != len(prompts):
             raise ValueError(

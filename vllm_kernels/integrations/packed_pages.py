@@ -127,10 +127,10 @@ class PackedPages:
         tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
         plan, single = self.cascade(layer, options), step.num_single
         mixed = step.starts is not None
-        # A GPU works on single tokens and chunks of one call side by side, but windows leave it too
-        # little to read meanwhile; a CPU is faster at single tokens in a call of their own.
-        apart = options.sliding_window > 0 or self.cache.device.type == "cpu"
-        if plan is None and not (mixed and single and apart):
+        # A GPU works on all tokens of a call side by side; a CPU is faster at single ones in a call
+        # of their own.
+        apart = mixed and single and self.cache.device.type == "cpu"
+        if plan is None and not apart:
             return self.cache.attend(
                 layer, query, tables, lens, query_start_loc=step.starts,
                 max_query_len=step.max_query_len, **options.arguments(),

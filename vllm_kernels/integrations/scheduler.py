@@ -54,14 +54,22 @@ class Plan:
 
 @dataclass
 class SchedulerStatistics:
-    """Since the scheduler was made."""
+    """Since the scheduler was made.
+
+    Args:
+        num_steps: passes.
+        num_tokens: computed, those computed again included.
+        num_swapped, num_recomputed: preemptions by swapping, and by computing again.
+        num_cached_tokens: of prompts, found in the prefix cache at first admission.
+        num_prompt_tokens: of prompts that were admitted, each once.
+    """
 
     num_steps: int = 0
-    num_tokens: int = 0  # computed, those computed again included
-    num_swapped: int = 0  # preemptions by swapping
-    num_recomputed: int = 0  # preemptions by computing again
-    num_cached_tokens: int = 0  # of prompts, found in the prefix cache at first admission
-    num_prompt_tokens: int = 0  # of prompts that were admitted, each once
+    num_tokens: int = 0
+    num_swapped: int = 0
+    num_recomputed: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass
@@ -80,9 +88,11 @@ class Scheduler:
         max_batch_size: sequences in one pass.
         max_batch_tokens: tokens in one pass, >= max_batch_size.
         max_length: tokens of a sequence.
+        prefix_caching: whether the manager finds blocks of sequences that run.
 
-    While others run, a hundredth of the blocks is kept free of new sequences, so that those that
-    run can grow before one has to be preempted.
+    A sequence waits while half or more of what it would compute is being computed for another: the
+    next pass finds it cached. While others run, a hundredth of the blocks is kept free of new
+    sequences, so that those that run can grow before one has to be preempted.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         max_length: int,
+        prefix_caching: bool = True,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
@@ -106,6 +117,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
+        self.prefix_caching = prefix_caching
         self.watermark_blocks = max(1, manager.num_blocks // 100)
         self.statistics = SchedulerStatistics()
         self._queues = _Queues()
@@ -325,8 +337,9 @@ class Scheduler:
             salt = sequence.request.salt
             if queues.running and not self.manager.can_allocate(tokens, salt=salt):
                 break
-            needed = self._blocks(len(tokens) - self.manager.match(tokens, salt=salt))
-            if self._is_tight(promised + needed):
+            matched = self.manager.match(tokens, salt=salt)
+            needed = self._blocks(len(tokens) - matched)
+            if self._is_tight(promised + needed) or self._comes(tokens, matched, salt, chosen):
                 break
             cached = self.manager.allocate(sequence.id, tokens, num_new=0, salt=salt)
             queues.waiting.popleft()
@@ -338,6 +351,28 @@ class Scheduler:
             chosen[sequence] = min(sequence.num_to_compute, budget)
             budget -= chosen[sequence]
         return admitted
+
+    def _comes(
+        self,
+        tokens: npt.NDArray[np.int32],
+        matched: int,
+        salt: str | bytes | None,
+        chosen: dict[Sequence, int],
+    ) -> bool:
+        """Whether half or more of what these tokens lack in the cache is in this pass for another
+        sequence."""
+        if not self.prefix_caching:
+            return False
+        for other, num_tokens in chosen.items():
+            if num_tokens == 1 or other.request.salt != salt:
+                continue
+            until = min(other.num_computed + num_tokens, len(tokens) - 1)
+            differs = tokens[:until] != np.array(other.tokens[:until], np.int32)
+            common = int(differs.argmax()) if differs.any() else until
+            comes = common // self.manager.block_size * self.manager.block_size - matched
+            if comes > 0 and 2 * comes >= len(tokens) - matched:
+                return True
+        return False
 
     def _places(self) -> int:
         """Sequences that may be admitted."""

@@ -235,14 +235,15 @@ def paged_attention(
             None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
             0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
-            kernel by it, so give it wherever a batch has several tokens.
+            kernel by it, so give it wherever a batch has several tokens. Where it is too low, a CPU
+            raises and CUDA leaves a sequence's tokens past it out.
         alibi_slopes: [num_heads] float32.
         sliding_window: tokens a query token sees, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
         k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
             element or [num_kv_heads]; None stands for 1.
-        layout: "vllm", "NHD" or "HND".
+        layout: "vllm", "NHD" or "HND". NHD taken for HND is no error where head numbers fit.
         out: like query, written; the stride between tokens is free. None: a new tensor.
         return_lse: whether to return the log-sum-exp as well.
         workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
@@ -258,7 +259,7 @@ def paged_attention(
             of them: not behind the cache writer of the same layer. (This library's kernels let
             their successor start early, so several in a row may be running; a copy or one of
             torch's own kernels ends such a row.) By default results depend on nothing that is read
-            before all of them have ended: indices of up to 32 sequences are looked at early, to
+            before all of them have ended: indices of up to 256 sequences are looked at early, to
             guess which pages will be asked for, and read again after; a wrong guess costs time.
         causal: False: a query token also sees tokens after its position p, up to p + window_right.
         window_right: of causal = False only; -1: all of the sequence.

@@ -28,6 +28,9 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     Args:
         num_common: tokens that all of them share.
         token_bytes: K and V of a token in one layer.
+
+    Returns:
+        Whether it is at least 300 MB on a GPU, 2 MB on a CPU.
     """
     return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, 0)
 
@@ -63,14 +66,18 @@ def cascade_plan(
     num_tokens: int | None = None,
 ) -> CascadePlan:
     """What the layers of a pass have in common: made once, it serves :func:`cascade_attention` in
-    each of them.
+    each of them. Tables and lengths are in it: make a new one for each pass. (In a CUDA graph it
+    is computed again by each replay.)
 
     Args:
         block_tables, seq_lens, query_start_loc: as :func:`cascade_attention` has them.
         num_common_blocks: a number, or an int32 tensor of one element on the device: so that a CUDA
             graph serves any number, 0 too.
         block_size: tokens of a block.
-        num_tokens: query tokens; num_seqs by default.
+        num_tokens: query tokens, to be given with query_start_loc; num_seqs by default.
+
+    Returns:
+        The plan, a few tensors on block_tables' device.
     """
     num_seqs, columns = block_tables.shape
     if num_tokens is None:
@@ -88,19 +95,20 @@ def cascade_plan(
     each = ((common + pieces - 1) // pieces).clamp_min(least)  # blocks of a piece
     begin = torch.arange(pieces, **options) * each
     first = torch.cat([begin, common.expand(num_seqs)])  # block of each row
-    index = (first[:, None] + torch.arange(columns, **options)).clamp_(max=columns - 1)
+    index = first[:, None] + torch.arange(columns, device=block_tables.device)
     tables = torch.cat([block_tables[:1].expand(pieces, columns), block_tables])
     of_pieces = torch.minimum((common - begin).clamp_min(0), each) * block_size
     own = (seq_lens - common * block_size).clamp_min(0)
-    starts = query_start_loc
-    if starts is None:
-        starts = torch.arange(num_seqs + 1, **options)
-    before = torch.arange(pieces, **options) * num_tokens
+    copied = pieces * num_tokens
+    if query_start_loc is None:
+        starts = torch.arange(copied, copied + num_seqs + 1, **options)
+    else:
+        starts = query_start_loc + copied
     return CascadePlan(
         pieces,
-        tables.gather(1, index.long()),
+        tables.gather(1, index.clamp_(max=columns - 1)),
         torch.cat([of_pieces, own]),
-        torch.cat([before, starts + pieces * num_tokens]),
+        torch.cat([torch.arange(pieces, **options) * num_tokens, starts]),
     )
 
 
@@ -109,7 +117,7 @@ def _pieces(rows: int, num_kv_heads: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     blocks = num_kv_heads * -(-rows // ROWS_OF_A_BLOCK)
-    return torch.cuda.get_device_properties(device).multi_processor_count // blocks
+    return torch.cuda.get_device_properties(device).multi_processor_count // max(1, blocks)
 
 
 def cascade_attention(
@@ -173,6 +181,11 @@ def cascade_attention(
         raise RuntimeError(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
+        )
+    if plan is not None and plan.seq_lens.shape[0] - plan.pieces != block_tables.shape[0]:
+        raise RuntimeError(
+            f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
+            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.pieces}"
         )
     num_tokens, num_heads, _ = query.shape
     if plan is None:
