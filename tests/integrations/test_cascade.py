@@ -154,6 +154,25 @@ def test_padded_passes(overlap: bool, monkeypatch, cascades) -> None:
         assert greedy(engine, texts) == expected[common]
 
 
+def test_a_cascade_that_cannot_be_captured(monkeypatch, cascades) -> None:
+    """The engine goes on with the graphs of plain passes."""
+
+    def capture(self, step):
+        if step.num_common_blocks is not None:
+            raise RuntimeError("no room")
+        return replayed(self, step)
+
+    monkeypatch.setattr(PackedModel, "_capture", capture)
+    model = tiny_model()
+    texts = shared(40, (1, 5, 9))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, cuda_graphs=True, **ROOMY) as engine:
+        greedy(engine, texts[:1], max_tokens=1)
+        with pytest.warns(UserWarning, match="no more cascades: no room"):
+            assert greedy(engine, texts) == expected
+        assert (4, False) in engine._packed._graphs and not cascades()
+
+
 def test_in_cuda_graphs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -53,6 +53,7 @@ class Memory:
             max_batch_size=batch_size,
             max_batch_tokens=batch_tokens,
             max_length=MAX_LENGTH,
+            prefix_caching=prefix_caching,
         )
         self.device = np.full((num_blocks, BLOCK_SIZE), -1)
         self.host = np.full((max(host_blocks, 1), BLOCK_SIZE), -1)
@@ -265,6 +266,25 @@ def test_prefix_is_computed_once() -> None:
     memory.run()
     assert third.num_cached_tokens == 16
     assert memory.scheduler.statistics.num_cached_tokens == 36
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "length", "running"),
+    [
+        (True, 16, [1, 3]),  # the third request, of another beginning, does not overtake
+        (False, 16, [3, 3]),
+        (True, 4, [3, 3]),  # less than an eighth of a pass
+    ],
+)
+def test_followers_of_a_prompt_wait_a_pass(
+    prefix_caching: bool, length: int, running: list[int]
+) -> None:
+    memory = Memory(64, batch_tokens=64, prefix_caching=prefix_caching)
+    for first in (1, 1, 30):
+        memory.add([*range(first, first + length), 60 + len(memory.requests)], max_tokens=3)
+    plans = [memory.step(), memory.step()]
+    assert [len(plan.sequences) for plan in plans if plan is not None] == running
+    memory.run()
 
 
 def test_a_request_waits_for_places_of_all_its_sequences() -> None:

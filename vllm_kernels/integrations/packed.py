@@ -309,6 +309,10 @@ class PackedModel:
             try:
                 self._graphs[size, cascade] = self._capture(self._single_step(size, cascade))
             except RuntimeError as error:
+                if cascade:  # it can do without
+                    warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
+                    self._cascade = False
+                    return self._replay(size, False)
                 if _is_out_of_memory(error):
                     raise torch.OutOfMemoryError(
                         f"Engine: no memory for the CUDA graph of {size} sequences: give a smaller "

@@ -90,9 +90,10 @@ class Scheduler:
         max_length: tokens of a sequence.
         prefix_caching: whether the manager finds blocks of sequences that run.
 
-    A sequence waits while half or more of what it would compute is being computed for another: the
-    next pass finds it cached. While others run, a hundredth of the blocks is kept free of new
-    sequences, so that those that run can grow before one has to be preempted.
+    A sequence waits, and those behind it, while half or more of what it would compute (and an
+    eighth of a pass) is being computed for another: the next pass finds it cached. While others
+    run, a hundredth of the blocks is kept free of new sequences, so that those that run can grow
+    before one has to be preempted.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class Scheduler:
                 break
             matched = self.manager.match(tokens, salt=salt)
             needed = self._blocks(len(tokens) - matched)
-            if self._is_tight(promised + needed) or self._comes(tokens, matched, salt, chosen):
+            if self._is_tight(promised + needed) or self._comes(sequence, matched, chosen):
                 break
             cached = self.manager.allocate(sequence.id, tokens, num_new=0, salt=salt)
             queues.waiting.popleft()
@@ -352,25 +353,25 @@ class Scheduler:
             budget -= chosen[sequence]
         return admitted
 
-    def _comes(
-        self,
-        tokens: npt.NDArray[np.int32],
-        matched: int,
-        salt: str | bytes | None,
-        chosen: dict[Sequence, int],
-    ) -> bool:
-        """Whether half or more of what these tokens lack in the cache is in this pass for another
-        sequence."""
+    def _comes(self, sequence: Sequence, matched: int, chosen: dict[Sequence, int]) -> bool:
+        """Whether half or more of what a waiting sequence lacks in the cache, and enough to be
+        worth a pass, is in this pass for another sequence."""
         if not self.prefix_caching:
             return False
+        tokens, block = sequence.tokens, self.manager.block_size
+        least = max((len(tokens) - matched + 1) // 2, self.max_batch_tokens // 8, 1)
         for other, num_tokens in chosen.items():
-            if num_tokens == 1 or other.request.salt != salt:
+            until = min(other.num_computed + num_tokens, len(tokens) - 1) // block * block
+            if (
+                num_tokens == 1
+                or until - matched < least
+                or other.request.salt != sequence.request.salt
+                or other.tokens[matched : matched + block] != tokens[matched : matched + block]
+            ):
                 continue
-            until = min(other.num_computed + num_tokens, len(tokens) - 1)
-            differs = tokens[:until] != np.array(other.tokens[:until], np.int32)
-            common = int(differs.argmax()) if differs.any() else until
-            comes = common // self.manager.block_size * self.manager.block_size - matched
-            if comes > 0 and 2 * comes >= len(tokens) - matched:
+            differs = np.array(tokens[:until]) != np.array(other.tokens[:until])
+            common = int(differs.argmax()) // block * block if differs.any() else until
+            if common - matched >= least:
                 return True
         return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +34,7 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
     Returns:
         Whether it is at least 300 MB on a GPU, 2 MB on a CPU.
     """
-    return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, 0)
+    return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, math.inf)
 
 
 SIDE_BY_SIDE = ("cuda",)
@@ -171,7 +173,9 @@ def cascade_attention(
     shared |= {"k_scale": k_scale, "v_scale": v_scale}
     own = {"query_start_loc": query_start_loc, "max_query_len": max_query_len, "sinks": sinks}
     plan = num_common_blocks if isinstance(num_common_blocks, CascadePlan) else None
-    counted = isinstance(num_common_blocks, int)
+    counted = plan is None and not isinstance(num_common_blocks, Tensor)
+    if counted:
+        num_common_blocks = operator.index(num_common_blocks)
     if block_tables.shape[0] == 0 or (counted and num_common_blocks == 0):
         return paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, out=out, return_lse=return_lse,
