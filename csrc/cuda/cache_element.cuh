@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/int8.cuh"
 #include "cuda/types.cuh"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
@@ -13,11 +14,11 @@ namespace {
 constexpr int kThreads = 256;
 
 template <typename To, typename From>
-__device__ __forceinline__ To converted(From x, Divisor scale) {
+__device__ __forceinline__ To converted(From x, float scale, Divisor divisor) {
   if constexpr (kIsFp8<To>) {
-    return from_float<To>(scale.divide(to_float(x)));
+    return from_float<To>(divisor.divide(to_float(x)));
   } else {
-    return from_float<To>(to_float(x) * scale.scale);
+    return from_float<To>(to_float(x) * scale);
   }
 }
 
@@ -25,10 +26,10 @@ __device__ __forceinline__ To converted(From x, Divisor scale) {
 // and for what is left over.
 template <typename To, typename From, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    convert_fp8_kernel(To* output, const From* input, int64_t count, float factor) {
+    convert_fp8_kernel(To* output, const From* input, int64_t count, float scale) {
   launch_dependents();
   wait_for_predecessor();
-  const Divisor scale = Divisor::of(factor);
+  const Divisor divisor = Divisor::of(scale);
   struct alignas(kWidth * sizeof(From) < 16 ? kWidth * sizeof(From) : 16) Source {
     From data[kWidth];
   };
@@ -41,14 +42,14 @@ __global__ void __launch_bounds__(kThreads)
     Target target;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      target.data[j] = converted<To, From>(source.data[j], scale);
+      target.data[j] = converted<To, From>(source.data[j], scale, divisor);
     }
     reinterpret_cast<Target*>(output)[i] = target;
   }
   if constexpr (kWidth > 1) {
     if (blockIdx.x == 0 && threadIdx.x < count % kWidth) {
       const int64_t i = count / kWidth * kWidth + threadIdx.x;
-      output[i] = converted<To, From>(input[i], scale);
+      output[i] = converted<To, From>(input[i], scale, divisor);
     }
   }
 }

@@ -51,13 +51,4 @@ __device__ __forceinline__ float to_float(Fp8E5M2 x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
 }
 
-// Division by the scale as IEEE rounds it: 8-bit values have so few steps that a quotient one unit
-// off at a tie would be stored differently from the CPU's.
-struct Divisor {
-  float scale = 1.0f;
-
-  __device__ __forceinline__ static Divisor of(float scale) { return {scale}; }
-  __device__ __forceinline__ float divide(float x) const { return __fdiv_rn(x, scale); }
-};
-
 }  // namespace vllm_kernels::cuda

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/cache_element.cuh"
+#include "cuda/divisor.cuh"
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"

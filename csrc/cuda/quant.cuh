@@ -2,6 +2,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/divisor.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/int8.cuh"
 #include "cuda/pack.cuh"
@@ -76,10 +77,7 @@ struct MultiplyByInverse {
   }
 };
 
-// value / scale as IEEE rounds it, for values of at most `magnitude`. The quotient from the
-// reciprocal is corrected by its remainder twice: the first makes it one of the two floats around
-// value / scale, the second the nearer one (Markstein 1990, IBM J. Res. Dev. 34). An infinite scale
-// gives NaNs.
+// value / scale as IEEE rounds it, for values of at most `magnitude`. An infinite scale gives NaNs.
 template <typename Q>
 struct DivideByScale {
   float scale, inverse;
@@ -98,10 +96,7 @@ struct DivideByScale {
     }
 #pragma unroll
     for (float& value : values) {
-      const float x = value;
-      value *= inverse;
-      value = fmaf(fmaf(-scale, value, x), inverse, value);
-      value = copysignf(fmaf(fmaf(-scale, value, x), inverse, value), x);  // -0 stays -0
+      value = copysignf(quotient(value, scale, inverse), value);  // -0 stays -0
     }
     return narrow8<Q>(values);
   }

@@ -10,27 +10,27 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-template <typename T, typename C, int kRun, bool kMany>
-__global__ void __launch_bounds__(kRun * 16, kResident<T, C, kMany> * 16 / kRun)
-    write_pages_kernel(ReshapeAndCacheParams p, FastDivisor block_size, FastDivisor parts,
-                       FastDivisor head_size) {
+template <typename T, typename C, int kRun, int kLanes, bool kMany>
+__global__ void __launch_bounds__(kRun* kLanes, kResident<T, C, kMany> * 256 / (kRun * kLanes))
+    write_pages_kernel(PagesWrite p) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
-  write_pages<T, C, kRun, kMany>(p, keys, block_size, parts, head_size);
+  write_pages<T, C, kRun, kLanes, kMany>(p, keys, blockIdx.x);
 }
 
 template <int kRun>
 void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
-  const PagesShape shape = shape_of(p, kRun);
+  const PagesShape shape(p, kRun);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      const auto kernel = p.num_tokens > kFewTokens ? write_pages_kernel<T, C, kRun, true>
-                                                    : write_pages_kernel<T, C, kRun, false>;
-      launch_kernel(p.op, kernel, shape.grid, dim3(shape.lanes, kRun), shape.tile_bytes, stream, p,
-                    FastDivisor(p.kv.block_size), FastDivisor(shape.parts),
-                    FastDivisor(p.kv.head_size));
+      auto kernel = shape.lanes == kFewChunks ? write_pages_kernel<T, C, kRun, kFewChunks, false>
+                                              : write_pages_kernel<T, C, kRun, 16, true>;
+      if constexpr (kRun == 16) {
+        if (shape.lanes == 8) kernel = write_pages_kernel<T, C, kRun, 8, true>;
+      }
+      launch_kernel(p.op, kernel, shape.grid, dim3(kRun * shape.lanes), 0, stream, shape.write);
     });
   });
 }

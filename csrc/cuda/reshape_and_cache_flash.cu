@@ -12,20 +12,21 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Blocks of 256 threads that a multiprocessor is to hold. A token a block: so many that those of
-// the next launch find room beside them.
-template <typename T, typename C, int kPerThread, int kOwn>
-constexpr int kResidentRows = kPerThread > 1                        ? 2
-                              : kOwn == 1 && sizeof(C) == sizeof(T) ? 8
-                                                                    : 3;
+// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: so many
+// that blocks of the next launch find room beside them.
+template <typename T, typename C, int kEach, int kOwn>
+constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
+                                 : kEach > 1 ? 1024
+                                 : kOwn > 4  ? 1536
+                                 : kOwn > 1  ? 1280
+                                             : 2048;
 
-template <typename T, typename C, int kPerThread, int kOwn>
-__global__ void __launch_bounds__(256, kResidentRows<T, C, kPerThread, kOwn>)
-    write_rows_kernel(ReshapeAndCacheParams p, FastDivisor block_size, int head_size,
-                      FastDivisor scaled_head) {
+template <typename T, typename C, int kThreads, int kEach, int kOwn>
+__global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn> / kThreads)
+    write_rows_kernel(RowsWrite p) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
-  write_rows<T, C, kPerThread, kOwn>(p, keys, block_size, head_size, scaled_head);
+  write_rows<T, C, kThreads, kEach, kOwn>(p, keys, blockIdx.x);
 }
 
 // One token a block.
@@ -61,22 +62,23 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
 
 void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
   if (!rows_aligned(p)) return launch_elements(p, stream);
-  const RowsShape shape = rows_shape(p);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      constexpr int kMost = 4 * sizeof(C) / sizeof(T);  // 64 bytes of K and of V in registers
-      const int each = std::min(shape.each, kMost);
-      const int tokens = shape.y * each;
-      const auto kernel = tokens > 4   ? write_rows_kernel<T, C, 1, 32>
-                          : each == 4  ? write_rows_kernel<T, C, kMost, 4>
-                          : each == 2  ? write_rows_kernel<T, C, std::min(2, kMost), 4>
-                          : tokens > 1 ? write_rows_kernel<T, C, 1, 4>
-                                       : write_rows_kernel<T, C, 1, 1>;
-      launch_kernel(p.op, kernel, dim3(ceil_div(p.num_tokens, tokens), shape.heads),
-                    dim3(shape.x, shape.y), 0, stream, p, FastDivisor(p.kv.block_size),
-                    shape.head_size, FastDivisor(p.kv.head_size));
+      constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // by registers
+      const RowsShape shape(p, kEach);
+      const int rows = shape.write.rows;
+      auto kernel = shape.threads == 128  ? write_rows_kernel<T, C, 128, 1, 1>
+                    : shape.threads == 64 ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32>
+                                                     : write_rows_kernel<T, C, 64, 1, 4>
+                    : rows > 4            ? write_rows_kernel<T, C, 256, 1, 32>
+                    : rows > 1            ? write_rows_kernel<T, C, 256, 1, 4>
+                                          : write_rows_kernel<T, C, 256, 1, 1>;
+      if constexpr (kEach > 1) {
+        if (shape.each > 1) kernel = write_rows_kernel<T, C, 256, kEach, 4>;
+      }
+      launch_kernel(p.op, kernel, shape.grid, dim3(shape.threads), 0, stream, shape.write);
     });
   });
 }

@@ -34,6 +34,11 @@ __device__ __forceinline__ void load_angles(const void* base, DType dtype, int64
   }
 }
 
+// One element of a pair; `sine` is negative for the first. Rounded the same wherever it is done.
+__device__ __forceinline__ float turn_one(float own, float other, float cosine, float sine) {
+  return fmaf(own, cosine, other * sine);
+}
+
 // Turns kWidth pairs of two packs: pair j is element j of both (Neox), or elements 2j and 2j + 1 of
 // the two packs side by side (GPT-J).
 template <bool kNeox, int kWidth>
@@ -46,8 +51,8 @@ __device__ __forceinline__ void turn_pairs(float (&values)[2][kWidth],
     const int i = kNeox ? j : 2 * j;
     float& x = values[i / kWidth][i % kWidth];
     float& y = values[(i + kNext) / kWidth][(i + kNext) % kWidth];
-    const float turned = x * cosines[j] - y * sines[j];
-    y = y * cosines[j] + x * sines[j];
+    const float turned = turn_one(x, y, cosines[j], -sines[j]);
+    y = turn_one(y, x, cosines[j], sines[j]);
     x = turned;
   }
 }

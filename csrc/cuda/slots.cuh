@@ -15,14 +15,15 @@ namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
 
-// What the functions below take for `p`: these members of ReshapeAndCacheParams, or this struct.
+// What the functions below take for `p`: these members of an op's params, or this struct.
 struct SlotMapping {
   const int64_t* slot_mapping;  // [num_tokens]
   int64_t num_tokens;
-  int64_t limit;  // slots of the cache
+  int64_t limit;  // slots of the cache, fewer than 2^31
 
   __device__ __forceinline__ int32_t usable(int64_t slot) const {
-    return slot >= 0 && slot < limit ? static_cast<int32_t>(slot) : -1;
+    return static_cast<uint64_t>(slot) < static_cast<uint64_t>(limit) ? static_cast<int32_t>(slot)
+                                                                      : -1;
   }
 };
 
@@ -42,15 +43,25 @@ struct LaterSlots {
   template <typename Slots>
   __device__ __forceinline__ void load(const Slots& p, int from, int threads) {
     const auto* half = reinterpret_cast<const int32_t*>(p.slot_mapping + from);
-    int left = static_cast<int>(p.num_tokens) - from;
+    const int left = static_cast<int>(p.num_tokens) - from;
+    constexpr int kGroup = 8;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i, half += 2 * threads, left -= threads) {
-      slot[i] = left > 0 ? *half : INT32_MIN;
+    for (int first = 0; first < kBatch; first += kGroup) {
+      const int end = first + kGroup < kBatch ? first + kGroup : kBatch;
+      if (kBatch >= kGroup && left > (end - 1) * threads) {  // without a look at each
+#pragma unroll
+        for (int i = first; i < end; ++i) slot[i] = half[2 * i * threads];
+      } else {
+#pragma unroll
+        for (int i = first; i < end; ++i) {
+          slot[i] = left > i * threads ? half[2 * i * threads] : INT32_MIN;
+        }
+      }
     }
   }
 };
 
-// A block's own tokens that are looked for, in three forms. `candidates`: bit i where later slot i
+// A block's own tokens that are looked for, in four forms. `candidates`: bit i where later slot i
 // may be one of them. `find`: bit t where `slot`, which is valid, is token t's.
 
 // Tokens 0, 1, ... on neighbouring slots.
@@ -60,14 +71,44 @@ struct OwnRange {
 
   template <int kBatch>
   __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
-    bool any = false;
+    uint32_t least = ~0u;  // distance from the start
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) any |= static_cast<uint32_t>(later.slot[i] - start) < count;
-    return any ? ~0u : 0;
+    for (int slot : later.slot) {
+      least = __viaddmin_u32(static_cast<uint32_t>(slot), -static_cast<uint32_t>(start), least);
+    }
+    return least < count ? ~0u : 0;
   }
   __device__ __forceinline__ uint32_t find(int32_t slot) const {
     const auto token = static_cast<uint32_t>(slot - start);
     return token < count ? 1u << token : 0;
+  }
+};
+
+// A few tokens in registers.
+template <int kOwn>
+struct OwnFew {
+  int32_t slots[kOwn];  // -1: none
+
+  template <int kBatch>
+  __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
+    bool any[kOwn] = {};  // apart, so that no comparison waits for another
+#pragma unroll
+    for (int slot : later.slot) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) any[i] |= slot == slots[i];
+    }
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (any[i] && slots[i] >= 0) all = ~0u;
+    }
+    return all;
+  }
+  __device__ __forceinline__ uint32_t find(int32_t slot) const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) found |= static_cast<uint32_t>(slots[i] == slot) << i;
+    return found;
   }
 };
 
@@ -130,12 +171,11 @@ struct OwnFiltered {
   __device__ __forceinline__ uint32_t find(int32_t slot) const { return list.find(slot); }
 };
 
-// Bit t: some token from `from` on has the slot of own token t < kOwn. By all threads of the block
-// together, each with its own `from` (that of the first thread + its number) and `later` loaded
-// there; a barrier after list and filter were written is the caller's.
-template <int kOwn, typename Own, int kBatch, typename Slots>
-__device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
-                                                  LaterSlots<kBatch> later, const Own& own) {
+// Bit t: one of the tokens from, from + threads, ... has the slot of own token t. `later`: loaded
+// there.
+template <typename Own, int kBatch, typename Slots>
+__device__ __forceinline__ uint32_t repeated_later(const Slots& p, int from, int threads,
+                                                   LaterSlots<kBatch> later, const Own& own) {
   uint32_t mine = 0;
 #pragma unroll 1
   while (true) {
@@ -148,9 +188,18 @@ __device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int 
       if (slot >= 0) mine |= own.find(slot);
     }
     from += kBatch * threads;
-    if (from >= static_cast<int>(p.num_tokens)) break;
+    if (from >= static_cast<int>(p.num_tokens)) return mine;
     later.load(p, from, threads);
   }
+}
+
+// Bit t: some token from `from` on has the slot of own token t < kOwn. By all threads of the block
+// together, each with its own `from` (that of the first thread + its number); a barrier after list
+// and filter were written is the caller's.
+template <int kOwn, typename Own, int kBatch, typename Slots>
+__device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
+                                                  const LaterSlots<kBatch>& later, const Own& own) {
+  const uint32_t mine = repeated_later(p, from, threads, later, own);
   if (__syncthreads_or(mine != 0) == 0) return 0;
   uint32_t repeated = 0;
 #pragma unroll 1

@@ -20,21 +20,32 @@ constexpr int kFewTokens = 64;
 constexpr int kFewChunks = 4;
 constexpr int kFewBlocks = 4;
 
-// Blocks of 256 threads that a multiprocessor is to hold; from float32 to 8 bits more would spill.
+// Blocks of 256 threads that a multiprocessor is to hold: as many as registers allow, so that one
+// block's transfers meet another's instructions.
 template <typename T, typename C, bool kMany>
-constexpr int kResident = kMany && kVectorWidth<C> <= 2 * kVectorWidth<T> ? 4 : 2;
+constexpr int kResident = !kMany || kVectorWidth<C> > 2 * kVectorWidth<T> ? 2
+                          : kIs8Bit<C>                                    ? 3
+                                                                          : 6;
+
+struct PagesWrite : CacheWrite {
+  FastDivisor by_head_size;
+  FastDivisor by_parts;
+  int32_t parts;  // of a head's chunks
+
+  using CacheWrite::CacheWrite;
+};
 
 // Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
 // which lies in a sector of its own, seldom touched again.
 template <typename T, typename C, typename Keys>
-__device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Keys keys,
-                                            FastDivisor head_size, int token, Place at, int thread,
-                                            int threads) {
-  const PagedKv& kv = p.kv;
-  const T* value = static_cast<const T*>(p.value) + token * p.value_token_stride;
-  C* key_cache = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + at.token * kv.x;
-  C* values = static_cast<C*>(kv.value) + at.block * kv.value_block_stride + at.token;
-  const int count = kv.num_kv_heads * kv.head_size;
+__device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int token, Place at,
+                                            int thread, int threads) {
+  constexpr int kWidth = kVectorWidth<C>;
+  constexpr int kVectors = kWidth / kVectorWidth<T>;
+  const T* value = stepped(static_cast<const T*>(p.value), token, p.value_token);
+  C* key_cache = page(static_cast<C*>(p.key_cache), at.block, p.to_key_block) + at.token * kWidth;
+  C* values = page(static_cast<C*>(p.value_cache), at.block, p.to_value_block) + at.token;
+  const int count = p.num_kv_heads * p.head_size;
   constexpr int kBatch = 4;  // loads in flight
 #pragma unroll 1
   for (int from = thread; from < count; from += kBatch * threads) {
@@ -43,34 +54,73 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Keys
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = min(from + j * threads, count - 1);
-      const int head = head_size.divide(i), d = i - head * kv.head_size;
-      loaded[j] = value[head * p.value_head_stride + d];
-      to[j] = values + head * kv.value_head_stride + d * kv.value_dim_stride;
+      const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
+      loaded[j] = stepped(value, head, p.value_head)[d];
+      to[j] = stepped(stepped(values, head, p.to_value_head), d, p.to_value_dim);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (from + j * threads < count) {
-        const int head = head_size.divide(from + j * threads);
-        const Divisor scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
+        const int head = p.by_head_size.divide(from + j * threads);
+        const Divisor scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
         store_streaming(to[j], to_cache<C>(loaded[j], scale));
       }
     }
   }
   if (p.values_only) return;
-  constexpr int kWidth = kVectorWidth<C>;
-  constexpr int kVectors = kWidth / kVectorWidth<T>;
 #pragma unroll 1
   for (int i = thread * kWidth; i < count; i += threads * kWidth) {
-    const int head = head_size.divide(i), d = i - head * kv.head_size;
+    const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
     Vector<T> k[kVectors];
     keys.load(token, head, d, k);
     keys.turn(d, k);
     if (!keys.known()) return;
-    C* to = key_cache + head * kv.key_head_stride + d / kWidth * kv.key_chunk_stride;
+    C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth, p.to_key_chunk);
     store_streaming(reinterpret_cast<Vector<C>*>(to),
-                    narrow<T, C>(k, divisor_of<C>(kv.k_scale, kv.scale_stride, head)));
+                    narrow<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
   }
 }
+
+// V of a block's tokens on their way into pages: rows of tokens, read by columns.
+template <typename C, int kRun, int kLanes>
+struct ValueTile {
+  static constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
+  static constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store
+  static constexpr int kThreads = kRun * kLanes;
+  static constexpr int kPitch = (kLanes + 1) * kWidth;  // spreads a column over the banks
+  // The stores of a value index read from different banks.
+  static constexpr int kSkew = kStore < kRun ? 2 * kWidth : 0;
+  alignas(16) C data[kRun * kPitch + (kRun / kStore - 1) * kSkew];
+
+  __device__ __forceinline__ static constexpr uint32_t row(uint32_t token) {
+    return token * kPitch + token / kStore * kSkew;
+  }
+  __device__ __forceinline__ void put(int token, int lane, const Vector<C>& chunk) {
+    *reinterpret_cast<uint4*>(data + row(token) + lane * kWidth) = bits_as<uint4>(chunk);
+  }
+  __device__ __forceinline__ C get(int token, int d) const { return data[row(token) + d]; }
+
+  // Of an aligned run of kRun neighbours: `to` is value 0 of its first token, `dims` values of
+  // each.
+  __device__ __forceinline__ void store_run(C* to, uint32_t dim_stride, uint32_t dims,
+                                            uint32_t thread) const {
+    constexpr uint32_t kStores = kRun / kStore;  // of one value index
+    const uint32_t token = thread % kStores * kStore;
+#pragma unroll
+    for (uint32_t i = 0; i < kLanes * kWidth * kStores; i += kThreads) {
+      const uint32_t d = (thread + i) / kStores;
+      struct alignas(kStore * sizeof(C)) Tokens {
+        C data[kStore];
+      } gathered;
+      const C* column = data + row(token) + d;
+#pragma unroll
+      for (int j = 0; j < kStore; ++j) gathered.data[j] = column[j * kPitch];
+      if (d < dims) {
+        *reinterpret_cast<Tokens*>(stepped(to, d, dim_stride) + token) = gathered;
+      }
+    }
+  }
+};
 
 // Layout vllm. A block looks after kRun neighbouring tokens and a part of a head's chunks (a chunk
 // is 16 bytes of the cache); thread (x, y) loads the part's chunk x of token y. K is stored chunk
@@ -80,65 +130,104 @@ __device__ __forceinline__ void write_token(const ReshapeAndCacheParams& p, Keys
 //   scattered                            neighbouring threads on neighbouring values of one slot;
 //                                        the block then writes some tokens: with kMany their
 //                                        whole rows, otherwise its part of every kFewBlocks-th
-// blockDim = (chunks of a part, kRun), gridDim.y = heads * parts, gridDim.z = 1 with kMany, else
-// kFewBlocks. blockIdx.x: which kRun tokens.
-template <typename T, typename C, int kRun, bool kMany, typename Keys>
-__device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, Keys keys,
-                                            FastDivisor block_size, FastDivisor parts,
-                                            FastDivisor head_size) {
-  constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
-  constexpr int kVectors = kWidth / kVectorWidth<T>;     // of T that make a chunk
-  constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store of V
-  constexpr uint32_t kAll = (1u << kRun) - 1;
-  extern __shared__ __align__(16) char tile_bytes[];
+// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1
+// with kMany, else kFewBlocks. `group`: which kRun tokens.
+template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
+__device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int group) {
+  constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
+  constexpr int kVectors = kWidth / kVectorWidth<T>;  // of T that make a chunk
+  constexpr int kThreads = kRun * kLanes;
+  constexpr uint32_t kWarp = 0xffffffffu;
+  __shared__ ValueTile<C, kRun, kLanes> tile;
   __shared__ int32_t own_slots[kRun];
   __shared__ SlotFilter filter;
 
-  const PagedKv& kv = p.kv;
-  const int head = parts.divide(blockIdx.y);
-  const int num_parts = gridDim.y / kv.num_kv_heads;
-  const int first = blockIdx.x * kRun;  // within this launch
-  const int first_chunk = (blockIdx.y - head * num_parts) * blockDim.x;
-  const int chunk = first_chunk + threadIdx.x;
-  const int row = threadIdx.y;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int threads = kRun * blockDim.x;
-  const int lane = thread % 32;
-  const int pitch = (blockDim.x + 1) * kWidth;  // of the tile's rows: spreads a column over banks
-  C* tile = reinterpret_cast<C*>(tile_bytes);
+  const int head = p.by_parts.divide(blockIdx.y);
+  const int first = group * kRun;  // within this launch
+  const int first_chunk = (blockIdx.y - head * p.parts) * kLanes;
+  const int thread = threadIdx.x;
+  const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
+  const int slot_lane = threadIdx.x % kRun;
+  const int chunk = first_chunk + x;
 
   // Without a branch, so that all loads of the prologue are under way at once.
-  const int num_tokens = static_cast<int>(p.num_tokens);
-  const bool has_chunk = chunk * kWidth < kv.head_size && first + row < num_tokens;
+  const int num_tokens = p.num_tokens;
+  const int d = min(chunk * kWidth, p.head_size - kWidth);
   Vector<T> k[kVectors], v[kVectors];
-  int32_t lane_slot;
+  int64_t lane_slot_read;
   {
     const int token = min(first + row, num_tokens - 1);
-    const int d = min(chunk * kWidth, kv.head_size - kWidth);
-    const auto* value = reinterpret_cast<const Vector<T>*>(static_cast<const T*>(p.value) +
-                                                           token * p.value_token_stride +
-                                                           head * p.value_head_stride + d);
+    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+    const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
     if (num_tokens <= 1024) {  // few: under way before the wait
       keys.prefetch(token, head, d);
       prefetch_l2(value);
-      prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
+      prefetch_l2(lane_slot_at);
     }
     wait_for_predecessor();
-    lane_slot = lane < kRun ? slot_of(p, first + lane) : -1;  // every warp finds out for itself
+    lane_slot_read = *lane_slot_at;  // every warp finds out for itself
     keys.load(token, head, d, k);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
     __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   }
   const int from = first + kRun + thread;
-  LaterSlots<kMany ? Keys::kLater : 1> later;
-  later.load(p, from, threads);
-  keys.turn(min(chunk * kWidth, kv.head_size - kWidth), k);
-  const int32_t next = __shfl_down_sync(0xffffffffu, lane_slot, 1);
+  LaterSlots<kMany ? 8 : 1> later;
+  later.load(p, from, kThreads);
+  if constexpr (!kMany) keys.turn(d, k);  // else later, for fewer registers
+  const int32_t lane_slot = first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
+  const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
+  const bool neighbours = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
+
+  const Divisor k_scale = divisor_of<C>(p.k_scale, p.scale_stride, head);
+  const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
+  const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
+  const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
+  // A token's value 0 of this part.
+  const auto values_of = [&](Place at) {
+    return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
+                           p.to_value_head),
+                   first_chunk * kWidth, p.to_value_dim) +
+           static_cast<uint32_t>(at.token);
+  };
+  const auto store_key = [&](Place at) {
+    C* to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
+                            p.to_key_head),
+                    chunk, p.to_key_chunk) +
+            static_cast<uint32_t>(at.token * kWidth);
+    if constexpr (kMany) keys.turn(d, k);
+    if (!p.values_only && keys.known()) {
+      *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
+    }
+  };
+
+  // Most prompts: neighbours of which no slot comes up again.
+  if (neighbours) {
+    if (!kMany && blockIdx.z > 0) return;
+    tile.put(row, x, narrow<T, C>(v, v_scale));
+    const OwnRange range{.start = start, .count = kRun};
+    if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) == 0) {
+      if (has_chunk) store_key(p.place(start + row));
+      if (start % kRun == 0) {
+        C* to = values_of(p.place(start));
+        tile.store_run(to, p.to_value_dim, dims, threadIdx.x);
+      } else {
+        C* to = values_of(p.place(start + slot_lane));
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const int d = i * kLanes + threadIdx.x / kRun;
+          if (d < dims) *stepped(to, d, p.to_value_dim) = tile.get(slot_lane, d);
+        }
+      }
+      return;
+    }
+    later.load(p, from, kThreads);
+  }
+
+  const int32_t next = __shfl_down_sync(kWarp, lane_slot, 1);
   const uint32_t follows =
-      __ballot_sync(0xffffffffu, lane_slot >= 0 && next == lane_slot + 1) & (kAll >> 1);
-  const int32_t start = __shfl_sync(0xffffffffu, lane_slot, 0);
-  const bool neighbours = follows == kAll >> 1;
+      __ballot_sync(kWarp, lane < kRun - 1 && lane_slot >= 0 && next == lane_slot + 1);
   const bool scattered = __popc(follows) < kRun - 4;
   if (!kMany && !scattered && blockIdx.z > 0) return;
 
@@ -148,19 +237,16 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, Keys
     own.step = kMany ? gridDim.y : kFewBlocks;
   }
   if (thread < kRun) own_slots[thread] = lane_slot;
-  if (kMany && !neighbours && thread < 32) filter.fill(lane, lane_slot);
+  if (kMany && thread < 32) filter.fill(lane, lane < kRun ? lane_slot : -1);
   __syncthreads();
   uint32_t repeated;
-  if (neighbours) {
-    const OwnRange range{.start = start, .count = kRun};
-    repeated = find_repeated<kRun>(p, from, threads, later, range);
-  } else if constexpr (kMany) {
+  if constexpr (kMany) {
     const OwnFiltered filtered{.filter = &filter, .list = own};
-    repeated = find_repeated<kRun>(p, from, threads, later, filtered);
+    repeated = find_repeated<kRun>(p, from, kThreads, later, filtered);
   } else {
-    repeated = find_repeated<kRun>(p, from, threads, later, own);
+    repeated = find_repeated<kRun>(p, from, kThreads, later, own);
   }
-  repeated |= repeated_in_warp(lane, lane_slot);
+  repeated |= repeated_in_warp(lane, lane < kRun ? lane_slot : -1);
   if constexpr (kMany) {
     // Around the loop a branch, in which k and v need no registers: 8 bits spill without.
     if (!kIs8Bit<C> || scattered) {
@@ -168,101 +254,63 @@ __device__ __forceinline__ void write_pages(const ReshapeAndCacheParams& p, Keys
       for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
         const int32_t slot = own_slots[r];
         if (slot < 0 || (repeated >> r & 1)) continue;
-        write_token<T, C>(p, keys, head_size, first + r, place_of(slot, block_size, kv.block_size),
-                          thread, threads);
+        write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
       }
       if (scattered) return;
     }
   }
 
-  const Divisor k_scale = divisor_of<C>(kv.k_scale, kv.scale_stride, head);
-  const Divisor v_scale = divisor_of<C>(kv.v_scale, kv.scale_stride, head);
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
   if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
-    const Place at = place_of(slot, block_size, kv.block_size);
-    C* to = static_cast<C*>(kv.key) + at.block * kv.key_block_stride + head * kv.key_head_stride +
-            chunk * kv.key_chunk_stride + at.token * kWidth;
-    if (!p.values_only && keys.known()) {
-      *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
-    }
-    *reinterpret_cast<Vector<C>*>(tile + row * pitch + threadIdx.x * kWidth) =
-        narrow<T, C>(v, v_scale);
+    store_key(p.place(slot));
+    tile.put(row, x, narrow<T, C>(v, v_scale));
   }
   __syncthreads();
-
-  const int first_d = first_chunk * kWidth;
-  const int dims = min(static_cast<int>(blockDim.x) * kWidth, kv.head_size - first_d);
-  C* values =
-      static_cast<C*>(kv.value) + head * kv.value_head_stride + first_d * kv.value_dim_stride;
-  if (neighbours && start % kRun == 0 && repeated == 0) {
-    constexpr int kStores = kRun / kStore;  // of one value index
-    const Place at = place_of(start, block_size, kv.block_size);
-    C* to = values + at.block * kv.value_block_stride + at.token;
-#pragma unroll 1
-    for (int i = thread; i < dims * kStores; i += threads) {
-      const int d = i / kStores, token = i % kStores * kStore;
-      struct alignas(kStore * sizeof(C)) Tokens {
-        C data[kStore];
-      } gathered;
-#pragma unroll
-      for (int j = 0; j < kStore; ++j) gathered.data[j] = tile[(token + j) * pitch + d];
-      *reinterpret_cast<Tokens*>(to + d * kv.value_dim_stride + token) = gathered;
-    }
-    return;
-  }
   // That divide the work on one row of the tile's: at most as many as it has values.
-  const int lanes = scattered ? min(32, static_cast<int>(blockDim.x) * kWidth) : kRun;
-  const int outer = thread / lanes, inner = thread % lanes, step = threads / lanes;
+  constexpr int kScatterLanes = kLanes * kWidth < 32 ? kLanes * kWidth : 32;
+  const int lanes = scattered ? kScatterLanes : kRun;
+  const int outer = thread / lanes, inner = thread % lanes, step = kThreads / lanes;
 #pragma unroll 1
   for (int r = scattered ? own.from + outer * own.step : inner; r < kRun;
        r += scattered ? step * own.step : kRun) {
     const int32_t to_slot = own_slots[r];
     if (to_slot < 0 || (repeated >> r & 1)) continue;
-    const Place at = place_of(to_slot, block_size, kv.block_size);
-    C* to = values + at.block * kv.value_block_stride + at.token;
-#pragma unroll 2
+    const Place at = p.place(to_slot);
+    C* to = values_of(at);
     for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
-      to[d * kv.value_dim_stride] = tile[r * pitch + d];
+      *stepped(to, d, p.to_value_dim) = tile.get(r, d);
     }
   }
 }
 
-// Block shape: whole warps, at most 16 chunks a token, fewer where that leaves multiprocessors
-// idle. For few tokens 2 or 4 chunks: a power of two, as the kernel divides warps by it.
+// At most 16 chunks a token, fewer where that leaves multiprocessors idle.
 struct PagesShape {
   int lanes;
-  int parts;
-  int64_t tile_bytes;
   dim3 grid;
-};
+  PagesWrite write;
 
-inline PagesShape shape_of(const ReshapeAndCacheParams& p, int run) {
-  const int chunks = p.kv.head_size / p.kv.x;
-  const int step = 32 / run;
-  const int64_t groups = ceil_div(p.num_tokens, run);
-  const bool few = p.num_tokens <= kFewTokens;
-  int64_t parts = ceil_div(chunks, few ? kFewChunks : 16);
-  while (groups * p.kv.num_kv_heads * parts < current_device_info().multiprocessors &&
-         chunks >= 16 * parts) {
-    parts *= 2;
+  PagesShape(const ReshapeAndCacheParams& p, int run) : write(p) {
+    const int chunks = p.kv.head_size / p.kv.x;
+    const int64_t groups = ceil_div(p.num_tokens, run);
+    const bool few = p.num_tokens <= kFewTokens;
+    const bool idle = groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
+    lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
+    write.parts = static_cast<int>(ceil_div(chunks, lanes));
+    write.by_parts = FastDivisor(write.parts);
+    write.by_head_size = FastDivisor(p.kv.head_size);
+    grid = dim3(static_cast<unsigned>(groups),
+                static_cast<unsigned>(p.kv.num_kv_heads * write.parts), few ? kFewBlocks : 1);
   }
-  const auto lanes = static_cast<int>(ceil_div(ceil_div(chunks, parts), step) * step);
-  parts = ceil_div(chunks, lanes);
-  return {.lanes = lanes,
-          .parts = static_cast<int>(parts),
-          .tile_bytes = int64_t{run} * (lanes + 1) * 16,
-          .grid = dim3(static_cast<unsigned>(groups),
-                       static_cast<unsigned>(p.kv.num_kv_heads * parts), few ? kFewBlocks : 1)};
-}
+};
 
 // Every 16-byte access of write_pages is aligned, and its grid can be launched.
 inline bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&
-         aligned16(kv.key) && aligned16(kv.value) && kv.key_block_stride % kv.x == 0 &&
-         kv.key_head_stride % kv.x == 0 && kv.value_block_stride % kv.x == 0 &&
-         kv.value_head_stride % kv.x == 0 &&
+         CacheWrite::fits(p) && aligned16(kv.key) && aligned16(kv.value) &&
+         kv.key_block_stride % kv.x == 0 && kv.key_head_stride % kv.x == 0 &&
+         kv.value_block_stride % kv.x == 0 && kv.value_head_stride % kv.x == 0 &&
          int64_t{kv.num_kv_heads} * (kv.head_size / kv.x) <= 65535;
 }
 

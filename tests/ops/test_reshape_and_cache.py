@@ -315,6 +315,24 @@ def test_saturation_and_special_values(op, device, dtype):
         assert torch.equal(pools[0], want[0]) and torch.equal(pools[1], want[1])
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 3e-30, 1.1e-19, 7e18, 3e38, float("inf"), -0.3])
+def test_any_scale(op, device, scale):
+    """Zero, denormal, infinite and negative scales: the quotient is that of float32."""
+    slots = torch.arange(5, 75, device=device)
+    for dtype, size in ((torch.bfloat16, 64), (torch.float32, 32)):
+        key, value = tokens(len(slots), 2, size, dtype, device)
+        factor = scale if 0 < abs(scale) < 1e30 else 1.0  # quotients that tell rows apart
+        key, value = key * factor, value * factor * 100
+        key[3, 0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+        for kv_cache_dtype in CACHE_DTYPES[1:]:
+            pools = caches(op, dtype, kv_cache_dtype, device, size=size)
+            args = (key, value, *pools, slots, kv_cache_dtype)
+            factors = torch.tensor([scale], device=device), torch.tensor([scale], device=device)
+            want = getattr(reference, op)(*args, *factors)
+            getattr(vllm_kernels, op)(*args, *factors)
+            assert torch.equal(pools[0], want[0]) and torch.equal(pools[1], want[1])
+
+
 def test_tensors_of_the_8_bit_dtype_are_taken_as_well(op, device):
     slots = torch.tensor([3, 9], device=device)
     key, value = tokens(2, 2, 64, torch.float16, device)
