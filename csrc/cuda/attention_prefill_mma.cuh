@@ -1,7 +1,7 @@
 // Attention of 16 or 32 query rows over a tile of tokens, by one of a block's warps
 // (paged_attention_prefill_mma.cuh), on the tensor cores as every architecture from sm_80 on has
 // them:
-//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers, as long as the item
+//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers where they suffice
 //   O [16 rows, D]     += P [16, tokens] V [tokens, D]    P in registers: S's fragments are A's
 // Two tiles of 16 rows share what a warp reads of K and V: with one, shared memory and not the
 // tensor cores would be the limit (512 bytes for 2 products of m16n8k16, not for 4).
@@ -12,6 +12,8 @@
 //   V, kPages  (layout vllm) V^T: D rows of 64 tokens, 128 bytes, whose chunks of 8 tokens are
 //              permuted by chunk ^ value_swizzle(d)
 #pragma once
+#include <algorithm>
+
 #include "cuda/attention_addresses.cuh"
 #include "cuda/attention_prefill_work.cuh"
 #include "cuda/attention_tile.cuh"
@@ -28,28 +30,29 @@ struct PrefillMmaConfig {
   static constexpr int kHeadSize = kSize;
   static constexpr PageForm kForm = kPageForm;
   static constexpr bool kWidens = kWidensCache;
-  static constexpr bool kSmall = kHeadSize <= 128;
-  static constexpr int kRowTiles = kSmall ? 2 : 1;  // of 16 rows, of a warp
-  static constexpr int kWarps = kSmall ? 4 : 8;
-  static constexpr int kBlocks = kSmall ? 2 : 1;  // of a multiprocessor
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = 16 * kRowTiles * kWarps;  // of an item
-  static constexpr int kTokens = 64;                     // of a tile
-  static constexpr int kSpan =
-      kHeadSize <= 64 || !kSmall ? 64 : 32;  // tokens whose scores are in registers
+  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;  // of 16 rows, of a warp
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block, at most
+  static constexpr int kTokens = 64;                        // of a tile
+  static constexpr int kStages = kHeadSize <= 192 ? 3 : 2;  // at most
   // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
   // place of each thread's own.
-  static constexpr int kHeldSteps = kHeadSize == 96    ? 5
-                                    : kHeadSize == 128 ? (kWidens ? 2 : 3)
+  static constexpr int kHeldSteps = kHeadSize == 96    ? 4
+                                    : kHeadSize == 128 ? 0
                                     : kHeadSize == 256 ? 7
                                                        : kHeadSize / 16;
-  static constexpr int kQueryBytes = kRowTiles * (kHeadSize / 16 - kHeldSteps) * kThreads * 16;
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kTileBytes = kColumns * kTokens * kColumnBytes;  // of K, or of V
-  // 8-bit caches: pieces of 16 bytes of K, and as many of V, that a thread copies and widens.
-  static constexpr int kPieces = kTokens * kHeadSize / 16 / kThreads;
+  // Pieces of 16 bytes of K, and as many of V, that a lane copies, and of 8-bit caches widens. Two
+  // shares of a tile's copies are of the same 16 tokens.
+  static constexpr int kCopied = kWidens ? 16 : 8;  // elements of a piece
+  static constexpr int kPieces = (kHeadSize / kCopied + 3) / 4;
   static constexpr int kRawBytes = kWidens ? 2 * kPieces * kThreads * 16 : 0;
-  static constexpr int kSharedBytes = 4 * kTileBytes + kRawBytes + kQueryBytes;  // two stages
+
+  static int shared_bytes(int warps, int stages) {
+    const int query = kRowTiles * (kHeadSize / 16 - kHeldSteps) * 32 * warps * 16;
+    return stages * 2 * kTileBytes + kRawBytes + query;
+  }
 };
 
 // Any 4 consecutive rows exchange different pairs of chunks, any 8 different chunks: neither the
@@ -65,11 +68,11 @@ struct PrefillMmaTile {
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kSteps = Config::kHeadSize / 16, kHeldSteps = Config::kHeldSteps;
   static constexpr int kOutTiles = Config::kHeadSize / 8;
-  static constexpr int kScoreTiles = Config::kSpan / 8;
+  static constexpr int kScoreTiles = Config::kTokens / 8;
   static constexpr bool kRows = Config::kForm == PageForm::kRows;
   using Scores = float[kRowTiles][kScoreTiles][4];
 
-  uint32_t query[kRowTiles][kHeldSteps][4];
+  uint32_t query[kRowTiles][std::max(1, kHeldSteps)][4];
   uint32_t query_rest;  // address of this thread's further steps
   float out[kRowTiles][kOutTiles][4];
   float maximum[kRowTiles][2];    // log2 units; see kMaximumSlack
@@ -146,7 +149,7 @@ struct PrefillMmaTile {
     }
   }
 
-  // Of kSpan tokens. `key`: their K.
+  // Of a tile's tokens. `key`: their K.
   __device__ __forceinline__ void multiply_keys(Scores& scores, uint32_t key) const {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -213,8 +216,8 @@ struct PrefillMmaTile {
     }
   }
 
-  // Weights of kSpan tokens, the `span`-th of the tile whose V is at `value`.
-  __device__ __forceinline__ void multiply_values(const Scores& scores, uint32_t value, int span) {
+  // Weights of a tile's tokens, whose V is at `value`.
+  __device__ __forceinline__ void multiply_values(const Scores& scores, uint32_t value) {
     const uint32_t lane_at = value + value_lane;
 #pragma unroll
     for (int part = 0; part < kScoreTiles / 2; ++part) {
@@ -227,15 +230,14 @@ struct PrefillMmaTile {
           weights[tile][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
         }
       }
-      const int tokens = span * (kScoreTiles / 2) + part;  // of 16
       uint32_t at = lane_at;
-      if constexpr (!kRows) at ^= tokens * 32;
+      if constexpr (!kRows) at ^= part * 32;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t b[4];
         if constexpr (kRows) {
           load_transposed(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
-                                 tokens * 16 * kColumnBytes);
+                                 part * 16 * kColumnBytes);
         } else {
           load_matrices(b, at + k * 16 * kColumnBytes);
         }
@@ -273,7 +275,7 @@ struct PrefillMmaTile {
 
  private:
   __device__ __forceinline__ uint32_t rest_at(int tile, int k) const {
-    return query_rest + (tile * (kSteps - kHeldSteps) + k - kHeldSteps) * Config::kThreads * 16;
+    return query_rest + (tile * (kSteps - kHeldSteps) + k - kHeldSteps) * 32 * 16;
   }
   __device__ __forceinline__ void query_step(uint32_t (&a)[4], int tile, int k) const {
     if (k < kHeldSteps) {

@@ -1,7 +1,7 @@
 // How the work of paged_attention on many query rows is cut, on the device, from lengths that only
 // the device knows.
 //
-// An item is (sequence, KV head, chunk of kRows query rows that share the head); its row i
+// An item is (sequence, KV head, chunk of query rows that share the head); its row i
 // is query token i / group of the chunk, head i % group. It is nobody else's, so nothing is merged
 // and what it gives does not depend on the batch. Each block of a fixed grid takes item blockIdx.x
 // first, then whatever comes next. KV heads come in sections whose pages stay in the second-level
@@ -36,6 +36,7 @@ struct PrefillShape {
   int least_rows;    // sequences of fewer query rows a KV head are left out
   float to_log2;     // from product to log2 units
   int window_right;  // tokens after a query token's own that it sees, at most kMostRight
+  int rows;          // of an item, where they are not the same in every launch
   bool query_boxes;  // an item's queries are a box of the tensor of queries
   bool leads;        // those other sequences' launch follows, and runs beside this one
   FastDivisor group_divisor;
@@ -53,9 +54,8 @@ struct PrefillItem {
   int first_tile, tiles;
 };
 
-// kRows: of an item, kTokens: of a tile. kReloads: with more than one round, lengths are read again
-// in every step of find(), for kernels whose registers they would take.
-template <int kHeadSize, int kRows, int kTokens, bool kReloads>
+// kItemRows: of an item, or 0 for shape.rows. kTokens: of a tile.
+template <int kHeadSize, int kItemRows, int kTokens>
 class PrefillPlan {
  public:
   // All lanes of a warp.
@@ -70,7 +70,7 @@ class PrefillPlan {
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + kRows);
+        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + item_rows(shape));
         tokens += chunks_ * (seen + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
         others += fminf(seq_len_, window);
@@ -80,11 +80,11 @@ class PrefillPlan {
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks(p, lane_sum(tokens), lane_sum(others));
+    if (shape.leads) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
     before_ = 0;
-    if (kReloads || one_round(p)) {
+    if (one_round(p)) {
       class_ = round_ = first_head_ = 0;
-      if (one_round(p)) start_round(p);
+      start_round(p);
     } else {  // behind the last item of a round that is not there
       class_ = kPrefillClasses - 1;
       round_ = -1;
@@ -103,10 +103,6 @@ class PrefillPlan {
                                        uint32_t index, int lane, PrefillItem& item) {
 #pragma unroll 1
     for (;;) {
-      if (kReloads && !one_round(p)) {
-        load(p, shape, round_, lane);
-        start_round(p);
-      }
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
       // The last tokens that the lane's chunks [first, end) see are in this class's range.
       const int until = longest_ - class_ * class_tokens_;
@@ -128,10 +124,6 @@ class PrefillPlan {
         first_head_ += section_heads_;
         if (first_head_ < p.kv.num_kv_heads) continue;
         first_head_ = 0;
-        if constexpr (kReloads) {
-          ++round_;
-          continue;
-        }
         do {  // the next round that has a chunk
           load(p, shape, ++round_, lane);
         } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
@@ -148,8 +140,8 @@ class PrefillPlan {
       if (lane != 0) return;
       item.seq = round_ * 32 + owner;
       item.kv_head = first_head_ + head;
-      item.first_row = (last_chunk - (local - head * chunks)) * kRows;
-      item.rows = min(kRows, query_len * shape.group - item.first_row);
+      item.first_row = (last_chunk - (local - head * chunks)) * item_rows(shape);
+      item.rows = min(item_rows(shape), query_len * shape.group - item.first_row);
       item.first_query = first_query;
       item.position = position;
       item.first_key = first_key;
@@ -176,6 +168,9 @@ class PrefillPlan {
   }
 
  private:
+  static __device__ __forceinline__ int item_rows(const PrefillShape& shape) {
+    return kItemRows > 0 ? kItemRows : shape.rows;
+  }
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
@@ -191,7 +186,7 @@ class PrefillPlan {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
-    if (rows >= shape.least_rows) chunks_ = (rows + kRows - 1) / kRows;
+    if (rows >= shape.least_rows) chunks_ = (rows + item_rows(shape) - 1) / item_rows(shape);
   }
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
@@ -206,7 +201,7 @@ class PrefillPlan {
   __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
     if (until >= seq_len_) return chunks_;
     const int tokens = until - shape.window_right - (seq_len_ - query_len_);
-    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / kRows);
+    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / item_rows(shape));
   }
 
   // K and V of a KV head.
@@ -222,13 +217,14 @@ class PrefillPlan {
   }
   // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
   // few as are done after a good half of its time. It starts on the others at once.
-  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p, float tokens,
+  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p,
+                                                const PrefillShape& shape, float tokens,
                                                 float others) {
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
     const float each = adjusts                    ? kAdjustPicoseconds
                        : size_of(p.kv.dtype) == 1 ? kWidenPicoseconds
                                                   : kPrefillPicoseconds;
-    const float alone = tokens * each * (kRows * kHeadSize);  // of one block
+    const float alone = tokens * each * (item_rows(shape) * kHeadSize);  // of one block
     const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
     const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
     if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));

@@ -26,7 +26,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p,
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
-  PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens, false> plan;
+  PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens> plan;
   plan.make(p, shape, lane);
   const uint32_t blocks = plan.blocks();
   const uint32_t count = blockIdx.x < blocks ? plan.items() : 0;

@@ -2,48 +2,22 @@
 // architecture from sm_80 on has them. On Hopper it takes what paged_attention_prefill.cuh does
 // not: 8-bit caches, other head sizes and pages.
 //
-// A block takes items (attention_prefill_work.cuh) one after the other, over tiles of 64 tokens
-// from the last to the first. All its warps copy tiles, one ahead, and attend, 16 or 32 of the rows
-// each (attention_prefill_mma.cuh). Two blocks share a multiprocessor where heads are small, so
-// that one's products run while the other takes exponentials or waits.
+// A block, one a multiprocessor, takes items (attention_prefill_work.cuh) one after the other, over
+// tiles of 64 tokens from the last to the first. Its warps copy tiles into stages
+// (attention_prefill_mma_copies.cuh), one ahead, and attend, 16 or 32 of the rows each
+// (attention_prefill_mma.cuh). Barriers of the stages, not of the block, let warps fall out of
+// step: of the two that share a tensor core one multiplies while the other takes exponentials.
 //
-// Copies are of 16 bytes, by cp.async, each with its token's place of its own: pages may have any
-// length. An 8-bit cache's copies stay with the thread that asked for them; it widens them into
-// the tile of 16 bits.
+// What limits it on Hopper: a product takes its tensor core 6 cycles, and any other instruction
+// that reads registers another (benchmarks/probes/mma_sync.cu). So instructions are saved
+// everywhere.
 #pragma once
 #include "cuda/attention_prefill_mma.cuh"
-#include "cuda/cache_element.cuh"
+#include "cuda/attention_prefill_mma_copies.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/paged_attention_prefill_mma.h"
 
 namespace vllm_kernels::cuda {
-
-// Strides are in units of 16 bytes.
-struct PrefillMmaShape {
-  PrefillShape plan;
-  ScoreCap cap;
-  bool leads;  // sequences of few query tokens are the next launch's
-  uint32_t key_block, key_head;
-  uint32_t key_token;  // 1 in layout vllm
-  uint32_t key_chunk;  // layout vllm: to the next 16 bytes of a token
-  uint32_t value_block, value_head;
-  uint32_t value_row;  // to the next token; layout vllm: to the next dimension, in bytes
-  uint32_t page_tokens;
-  FastDivisor page_divisor;
-};
-
-struct PrefillMmaItem : PrefillItem {
-  int length;   // of the sequence
-  int asks_at;  // the tile at which the block asks for its next item
-};
-
-// What the query token at `position` sees of a sequence: tokens [first_seen, behind_seen).
-__device__ __forceinline__ int first_seen(const PagedAttentionParams& p, int position) {
-  return p.sliding_window > 0 ? max(0, position - p.sliding_window + 1) : 0;
-}
-__device__ __forceinline__ int behind_seen(const PrefillMmaShape& shape, int position, int length) {
-  return min(length, position + shape.plan.window_right + 1);
-}
 
 // Tokens that any row of a warp sees, and those that every row sees.
 struct alignas(16) WarpSight {
@@ -53,335 +27,19 @@ struct alignas(16) WarpSight {
 
 template <typename Config>
 struct PrefillMmaShared {
-  using Plan = PrefillPlan<Config::kHeadSize, Config::kRows, Config::kTokens, true>;
-  PrefillMmaItem items[2];       // seq < 0: there are no more
-  uint32_t present[2][2];        // bits, of a stage's tokens
-  float factors[Config::kRows];  // what undoes a query row's scaling
+  using Plan = PrefillPlan<Config::kHeadSize, 0, Config::kTokens>;
+  // One warp writes the next while others end the last; seq < 0: there are no more.
+  PrefillMmaItem items[3];
+  // Of stages: their copies are there; nobody reads them any more.
+  uint64_t full[Config::kStages], empty[Config::kStages];
+  uint32_t present[Config::kStages][2];  // bits, of a stage's tokens
+  // 8-bit caches: what undoes a query row's scaling, times K's scale.
+  float factors[Config::kWidens ? Config::kWarps * Config::kWarpRows : 1];
   WarpSight sights[Config::kWarps];
+  GroupPlace places[kShares][kListedTiles];
   alignas(Plan) char plans[32 * sizeof(Plan)];  // the first warp's lanes'
 
   __device__ __forceinline__ Plan& plan(int lane) { return reinterpret_cast<Plan*>(plans)[lane]; }
-};
-
-// Where a token of a group of 16 lies.
-struct TokenPlace {
-  uint64_t key, value;  // units of 16 bytes; value in layout vllm: of its page's row 0
-  int in_page;
-  bool there;  // its page is
-
-  __device__ __forceinline__ TokenPlace of_lane(int lane) const {
-    return {.key = __shfl_sync(0xffffffffu, key, lane),
-            .value = __shfl_sync(0xffffffffu, value, lane),
-            .in_page = __shfl_sync(0xffffffffu, in_page, lane),
-            .there = __shfl_sync(0xffffffffu, there, lane) != 0};
-  }
-};
-
-// One block's copies of tiles. Warp w's are of the w % 4-th 16 tokens, and of all dimensions or,
-// with 8 warps, of the w / 4-th half; a lane's pieces are of 16 bytes.
-template <typename Config>
-struct PrefillMmaCopies {
-  static constexpr bool kRows = Config::kForm == PageForm::kRows;
-  static constexpr int kHeadSize = Config::kHeadSize;
-  static constexpr int kHalves = Config::kWarps / 4;
-  static constexpr int kElements = Config::kWidens ? 16 : 8;       // of a copy
-  static constexpr int kChunks = kHeadSize / kElements / kHalves;  // of a token, a warp's
-  static constexpr int kDimensions = kHeadSize / kHalves;          // a warp's
-  static constexpr int kPieces = kChunks / 2;                      // of a lane, of K and of V
-  // Rows: lanes side by side in one, and the pieces of a lane in one.
-  static constexpr int kAcross = kChunks & -kChunks, kTimes = kChunks / kAcross;
-  static constexpr uint32_t kTileBytes = Config::kTileBytes;
-
-  const PagedAttentionParams& p;
-  const PrefillMmaShape& shape;
-  uint32_t storage;  // stages of K and V, then the raw copies
-  uint32_t warp, lane;
-
-  __device__ __forceinline__ uint32_t key_at(int stage) const {
-    return storage + stage * 2 * kTileBytes;
-  }
-  __device__ __forceinline__ uint32_t value_at(int stage) const {
-    return key_at(stage) + kTileBytes;
-  }
-  // First of this warp's 16 tokens.
-  __device__ __forceinline__ int first_of(int tile) const {
-    return tile * Config::kTokens + static_cast<int>(group()) * 16;
-  }
-
-  // Starts the copies of a tile, and says which of its tokens are there. All warps.
-  __device__ __forceinline__ void start(const PrefillMmaItem& item, int tile, int stage,
-                                        uint32_t (&present)[2]) const {
-    const int first = first_of(tile);
-    uint32_t bits = ~0u;
-    if (!copy_whole(item, first, stage)) {
-      const TokenPlace place = locate(item, first + lane % 16);
-      bits = ~__ballot_sync(0xffffffffu, !place.there && sees(item, first + lane % 16));
-      if constexpr (kRows) {
-        copy_rows(place, stage);
-      } else {
-        copy_pages(item, first, place, stage);
-      }
-    }
-    if (lane == 0 && warp < 4) {
-      reinterpret_cast<uint16_t*>(present)[warp] = static_cast<uint16_t>(bits);
-    }
-    commit_copies();
-  }
-
-  // Once this thread's copies of a tile are there: the tile as it is to lie, where it does not yet.
-  __device__ __forceinline__ void settle(const PrefillMmaItem& item, int tile, int stage) const {
-    // Tokens of V before `begin` may be anything, and are to count as 0.
-    const int hidden = kRows ? 0 : min(16, max(0, item.begin - first_of(tile)));
-    if constexpr (Config::kWidens) {
-      switch (p.kv.dtype) {
-        case DType::kFp8E4M3:
-          return widen_tile<__nv_fp8_e4m3>(hidden, stage);
-        case DType::kFp8E5M2:
-          return widen_tile<__nv_fp8_e5m2>(hidden, stage);
-        default:
-          return widen_tile<int8_t>(hidden, stage);
-      }
-    } else if constexpr (!kRows) {
-      if (hidden == 0 || hidden == 16) return;  // 16: none of them was copied
-#pragma unroll 1
-      for (int i = 0; i < kPieces; ++i) {
-        const uint32_t at = value_at(stage) + value_chunk(dimension(i), lane % 2);
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const int token = static_cast<int>(lane % 2) * 8 + 2 * pair;
-          const uint32_t keep =
-              (token >= hidden ? 0xffffu : 0u) | (token + 1 >= hidden ? 0xffff0000u : 0u);
-          store_shared(at + 4 * pair, load_shared(at + 4 * pair) & keep);
-        }
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ uint32_t group() const { return warp % 4; }
-  // A lane's i-th piece of K, and of V in rows: `chunk` of a token of the 16.
-  __device__ __forceinline__ uint32_t token(int i) const {
-    return kRows ? lane / kAcross + 32 / kAcross * (i / kTimes) : lane % 16;
-  }
-  __device__ __forceinline__ uint32_t chunk(int i) const {
-    return warp / 4 * kChunks + (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
-  }
-  // Its i-th piece of V in layout vllm: 16 tokens of a dimension in 8 bits, 8 of them in 16.
-  __device__ __forceinline__ uint32_t dimension(int i) const {
-    return warp / 4 * kDimensions + (Config::kWidens ? lane + 32 * i : lane / 2 + 16 * i);
-  }
-  // Where these pieces go.
-  __device__ __forceinline__ uint32_t key_to(int i, int stage) const {
-    return Config::kWidens ? raw_at(i) : key_at(stage) + row_to(i);
-  }
-  __device__ __forceinline__ uint32_t value_to(int i, int stage) const {
-    if (Config::kWidens) return raw_at(kPieces + i);
-    return value_at(stage) + (kRows ? row_to(i) : value_chunk(dimension(i), lane % 2));
-  }
-  // row_chunk() of a piece, from that of the first where that is quicker.
-  __device__ __forceinline__ uint32_t row_to(int i) const {
-    const uint32_t first = row_chunk(token(0), chunk(0));
-    if constexpr (kRows && kTimes == 1) {
-      const int tokens = 32 / kAcross * i;
-      return (first ^ tokens % 8 * 16) + tokens * kColumnBytes;
-    } else if constexpr (!kRows && kChunks % 8 == 0) {
-      return (first ^ 2 * i % 8 * 16) + 2 * i / 8 * kColumnStride<Config::kTokens>;
-    } else {
-      return row_chunk(token(i), chunk(i));
-    }
-  }
-  __device__ __forceinline__ uint32_t raw_at(int piece) const {
-    return storage + 4 * kTileBytes + (piece * Config::kThreads + warp * 32 + lane) * 16;
-  }
-  // Bytes from a tile on: 8 dimensions of one of the warp's tokens; 8 tokens of a dimension of V^T.
-  __device__ __forceinline__ uint32_t row_chunk(uint32_t token, uint32_t chunk) const {
-    return chunk / 8 * kColumnStride<Config::kTokens> + (group() * 16 + token) * kColumnBytes +
-           ((chunk ^ token) % 8) * 16;
-  }
-  __device__ __forceinline__ uint32_t value_chunk(uint32_t d, uint32_t half) const {
-    return d * kColumnBytes + (group() * 2 + half ^ value_swizzle(d)) * 16;
-  }
-
-  // Whether the item sees a token, or one that is copied with it.
-  __device__ __forceinline__ bool sees(const PrefillMmaItem& item, int token) const {
-    const int together = kRows ? 1 : Config::kWidens && shape.page_tokens % 16 == 0 ? 16 : 8;
-    return (token | (together - 1)) >= item.begin && (token & -together) < item.end;
-  }
-  __device__ __forceinline__ TokenPlace locate(const PrefillMmaItem& item, int token) const {
-    TokenPlace place;
-    int block = -1;
-    place.in_page = item.first_key + token;
-    if (p.key_start_loc != nullptr) {
-      block = sees(item, token) ? 0 : -1;
-    } else {
-      const uint32_t page = shape.page_divisor.divide(token);
-      place.in_page = token - page * shape.page_tokens;
-      if (sees(item, token)) block = p.block_tables[item.seq * p.block_table_stride + page];
-    }
-    place.there = static_cast<uint32_t>(block) < static_cast<uint64_t>(p.kv.num_blocks);
-    const uint64_t from = place.there ? block : 0;
-    place.key = from * shape.key_block + uint64_t{shape.key_head} * item.kv_head +
-                static_cast<uint64_t>(place.in_page) * shape.key_token;
-    place.value = from * shape.value_block + uint64_t{shape.value_head} * item.kv_head;
-    if (kRows) place.value += static_cast<uint64_t>(place.in_page) * shape.value_row;
-    return place;
-  }
-
-  __device__ __forceinline__ uint32_t head_size() const { return p.kv.head_size; }
-  __device__ __forceinline__ const char* keys(uint64_t units) const {
-    return static_cast<const char*>(p.kv.key) + units * 16;
-  }
-  __device__ __forceinline__ const char* values(uint64_t units) const {
-    return static_cast<const char*>(p.kv.value) + units * 16;
-  }
-
-  // Rows of tokens that may lie anywhere.
-  __device__ __forceinline__ void copy_rows(const TokenPlace& mine, int stage) const {
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const TokenPlace place = mine.of_lane(token(i));
-      const int bytes = place.there ? 16 : 0;
-      if (chunk(i) * kElements >= head_size()) continue;
-      copy16_async(key_to(i, stage), keys(place.key + chunk(i)), bytes);
-      copy16_async(value_to(i, stage), values(place.value + chunk(i)), bytes);
-    }
-  }
-  // The 16 tokens, if the item sees all of them and they lie in one page that is there.
-  __device__ __forceinline__ bool copy_whole(const PrefillMmaItem& item, int first,
-                                             int stage) const {
-    if (first < item.begin || first + 16 > item.end) return false;
-    uint32_t block = 0, in_page = item.first_key + first;
-    if (p.key_start_loc == nullptr) {
-      if (shape.page_tokens % 16 != 0) return false;
-      const uint32_t page = shape.page_divisor.divide(first);
-      in_page = first - page * shape.page_tokens;
-      block = p.block_tables[item.seq * p.block_table_stride + page];
-      if (block >= static_cast<uint64_t>(p.kv.num_blocks)) return false;
-    }
-    uint64_t key_units = uint64_t{block} * shape.key_block +
-                         uint64_t{static_cast<uint32_t>(item.kv_head)} * shape.key_head +
-                         uint64_t{in_page + token(0)} * shape.key_token;
-    uint64_t value_units = uint64_t{block} * shape.value_block +
-                           uint64_t{static_cast<uint32_t>(item.kv_head)} * shape.value_head;
-    uint64_t key_step, value_step;  // bytes to the next piece
-    if constexpr (kRows) {
-      key_units += chunk(0);
-      value_units += uint64_t{in_page + token(0)} * shape.value_row + chunk(0);
-      key_step = uint64_t{shape.key_token} * (16 * 32 / kAcross);
-      value_step = uint64_t{shape.value_row} * (16 * 32 / kAcross);
-    } else {
-      key_units += uint64_t{shape.key_chunk} * chunk(0);
-      key_step = uint64_t{shape.key_chunk} * 32;
-      value_step = uint64_t{shape.value_row} * (Config::kWidens ? 32 : 16);
-    }
-    const char* key = keys(key_units);
-    const char* value = values(value_units);
-    if constexpr (!kRows) {
-      value += uint64_t{shape.value_row} * dimension(0) +
-               (Config::kWidens ? in_page : (in_page + lane % 2 * 8) * 2);
-    }
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int further = kRows ? i % kTimes * kAcross * 16 : 0;
-      if (chunk(i) * kElements < head_size()) copy16_async(key_to(i, stage), key + further);
-      if ((kRows ? chunk(i) * kElements : dimension(i)) < head_size()) {
-        copy16_async(value_to(i, stage), value + further);
-      }
-      if (!kRows || i % kTimes == kTimes - 1) {
-        key += key_step;
-        value += value_step;
-      }
-    }
-    return true;
-  }
-  // Layout vllm.
-  __device__ __forceinline__ void copy_pages(const PrefillMmaItem& item, int first,
-                                             const TokenPlace& mine, int stage) const {
-    const char* key = keys(mine.key + uint64_t{shape.key_chunk} * chunk(0));
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      if (chunk(i) * kElements < head_size()) {
-        copy16_async(key_to(i, stage), key, mine.there ? 16 : 0);
-      }
-      key += uint64_t{shape.key_chunk} * 32;
-    }
-    if (!Config::kWidens || shape.page_tokens % 16 == 0) {
-      copy_values<16>(item, first, mine, Config::kWidens ? 0 : static_cast<int>(lane % 2) * 8, 0,
-                      stage);
-    } else {  // two pages' 8 tokens
-      copy_values<8>(item, first, mine, 0, 0, stage);
-      copy_values<8>(item, first, mine, 8, 8, stage);
-    }
-  }
-  // Tokens from `from` on of the 16, `kBytes` of each dimension, to `offset` of a piece.
-  template <int kBytes>
-  __device__ __forceinline__ void copy_values(const PrefillMmaItem& item, int first,
-                                              const TokenPlace& mine, int from, int offset,
-                                              int stage) const {
-    constexpr int kElementBytes = 16 / kElements;
-    const TokenPlace place = mine.of_lane(from);
-    const char* value = values(place.value) + uint64_t{shape.value_row} * dimension(0) +
-                        place.in_page * kElementBytes;
-    const int seen = min(kBytes, max(0, item.end - first - from) * kElementBytes);
-    const int bytes = place.there ? seen : 0;
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      if (dimension(i) < head_size()) {
-        const uint32_t to = value_to(i, stage) + offset;
-        if constexpr (kBytes == 16) {
-          copy16_async(to, value, bytes);
-        } else {
-          copy8_async(to, value, bytes);
-        }
-      }
-      value += uint64_t{shape.value_row} * (Config::kWidens ? 32 : 16);
-    }
-  }
-
-  // `hidden`: of V's 16 tokens, those that count as 0.
-  template <typename Cache>
-  __device__ __forceinline__ void widen_tile(int hidden, int stage) const {
-#pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const bool has_chunk = chunk(i) * 16 < head_size();
-      const uint32_t to = row_chunk(token(i), 2 * chunk(i));
-      const uint32_t second = row_chunk(token(i), 2 * chunk(i) + 1);
-      if (has_chunk) {
-        widen_piece<Cache>(raw_at(i), 0, key_at(stage) + to, key_at(stage) + second);
-      }
-      if constexpr (kRows) {
-        if (has_chunk) {
-          widen_piece<Cache>(raw_at(kPieces + i), 0, value_at(stage) + to,
-                             value_at(stage) + second);
-        }
-      } else if (dimension(i) < head_size()) {
-        widen_piece<Cache>(raw_at(kPieces + i), hidden,
-                           value_at(stage) + value_chunk(dimension(i), 0),
-                           value_at(stage) + value_chunk(dimension(i), 1));
-      }
-    }
-  }
-  template <typename Cache>
-  __device__ __forceinline__ void widen_piece(uint32_t from, int hidden, uint32_t first,
-                                              uint32_t second) const {
-    const float4 bytes = load_shared<float4>(from);
-    uint32_t words[4] = {__float_as_uint(bytes.x), __float_as_uint(bytes.y),
-                         __float_as_uint(bytes.z), __float_as_uint(bytes.w)};
-    if (hidden > 0) {
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const int gone = min(4, max(0, hidden - 4 * word));
-        words[word] &= gone == 4 ? 0 : 0xffffffffu << 8 * gone;
-      }
-    }
-    uint32_t wide[8];
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      widen4<Cache>(words[word], wide[2 * word], wide[2 * word + 1]);
-    }
-    store_shared(first, uint4{wide[0], wide[1], wide[2], wide[3]});
-    store_shared(second, uint4{wide[4], wide[5], wide[6], wide[7]});
-  }
 };
 
 // What one warp does with an item, tile by tile.
@@ -389,19 +47,17 @@ template <typename Config>
 struct PrefillMmaRows {
   using T = typename Config::T;
   using Tile = PrefillMmaTile<Config>;
-  using Bits = TokenBits<Config::kSpan>;  // one a token of a span
-  static constexpr int kRowTiles = Config::kRowTiles, kSpan = Config::kSpan;
-  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRowTiles = Config::kRowTiles, kWarpRows = Config::kWarpRows;
+  static constexpr int kTokens = Config::kTokens;
 
   const PagedAttentionParams& p;
   const PrefillMmaShape& shape;
   float* factors;     // of the block's rows
   WarpSight* sights;  // of the block's warps
   Tile tile;
-  float k_scale;
 
   // Asked for where they are needed: registers are short.
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int lane() { return in_register(threadIdx.x) % 32; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpRows; }
 
   // The query token of the sequence, and the head, of this lane's row r of a row tile.
@@ -441,8 +97,10 @@ struct PrefillMmaRows {
     if constexpr (!Config::kWidens) {
       load_query<T>(item);
     } else {
-      k_scale = p.kv.k_scale == nullptr ? 1.0f : p.kv.k_scale[item.kv_head * p.kv.scale_stride];
       p.dtype == DType::kFloat16 ? load_query<Half>(item) : load_query<BFloat16>(item);
+      if (p.kv.k_scale != nullptr && lane() < kWarpRows) {
+        factors[first_row() + lane()] *= p.kv.k_scale[item.kv_head * p.kv.scale_stride];
+      }
     }
     tile.clear();
     if (lane() == 0) {
@@ -451,10 +109,10 @@ struct PrefillMmaRows {
         int head;
         const int low = item.position + place(item, 0, head);
         const int high = item.position + place(item, kWarpRows - 1, head);
-        sight = {.begin = first_seen(p, low),
-                 .end = behind_seen(shape, high, item.length),
-                 .whole_begin = first_seen(p, high),
-                 .whole_end = behind_seen(shape, low, item.length)};
+        const SeenTokens any = seen_tokens(p, low, high, item.length);
+        const SeenTokens every = seen_tokens(p, high, low, item.length);
+        sight = {
+            .begin = any.begin, .end = any.end, .whole_begin = every.begin, .whole_end = every.end};
       }
       sights[threadIdx.x / 32] = sight;
     }
@@ -464,23 +122,19 @@ struct PrefillMmaRows {
   // A tile whose K, V and present tokens (a bit each) lie at these addresses.
   __device__ __forceinline__ void attend(const PrefillMmaItem& item, int tile_index, uint32_t key,
                                          uint32_t value, const uint32_t* present) {
+    const int first = tile_index * kTokens;
+    const WarpSight sight = sights[threadIdx.x / 32];
+    if (first >= sight.end || first + kTokens <= sight.begin) return;
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
-#pragma unroll 1
-    for (int span = Config::kTokens / kSpan - 1; span >= 0; --span) {
-      const int first = tile_index * Config::kTokens + span * kSpan;
-      const WarpSight sight = sights[threadIdx.x / 32];
-      if (first >= sight.end || first + kSpan <= sight.begin) continue;
-      typename Tile::Scores scores;
-      tile.multiply_keys(scores, key + span * kSpan * kColumnBytes);
-      if (adjusts) adjust(item, first, scores);
-      const Bits tokens = kSpan == 64 ? present[0] | Bits{present[1]} << 32 : present[span];
-      if (tokens != kAllTokens<kSpan> || first < sight.whole_begin ||
-          first + kSpan > sight.whole_end) {
-        mask(item, first, tokens, scores);
-      }
-      tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
-      tile.multiply_values(scores, value, span);
+    typename Tile::Scores scores;
+    tile.multiply_keys(scores, key);
+    if (adjusts) adjust(item, first, scores);
+    const uint64_t tokens = present[0] | uint64_t{present[1]} << 32;
+    if (tokens != ~uint64_t{0} || first < sight.whole_begin || first + kTokens > sight.whole_end) {
+      mask(item, first, tokens, scores);
     }
+    tile.weigh(scores, [&](int t, int r) { return adjusts ? 1.0f : unit(t, r); });
+    tile.multiply_values(scores, value);
   }
 
   __device__ __forceinline__ void finish(const PrefillItem& item) const {
@@ -489,11 +143,10 @@ struct PrefillMmaRows {
   }
 
  private:
-  // From a row's score to log2 units.
+  // From a row's product to log2 units.
   __device__ __forceinline__ float unit(int tile_index, int r) const {
     if constexpr (!Config::kWidens) return shape.plan.to_log2;
-    return shape.plan.to_log2 * k_scale *
-           factors[first_row() + Tile::row_of(lane(), tile_index, r)];
+    return shape.plan.to_log2 * factors[first_row() + Tile::row_of(lane(), tile_index, r)];
   }
 
   // action(score, tile_index, r, column) for all of this lane's; columns are relative to its first.
@@ -532,7 +185,7 @@ struct PrefillMmaRows {
   }
 
   // `tokens`: whose pages are there.
-  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, Bits tokens,
+  __device__ __forceinline__ void mask(const PrefillMmaItem& item, int first, uint64_t tokens,
                                        typename Tile::Scores& scores) const {
     const int column = lane() % 4 * 2;
     tokens >>= column;
@@ -542,17 +195,18 @@ struct PrefillMmaRows {
       for (int r = 0; r < 2; ++r) {
         int head;
         const int position = item.position + place(item, t, r, head);
-        const int begin = first_seen(p, position) - first - column;
-        const int end = behind_seen(shape, position, item.length) - first - column;
-        const Bits seen = tokens & tokens_until(end) & ~tokens_until(begin);
+        const SeenTokens seen_here = seen_tokens(p, position, position, item.length);
+        const int before = first + column;
+        const uint64_t seen =
+            tokens & tokens_until(seen_here.end - before) & ~tokens_until(seen_here.begin - before);
         each_score(scores, t, r, [&](float& score, int at) {
           if ((seen >> at & 1) == 0) score = -INFINITY;
         });
       }
     }
   }
-  static __device__ __forceinline__ Bits tokens_until(int count) {
-    return count <= 0 ? 0 : count >= kSpan ? kAllTokens<kSpan> : (Bits{1} << count) - 1;
+  static __device__ __forceinline__ uint64_t tokens_until(int count) {
+    return count <= 0 ? 0 : count >= kTokens ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
   }
 
   template <typename Out>
@@ -578,7 +232,7 @@ struct PrefillMmaRows {
 };
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_prefill_mma_kernel(const __grid_constant__ PagedAttentionParams p,
                                        const __grid_constant__ PrefillMmaShape shape,
                                        uint32_t* next) {
@@ -586,11 +240,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) char memory[];
   __shared__ Shared shared;
   if (!shape.leads) launch_dependents();
-  if (p.kv.head_size < Config::kHeadSize) {  // K past the head size is read, and never copied
-    for (int i = threadIdx.x * 16; i < 4 * Config::kTileBytes; i += Config::kThreads * 16) {
-      *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
-    }
-  }
   wait_for_predecessor();
   // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
   if (shape.leads) launch_dependents();
@@ -614,60 +263,107 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     put_item(plan, blockIdx.x, 0);
     shared.plan(threadIdx.x) = plan;
   }
+  if (threadIdx.x == 0) {
+    const int arrivals = blockDim.x / 32 * kWarpArrivals;
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      // Every lane's copies of a tile arrive, and the lane that says which tokens are there.
+      barrier_init(shared_address(&shared.full[stage]),
+                   arrivals + (Config::kWidens ? 0 : blockDim.x));
+      barrier_init(shared_address(&shared.empty[stage]), arrivals);
+    }
+  }
   __syncthreads();
   if (shared.items[0].seq < 0) return;
 
   // Made anew for every tile: what follows from the thread is not worth registers in between.
-  const auto copies = [&] {
-    const uint32_t thread = in_register(threadIdx.x);
+  const auto copies = [&](uint32_t share) {
     return PrefillMmaCopies<Config>{.p = p,
                                     .shape = shape,
+                                    .places = shared.places[share],
                                     .storage = shared_address(memory),
-                                    .warp = thread / 32,
-                                    .lane = thread % 32};
+                                    .share = share,
+                                    .lane = in_register(threadIdx.x) % 32u};
+  };
+  // share(i) for all of this warp's shares of a tile's copies.
+  const auto each_share = [&](const auto& share) {
+    uint32_t i = in_register(threadIdx.x) / 32u;
+#pragma unroll 1
+    do {
+      share(i);
+    } while ((i += blockDim.x / 32) < kShares);
   };
   PrefillMmaRows<Config> rows = {
       .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
   rows.tile.set_addresses(threadIdx.x % 32);
-  rows.tile.query_rest = in_register(shared_address(memory) + 4 * Config::kTileBytes +
-                                     Config::kRawBytes + threadIdx.x * 16);
+  constexpr int kQueryRest =  // of a warp
+      Config::kRowTiles * (Config::kHeadSize / 16 - Config::kHeldSteps) * 32 * 16;
+  rows.tile.query_rest =
+      in_register(shared_address(memory) + shape.stages * 2 * Config::kTileBytes +
+                  Config::kRawBytes + threadIdx.x / 32 * kQueryRest + threadIdx.x % 32 * 16);
   const auto last_tile = [](const PrefillItem& item) { return item.first_tile + item.tiles - 1; };
-  copies().start(shared.items[0], last_tile(shared.items[0]), 0, shared.present[0]);
-  // Bit 0: the stage at hand, bit 1: the item's place. (In one register.)
-  int turn = 0;
+  const auto after = [](int i, int count) { return i == count - 1 ? 0 : i + 1; };
+  // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
+  const auto start_copies = [&](const PrefillMmaItem& item, int tile, bool begins, int stage,
+                                int phase) {
+    barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
+    each_share([&](uint32_t share) {
+      copies(share).start(item, tile, begins, stage, shared.present[stage]);
+    });
+    if constexpr (!Config::kWidens) {
+#pragma unroll
+      for (int i = 0; i < Config::kStages; ++i) {  // the instruction wants an address of the warp's
+        if (i == stage) barrier_arrive_copies(shared_address(&shared.full[i]));
+      }
+      // For what the lane itself has written: which tokens are there, and the item that follows.
+      if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) {
+        barrier_arrive(shared_address(&shared.full[stage]));
+      }
+    }
+  };
+  start_copies(shared.items[0], last_tile(shared.items[0]), true, 0, 0);
+  int stage = 0, phase = 0, slot = 0;
 #pragma unroll 1
-  for (;; turn ^= 2) {
-    const PrefillMmaItem& item = shared.items[turn >> 1];
+  for (;; slot = after(slot, 3)) {
+    const PrefillMmaItem& item = shared.items[slot];
+    const auto next_slot = [&] { return after(in_register(slot), 3); };
     rows.start(item);
     int tile = last_tile(item);
 #pragma unroll 1
-    for (bool ends = false; !ends; --tile, turn ^= 1) {
-      const int stage = turn & 1, slot = turn >> 1;
-      wait_all_copies();
-      copies().settle(item, tile, stage);
-      __syncthreads();  // the tile is there, and nobody reads the one before it
-      ends = tile == item.first_tile;
+    for (bool ends = false; !ends; --tile) {
+      const uint32_t full = shared_address(&shared.full[stage]);
+      if constexpr (Config::kWidens) {
+        wait_all_copies();
+        each_share([&](uint32_t share) { copies(share).settle(item, tile, stage); });
+        barrier_arrive_warp(full, in_register(threadIdx.x) % 32);
+      }
+      const int first_tile = item.first_tile, asks_at = item.asks_at;
+      barrier_wait(full, phase);
+      ends = tile == first_tile;
       // Late, so that no block holds items back that others could start. The last of all calls
-      // brings the counter back to 0.
-      if (tile == item.asks_at && threadIdx.x < 32) {
+      // brings the counter back to 0. (That the item is there is seen by the next tile's barrier.)
+      if (tile == asks_at && threadIdx.x < 32) {
         typename Shared::Plan plan = shared.plan(threadIdx.x);
         const uint32_t count = plan.items();
         uint32_t index = count;
         if (threadIdx.x == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
-        put_item(plan, __shfl_sync(0xffffffffu, index, 0), slot ^ 1);
+        put_item(plan, __shfl_sync(0xffffffffu, index, 0), next_slot());
         shared.plan(threadIdx.x) = plan;
       }
-      if (item.tiles == 1) __syncthreads();  // the item that follows is there
-      const PrefillMmaItem& copied = shared.items[slot ^ ends];
-      if (copied.seq >= 0) {
-        copies().start(copied, ends ? last_tile(copied) : tile - 1, stage ^ 1,
-                       shared.present[stage ^ 1]);
+      if (ends && tile == asks_at) __syncthreads();  // the item that follows is there
+      const int next_stage = after(stage, shape.stages);
+      const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
+      const PrefillMmaItem& copied = shared.items[ends ? next_slot() : slot];
+      if (!ends || copied.seq >= 0) {
+        start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
       }
-      rows.attend(item, tile, copies().key_at(stage), copies().value_at(stage),
+      rows.attend(item, tile, copies(0).key_at(stage), copies(0).value_at(stage),
                   shared.present[stage]);
+      barrier_arrive_warp(shared_address(&shared.empty[stage]), in_register(threadIdx.x) % 32);
+      stage = next_stage;
+      phase = next_phase;
     }
     rows.finish(item);
-    if (shared.items[turn >> 1 ^ 1].seq < 0) return;
+    if (shared.items[next_slot()].seq < 0) return;
   }
 }
 
@@ -675,10 +371,20 @@ template <typename T, int kHeadSize, PageForm kForm, bool kWidens>
 bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
   using Config = PrefillMmaConfig<T, kHeadSize, kForm, kWidens>;
   constexpr auto kKernel = paged_attention_prefill_mma_kernel<Config>;
-  if (dynamic_shared_memory<kKernel>("paged_attention") < Config::kSharedBytes) return false;
   const PagedKv& kv = p.kv;
   const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
+  // With fewer items than multiprocessors: twice as many, of half the rows.
+  const int multiprocessors = current_device_info().multiprocessors;
+  const int most_rows = Config::kWarps * Config::kWarpRows;
+  const int64_t items =
+      (int64_t{p.num_tokens} * group + most_rows - 1) / most_rows * kv.num_kv_heads;
+  int warps = items < multiprocessors ? Config::kWarps / 2 : Config::kWarps;
+  int stages = Config::kStages;
+  const int room = dynamic_shared_memory<kKernel>("paged_attention");
+  if (Config::shared_bytes(warps, stages) > room) stages = 2;
+  while (warps > 2 && Config::shared_bytes(warps, stages) > room) warps /= 2;
+  if (Config::shared_bytes(warps, stages) > room) return false;
   const auto units = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
@@ -688,11 +394,13 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                .least_rows = launch.least_query_len * group,
                .to_log2 = p.scale * kLog2E,
                .window_right = std::min(p.window_right, kMostRight),
+               .rows = Config::kWarpRows * warps,
                .query_boxes = false,
                .leads = false,
                .group_divisor = FastDivisor(group)},
       .cap = score_cap(p.softcap),
       .leads = launch.leads,
+      .stages = stages,
       .key_block = units(kv.key_block_stride),
       .key_head = units(kv.key_head_stride),
       .key_token = rows ? units(kv.key_token_stride) : 1,
@@ -703,9 +411,8 @@ bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& laun
                         : static_cast<uint32_t>(kv.value_dim_stride * size_of(kv.dtype)),
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
-  launch_kernel("paged_attention", kKernel,
-                dim3(current_device_info().multiprocessors * Config::kBlocks),
-                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape, launch.next);
+  launch_kernel("paged_attention", kKernel, dim3(multiprocessors), dim3(32 * warps),
+                Config::shared_bytes(warps, stages), stream, p, shape, launch.next);
   return true;
 }
 

@@ -145,6 +145,16 @@ def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
     check(make(cuda, F16, [500, 131], [290, 131], sliding_window=50, **shapes))
 
 
+@pytest.mark.parametrize("order, stored", [
+    ("vllm", None), ("NHD", None), ("vllm", torch.int8), ("HND", torch.float8_e4m3fn),
+], ids=str)  # fmt: skip
+def test_whole_blocks_of_the_mma_kernel(cuda, order, stored):
+    """Items for every multiprocessor: 256 rows each, over one tile, two and more."""
+    shapes = {"head_size": 112, "heads": 72, "kv_heads": 72, "layout": order, "stored": stored}
+    check(make(cuda, BF16, [300, 130, 40], [300, 77, 40], **shapes))
+    check(make(cuda, F16, [500, 131, 64], [290, 131, 64], sliding_window=50, **shapes))
+
+
 def test_options_of_eight_bits(cuda, layout):
     """Softcap and ALiBi over 8-bit caches: not of Hopper's own kernel."""
     options = {"softcap": 2.0, "alibi_slopes": per_head(24, 0.01, 0.4), "sliding_window": 60}
