@@ -168,22 +168,27 @@ __device__ __forceinline__ int divide(int a, int b) {
 // sequence has one query token.
 template <int kKept>
 struct KeptIndices {
-  SequenceIndices first;
-  int32_t seq_lens[kKept];  // of the others: [1], ...
+  int32_t seq_lens[kKept];  // all but [0]: of several rounds only
+  int32_t first_query, end_query;
 
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
     const int last = p.num_seqs - 1;
-    first = load_indices(p, in_register(min(lane, last)), true);  // keeps no address from before
+    // Keeps no address from before.
+    const SequenceIndices first = load_indices(p, in_register(min(lane, last)), true);
+    seq_lens[0] = first.seq_len;
+    first_query = first.first_query;
+    end_query = first.end_query;
+    if (one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
       seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
     }
   }
   __device__ __forceinline__ SequenceIndices of(int round) const {
-    SequenceIndices indices = first;
+    int32_t seq_len = seq_lens[0];
 #pragma unroll
-    for (int i = 1; i < kKept; ++i) indices.seq_len = round == i ? seq_lens[i] : indices.seq_len;
-    return indices;
+    for (int i = 1; i < kKept; ++i) seq_len = round == i ? seq_lens[i] : seq_len;
+    return {.seq_len = seq_len, .first_query = first_query, .end_query = end_query};
   }
 };
 
@@ -210,7 +215,7 @@ class WorkPlan {
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
-    if (kKept > 1 && keeps(p)) kept_.load(p, lane);
+    if (in_registers(p)) kept_.load(p, lane);
     split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
@@ -245,16 +250,19 @@ class WorkPlan {
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
 
-  // All lanes: whether the plan is that of `now`. (Of one round work_ is there anyway.)
+  // All lanes: whether the plan is that of `now`.
   __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
                                         const Indices& now, int lane) const {
-    const SequenceWork work = sequence_work(p, shape, lane, now.first);
-    bool same = !one_round(p) || lane >= p.num_seqs ||
-                work.seq_len == work_.seq_len && work.first_query == work_.first_query &&
-                    work.query_len == work_.query_len;
-    if (kKept > 1) same = same && now.first.seq_len == kept_.first.seq_len;
+    bool same = true;
+    if (one_round(p)) {
+      const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
+      same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
+                                       work.first_query == work_.first_query &&
+                                       work.query_len == work_.query_len;
+    } else {
 #pragma unroll
-    for (int i = 1; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+      for (int i = 0; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+    }
     return __all_sync(0xffffffffu, same);
   }
 
@@ -319,6 +327,10 @@ class WorkPlan {
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
+  // Whether kept_ has this batch's. (Of one round work_ stays.)
+  static __device__ __forceinline__ bool in_registers(const PagedAttentionParams& p) {
+    return kKept > 1 && !one_round(p) && keeps(p);
+  }
   // Lane's sequence of a round; where there is one round only, it stays.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
@@ -327,7 +339,7 @@ class WorkPlan {
     work_ = {};
     if (seq >= p.num_seqs) return;
     const SequenceIndices indices =
-        kKept > 1 && keeps(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+        in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
     work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {

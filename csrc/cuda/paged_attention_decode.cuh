@@ -536,8 +536,9 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
     if constexpr (kMaxHeadSize <= kTeamMaxHeadSize) {
-      if (current_device_info().has_wgmma)
+      if (current_device_info().has_wgmma) {
         return launch_team<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
+      }
     }
     launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
   };
