@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRun* kLanes, kResident<T, C, kMany> * 256 / (
 
 template <int kRun>
 void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
-  const PagesShape shape(p, kRun);
+  const PagesShape shape(p, kRun, false);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {

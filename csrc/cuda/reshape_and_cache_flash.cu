@@ -12,17 +12,18 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: so many
-// that blocks of the next launch find room beside them.
-template <typename T, typename C, int kEach, int kOwn>
+// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: with
+// kCrowd, of hundreds of blocks, so many that those of the next launch find room beside them.
+template <typename T, typename C, int kEach, int kOwn, bool kCrowd>
 constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
                                  : kEach > 1 ? 1024
                                  : kOwn > 4  ? 1536
                                  : kOwn > 1  ? 1280
-                                             : 2048;
+                                 : kCrowd    ? 2048
+                                             : 1536;
 
-template <typename T, typename C, int kThreads, int kEach, int kOwn>
-__global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn> / kThreads)
+template <typename T, typename C, int kThreads, int kEach, int kOwn, bool kCrowd = true>
+__global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn, kCrowd> / kThreads)
     write_rows_kernel(RowsWrite p) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
@@ -69,12 +70,14 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
       constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // by registers
       const RowsShape shape(p, kEach);
       const int rows = shape.write.rows;
-      auto kernel = shape.threads == 128  ? write_rows_kernel<T, C, 128, 1, 1>
-                    : shape.threads == 64 ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32>
-                                                     : write_rows_kernel<T, C, 64, 1, 4>
-                    : rows > 4            ? write_rows_kernel<T, C, 256, 1, 32>
-                    : rows > 1            ? write_rows_kernel<T, C, 256, 1, 4>
-                                          : write_rows_kernel<T, C, 256, 1, 1>;
+      auto kernel =
+          shape.threads == 128 ? p.num_tokens > 512 ? write_rows_kernel<T, C, 128, 1, 1>
+                                                    : write_rows_kernel<T, C, 128, 1, 1, kIs8Bit<C>>
+          : shape.threads == 64
+              ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32> : write_rows_kernel<T, C, 64, 1, 4>
+          : rows > 4 ? write_rows_kernel<T, C, 256, 1, 32>
+          : rows > 1 ? write_rows_kernel<T, C, 256, 1, 4>
+                     : write_rows_kernel<T, C, 256, 1, 1>;
       if constexpr (kEach > 1) {
         if (shape.each > 1) kernel = write_rows_kernel<T, C, 256, kEach, 4>;
       }

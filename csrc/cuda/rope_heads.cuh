@@ -57,6 +57,22 @@ __device__ __forceinline__ void turn_pairs(float (&values)[2][kWidth],
   }
 }
 
+// The same of packs, whose conversions belong to the style: before a branch on it they would hold
+// registers across it.
+template <bool kNeox, typename T, typename A, int kWidth>
+__device__ __forceinline__ void turn_packs(Pack<T, kWidth> (&packs)[2],
+                                           const Pack<A, kWidth>& cosines,
+                                           const Pack<A, kWidth>& sines) {
+  float values[2][kWidth], wide_cosines[kWidth], wide_sines[kWidth];
+  widen(cosines, wide_cosines);
+  widen(sines, wide_sines);
+  widen(packs[0], values[0]);
+  widen(packs[1], values[1]);
+  turn_pairs<kNeox>(values, wide_cosines, wide_sines);
+  packs[0] = narrow<T>(values[0]);
+  packs[1] = narrow<T>(values[1]);
+}
+
 // Where a lane's items lie in the head: item i has the lane's (lane + i * lanes)-th two packs.
 template <int kWidth, int kItems>
 struct HeadItems {
@@ -172,18 +188,11 @@ struct HeadPacks {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (items.pair[i] < 0) continue;
-      float values[2][kWidth], cosines[kWidth], sines[kWidth];
-      widen(packs[i][0], values[0]);
-      widen(packs[i][1], values[1]);
-      widen(angles.cosines[i], cosines);
-      widen(angles.sines[i], sines);
       if (is_neox) {
-        turn_pairs<true>(values, cosines, sines);
+        turn_packs<true>(packs[i], angles.cosines[i], angles.sines[i]);
       } else {
-        turn_pairs<false>(values, cosines, sines);
+        turn_packs<false>(packs[i], angles.cosines[i], angles.sines[i]);
       }
-      packs[i][0] = narrow<T>(values[0]);
-      packs[i][1] = narrow<T>(values[1]);
     }
   }
 

@@ -24,6 +24,11 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
 bool fits_writers(const RopeAndCacheParams& params);
 void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
+// The same for many tokens, of what fits the writers: layout NHD, and what `fits_runs` of layout
+// vllm.
+bool fits_runs(const RopeAndCacheParams& params);
+void launch_many(const RopeAndCacheParams& params, Stream stream);
+
 // One head of one token: where it lies and what is done to it.
 template <typename T>
 struct HeadRow {
@@ -71,6 +76,26 @@ __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadR
   x.turn(items, angles, p.is_neox);
 }
 
+// kWidth elements as the cache has them.
+template <typename C, int kWidth>
+struct alignas(kWidth * sizeof(C)) Stored {
+  C data[kWidth];
+};
+
+template <typename C, typename T, int kWidth>
+__device__ __forceinline__ Stored<C, kWidth> round_to(const Pack<T, kWidth>& pack, Divisor scale) {
+  Stored<C, kWidth> stored;
+  if constexpr (kIs8Bit<C>) {
+    float values[kWidth];
+    widen(pack, values);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
+  } else {
+    memcpy(&stored, &pack, sizeof(stored));
+  }
+  return stored;
+}
+
 // The element that a head's row starts with in the cache, and what lies between its elements.
 template <typename C>
 struct CacheRow {
@@ -89,33 +114,17 @@ struct CacheRow {
     scale = divisor_of<C>(is_key ? kv.k_scale : kv.v_scale, kv.scale_stride, head);
   }
 
-  // kWidth elements as the cache has them.
-  template <int kWidth>
-  struct alignas(kWidth * sizeof(C)) Stored {
-    C data[kWidth];
-  };
-
   template <typename T, int kWidth>
-  __device__ __forceinline__ Stored<kWidth> round(const Pack<T, kWidth>& pack) const {
-    Stored<kWidth> stored;
-    if constexpr (kIs8Bit<C>) {
-      float values[kWidth];
-      widen(pack, values);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
-    } else {
-      memcpy(&stored, &pack, sizeof(stored));
-    }
-    return stored;
+  __device__ __forceinline__ Stored<C, kWidth> round(const Pack<T, kWidth>& pack) const {
+    return round_to<C>(pack, scale);
   }
-
   // From element `d` of the head on.
   template <int kWidth>
-  __device__ __forceinline__ void store(const Stored<kWidth>& stored, int d) const {
+  __device__ __forceinline__ void store(const Stored<C, kWidth>& stored, int d) const {
     constexpr int kX = 16 / sizeof(C);  // elements of a chunk
     if (is_key || stride == 1) {
       C* to = is_key ? start + d / kX * stride + d % kX : start + d;
-      *reinterpret_cast<Stored<kWidth>*>(to) = stored;
+      *reinterpret_cast<Stored<C, kWidth>*>(to) = stored;
     } else {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];

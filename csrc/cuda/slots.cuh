@@ -193,20 +193,25 @@ __device__ __forceinline__ uint32_t repeated_later(const Slots& p, int from, int
   }
 }
 
+// Bit t: a thread of the block has bit t < kOwn of `mine`. By all threads of the block together.
+template <int kOwn>
+__device__ __forceinline__ uint32_t any_of_block(uint32_t mine) {
+  if (__syncthreads_or(mine != 0) == 0) return 0;
+  uint32_t all = 0;
+#pragma unroll 1
+  for (int i = 0; i < kOwn; ++i) {
+    if (__syncthreads_or(mine >> i & 1)) all |= 1u << i;
+  }
+  return all;
+}
+
 // Bit t: some token from `from` on has the slot of own token t < kOwn. By all threads of the block
 // together, each with its own `from` (that of the first thread + its number); a barrier after list
 // and filter were written is the caller's.
 template <int kOwn, typename Own, int kBatch, typename Slots>
 __device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
                                                   const LaterSlots<kBatch>& later, const Own& own) {
-  const uint32_t mine = repeated_later(p, from, threads, later, own);
-  if (__syncthreads_or(mine != 0) == 0) return 0;
-  uint32_t repeated = 0;
-#pragma unroll 1
-  for (int i = 0; i < kOwn; ++i) {
-    if (__syncthreads_or(mine >> i & 1)) repeated |= 1u << i;
-  }
-  return repeated;
+  return any_of_block<kOwn>(repeated_later(p, from, threads, later, own));
 }
 
 // Bit i: a later lane has the slot of lane i. By a whole warp.

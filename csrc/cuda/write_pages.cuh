@@ -86,8 +86,7 @@ template <typename C, int kRun, int kLanes>
 struct ValueTile {
   static constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
   static constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store
-  static constexpr int kThreads = kRun * kLanes;
-  static constexpr int kPitch = (kLanes + 1) * kWidth;  // spreads a column over the banks
+  static constexpr int kPitch = (kLanes + 1) * kWidth;          // spreads a column over the banks
   // The stores of a value index read from different banks.
   static constexpr int kSkew = kStore < kRun ? 2 * kWidth : 0;
   alignas(16) C data[kRun * kPitch + (kRun / kStore - 1) * kSkew];
@@ -101,7 +100,8 @@ struct ValueTile {
   __device__ __forceinline__ C get(int token, int d) const { return data[row(token) + d]; }
 
   // Of an aligned run of kRun neighbours: `to` is value 0 of its first token, `dims` values of
-  // each.
+  // each. By kThreads together.
+  template <int kThreads>
   __device__ __forceinline__ void store_run(C* to, uint32_t dim_stride, uint32_t dims,
                                             uint32_t thread) const {
     constexpr uint32_t kStores = kRun / kStore;  // of one value index
@@ -130,10 +130,12 @@ struct ValueTile {
 //   scattered                            neighbouring threads on neighbouring values of one slot;
 //                                        the block then writes some tokens: with kMany their
 //                                        whole rows, otherwise its part of every kFewBlocks-th
-// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.y = heads * parts, gridDim.z = 1
-// with kMany, else kFewBlocks. `group`: which kRun tokens.
-template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
-__device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int group) {
+// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.z = 1 with kMany, else kFewBlocks.
+// `group`: which kRun tokens. Of those that a block writes as whole rows it takes the `turn`-th of
+// every `turns`; whether it did is returned. kRest: runs of neighbours have been dealt with.
+template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kRest, typename Keys>
+__device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int group, int head,
+                                            int part, int turn, int turns) {
   constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
   constexpr int kVectors = kWidth / kVectorWidth<T>;  // of T that make a chunk
   constexpr int kThreads = kRun * kLanes;
@@ -142,9 +144,8 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   __shared__ int32_t own_slots[kRun];
   __shared__ SlotFilter filter;
 
-  const int head = p.by_parts.divide(blockIdx.y);
   const int first = group * kRun;  // within this launch
-  const int first_chunk = (blockIdx.y - head * p.parts) * kLanes;
+  const int first_chunk = part * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
   const int slot_lane = threadIdx.x % kRun;
@@ -154,24 +155,26 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   const int num_tokens = p.num_tokens;
   const int d = min(chunk * kWidth, p.head_size - kWidth);
   Vector<T> k[kVectors], v[kVectors];
-  int64_t lane_slot_read;
-  {
-    const int token = min(first + row, num_tokens - 1);
-    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
-        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
-    const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
-    if (num_tokens <= 1024) {  // few: under way before the wait
-      keys.prefetch(token, head, d);
-      prefetch_l2(value);
-      prefetch_l2(lane_slot_at);
-    }
-    wait_for_predecessor();
-    lane_slot_read = *lane_slot_at;  // every warp finds out for itself
-    keys.load(token, head, d, k);
+  const int token = min(first + row, num_tokens - 1);
+  const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+      stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+  const auto fetch_value = [&] {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
-    __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
+  };
+  const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
+  if (!kRest && num_tokens <= 1024) {  // few: under way before the wait
+    keys.prefetch(token, head, d);
+    prefetch_l2(value);
+    prefetch_l2(lane_slot_at);
   }
+  wait_for_predecessor();
+  const int64_t lane_slot_read = *lane_slot_at;  // every warp finds out for itself
+  if constexpr (!kRest) {
+    keys.load(token, head, d, k);
+    fetch_value();
+  }
+  __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   const int from = first + kRun + thread;
   LaterSlots<kMany ? 8 : 1> later;
   later.load(p, from, kThreads);
@@ -203,15 +206,15 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   };
 
   // Most prompts: neighbours of which no slot comes up again.
-  if (neighbours) {
-    if (!kMany && blockIdx.z > 0) return;
+  if (!kRest && neighbours) {
+    if (!kMany && blockIdx.z > 0) return false;
     tile.put(row, x, narrow<T, C>(v, v_scale));
     const OwnRange range{.start = start, .count = kRun};
     if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) == 0) {
       if (has_chunk) store_key(p.place(start + row));
       if (start % kRun == 0) {
         C* to = values_of(p.place(start));
-        tile.store_run(to, p.to_value_dim, dims, threadIdx.x);
+        tile.template store_run<kThreads>(to, p.to_value_dim, dims, threadIdx.x);
       } else {
         C* to = values_of(p.place(start + slot_lane));
 #pragma unroll
@@ -220,7 +223,7 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
           if (d < dims) *stepped(to, d, p.to_value_dim) = tile.get(slot_lane, d);
         }
       }
-      return;
+      return false;
     }
     later.load(p, from, kThreads);
   }
@@ -229,12 +232,12 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
   const uint32_t follows =
       __ballot_sync(kWarp, lane < kRun - 1 && lane_slot >= 0 && next == lane_slot + 1);
   const bool scattered = __popc(follows) < kRun - 4;
-  if (!kMany && !scattered && blockIdx.z > 0) return;
+  if (!kMany && !scattered && blockIdx.z > 0) return false;
 
   OwnList own{.slots = own_slots, .end = kRun};
   if (scattered) {  // this block's tokens only
-    own.from = kMany ? blockIdx.y : blockIdx.z;
-    own.step = kMany ? gridDim.y : kFewBlocks;
+    own.from = kMany ? turn : blockIdx.z;
+    own.step = kMany ? turns : kFewBlocks;
   }
   if (thread < kRun) own_slots[thread] = lane_slot;
   if (kMany && thread < 32) filter.fill(lane, lane < kRun ? lane_slot : -1);
@@ -251,19 +254,21 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
     // Around the loop a branch, in which k and v need no registers: 8 bits spill without.
     if (!kIs8Bit<C> || scattered) {
 #pragma unroll 1
-      for (int r = scattered ? blockIdx.y : kRun; r < kRun; r += gridDim.y) {
+      for (int r = scattered ? turn : kRun; r < kRun; r += turns) {
         const int32_t slot = own_slots[r];
         if (slot < 0 || (repeated >> r & 1)) continue;
         write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
       }
-      if (scattered) return;
+      if (scattered) return true;
     }
   }
 
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
   if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
+    if constexpr (kRest) keys.load(token, head, d, k);  // no earlier: it would hold registers
     store_key(p.place(slot));
+    if constexpr (kRest) fetch_value();
     tile.put(row, x, narrow<T, C>(v, v_scale));
   }
   __syncthreads();
@@ -282,19 +287,29 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, Keys keys, int 
       *stepped(to, d, p.to_value_dim) = tile.get(r, d);
     }
   }
+  return false;
 }
 
-// At most 16 chunks a token, fewer where that leaves multiprocessors idle.
+// Of a grid whose y has the parts of heads.
+template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
+__device__ __forceinline__ void write_pages(const PagesWrite& p, const Keys& keys, int group) {
+  const int head = p.by_parts.divide(blockIdx.y);
+  write_pages<T, C, kRun, kLanes, kMany, false>(p, keys, group, head, blockIdx.y - head * p.parts,
+                                                blockIdx.y, gridDim.y);
+}
+
+// At most 16 chunks a token, fewer for few tokens; with `spread` also where that leaves
+// multiprocessors idle.
 struct PagesShape {
   int lanes;
   dim3 grid;
   PagesWrite write;
 
-  PagesShape(const ReshapeAndCacheParams& p, int run) : write(p) {
+  PagesShape(const ReshapeAndCacheParams& p, int run, bool spread) : write(p) {
     const int chunks = p.kv.head_size / p.kv.x;
     const int64_t groups = ceil_div(p.num_tokens, run);
     const bool few = p.num_tokens <= kFewTokens;
-    const bool idle = groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
+    const bool idle = spread && groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
     lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
     write.parts = static_cast<int>(ceil_div(chunks, lanes));
     write.by_parts = FastDivisor(write.parts);

@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? threadIdx.x % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, num_tokens - 1);
-  if (kOwn == 1 && num_tokens <= 1024) {  // few tokens: under way before the wait
+  if constexpr (kEach == 1) {  // under way before the wait
     keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
     prefetch_l2(value_at(token_of(0), first_d));
     prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
