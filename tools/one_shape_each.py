@@ -83,7 +83,7 @@ def fused_rope() -> None:
     """rope_and_cache and fused_qk_norm_rope: few and many tokens, packs and single elements."""
     for dtype in DTYPES:
         for stored in (dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-            shapes = ((5, 128, 128), (100, 128, 128), (1100, 128, 64), (7, 48, 18))
+            shapes = ((5, 128, 128), (100, 128, 128), (1100, 128, 64), (700, 128, 128), (7, 48, 18))
             for tokens, size, rotary in shapes:
                 x = 16 // stored.itemsize
                 cos_sin = torch.randn(32, rotary, device=CUDA, dtype=dtype)
@@ -96,11 +96,13 @@ def fused_rope() -> None:
                     ("NHD", rows, rows.clone()),
                     ("vllm", vllm, rows.permute(0, 2, 3, 1).contiguous()),
                 ):
-                    slots = torch.randperm(1280, device=CUDA)[:tokens]
+                    scattered = torch.randperm(1280, device=CUDA)[:tokens]
+                    runs = torch.arange(tokens, device=CUDA)
                     heads = (qkv[:, :4], qkv[:, 4:8], qkv[:, 8:])
-                    for norm in (weight, None):
+                    is_neox = (layout == "NHD") == (tokens < 700)
+                    for norm, slots in ((weight, scattered), (None, scattered), (None, runs)):
                         vllm_kernels.rope_and_cache(
-                            positions, *heads, cos_sin, layout == "NHD", key, value, slots, layout,
+                            positions, *heads, cos_sin, is_neox, key, value, slots, layout,
                             q_weight=norm, k_weight=norm,
                         )  # fmt: skip
             vllm_kernels.fused_qk_norm_rope(

@@ -223,11 +223,11 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   const bool stores = params.stores && params.num_slots > 0;
   const bool paged = params.kv.value_dim_stride != 1;
   // Measured: rope_and_cache_kernel is faster for one token in layout vllm (2.3 us for 2.9), the
-  // writers' kernels in rows from 16 (1.31 for 1.49), those for many from 1024 (7.9 for 8.2; 256:
-  // 2.9 for 2.6).
+  // writers' kernels in rows from 16 (1.31 for 1.49); those for many from 1024 (7.9 for 8.2), but
+  // not for 256 (2.9 for 2.6).
   const bool gains = params.num_tokens >= (paged ? 2 : 16);
   const bool in_writers = stores && gains && fits_writers(params);
-  const bool many = in_writers && params.num_tokens > 512 && (!paged || fits_runs(params));
+  const bool in_many = in_writers && (!paged || fits_runs(params));
   // A token's values lie a page row apart: the cache writer gathers tokens, so that it stores whole
   // sectors where slots allow. Not where a bias has to be added on the way.
   if (stores && paged && !in_writers && params.num_tokens > 1 && params.value.bias == nullptr) {
@@ -251,7 +251,9 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
     advance(part.query, params.query, done);
     advance(part.key, params.key, done);
     advance(part.value, params.value, done);
-    const auto launch_part = many ? launch_many : in_writers ? launch_writers : launch_once;
+    const auto launch_part = in_many && part.num_slots > 512 ? launch_many
+                             : in_writers                    ? launch_writers
+                                                             : launch_once;
     launch_part(part, stream);
   }
 }

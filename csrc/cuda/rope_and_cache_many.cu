@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(HeadsShape::kThreads, kResidentHeads<T, C, A>)
 }
 
 template <typename T, typename A>
-__global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > sizeof(T) ? 8 : 10)
+__global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
     rope_and_run_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
   int group = queries.group();

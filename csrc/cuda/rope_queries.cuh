@@ -107,7 +107,7 @@ struct Queries {
     rows = threads / lanes;
     grid.x += static_cast<unsigned>(
         ceil_div(ceil_div(p.num_tokens * heads, rows), int64_t{grid.y} * grid.z));
-    period = between ? static_cast<int32_t>(grid.x) / storing : 1;
+    period = between && storing > 0 ? static_cast<int32_t>(grid.x) / storing : 1;
     by_period = FastDivisor(period);
   }
 

@@ -24,8 +24,8 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
 bool fits_writers(const RopeAndCacheParams& params);
 void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
-// The same for many tokens, of what fits the writers: layout NHD, and what `fits_runs` of layout
-// vllm.
+// The same for many slots, more than kFewTokens, of what fits the writers: layout NHD, and what
+// `fits_runs` of layout vllm.
 bool fits_runs(const RopeAndCacheParams& params);
 void launch_many(const RopeAndCacheParams& params, Stream stream);
 

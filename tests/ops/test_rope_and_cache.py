@@ -170,15 +170,37 @@ def test_tokens_and_pages(device, dtype, layout, block, tokens):
 
 
 @all_layouts
-def test_prompt(device, layout):
-    """More tokens than a block takes at a time; also with repeated slots, and unaligned."""
-    for repeated, first in ((False, 0), (True, 0), (False, 1)):
-        case = make_case(device, torch.bfloat16, 1500, 8, 8, 128, layout=layout)
-        if repeated:
-            case.slot_mapping = torch.randint(0, 1400, (1500,), device=device)
-        wide = torch.randn(1500, 8, 136, device=device, dtype=torch.bfloat16)
-        case.key = wide[..., first : first + 128]
+@pytest.mark.parametrize("slots", ["random", "repeated", "unaligned", "runs", "runs repeated"])
+def test_prompt(device, layout, slots):
+    """More tokens than a block takes at a time."""
+    case = make_case(device, torch.bfloat16, 1500, 8, 8, 128, layout=layout)
+    if slots == "repeated":
+        case.slot_mapping = torch.randint(0, 1400, (1500,), device=device)
+    if slots.startswith("runs"):  # of whole pages, then of pages entered in their middle
+        pages = torch.randperm(1520 // 16, device=device)
+        run = (16 * pages[:, None] + torch.arange(16, device=device)).flatten()
+        case.slot_mapping = torch.cat([run[:800], run[805:1505]])
+    if slots == "runs repeated":
+        case.slot_mapping[96:112] = case.slot_mapping[1200:1216]
+        case.slot_mapping[40] = -1
+    wide = torch.randn(1500, 8, 136, device=device, dtype=torch.bfloat16)
+    first = 1 if slots == "unaligned" else 0
+    case.key = wide[..., first : first + 128]
+    case.check()
+
+
+@both_styles
+@pytest.mark.parametrize("kv_heads", [1, 5, 40])
+def test_prompt_of_few_and_many_heads(device, dtype, kv_heads, is_neox):
+    """Blocks that store hold many tokens, or a part of one."""
+    cosines = torch.float32 if is_neox else dtype
+    for stored in (None, torch.float8_e4m3fn):
+        case = make_case(device, dtype, 530, 2, kv_heads, 64, 32, layout="NHD", is_neox=is_neox,
+                         stored=stored, cosines=cosines)  # fmt: skip
+        case.slot_mapping[500] = case.slot_mapping[3]
         case.check()
+    case = make_case(device, dtype, 530, 2, kv_heads, 256 // dtype.itemsize, is_neox=is_neox)
+    case.check()
 
 
 @pytest.mark.parametrize("which", ["q_weight", "k_weight"])
@@ -243,6 +265,10 @@ def test_slots_left_out_and_shorter_mapping(device, dtype):
     case.slot_mapping[2] = -1
     case.slot_mapping = case.slot_mapping[:5]
     case.check()
+    for layout in ("NHD", "vllm"):
+        case = make_case(device, dtype, 700, 2, 1, 128, layout=layout)
+        case.slot_mapping = case.slot_mapping[:530]
+        case.check()
 
 
 @all_layouts
@@ -280,6 +306,9 @@ def test_more_than_one_launch(device):
     """CUDA takes 8192 tokens a launch, in their order."""
     case = make_case(device, torch.bfloat16, 9000, 1, 1, 16)
     case.slot_mapping[8500] = case.slot_mapping[3]
+    case.check()
+    case = make_case(device, torch.bfloat16, 9900, 1, 1, 16, layout="NHD")
+    case.slot_mapping = case.slot_mapping[:8100]  # none for the second launch
     case.check()
 
 
