@@ -13,9 +13,11 @@ from engines import SMALL, by_transformers, greedy, prompts
 from test_engine import replayed
 from tiny_models import tiny_model
 
+from vllm_kernels.integrations import packed_pages
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.packed import PackedModel
 from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache
 from vllm_kernels.ops import cascade
 
@@ -70,8 +72,15 @@ def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> Non
         assert not cascades()
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "bloom", "gpt_oss"])
-def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:
+@pytest.mark.parametrize(
+    "name, least", [("mistral-window", 1), ("bloom", 1), ("gpt_oss", 1), ("llama", 10**9)]
+)
+def test_where_no_layer_can_cascade(name: str, least: int, monkeypatch, cascades) -> None:
+    """Windows, ALiBi and sinks attend alone, as do engines too small for it to pay: nobody asks the
+    manager, and no plan is made."""
+    monkeypatch.setattr(cascade, "LEAST_SAVED", {"cpu": least})
+    monkeypatch.setattr(KVCacheManager, "num_common_prefix_blocks", None)
+    monkeypatch.setattr(packed_pages, "cascade_plan", None)
     model = tiny_model(name)
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]

@@ -34,7 +34,7 @@ from vllm_kernels.integrations.outputs import (
     TokenOutput,
     output_of,
 )
-from vllm_kernels.integrations.packed import PackedModel, layer_windows
+from vllm_kernels.integrations.packed import PackedModel, layer_options
 from vllm_kernels.integrations.packed_llama import refuse_changing_rotary
 from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
@@ -161,7 +161,8 @@ class Engine:
         refuse_changing_rotary(model)
         use_paged_attention(model)
         try:
-            groups = LayerGroups.of(layer_windows(model, shape))
+            layers = layer_options(model, shape)
+            groups = LayerGroups.of([layer.sliding_window for layer in layers])
             shape = replace(shape, num_layers=groups.num_tensors)
             if num_blocks is None:
                 if cache_bytes is None:
@@ -201,7 +202,7 @@ class Engine:
                     max_batch_tokens=max_batch_tokens,
                     max_length=max_length,
                     cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
-                    cascade=cascade,
+                    cascade=cascade and any(layer.can_cascade for layer in layers),
                     backend="inductor" if compile is True else compile or None,
                     fused=fused,
                 )
@@ -212,6 +213,7 @@ class Engine:
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
                 prefix_caching=prefix_caching,
+                cascades=self._packed.cascades,
             )
             if check:
                 with self._on_device:
