@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'vll
 
 import torch
 from engines import SMALL, by_transformers, greedy, prompts
-from test_engine import replayed
+from test_engine import COMPILED, replayed
 from tiny_models import tiny_model
 
 from vllm_kernels.integrations import packed_pages
@@ -21,6 +21,7 @@ from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache
 from vllm_kernels.ops import cascade
 
+ATTEND_CASCADE = KVCache.attend_cascade
 ROOMY = SMALL | {"max_batch_size": 6, "max_batch_tokens": 200}
 
 
@@ -45,6 +46,20 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, in
         return taken
 
     return take
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch, cascades) -> list[int]:
+    """Attention is left as it is, for torch.compile; gets the common blocks of each plan."""
+    plans: list[int] = []
+
+    def plan(tables, lens, num_common, **sizes):
+        plans.append(int(num_common))
+        return cascade.cascade_plan(tables, lens, num_common, **sizes)
+
+    monkeypatch.setattr(KVCache, "attend_cascade", ATTEND_CASCADE)
+    monkeypatch.setattr(packed_pages, "cascade_plan", plan)
+    return plans
 
 
 def shared(common: int, own: tuple[int, ...]) -> list[list[int]]:
@@ -195,3 +210,21 @@ def test_in_cuda_graphs() -> None:
                 assert greedy(engine, texts) == tokens
             assert (4, True) in engine._packed._graphs
             assert (4, False) not in engine._packed._graphs
+
+
+@pytest.mark.parametrize("name", sorted(COMPILED.keys() - {"bloom"}))
+def test_under_torch_compile(name: str, uncounted: list[int]) -> None:
+    """Passes with a cascade and without one are traced, neither with a break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(name.split(",")[0], num_hidden_layers=1)
+    texts = shared(40, (1, 5, 9))
+    expected = [by_transformers(model, text, 6) for text in texts]
+    options = ROOMY | {"fused": COMPILED[name], "compile": "aot_eager", "check": False}
+    with Engine(model, **options) as engine:
+        assert greedy(engine, texts[:1], max_tokens=2) == [expected[0][:2]]
+        assert not uncounted
+        assert greedy(engine, texts, max_tokens=6) == expected
+        assert uncounted == [5] * 5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert not torch._dynamo.utils.counters["graph_break"]
