@@ -49,17 +49,18 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, in
 
 
 @pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch, cascades) -> list[int]:
-    """Attention is left as it is, for torch.compile; gets the common blocks of each plan."""
-    plans: list[int] = []
+def plans(monkeypatch: pytest.MonkeyPatch, cascades) -> list[tuple[int, int]]:
+    """(common blocks, columns of the tables) of each plan. Attention is left as it is, for
+    torch.compile."""
+    made: list[tuple[int, int]] = []
 
     def plan(tables, lens, num_common, **sizes):
-        plans.append(int(num_common))
+        made.append((int(num_common), tables.shape[1]))
         return cascade.cascade_plan(tables, lens, num_common, **sizes)
 
     monkeypatch.setattr(KVCache, "attend_cascade", ATTEND_CASCADE)
     monkeypatch.setattr(packed_pages, "cascade_plan", plan)
-    return plans
+    return made
 
 
 def shared(common: int, own: tuple[int, ...]) -> list[list[int]]:
@@ -103,6 +104,17 @@ def test_where_no_layer_can_cascade(name: str, least: int, monkeypatch, cascades
         greedy(engine, texts[:1], max_tokens=1)
         assert greedy(engine, texts) == expected
     assert not cascades()
+
+
+def test_tables_are_as_wide_as_the_longest_sequence(plans: list[tuple[int, int]]) -> None:
+    """In blocks of 8, to a power of two; not as max_length, which would have 128."""
+    model = tiny_model()
+    texts = shared(40, (1, 5, 9))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, **ROOMY) as engine:
+        greedy(engine, texts[:1], max_tokens=1)
+        assert greedy(engine, texts) == expected
+    assert plans == [(5, 8)] * 15 + [(5, 16)] * 4
 
 
 @pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
@@ -213,7 +225,7 @@ def test_in_cuda_graphs() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPILED.keys() - {"bloom"}))
-def test_under_torch_compile(name: str, uncounted: list[int]) -> None:
+def test_under_torch_compile(name: str, plans: list[tuple[int, int]]) -> None:
     """Passes with a cascade and without one are traced, neither with a break."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -223,8 +235,8 @@ def test_under_torch_compile(name: str, uncounted: list[int]) -> None:
     options = ROOMY | {"fused": COMPILED[name], "compile": "aot_eager", "check": False}
     with Engine(model, **options) as engine:
         assert greedy(engine, texts[:1], max_tokens=2) == [expected[0][:2]]
-        assert not uncounted
+        assert not plans
         assert greedy(engine, texts, max_tokens=6) == expected
-        assert uncounted == [5] * 5
+        assert plans == [(5, 8)] * 5
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert not torch._dynamo.utils.counters["graph_break"]

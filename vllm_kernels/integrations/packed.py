@@ -233,12 +233,13 @@ class PackedModel:
                 if logits is not None:
                     return self._ready(logits[:sequences], plan)
             buffers.upload(tokens, sequences, tokens_before)
-            step = self._single_step(sequences, common > 0)
+            step = self._single_step(sequences, common > 0, self._columns(sequences))
             return self._ready(self._forward(step, tokens), plan)
         buffers.upload(tokens, sequences)
+        columns = self._columns(sequences)
         step = PackedStep(
             slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
-            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
             num_single=single,
             starts=buffers.starts[: sequences + 1],
@@ -272,11 +273,21 @@ class PackedModel:
         tokens = blocks * shape.block_size
         return cascade_pays(sequences, tokens, shape.token_bytes, self.pages.cache.device)
 
-    def _single_step(self, sequences: int, cascade: bool = False) -> PackedStep:
+    def _columns(self, sequences: int) -> int:
+        """Columns of block_tables that so many sequences reach into, as a power of two: a few sizes
+        for torch.compile. (What a cascade costs besides attention grows with them.)"""
+        longest = int(self._buffers.host[0].seq_lens[:sequences].max())
+        blocks = -(-longest // self.pages.shape.block_size)
+        return max(2, 1 << (blocks - 1).bit_length())
+
+    def _single_step(
+        self, sequences: int, cascade: bool = False, columns: int | None = None
+    ) -> PackedStep:
+        """One token a sequence; ``columns`` of the tables, None: all, as a CUDA graph needs."""
         buffers = self._buffers
         return PackedStep(
             slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
-            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
             num_single=sequences,
             starts=None,
