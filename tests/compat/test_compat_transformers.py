@@ -90,7 +90,7 @@ def test_generate(device, as_flash_attn, family, more):
 def inputs_cleared_in_time(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """transformers (5.17 and 5.23) clears a loop's inputs on the default stream and fills them on
     another, which does not wait: on a GPU that others use too, prompts may be cleared after they
-    came, and every token is 0."""
+    came: the first token of each, or all of them, are 0 then."""
     if device == "cpu":
         return
     reset = batching.ContinuousBatchProcessor.reset

@@ -84,8 +84,10 @@ class Engine:
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
-            cannot be captured run without, and a warning says why (GPT-OSS in float32: torch's
-            grouped_mm reads its offsets on the CPU there; in bfloat16 it does not).
+            cannot be captured run without, and a warning says why. (Mixtures of experts in float32
+            or float16, and before Hopper: torch's grouped_mm reads its offsets on the CPU there.
+            ``model.set_experts_implementation("batched_mm")`` does not, but copies the weights of
+            every token's experts: for small ones.)
         cascade: whether sequences that are being decoded attend together to the blocks that all of
             them share (of a prompt, or of its beginning), so that these are read once a pass, where
             that pays (:func:`vllm_kernels.cascade_pays`). Results are the same within rounding.
