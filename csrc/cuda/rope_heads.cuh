@@ -188,11 +188,18 @@ struct HeadPacks {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (items.pair[i] < 0) continue;
+      float values[2][kWidth], cosines[kWidth], sines[kWidth];
+      widen(packs[i][0], values[0]);
+      widen(packs[i][1], values[1]);
+      widen(angles.cosines[i], cosines);
+      widen(angles.sines[i], sines);
       if (is_neox) {
-        turn_packs<true>(packs[i], angles.cosines[i], angles.sines[i]);
+        turn_pairs<true>(values, cosines, sines);
       } else {
-        turn_packs<false>(packs[i], angles.cosines[i], angles.sines[i]);
+        turn_pairs<false>(values, cosines, sines);
       }
+      packs[i][0] = narrow<T>(values[0]);
+      packs[i][1] = narrow<T>(values[1]);
     }
   }
 

@@ -146,9 +146,14 @@ __device__ __forceinline__ void turn_query(const Queries& q) {
   Pack16<T> packs[2] = {*first, *second};
   if (!angles.known(position)) return;  // the token stays as it is
   if constexpr (std::is_void_v<A>) {
-    float cosines[kWidth], sines[kWidth];
+    float cosines[kWidth], sines[kWidth], values[2][kWidth];
     angles.load<A>(position, pair, cosines, sines);
-    turn_by<float>(angles.is_neox, packs, {narrow<float>(cosines), narrow<float>(sines)});
+    widen(packs[0], values[0]);
+    widen(packs[1], values[1]);
+    angles.is_neox ? turn_pairs<true>(values, cosines, sines)
+                   : turn_pairs<false>(values, cosines, sines);
+    packs[0] = narrow<T>(values[0]);
+    packs[1] = narrow<T>(values[1]);
   } else {
     turn_by(angles.is_neox, packs, angles.of<A, kWidth>(position, pair));
   }
