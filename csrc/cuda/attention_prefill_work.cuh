@@ -42,6 +42,11 @@ struct PrefillShape {
   FastDivisor group_divisor;
 };
 
+// Scores are masked, as -inf, before they are scaled: by no zero, which would make NaN of them.
+__device__ __forceinline__ float usable_scale(float scale) {
+  return scale == 0.0f ? 0x1p-100f : scale;
+}
+
 struct PrefillItem {
   int seq;
   int kv_head;

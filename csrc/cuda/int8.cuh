@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t narrow4_int8(float a, float b, float c, floa
   return bytes;
 }
 
-// Four floats of at most 2^22 as the low bytes of the integers nearest to them: without a
+// Four floats that int8 holds as the low bytes of the integers nearest to them: without a
 // conversion, of which a multiprocessor has a quarter of the rate of additions.
 __device__ __forceinline__ uint32_t low_bytes4(float a, float b, float c, float d) {
   const auto nearest = [](float x) { return __float_as_uint(x + 0x1.8p23f); };

@@ -6,8 +6,8 @@
 // stage says when all have.
 //
 // sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 64
-// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise, and for rows that
-// would leave much of such a box empty, all lanes copy 16 bytes at a time.
+// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise, and for rows of
+// less than 128 bytes, all lanes copy 16 bytes at a time.
 #pragma once
 #include <cuda.h>
 
@@ -33,7 +33,7 @@ struct RingLayout {
   int page_stride;  // form kPages: bytes from one page's K to the next
   int columns;      // form kRows: of 128 bytes, of a row
   int chunks;       // form kRows: of 16 bytes, of a row
-  bool by_lanes;    // form kRows: no boxes; a ring of a team does without
+  bool by_lanes;    // form kRows, sm_90 on: a warp's own ring uses no boxes
   FastDivisor chunk_divisor;
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     first = (item.first_tile + item.tiles - 1) * kTokens;
     unit = Config::kAdjusts ? 1.0f : shape.to_log2;
     if (Config::kWidens && p.kv.k_scale != nullptr) {
-      unit *= p.kv.k_scale[item.kv_head * p.kv.scale_stride];
+      unit *= usable_scale(p.kv.k_scale[item.kv_head * p.kv.scale_stride]);
     }
     barrier_wait(shared_address(&shared.query_full[queries.at]), queries.parity);
     if constexpr (Config::kQueryInRegisters) {

@@ -99,7 +99,8 @@ struct PrefillMmaRows {
     } else {
       p.dtype == DType::kFloat16 ? load_query<Half>(item) : load_query<BFloat16>(item);
       if (p.kv.k_scale != nullptr && lane() < kWarpRows) {
-        factors[first_row() + lane()] *= p.kv.k_scale[item.kv_head * p.kv.scale_stride];
+        float& factor = factors[first_row() + lane()];
+        factor = usable_scale(factor * p.kv.k_scale[item.kv_head * p.kv.scale_stride]);
       }
     }
     tile.clear();

@@ -72,6 +72,10 @@ class RowScale {
     }
 #pragma unroll
     for (float& value : values) value = quotient(value, divisor_, inverse_);
+    if (scale < 0x1p-126f) {  // rounded to so few bits that quotients leave int8's range
+#pragma unroll
+      for (float& value : values) value = fminf(fmaxf(value, -128.0f), 127.0f);
+    }
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {

@@ -124,8 +124,10 @@ struct OwnList {
     bool any = false;
 #pragma unroll 1
     for (int token = from; token < end; token += step) {
+      const int32_t slot = slots[token];
+      if (slot < 0) continue;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) any |= later.slot[i] == slots[token];
+      for (int i = 0; i < kBatch; ++i) any |= later.slot[i] == slot;
     }
     return any ? ~0u : 0;
   }

@@ -193,8 +193,8 @@ inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const auto aligned = [&](int64_t block, int64_t token, int64_t head) {
     return block % kv.x == 0 && token % kv.x == 0 && head % kv.x == 0;
   };
-  return kv.head_size % kv.x == 0 && CacheWrite::fits(p) && inputs_aligned(p) &&
-         aligned16(kv.key) && aligned16(kv.value) &&
+  return kv.head_size % kv.x == 0 && kv.num_kv_heads <= 65535 && CacheWrite::fits(p) &&
+         inputs_aligned(p) && aligned16(kv.key) && aligned16(kv.value) &&
          aligned(kv.key_block_stride, kv.key_token_stride, kv.key_head_stride) &&
          aligned(kv.value_block_stride, kv.value_token_stride, kv.value_head_stride);
 }

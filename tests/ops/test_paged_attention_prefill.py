@@ -157,6 +157,15 @@ def test_whole_blocks_of_the_mma_kernel(cuda, order, stored):
     check(make(cuda, F16, [500, 131, 64], [290, 131, 64], sliding_window=50, **shapes))
 
 
+@pytest.mark.parametrize("head_size", [64, 112])
+def test_a_scale_of_zero(device, layout, head_size):
+    """Of keys that are all zero: every score is 0, and what is masked stays masked."""
+    shapes = {"stored": torch.int8, "head_size": head_size, "layout": layout}
+    case = make(device, BF16, [300, 130], [300, 77], scales_per_head=True, **shapes)
+    case.options["k_scale"][::2] = 0
+    check(case)
+
+
 def test_options_of_eight_bits(cuda, layout):
     """Softcap and ALiBi over 8-bit caches: not of Hopper's own kernel."""
     options = {"softcap": 2.0, "alibi_slopes": per_head(24, 0.01, 0.4), "sliding_window": 60}

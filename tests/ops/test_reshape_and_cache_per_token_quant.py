@@ -136,6 +136,7 @@ def test_zero_nan_and_infinite_rows(layout, device, dtype):
     key[5, 0, 7], key[6, 1, 63], value[7, 0, 0] = float("nan"), float("inf"), float("-inf")
     tiny = torch.finfo(dtype).smallest_normal
     value[8] = tiny
+    key[9] = 190 * 2.0**-149  # float32: a scale of one bit, and more than 127 of it
     out = caches(layout, device)
     check(key, value, out, slots, layout)
     k_scales, v_scales = (scales.transpose(1, 2).flatten(0, 1) for scales in out[2:])
