@@ -18,12 +18,16 @@ namespace vllm_kernels::cuda {
 constexpr int kTeamTokens = 64;  // of a step
 constexpr int kTeamMaxHeadSize = 128;
 
+// Items whose queries lie in shared memory: the next one's as well where pages leave room for them.
+template <typename Cache>
+constexpr int kTeamQueries = sizeof(Cache) == 1 ? 2 : 1;
+
 // Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
 __host__ __device__ constexpr int team_count(int max_tiles) {
   return max_tiles <= 4 ? 3 : 2;
 }
 
-// Bytes of shared memory: the queries, which all teams share, and a team's P^T.
+// Bytes of shared memory: an item's queries, which all teams share, and a team's P^T.
 __host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
   return rows * max_head_size * 2;
 }
@@ -42,6 +46,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
+  static constexpr int kMaxHead = kMaxHeadSize;
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
@@ -61,6 +66,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   uint32_t weights;   // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
   uint32_t turn = 0;  // which of two P^T comes next
   int team;
+  int team_weights;                 // bytes from one team's `weights` to the next
   int member;                       // this warp of the team
   uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
 
@@ -97,69 +103,67 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
   }
 
-  // Threads 0 .. count - 1 of the block put the queries down: 4 threads a row. start(row) points to
-  // a query row of type Query, null where there is none.
+  // One warp puts the queries of an item with `tiles` tiles down at `query`, a lane a row.
+  // start(row) points to a query row of type Query, null where there is none.
   template <typename Query, typename Start>
-  __device__ __forceinline__ void store_query(const Start& start, uint32_t scales, int thread,
-                                              int count) const {
+  static __device__ __forceinline__ void store_query(const Start& start, uint32_t query,
+                                                     uint32_t scales, int tiles, int head_size,
+                                                     int lane) {
+    constexpr int kChunks = kMaxHeadSize / 8;  // of 16 bytes
     const int rows = tiles * 8;
-    const int quarter = thread & 3;
 #pragma unroll 1
-    for (int row = thread >> 2; row < rows; row += count >> 2) {
+    for (int row = lane; row < rows; row += 32) {
       const Query* from = start(row);
-      // Pieces of 16 dimensions in turn.
-      uint4 low[kSteps / 4], high[kSteps / 4];
-#pragma unroll
-      for (int i = 0; i < kSteps / 4; ++i) {
-        const int d = (i * 4 + quarter) * 16;
-        low[i] = high[i] = uint4{0, 0, 0, 0};
-        if (from != nullptr && d < head_size) low[i] = load8(from + d);
-        if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
-      }
-      if constexpr (!kWide) {
-        float largest = 0.0f;
-        const auto each = [&](uint4& pack, const auto& action) {
-          uint32_t* words = &pack.x;
-#pragma unroll
-          for (int w = 0; w < 4; ++w) action(words[w]);
-        };
-        const auto element = [](uint32_t pair, int j) {
-          return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
-        };
-#pragma unroll
-        for (int i = 0; i < kSteps / 4; ++i) {
-          const auto raise = [&](uint32_t pair) {
-            largest = fmaxf(largest, fmaxf(fabsf(element(pair, 0)), fabsf(element(pair, 1))));
-          };
-          each(low[i], raise);
-          each(high[i], raise);
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int exponent = power_for_half(largest);
-        const float factor = exp2f(static_cast<float>(exponent));
-        if (quarter == 0) {
-          store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
-        }
-#pragma unroll
-        for (int i = 0; i < kSteps / 4; ++i) {
-          const auto narrow = [&](uint32_t& pair) {
-            pair = pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
-          };
-          each(low[i], narrow);
-          each(high[i], narrow);
-          // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
-          const uint4 a = low[i], b = high[i];
-          low[i] = uint4{a.x, a.z, b.x, b.z};
-          high[i] = uint4{a.y, a.w, b.y, b.w};
+      const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+#pragma unroll 4
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const uint32_t to = query + (chunk * rows + row) * 16;
+        if (from == nullptr || chunk * 8 >= head_size) {
+          store_shared(to, uint4{0, 0, 0, 0});
+        } else if (aligned) {
+          copy16_async(to, from + chunk * 8);
+        } else {
+          store_shared(to, load8(from + chunk * 8));
         }
       }
+    }
+    wait_all_copies();
+    if constexpr (!kWide) {
+#pragma unroll 1
+      for (int row = lane; row < rows; row += 32) narrow_row<Query>(query, scales, row, rows);
+    }
+  }
+  // A row to fp16, in place: each lane its own.
+  template <typename Query>
+  static __device__ __forceinline__ void narrow_row(uint32_t query, uint32_t scales, int row,
+                                                    int rows) {
+    const auto element = [](uint32_t pair, int j) {
+      return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
+    };
+    const auto place = [&](int chunk) { return query + (chunk * rows + row) * 16; };
+    float largest[2] = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int chunk = 0; chunk < 2 * kSteps; ++chunk) {
+      const uint4 pack = load_shared<uint4>(place(chunk));
 #pragma unroll
-      for (int i = 0; i < kSteps / 4; ++i) {
-        const uint32_t to = query + ((i * 4 + quarter) * 2 * rows + row) * 16;
-        store_shared(to, low[i]);
-        store_shared(to + rows * 16, high[i]);
+      for (const uint32_t pair : {pack.x, pack.y, pack.z, pack.w}) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) largest[j] = fmaxf(largest[j], fabsf(element(pair, j)));
       }
+    }
+    const int exponent = power_for_half(fmaxf(largest[0], largest[1]));
+    const float factor = exp2f(static_cast<float>(exponent));
+    store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
+    const auto narrow = [&](uint32_t pair) {
+      return pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
+    };
+#pragma unroll 2
+    for (int step = 0; step < kSteps; ++step) {
+      // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
+      const uint4 a = load_shared<uint4>(place(2 * step)),
+                  b = load_shared<uint4>(place(2 * step + 1));
+      store_shared(place(2 * step), uint4{narrow(a.x), narrow(a.z), narrow(b.x), narrow(b.z)});
+      store_shared(place(2 * step + 1), uint4{narrow(a.y), narrow(a.w), narrow(b.y), narrow(b.w)});
     }
   }
   // After all rows are there.
@@ -217,6 +221,17 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     return any_of_team<3>(mine);
   }
 
+  // A row's maximum to `updated`.
+  __device__ __forceinline__ void rescale(int t, int j, float updated) {
+    const float factor = exp2_approx(maximum[t][j] - updated);
+    maximum[t][j] = updated;
+    sum[t][j] *= factor;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      out[h][t][j] *= factor;
+      out[h][t][j + 2] *= factor;
+    }
+  }
   // All maxima to what the team saw. `scratch`: 16 bytes a row.
   template <int kUsed>
   __device__ __forceinline__ void raise_maxima(const float (&largest)[kUsed][2], uint32_t scratch,
@@ -241,16 +256,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float4 seen = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
-        const float updated =
-            fmaxf(maximum[t][j], fmaxf(fmaxf(seen.x, seen.y), fmaxf(seen.z, seen.w)));
-        const float factor = exp2_approx(maximum[t][j] - updated);
-        maximum[t][j] = updated;
-        sum[t][j] *= factor;
-#pragma unroll
-        for (int h = 0; h < kHalves; ++h) {
-          out[h][t][j] *= factor;
-          out[h][t][j + 2] *= factor;
-        }
+        rescale(t, j, fmaxf(maximum[t][j], fmaxf(fmaxf(seen.x, seen.y), fmaxf(seen.z, seen.w))));
       }
     }
     team_barrier();  // all have read
@@ -483,10 +489,82 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     step_rows<2>(key, value, tokens, plain, adjust, release, layout, lane);
   }
 
-  // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's
-  // fragment of half a head [64 dimensions] of tile t.
-  __device__ __forceinline__ void store_stats(float (&maxima)[kMaxTiles * 8],
-                                              float (&sums)[kMaxTiles * 8], int thread, int lane) {
+  // Another team's.
+  __device__ __forceinline__ uint32_t weights_of(int other) const {
+    return weights + (other - team) * team_weights;
+  }
+
+  // What teams hand over: maxima and sums, and results, of 4 tiles at a time, 16 bytes a thread and
+  // tile, in the place of the giver's weights. In one round after the other: `given` and `taken`
+  // are barriers of 4 warps each.
+  static constexpr int kRounds = kMaxTiles / 4 * (1 + kHalves);
+
+  // To the same thread of another team. `round`: the first one's number.
+  __device__ __forceinline__ void give(uint32_t given, uint32_t taken, uint32_t round, int thread) {
+    team_barrier();  // no warp reads weights any more
+    const auto put = [&](int t, const float4& values) {
+      if (t < tiles) store_shared(weights + (t % 4 * 128 + thread) * 16, values);
+    };
+#pragma unroll
+    for (int group = 0; group < kMaxTiles; group += 4) {
+#pragma unroll
+      for (int plane = 0; plane <= kHalves; ++plane, ++round) {
+#pragma unroll
+        for (int t = group; t < group + 4; ++t) {
+          if (plane == 0) {
+            put(t, float4{maximum[t][0], maximum[t][1], sum[t][0], sum[t][1]});
+          } else {
+            const float (&values)[4] = out[plane - 1][t];
+            put(t, float4{values[0], values[1], values[2], values[3]});
+          }
+        }
+        barrier_arrive_warp(given, thread % 32);
+        barrier_wait(taken, round & 1);
+      }
+    }
+  }
+  // Adds what lies at `from`.
+  __device__ __forceinline__ void take(uint32_t from, uint32_t given, uint32_t taken,
+                                       uint32_t round, int thread) {
+#pragma unroll
+    for (int group = 0; group < kMaxTiles; group += 4) {
+      float factor[4][2];
+#pragma unroll
+      for (int plane = 0; plane <= kHalves; ++plane, ++round) {
+        barrier_wait(given, round & 1);
+        float4 theirs[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          if (group + t < tiles) theirs[t] = load_shared<float4>(from + (t * 128 + thread) * 16);
+        }
+        barrier_arrive_warp(taken, thread % 32);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          if (group + t >= tiles) continue;
+          if (plane == 0) {
+            const float maxima[2] = {theirs[t].x, theirs[t].y},
+                        sums[2] = {theirs[t].z, theirs[t].w};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const float updated = fmaxf(maximum[group + t][j], maxima[j]);
+              factor[t][j] = exp2_approx(maxima[j] - updated);
+              rescale(group + t, j, updated);
+              sum[group + t][j] += factor[t][j] * sums[j];
+            }
+          } else {
+            float (&values)[4] = out[plane - 1][group + t];
+            values[0] += factor[t][0] * theirs[t].x;
+            values[1] += factor[t][1] * theirs[t].y;
+            values[2] += factor[t][0] * theirs[t].z;
+            values[3] += factor[t][1] * theirs[t].w;
+          }
+        }
+      }
+    }
+  }
+
+  // A row's maximum and sum of all tokens, for thread `row` of the team.
+  __device__ __forceinline__ float2 row_stats(int thread, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
 #pragma unroll
@@ -497,43 +575,25 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         }
       }
     }
-    // [rows][4 warps] in the place of weights that no warp reads any more.
-    uint32_t of_warps = weights;
-    if constexpr (kEarly) {
-      of_warps += turn * (tiles * 8 * kTeamTokens * 2);
-    } else {
-      team_barrier();
-    }
+    // Sums [rows][4 warps], then maxima, in the place of weights that no warp reads any more.
+    const uint32_t maxima = weights + tiles * 8 * 16;
+    team_barrier();
     if (lane < 4) {
 #pragma unroll
       for (int t = 0; t < kMaxTiles; ++t) {
+        if (t >= tiles) continue;
         const int row = row_of(lane, t, 0);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          store_shared(of_warps + ((row + j) * 4 + member) * 4, sum[t][j]);
-        }
-        if (member == 0) {
-          *reinterpret_cast<float2*>(&maxima[row]) = {maximum[t][0], maximum[t][1]};
+          store_shared(weights + ((row + j) * 4 + member) * 4, sum[t][j]);
+          if (member == 0) store_shared(maxima + (row + j) * 4, maximum[t][j]);
         }
       }
     }
     team_barrier();
-    if (thread < kMaxTiles * 8) {
-      const float4 four = load_shared<float4>(of_warps + thread * 16);
-      sums[thread] = four.x + four.y + four.z + four.w;
-    }
-  }
-  // `to`: shared memory, [tiles][128 threads] of 16 bytes.
-  template <int kHalf>
-  __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
-#pragma unroll
-    for (int t = 0; t < kMaxTiles; ++t) {
-      const float (&values)[4] = out[kHalf][t];
-      if (t < tiles) {
-        store_shared(to + (t * 128 + thread) * 16,
-                     float4{values[0], values[1], values[2], values[3]});
-      }
-    }
+    if (thread >= tiles * 8) return {kNoMaximum, 0.0f};
+    const float4 four = load_shared<float4>(weights + thread * 16);
+    return {load_shared<float>(maxima + thread * 4), four.x + four.y + four.z + four.w};
   }
 
  private:

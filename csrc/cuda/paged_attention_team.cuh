@@ -4,8 +4,8 @@
 // A block's first two or three warpgroups are teams (attention_team.cuh) that take an item's stages
 // in turn, each through a ring of its own (kv_ring.cuh). Of a last warpgroup, one warp fills each
 // ring (a warp issues a bulk copy in about 100 cycles) and runs ahead: while an item ends the next
-// one's pages are under way. Another asks for items (attention_work.cuh) and puts them down in a
-// queue of two.
+// one's pages are under way. Another asks for items (attention_work.cuh), and puts them down in a
+// queue of two and their queries beside it.
 //
 // For an item's end see paged_attention_team_end.cuh.
 #pragma once
@@ -37,12 +37,11 @@ struct TeamShape {
   ScoreCap cap;
 };
 
-// Operands of the products, and results at an item's end, in turn.
+// Operands of the products.
+template <typename Cache>
 __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
-  const int teams = team_count(max_tiles);
-  const int operands = query_bytes(rows, max_head_size) + teams * weight_bytes(rows);
-  const int results = teams * rows * 64 * 4;  // of half a head
-  return operands > results ? operands : results;
+  return kTeamQueries<Cache> * query_bytes(rows, max_head_size) +
+         team_count(max_tiles) * weight_bytes(rows);
 }
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
@@ -56,6 +55,19 @@ struct ItemQueue {
   uint64_t full[kItemQueue], empty[kItemQueue];
   uint64_t wanted;  // the first filler is at its item's last stage
 };
+
+// The queries of items, in turn.
+template <typename Cache, int kMaxRows>
+struct TeamQueries {
+  static constexpr int kCount = kTeamQueries<Cache>;
+  uint64_t full[kCount], empty[kCount];
+  float scales[kCount][sizeof(Cache) == 1 ? kMaxRows : 1];  // see TeamTile::store_query
+};
+
+// Tiles of 8 rows that products have.
+__device__ __forceinline__ int used_tiles(const ItemRows& rows) {
+  return rows.count <= 16 ? 2 : rows.count <= 32 ? 4 : 8;
+}
 
 // Asks the second-level cache for the pages that an item's rings will have first, where it is long.
 // They are not read, so this may be done before the predecessor has ended.
@@ -85,10 +97,41 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
   }
 }
 
-// One warp: which items this block takes.
-template <typename Cache, PageForm kForm, int kTeams>
+// One warp: the queries of a block's item `number`, to `storage`.
+template <typename Tile, typename Queries>
+__device__ __forceinline__ void store_queries(const PagedAttentionParams& p, const TeamShape& shape,
+                                              const WorkItem& item, const ItemRows& rows,
+                                              Queries& queries, uint32_t storage, uint32_t number,
+                                              int lane) {
+  const uint32_t slot = number % Queries::kCount;
+  const auto store = [&](auto tag) {
+    using Query = decltype(tag);
+    const auto start = [&](int row) -> const Query* {
+      if (row >= rows.count) return nullptr;
+      const RowPlace place = place_of_row(shape.work, item, rows, row);
+      return static_cast<const Query*>(p.query) +
+             (item.sequence.first_query + place.token) * p.query_stride +
+             static_cast<int64_t>(place.head) * p.kv.head_size;
+    };
+    Tile::template store_query<Query>(
+        start, storage + slot * query_bytes(shape.work.rows(), Tile::kMaxHead),
+        shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size, lane);
+  };
+  barrier_wait(shared_address(&queries.empty[slot]), number / Queries::kCount & 1 ^ 1);
+  if constexpr (Tile::kWide) {
+    store(typename Tile::Element{});
+  } else {
+    p.dtype == DType::kFloat16 ? store(Half{}) : store(BFloat16{});
+  }
+  fence_async_proxy();
+  barrier_arrive_warp(shared_address(&queries.full[slot]), lane);
+}
+
+// One warp: which items this block takes, and their queries.
+template <typename Tile, typename Cache, PageForm kForm, typename Queries>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
-                                            ItemQueue& queue, uint32_t* next, int lane) {
+                                            ItemQueue& queue, Queries& queries, uint32_t storage,
+                                            uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
   enum { kGuess, kPlan, kGoOn } now = TeamPlan::may_guess(p) ? kGuess : kPlan;
@@ -112,7 +155,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     if (now == kGuess) {
       if (index < plan.items()) {
         __syncwarp();
-        prefetch_pages<Cache, kForm>(p, shape.ring, queue.items[slot], kTeams, lane);
+        prefetch_pages<Cache, kForm>(p, shape.ring, queue.items[slot], Tile::kTeams, lane);
       }
       now = kPlan;
       wait_for_predecessor();
@@ -125,10 +168,12 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));
     __syncwarp();
     if (index >= plan.items()) return;
+    wait_before(p);
+    store_queries<Tile>(p, shape, queue.items[slot], queue.rows[slot], queries, storage, number,
+                        lane);
     // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
-    wait_before(p);
     const uint32_t count = plan.items();
     index = count;
     if (lane == 0 && count > gridDim.x) index = gridDim.x + atomicInc(next, count - 1);
@@ -162,13 +207,13 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
   }
 }
 
-template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-__device__ __forceinline__ void attend(
-    const PagedAttentionParams& p, const TeamShape& shape, const DecodeWorkspace& workspace,
-    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue& queue,
-    TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales, bool& is_last,
-    const TeamsBarrier& barrier, uint32_t scratch, int team, int thread) {
-  using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
+template <typename Tile, typename Ring, typename Queries>
+__device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
+                                       const DecodeWorkspace& workspace, Ring& ring,
+                                       ItemQueue& queue, Queries& queries,
+                                       TeamRows<Tile::kTiles * 8>& of_rows,
+                                       TeamBarriers<Tile::kTeams>& barriers, bool& is_last,
+                                       uint32_t scratch, int team, int thread) {
   constexpr int kTeams = Tile::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
   const int lane = thread % 32;
@@ -176,15 +221,15 @@ __device__ __forceinline__ void attend(
   tile.head_size = p.kv.head_size;
   tile.team = team;
   tile.member = same_in_warp(thread / 32);
-  tile.query = scratch;
-  tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
-                 team * weight_bytes(shape.work.rows());
+  tile.team_weights = weight_bytes(shape.work.rows());
+  tile.weights = scratch + Queries::kCount * query_bytes(shape.work.rows(), Tile::kMaxHead) +
+                 team * tile.team_weights;
   tile.set_addresses(shape.tile, lane);
+  uint32_t splits = 0;
   wait_before(p);
-  barrier.arrive();
 #pragma unroll 1
-  for (int number = 0;; ++number) {
-    const int slot = number % kItemQueue;
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t slot = number % kItemQueue;
     barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
     if (queue.ends[slot]) {
       wait_after(p);
@@ -192,31 +237,14 @@ __device__ __forceinline__ void attend(
     }
     const WorkItem& item = queue.items[slot];
     const ItemRows rows = queue.rows[slot];
-    const int row_tiles = (rows.count + 7) / 8;
-    tile.tiles = row_tiles <= 2 ? 2 : row_tiles <= 4 ? 4 : 8;
-    const auto load_query = [&](auto tag) {
-      using Query = decltype(tag);
-      const auto start = [&](int row) -> const Query* {
-        if (row >= rows.count) return nullptr;
-        const RowPlace place = place_of_row(shape.work, item, rows, row);
-        return static_cast<const Query*>(p.query) +
-               (item.sequence.first_query + place.token) * p.query_stride +
-               static_cast<int64_t>(place.head) * p.kv.head_size;
-      };
-      tile.template store_query<Query>(start, row_scales, team * 128 + thread, kTeams * 128);
-    };
-    barrier.wait<0>();  // the results of the item before, which lie in the same place, are read
-    if constexpr (Tile::kWide) {
-      load_query(Cache{});
-    } else {
-      p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
-    }
-    fence_async_proxy();
-    barrier.sync<1>();
+    const uint32_t of_queries = number % Queries::kCount;
+    tile.tiles = used_tiles(rows);
+    tile.query = scratch + of_queries * query_bytes(shape.work.rows(), Tile::kMaxHead);
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
-    tile.load_scales(row_scales, p.scale * k_scale * kLog2E, lane);
+    barrier_wait(shared_address(&queries.full[of_queries]), number / Queries::kCount & 1);
+    tile.load_scales(shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, lane);
     tile.clear();
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
@@ -256,19 +284,18 @@ __device__ __forceinline__ void attend(
       }
       first += kTeams << kShift;
     }
-    const TeamEnd<Tile> finish = {.p = p,
-                                  .shape = shape.work,
-                                  .workspace = workspace,
-                                  .item = item,
-                                  .rows = rows,
-                                  .stats = stats,
-                                  .is_last = is_last,
-                                  .scratch = scratch,
-                                  .tiles = tile.tiles,
-                                  .warp = team * 4 + tile.member,
-                                  .lane = lane};
-    finish_item(finish, tile, barrier, thread);
-    barrier.arrive();
+    barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
+    const TeamEnd<Tile> end_of_item = {.p = p,
+                                       .shape = shape.work,
+                                       .workspace = workspace,
+                                       .item = item,
+                                       .rows = rows,
+                                       .of_rows = of_rows,
+                                       .is_last = is_last,
+                                       .tiles = tile.tiles,
+                                       .warp = team * 4 + tile.member,
+                                       .lane = lane};
+    finish_item(end_of_item, tile, barriers, number, splits, thread);
     barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
   }
 }
@@ -282,17 +309,20 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
                                 const __grid_constant__ RowMaps maps,
                                 const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  constexpr int kTeams = team_count(kMaxTiles);
+  using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
+  constexpr int kTeams = Tile::kTeams;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
   __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
-  __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
-  __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
+  __shared__ TeamBarriers<kTeams> teams;
+  __shared__ __align__(16) TeamRows<kMaxTiles * 8> of_rows;
+  __shared__ TeamQueries<Cache, kMaxTiles * 8> queries;
   __shared__ ItemQueue queue;
-  __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
   // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
-  static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
+  static_assert(sizeof(barriers) + sizeof(teams) + sizeof(of_rows) + sizeof(queries) +
+                    sizeof(queue) + 16 <=
+                3072);
   launch_dependents();
   const int lane = threadIdx.x % 32;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
@@ -305,7 +335,11 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       barrier_init(shared_address(&queue.empty[slot]), (4 * kTeams + kTeams) * kWarpArrivals);
     }
     barrier_init(shared_address(&queue.wanted), 1);
-    barrier_init(shared_address(&teams_barrier), 4 * kTeams * kWarpArrivals);
+    for (int slot = 0; slot < queries.kCount; ++slot) {
+      barrier_init(shared_address(&queries.full[slot]), kWarpArrivals);
+      barrier_init(shared_address(&queries.empty[slot]), 4 * kTeams * kWarpArrivals);
+    }
+    teams.init();
     fence_barrier_init();
   }
   if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
@@ -320,7 +354,9 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
     const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
     if (team == kTeams) {
-      queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
+      queue_items<Tile, Cache, kForm>(p, shape, queue, queries,
+                                      shared_address(shared) + kTeams * ring_bytes, workspace.next,
+                                      lane);
     } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
                 shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
@@ -333,10 +369,8 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
               shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
               false, lane);
-    attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
-        p, shape, workspace, ring, queue, stats, shared_address(row_scales), is_last,
-        TeamsBarrier{shared_address(&teams_barrier), lane},
-        shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
+    attend<Tile>(p, shape, workspace, ring, queue, queries, of_rows, teams, is_last,
+                 shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
   }
 #endif
 }
@@ -358,7 +392,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
                 .piece_share = kTeamPieceShare,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
-  const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
+  const int scratch = team_scratch_bytes<Cache>(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
   shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),

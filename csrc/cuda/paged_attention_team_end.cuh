@@ -1,8 +1,10 @@
-// The end of an item of paged_attention_team.cuh, where its teams meet.
+// The end of an item of paged_attention_team.cuh: what its teams have becomes one result.
 //
-// They put their results down, half a head at a time, and merge them, each warp some fragments of
-// 16 dimensions x 8 rows. They are written as output where the item is a whole segment, else to the
-// workspace, where the segment's last block to finish merges all pieces in order.
+// It goes from team to team, in the order in which they take their last stages, so that none waits
+// for more than a part of another's step: each adds what the one before it hands over, thread by
+// thread, and goes on to the next item; the last writes the sum. That is the output where the item
+// is a whole segment, else it goes to the workspace, and all teams of the segment's last block to
+// finish merge its pieces in order.
 #pragma once
 #include "cuda/attention_team.cuh"
 #include "cuda/paged_attention_items.cuh"
@@ -12,36 +14,31 @@ namespace vllm_kernels::cuda {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// Where the warps of all teams wait for each other: an mbarrier of as many arrivals. (What a named
-// barrier of these warps orders is a hazard to compute-sanitizer's racecheck.) An item has an even
-// number of these meetings (two at its start), so that each has a parity of its own.
-struct TeamsBarrier {
-  uint32_t barrier;
-  int lane;
+// Where teams wait for each other, in shared memory.
+template <int kTeams>
+struct TeamBarriers {
+  uint64_t given[kTeams - 1], taken[kTeams - 1];  // [place of the giver]
+  uint64_t counted;                               // is_last is known, of a segment of pieces
 
-  __device__ __forceinline__ void arrive() const { barrier_arrive_warp(barrier, lane); }
-  template <uint32_t kParity>
-  __device__ __forceinline__ void wait() const {
-    barrier_wait(barrier, kParity);
-  }
-  template <uint32_t kParity>
-  __device__ __forceinline__ void sync() const {
-    arrive();
-    wait<kParity>();
+  // One thread.
+  __device__ __forceinline__ void init() {
+    for (int place = 0; place < kTeams - 1; ++place) {
+      barrier_init(shared_address(&given[place]), 4 * kWarpArrivals);
+      barrier_init(shared_address(&taken[place]), 4 * kWarpArrivals);
+    }
+    barrier_init(shared_address(&counted), 1);
   }
 };
 
-// What the teams know of an item's rows at its end.
-template <int kTeams, int kMaxRows>
-struct TeamStats {
-  float maxima[kTeams][kMaxRows];  // then the weights of the teams' results
-  float sums[kTeams][kMaxRows];
-  int64_t out[kMaxRows];  // the row's place in out, in elements; -1: none
+// What an item's last team knows of its rows.
+template <int kMaxRows>
+struct TeamRows {
+  float scales[kMaxRows];  // of the results
+  int64_t out[kMaxRows];   // the row's place in out, in elements; -1: none
 };
 
-// The end of an item, by all teams. A warp merges fragments as the products leave them: a lane has
-// rows 2 (lane % 4) + j of tile t, of dimensions dimension_of(lane, k, 0) and (.., 1), as values j
-// and j + 2.
+// The end of an item. A lane has rows 2 (lane % 4) + j of tile t, of dimensions
+// dimension_of(lane, k, 0) and (.., 1), as values j and j + 2, as the products leave them.
 template <typename Tile>
 struct TeamEnd {
   static constexpr int kTeams = Tile::kTeams;
@@ -50,53 +47,46 @@ struct TeamEnd {
   const DecodeWorkspace& workspace;
   const WorkItem& item;
   const ItemRows& rows;
-  TeamStats<kTeams, Tile::kTiles * 8>& stats;
+  TeamRows<Tile::kTiles * 8>& of_rows;
   bool& is_last;
-  uint32_t scratch;  // shared memory: [kTeams][tiles][128] of 16 bytes
   int tiles;
-  int warp, lane;
+  int warp, lane;  // of all teams
 
-  // Of the teams' maxima and sums, a thread each row.
-  __device__ __forceinline__ void merge_stats() const {
-    const int row = warp * 32 + lane;
-    if (row >= tiles * 8) return;
-    float maximum = stats.maxima[0][row], sum = 0.0f;
-#pragma unroll
-    for (int team = 1; team < kTeams; ++team) maximum = fmaxf(maximum, stats.maxima[team][row]);
-    float weights[kTeams];
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
-      weights[team] = exp2_approx(stats.maxima[team][row] - maximum);
-      sum += weights[team] * stats.sums[team][row];
-    }
-    float scale = 1.0f;
-    if (item.pieces == 1) {
-      scale = finish_row(row, maximum, sum, true);
-    } else {
-      *stats_of(item.piece, row) = {maximum, sum};
-    }
-    const RowPlace place = place_of_row(shape, item, rows, row);
-    stats.out[row] = row >= rows.count ? -1
-                                       : (item.sequence.first_query + place.token) * p.out_stride +
-                                             static_cast<int64_t>(place.head) * p.kv.head_size;
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) stats.maxima[team][row] = weights[team] * scale;
-  }
-
-  // Half a head of the teams, which lies in `scratch`.
-  __device__ __forceinline__ void merge_teams(int half) const {
-#pragma unroll 1
-    for (int i = warp; i < tiles * 4; i += 4 * kTeams) {
-      float values[4] = {};
-#pragma unroll
-      for (int team = 0; team < kTeams; ++team) {
-        const float4 out = load_shared<float4>(scratch + ((team * tiles * 4 + i) * 32 + lane) * 16);
-        add(values, row_pair(stats.maxima[team], i / 4), out);
-      }
+  // The sum of all teams, which `tile` has, to the output or the workspace. All of its team.
+  __device__ __forceinline__ void write_sum(Tile& tile, int thread) const {
+    const float2 stats = tile.row_stats(thread, lane);
+    if (thread < tiles * 8) {
+      const int row = thread;
+      const RowPlace place = place_of_row(shape, item, rows, row);
+      of_rows.out[row] = row >= rows.count
+                             ? -1
+                             : (item.sequence.first_query + place.token) * p.out_stride +
+                                   static_cast<int64_t>(place.head) * p.kv.head_size;
       if (item.pieces == 1) {
-        write(half, i, values);
+        of_rows.scales[row] = finish_row(row, stats.x, stats.y, true);
       } else {
-        *outs_of(item.piece, half, i) = {values[0], values[1], values[2], values[3]};
+        *stats_of(item.piece, row) = stats;
+      }
+    }
+    tile.team_barrier();
+#pragma unroll
+    for (int t = 0; t < Tile::kTiles; ++t) {
+      if (t >= tiles) continue;
+      const int i = 4 * t + tile.member;
+      if (item.pieces > 1) {
+#pragma unroll
+        for (int half = 0; half < Tile::kHalves; ++half) {
+          const float (&out)[4] = tile.out[half][t];
+          *outs_of(item.piece, half, i) = {out[0], out[1], out[2], out[3]};
+        }
+        continue;
+      }
+      const float2 scale =
+          *reinterpret_cast<const float2*>(&of_rows.scales[Tile::row_of(lane, t, 0)]);
+#pragma unroll
+      for (int half = 0; half < Tile::kHalves; ++half) {
+        const float (&out)[4] = tile.out[half][t];
+        write(half, i, {out[0] * scale.x, out[1] * scale.y, out[2] * scale.x, out[3] * scale.y});
       }
     }
   }
@@ -169,9 +159,6 @@ struct TeamEnd {
     }
     return result.scale;
   }
-  __device__ __forceinline__ float2 row_pair(const float* of_rows, int t) const {
-    return *reinterpret_cast<const float2*>(&of_rows[Tile::row_of(lane, t, 0)]);
-  }
   static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
     values[0] += weight.x * out.x;
     values[1] += weight.y * out.y;
@@ -202,7 +189,7 @@ struct TeamEnd {
     // Dimensions x rows -> rows x dimensions.
     const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
     const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
-    const int64_t row_start = stats.out[i / 4 * 8 + lane / 4];
+    const int64_t row_start = of_rows.out[i / 4 * 8 + lane / 4];
     const int d = (half * 4 + i % 4) * 16;
     if (row_start < 0 || d >= p.kv.head_size) return;
     char* to = static_cast<char*>(p.out) + 2 * (row_start + d);
@@ -216,30 +203,39 @@ struct TeamEnd {
   }
 };
 
+// The end of the block's item `number`, by all teams; `splits`: items before it that were pieces.
 template <typename Tile>
 __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile,
-                                            const TeamsBarrier& barrier, int thread) {
+                                            TeamBarriers<Tile::kTeams>& barriers, uint32_t number,
+                                            uint32_t& splits, int thread) {
+  constexpr int kTeams = Tile::kTeams;
   const WorkItem& item = end.item;
-  tile.store_stats(end.stats.maxima[tile.team], end.stats.sums[tile.team], thread, end.lane);
-  const uint32_t mine = end.scratch + tile.team * tile.tiles * 128 * 16;
-  barrier.sync<0>();  // the operands have been read
-  end.merge_stats();
-  tile.template store_half<0>(mine, thread);
-  barrier.sync<1>();
-  end.merge_teams(0);
-  if constexpr (Tile::kHalves == 2) {
-    barrier.sync<0>();
-    tile.template store_half<1>(mine, thread);
-    barrier.sync<1>();
-    end.merge_teams(1);
+  // In the order of their last stages.
+  const int place = (tile.team - item.stages % kTeams + kTeams) % kTeams;
+  const uint32_t round = number * Tile::kRounds;
+  if (place > 0) {
+    tile.take(tile.weights_of((tile.team + kTeams - 1) % kTeams),
+              shared_address(&barriers.given[place - 1]),
+              shared_address(&barriers.taken[place - 1]), round, thread);
+  }
+  if (place < kTeams - 1) {
+    tile.give(shared_address(&barriers.given[place]), shared_address(&barriers.taken[place]), round,
+              thread);
+  } else {
+    end.write_sum(tile, thread);
   }
   if (item.pieces == 1) return;
-  barrier.sync<0>();
-  if (end.warp == 0 && end.lane == 0) {
-    end.is_last = atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==
-                  static_cast<uint32_t>(item.pieces - 1);
+  if (place == kTeams - 1) {
+    tile.team_barrier();
+    if (thread == 0) {
+      end.is_last =
+          atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==
+          static_cast<uint32_t>(item.pieces - 1);
+      barrier_arrive(shared_address(&barriers.counted));
+    }
   }
-  barrier.sync<1>();
+  barrier_wait(shared_address(&barriers.counted), splits & 1);
+  ++splits;
   if (end.is_last) end.merge_pieces();
 }
 
