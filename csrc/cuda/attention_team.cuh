@@ -142,7 +142,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     };
     const auto place = [&](int chunk) { return query + (chunk * rows + row) * 16; };
     float largest[2] = {0.0f, 0.0f};
-#pragma unroll 4
+#pragma unroll 2
     for (int chunk = 0; chunk < 2 * kSteps; ++chunk) {
       const uint4 pack = load_shared<uint4>(place(chunk));
 #pragma unroll

@@ -24,10 +24,12 @@ __host__ __device__ constexpr int team_threads(int max_tiles) {
   return 128 * (team_count(max_tiles) + 1);
 }
 // Registers of a thread, of 65536 in all: the teams need more than their even share.
-constexpr int kServantRegisters = 56;
+__host__ __device__ constexpr int servant_registers(int max_tiles) {
+  return max_tiles <= 4 ? 80 : 64;
+}
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
 __host__ __device__ constexpr int team_registers(int max_tiles) {
-  return max_tiles <= 4 ? 152 : 224;
+  return max_tiles <= 4 ? 144 : 224;
 }
 
 struct TeamShape {
@@ -35,6 +37,7 @@ struct TeamShape {
   RingLayout ring;
   TileLayout tile;
   ScoreCap cap;
+  int scratch;  // bytes of all rings: the queries and weights lie behind them
 };
 
 // Operands of the products.
@@ -343,7 +346,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     fence_barrier_init();
   }
   if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
-    for (int i = threadIdx.x * 16; i < kTeams * ring_bytes; i += team_threads(kMaxTiles) * 16) {
+    for (int i = threadIdx.x * 16; i < shape.scratch; i += team_threads(kMaxTiles) * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
@@ -351,12 +354,11 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __syncthreads();  // the barriers, the zeros
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == kTeams) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(servant_registers(kMaxTiles)));
     const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
     if (team == kTeams) {
       queue_items<Tile, Cache, kForm>(p, shape, queue, queries,
-                                      shared_address(shared) + kTeams * ring_bytes, workspace.next,
-                                      lane);
+                                      shared_address(shared) + shape.scratch, workspace.next, lane);
     } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
                 shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
@@ -370,7 +372,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
               shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
               false, lane);
     attend<Tile>(p, shape, workspace, ring, queue, queries, of_rows, teams, is_last,
-                 shared_address(shared) + kTeams * ring_bytes, team, threadIdx.x % 128);
+                 shared_address(shared) + shape.scratch, team, threadIdx.x % 128);
   }
 #endif
 }
@@ -392,12 +394,12 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
                 .piece_share = kTeamPieceShare,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
-  const int scratch = team_scratch_bytes<Cache>(kMaxTiles, 1 << row_shift, kMaxHeadSize);
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
+  const int operands = team_scratch_bytes<Cache>(kMaxTiles, 1 << row_shift, kMaxHeadSize);
+  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - operands;
   shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
+  shape.scratch = kTeams * shape.ring.stages * shape.ring.stage_bytes;
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
-                dim3(team_threads(kMaxTiles)),
-                kTeams * shape.ring.stages * shape.ring.stage_bytes + scratch, stream, p, shape,
+                dim3(team_threads(kMaxTiles)), shape.scratch + operands, stream, p, shape,
                 cache_maps<Cache, kTeamTokens, kForm>(p.kv), workspace);
 }
 
