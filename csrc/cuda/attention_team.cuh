@@ -46,7 +46,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
-  static constexpr int kMaxHead = kMaxHeadSize;
+  static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = kMaxTiles * 8;
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
@@ -60,6 +60,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   float maximum[kMaxTiles][2];       // log2 units, of this lane's two rows; the same in all warps
   float sum[kMaxTiles][2];           // this lane's tokens only, until store_stats()
   float scale[kMaxTiles][2];         // from product to log2 units
+  float theirs_factor[4][2];         // see add_unit()
   int head_size;
   int tiles;          // of 8 rows, in use: 2, 4 or 8
   uint32_t query;     // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
@@ -494,72 +495,84 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     return weights + (other - team) * team_weights;
   }
 
-  // What teams hand over: maxima and sums, and results, of 4 tiles at a time, 16 bytes a thread and
-  // tile, in the place of the giver's weights. In one round after the other: `given` and `taken`
-  // are barriers of 4 warps each.
-  static constexpr int kRounds = kMaxTiles / 4 * (1 + kHalves);
+  // What this thread knows, in units of 16 bytes: of 4 tiles at a time maxima and sums, then
+  // results.
+  static constexpr int kUnits = kMaxTiles * (1 + kHalves);
+  static __device__ __forceinline__ int tile_of_unit(int unit) {
+    return unit / (4 * (1 + kHalves)) * 4 + unit % 4;
+  }
+  static __device__ __forceinline__ int plane_of_unit(int unit) { return unit / 4 % (1 + kHalves); }
+  __device__ __forceinline__ bool has_unit(int unit) const { return tile_of_unit(unit) < tiles; }
+  __device__ __forceinline__ float4 unit(int unit) const {
+    const int t = tile_of_unit(unit), plane = plane_of_unit(unit);
+    if (plane == 0) return {maximum[t][0], maximum[t][1], sum[t][0], sum[t][1]};
+    const float (&values)[4] = out[plane - 1][t];
+    return {values[0], values[1], values[2], values[3]};
+  }
+  // Adds the same of other tokens, unit by unit.
+  __device__ __forceinline__ void add_unit(int unit, const float4& theirs) {
+    const int t = tile_of_unit(unit), plane = plane_of_unit(unit);
+    float (&factor)[2] = theirs_factor[unit % 4];
+    if (plane == 0) {
+      const float maxima[2] = {theirs.x, theirs.y}, sums[2] = {theirs.z, theirs.w};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float updated = fmaxf(maximum[t][j], maxima[j]);
+        factor[j] = exp2_approx(maxima[j] - updated);
+        rescale(t, j, updated);
+        sum[t][j] += factor[j] * sums[j];
+      }
+      return;
+    }
+    float (&values)[4] = out[plane - 1][t];
+    values[0] += factor[0] * theirs.x;
+    values[1] += factor[1] * theirs.y;
+    values[2] += factor[0] * theirs.z;
+    values[3] += factor[1] * theirs.w;
+  }
 
-  // To the same thread of another team. `round`: the first one's number.
-  __device__ __forceinline__ void give(uint32_t given, uint32_t taken, uint32_t round, int thread) {
-    team_barrier();  // no warp reads weights any more
-    const auto put = [&](int t, const float4& values) {
-      if (t < tiles) store_shared(weights + (t % 4 * 128 + thread) * 16, values);
-    };
+  __device__ __forceinline__ int rows_in_use() const { return tiles * 8; }
+  // Fragments of 16 dimensions x 8 rows, of all 4 warps. A lane's values j are of the two rows
+  // fragment_row(lane, f, pair_of(j)), whose stats lie side by side from place_of_stats() on.
+  __device__ __forceinline__ int fragments() const { return kHalves * tiles * 4; }
+  __device__ __forceinline__ int fragment_row(int lane, int f, int j) const {
+    return row_of(lane, f % (tiles * 4) / 4, j);
+  }
+  static __device__ __forceinline__ constexpr int pair_of(int j) { return j & 1; }
+  static __device__ __forceinline__ int place_of_stats(int row) { return row; }
+  template <typename Action>
+  __device__ __forceinline__ void each_fragment(const Action& action) const {
 #pragma unroll
-    for (int group = 0; group < kMaxTiles; group += 4) {
+    for (int t = 0; t < kMaxTiles; ++t) {
+      if (t >= tiles) continue;
 #pragma unroll
-      for (int plane = 0; plane <= kHalves; ++plane, ++round) {
-#pragma unroll
-        for (int t = group; t < group + 4; ++t) {
-          if (plane == 0) {
-            put(t, float4{maximum[t][0], maximum[t][1], sum[t][0], sum[t][1]});
-          } else {
-            const float (&values)[4] = out[plane - 1][t];
-            put(t, float4{values[0], values[1], values[2], values[3]});
-          }
-        }
-        barrier_arrive_warp(given, thread % 32);
-        barrier_wait(taken, round & 1);
+      for (int half = 0; half < kHalves; ++half) {
+        action((half * tiles + t) * 4 + member, out[half][t]);
       }
     }
   }
-  // Adds what lies at `from`.
-  __device__ __forceinline__ void take(uint32_t from, uint32_t given, uint32_t taken,
-                                       uint32_t round, int thread) {
-#pragma unroll
-    for (int group = 0; group < kMaxTiles; group += 4) {
-      float factor[4][2];
-#pragma unroll
-      for (int plane = 0; plane <= kHalves; ++plane, ++round) {
-        barrier_wait(given, round & 1);
-        float4 theirs[4];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          if (group + t < tiles) theirs[t] = load_shared<float4>(from + (t * 128 + thread) * 16);
-        }
-        barrier_arrive_warp(taken, thread % 32);
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          if (group + t >= tiles) continue;
-          if (plane == 0) {
-            const float maxima[2] = {theirs[t].x, theirs[t].y},
-                        sums[2] = {theirs[t].z, theirs[t].w};
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const float updated = fmaxf(maximum[group + t][j], maxima[j]);
-              factor[t][j] = exp2_approx(maxima[j] - updated);
-              rescale(group + t, j, updated);
-              sum[group + t][j] += factor[t][j] * sums[j];
-            }
-          } else {
-            float (&values)[4] = out[plane - 1][group + t];
-            values[0] += factor[t][0] * theirs[t].x;
-            values[1] += factor[t][1] * theirs[t].y;
-            values[2] += factor[t][0] * theirs[t].z;
-            values[3] += factor[t][1] * theirs[t].w;
-          }
-        }
-      }
+  // Whether, of the lanes that have a row, this one is to write what there is one of.
+  __device__ __forceinline__ bool first_of_rows(int lane, int f) const {
+    return f % 4 == 0 && lane < 4;
+  }
+  // A fragment's values, to `out`, where rows begin at starts[row], if that is not negative.
+  template <typename T>
+  __device__ __forceinline__ void write_fragment(T* out, const int64_t* starts, int f,
+                                                 const float (&values)[4], int lane) const {
+    // Dimensions x rows -> rows x dimensions.
+    const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
+    const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
+    const int half = f / (tiles * 4), i = f % (tiles * 4);
+    const int64_t start = starts[i / 4 * 8 + lane / 4];
+    const int d = (half * 4 + i % 4) * 16;
+    if (start < 0 || d >= head_size) return;
+    T* to = out + start + d;
+    if constexpr (kRows && !kWide) {  // even dimensions, odd dimensions
+      const uint2 four = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
+      *reinterpret_cast<uint2*>(to + lane % 4 * 4) = four;
+    } else {
+      *reinterpret_cast<uint32_t*>(to + lane % 4 * 2) = low;
+      if (d + 8 < head_size) *reinterpret_cast<uint32_t*>(to + 8 + lane % 4 * 2) = high;
     }
   }
 

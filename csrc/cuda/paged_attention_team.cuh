@@ -214,7 +214,7 @@ template <typename Tile, typename Ring, typename Queries>
 __device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
                                        const DecodeWorkspace& workspace, Ring& ring,
                                        ItemQueue& queue, Queries& queries,
-                                       TeamRows<Tile::kTiles * 8>& of_rows,
+                                       TeamRows<Tile::kMaxRows>& of_rows,
                                        TeamBarriers<Tile::kTeams>& barriers, bool& is_last,
                                        uint32_t scratch, int team, int thread) {
   constexpr int kTeams = Tile::kTeams;
@@ -295,7 +295,6 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
                                        .rows = rows,
                                        .of_rows = of_rows,
                                        .is_last = is_last,
-                                       .tiles = tile.tiles,
                                        .warp = team * 4 + tile.member,
                                        .lane = lane};
     finish_item(end_of_item, tile, barriers, number, splits, thread);
@@ -318,7 +317,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
   __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
   __shared__ TeamBarriers<kTeams> teams;
-  __shared__ __align__(16) TeamRows<kMaxTiles * 8> of_rows;
+  __shared__ __align__(16) TeamRows<Tile::kMaxRows> of_rows;
   __shared__ TeamQueries<Cache, kMaxTiles * 8> queries;
   __shared__ ItemQueue queue;
   __shared__ bool is_last;

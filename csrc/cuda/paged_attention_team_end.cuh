@@ -37,8 +37,53 @@ struct TeamRows {
   int64_t out[kMaxRows];   // the row's place in out, in elements; -1: none
 };
 
-// The end of an item. A lane has rows 2 (lane % 4) + j of tile t, of dimensions
-// dimension_of(lane, k, 0) and (.., 1), as values j and j + 2, as the products leave them.
+// Hands what a team knows to the same threads of another one, at most `kBatch` units of 16 bytes a
+// thread at a time, in the place of the giver's weights: rounds that `given` and `taken`, barriers
+// of 4 warps each, begin and end.
+template <typename Tile>
+struct Handover {
+  static constexpr int kBatch = 4;
+  static constexpr uint32_t kRounds = (Tile::kUnits + kBatch - 1) / kBatch;
+  uint32_t storage;  // of the giver
+  uint32_t given, taken;
+  uint32_t round;  // number of the first one
+
+  __device__ __forceinline__ void give(const Tile& tile, int thread) const {
+    tile.team_barrier();  // no warp reads weights any more
+#pragma unroll
+    for (int batch = 0; batch < kRounds; ++batch) {
+      each_unit(tile, batch, [&](int unit, int b) {
+        store_shared(storage + (b * 128 + thread) * 16, tile.unit(unit));
+      });
+      barrier_arrive_warp(given, thread % 32);
+      barrier_wait(taken, round + batch & 1);
+    }
+  }
+  __device__ __forceinline__ void take(Tile& tile, int thread) const {
+#pragma unroll
+    for (int batch = 0; batch < kRounds; ++batch) {
+      barrier_wait(given, round + batch & 1);
+      each_unit(tile, batch, [&](int unit, int b) {
+        tile.add_unit(unit, load_shared<float4>(storage + (b * 128 + thread) * 16));
+      });
+      barrier_arrive_warp(taken, thread % 32);
+    }
+  }
+
+ private:
+  template <typename Action>
+  static __device__ __forceinline__ void each_unit(const Tile& tile, int batch,
+                                                   const Action& action) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int unit = batch * kBatch + b;
+      if (unit < Tile::kUnits && tile.has_unit(unit)) action(unit, b);
+    }
+  }
+};
+
+// The end of an item, whose results are fragments as the products leave them: 4 values of a lane,
+// of two rows.
 template <typename Tile>
 struct TeamEnd {
   static constexpr int kTeams = Tile::kTeams;
@@ -47,15 +92,14 @@ struct TeamEnd {
   const DecodeWorkspace& workspace;
   const WorkItem& item;
   const ItemRows& rows;
-  TeamRows<Tile::kTiles * 8>& of_rows;
+  TeamRows<Tile::kMaxRows>& of_rows;
   bool& is_last;
-  int tiles;
   int warp, lane;  // of all teams
 
   // The sum of all teams, which `tile` has, to the output or the workspace. All of its team.
   __device__ __forceinline__ void write_sum(Tile& tile, int thread) const {
     const float2 stats = tile.row_stats(thread, lane);
-    if (thread < tiles * 8) {
+    if (thread < tile.rows_in_use()) {
       const int row = thread;
       const RowPlace place = place_of_row(shape, item, rows, row);
       of_rows.out[row] = row >= rows.count
@@ -65,38 +109,29 @@ struct TeamEnd {
       if (item.pieces == 1) {
         of_rows.scales[row] = finish_row(row, stats.x, stats.y, true);
       } else {
-        *stats_of(item.piece, row) = stats;
+        *stats_of(item.piece, Tile::place_of_stats(row)) = stats;
       }
     }
     tile.team_barrier();
-#pragma unroll
-    for (int t = 0; t < Tile::kTiles; ++t) {
-      if (t >= tiles) continue;
-      const int i = 4 * t + tile.member;
+    tile.each_fragment([&](int f, const float (&out)[4]) {
       if (item.pieces > 1) {
-#pragma unroll
-        for (int half = 0; half < Tile::kHalves; ++half) {
-          const float (&out)[4] = tile.out[half][t];
-          *outs_of(item.piece, half, i) = {out[0], out[1], out[2], out[3]};
-        }
-        continue;
+        *outs_of(item.piece, f) = {out[0], out[1], out[2], out[3]};
+        return;
       }
-      const float2 scale =
-          *reinterpret_cast<const float2*>(&of_rows.scales[Tile::row_of(lane, t, 0)]);
+      float values[4];
 #pragma unroll
-      for (int half = 0; half < Tile::kHalves; ++half) {
-        const float (&out)[4] = tile.out[half][t];
-        write(half, i, {out[0] * scale.x, out[1] * scale.y, out[2] * scale.x, out[3] * scale.y});
+      for (int j = 0; j < 4; ++j) {
+        values[j] = out[j] * of_rows.scales[tile.fragment_row(lane, f, Tile::pair_of(j))];
       }
-    }
+      write(tile, f, values);
+    });
   }
 
   // All pieces of the segment, from the workspace.
-  __device__ __forceinline__ void merge_pieces() const {
+  __device__ __forceinline__ void merge_pieces(const Tile& tile) const {
 #pragma unroll 1
-    for (int i = warp; i < Tile::kHalves * tiles * 4; i += 4 * kTeams) {
-      const int half = i / (tiles * 4), in_half = i % (tiles * 4);
-      const int row = Tile::row_of(lane, in_half / 4, 0);
+    for (int f = warp; f < tile.fragments(); f += 4 * kTeams) {
+      const int pair = Tile::place_of_stats(tile.fragment_row(lane, f, 0));
       float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
       constexpr int kBatch = 8;  // pieces under way
 #pragma unroll 1
@@ -105,8 +140,8 @@ struct TeamEnd {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           const int piece = min(first + b, item.pieces - 1);
-          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, row)));
-          outs[b] = __ldcg(outs_of(piece, half, in_half));
+          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, pair)));
+          outs[b] = __ldcg(outs_of(piece, f));
         }
         float updated[2] = {maximum[0], maximum[1]};
 #pragma unroll
@@ -114,35 +149,39 @@ struct TeamEnd {
           updated[0] = fmaxf(updated[0], pairs[b].x);
           updated[1] = fmaxf(updated[1], pairs[b].z);
         }
+        float factor[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float factor = exp2_approx(maximum[j] - updated[j]);
+          factor[j] = exp2_approx(maximum[j] - updated[j]);
           maximum[j] = updated[j];
-          sum[j] *= factor;
-          values[j] *= factor;
-          values[j + 2] *= factor;
+          sum[j] *= factor[j];
         }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[j] *= factor[Tile::pair_of(j)];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
           // The weight of nothing is 0: a branch would make the loads wait for one another.
           const bool there = first + b < item.pieces;
-          const float2 weight = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
-                                 there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
-          sum[0] += weight.x * pairs[b].y;
-          sum[1] += weight.y * pairs[b].w;
-          const float4 out = outs[b];  // times 0 it may be NaN
-          add(values, weight,
-              {there ? out.x : 0.0f, there ? out.y : 0.0f, there ? out.z : 0.0f,
-               there ? out.w : 0.0f});
+          const float weight[2] = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
+                                   there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
+          sum[0] += weight[0] * pairs[b].y;
+          sum[1] += weight[1] * pairs[b].w;
+          const float out[4] = {outs[b].x, outs[b].y, outs[b].z, outs[b].w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {  // times 0 it may be NaN
+            values[j] += weight[Tile::pair_of(j)] * (there ? out[j] : 0.0f);
+          }
         }
       }
+      float scale[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float scale = finish_row(row + j, maximum[j], sum[j], i % 4 == 0 && lane < 4);
-        values[j] *= scale;
-        values[j + 2] *= scale;
+        scale[j] = finish_row(tile.fragment_row(lane, f, j), maximum[j], sum[j],
+                              tile.first_of_rows(lane, f));
       }
-      write(half, in_half, values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values[j] *= scale[Tile::pair_of(j)];
+      write(tile, f, values);
     }
   }
 
@@ -159,46 +198,21 @@ struct TeamEnd {
     }
     return result.scale;
   }
-  static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
-    values[0] += weight.x * out.x;
-    values[1] += weight.y * out.y;
-    values[2] += weight.x * out.z;
-    values[3] += weight.y * out.w;
-  }
   // In the workspace.
-  __device__ __forceinline__ float4* outs_of(int piece, int half, int i) const {
+  __device__ __forceinline__ float4* outs_of(int piece, int f) const {
     const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.row_shift;
-    const int place = (half * tiles * 4 + i) * 32 + lane;
-    return reinterpret_cast<float4*>(&workspace.out[slot * (Tile::kHalves * 64) + place * 4]);
+    return reinterpret_cast<float4*>(&workspace.out[slot * Tile::kMaxHead + (f * 32 + lane) * 4]);
   }
-  __device__ __forceinline__ float2* stats_of(int piece, int row) const {
+  __device__ __forceinline__ float2* stats_of(int piece, int place) const {
     const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.row_shift;
-    return &workspace.stats[slot + row];
+    return &workspace.stats[slot + place];
   }
-
-  // Fragment i = 4 t + member of half a head, final.
-  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
+  // Fragment f, final.
+  __device__ __forceinline__ void write(const Tile& tile, int f, const float (&values)[4]) const {
     if (p.dtype == DType::kFloat16) {
-      write<__half>(half, i, values);
+      tile.write_fragment(static_cast<__half*>(p.out), of_rows.out, f, values, lane);
     } else {
-      write<__nv_bfloat16>(half, i, values);
-    }
-  }
-  template <typename T>
-  __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
-    // Dimensions x rows -> rows x dimensions.
-    const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
-    const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
-    const int64_t row_start = of_rows.out[i / 4 * 8 + lane / 4];
-    const int d = (half * 4 + i % 4) * 16;
-    if (row_start < 0 || d >= p.kv.head_size) return;
-    char* to = static_cast<char*>(p.out) + 2 * (row_start + d);
-    if constexpr (Tile::kRows && !Tile::kWide) {  // even dimensions, odd dimensions
-      const uint2 four = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
-      *reinterpret_cast<uint2*>(to + lane % 4 * 8) = four;
-    } else {
-      *reinterpret_cast<uint32_t*>(to + lane % 4 * 4) = low;
-      if (d + 8 < p.kv.head_size) *reinterpret_cast<uint32_t*>(to + 16 + lane % 4 * 4) = high;
+      tile.write_fragment(static_cast<__nv_bfloat16*>(p.out), of_rows.out, f, values, lane);
     }
   }
 };
@@ -212,15 +226,15 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
   const WorkItem& item = end.item;
   // In the order of their last stages.
   const int place = (tile.team - item.stages % kTeams + kTeams) % kTeams;
-  const uint32_t round = number * Tile::kRounds;
-  if (place > 0) {
-    tile.take(tile.weights_of((tile.team + kTeams - 1) % kTeams),
-              shared_address(&barriers.given[place - 1]),
-              shared_address(&barriers.taken[place - 1]), round, thread);
-  }
+  const auto handover = [&](int giver_place, int giver) {
+    return Handover<Tile>{.storage = tile.weights_of(giver),
+                          .given = shared_address(&barriers.given[giver_place]),
+                          .taken = shared_address(&barriers.taken[giver_place]),
+                          .round = number * Handover<Tile>::kRounds};
+  };
+  if (place > 0) handover(place - 1, (tile.team + kTeams - 1) % kTeams).take(tile, thread);
   if (place < kTeams - 1) {
-    tile.give(shared_address(&barriers.given[place]), shared_address(&barriers.taken[place]), round,
-              thread);
+    handover(place, tile.team).give(tile, thread);
   } else {
     end.write_sum(tile, thread);
   }
@@ -236,7 +250,7 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
   }
   barrier_wait(shared_address(&barriers.counted), splits & 1);
   ++splits;
-  if (end.is_last) end.merge_pieces();
+  if (end.is_last) end.merge_pieces(tile);
 }
 
 #endif
