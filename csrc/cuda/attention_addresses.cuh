@@ -16,8 +16,9 @@
 namespace vllm_kernels::cuda {
 
 // Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
-// pages of it, or the rows of layouts NHD and HND.
-enum class PageForm { kPages, kParts, kRows };
+// pages of it, or the rows of layouts NHD and HND. Form kOperands: parts of 16 tokens of pages of
+// layout vllm, as attention_team_rows.cuh wants them.
+enum class PageForm { kPages, kParts, kRows, kOperands };
 
 constexpr int kColumnBytes = 128;  // of a row
 

@@ -38,11 +38,92 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
+// A warp of a team, and where it meets the others.
+template <int kTeamCount>
+struct TeamMember {
+  static constexpr int kTeams = kTeamCount;  // of the block
+  int team;
+  int member;        // this warp of the team
+  uint32_t weights;  // shared memory of the team
+  int team_weights;  // bytes from one team's to the next
+
+  __device__ __forceinline__ uint32_t weights_of(int other) const {
+    return weights + (other - team) * team_weights;
+  }
+  // Barriers of a team; their numbers are constants, for tools that check.
+  __device__ __forceinline__ void team_barrier() const {
+    if (team == 0) {
+      asm volatile("barrier.cta.sync.aligned 1, 128;" ::: "memory");
+    } else if (kTeams == 2 || team == 1) {
+      asm volatile("barrier.cta.sync.aligned 2, 128;" ::: "memory");
+    } else {
+      asm volatile("barrier.cta.sync.aligned 3, 128;" ::: "memory");
+    }
+  }
+  template <int kBarrier>
+  static __device__ __forceinline__ bool any_of_team(bool mine) {
+    uint32_t any;
+    asm volatile(
+        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"
+        "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}"
+        : "=r"(any)
+        : "r"(static_cast<uint32_t>(mine)), "n"(kBarrier)
+        : "memory");
+    return any != 0;
+  }
+  // ... which tells whether any thread says so.
+  __device__ __forceinline__ bool team_any(bool mine) const {
+    if (team == 0) return any_of_team<1>(mine);
+    if (kTeams == 2 || team == 1) return any_of_team<2>(mine);
+    return any_of_team<3>(mine);
+  }
+};
+
+template <typename Query>
+__device__ __forceinline__ uint4 load8(const Query* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+  const auto* pairs = reinterpret_cast<const uint32_t*>(from);
+  return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
+// One warp puts the queries of an item with `tiles` tiles of 8 rows down at `query`, a lane a row.
+// start(row) points to a query row of type Query, null where there is none.
+template <typename Tile, typename Query, typename Start>
+__device__ __forceinline__ void store_query(const Start& start, uint32_t query, uint32_t scales,
+                                            int tiles, int head_size, int lane) {
+  const int rows = tiles * 8;
+#pragma unroll 1
+  for (int row = lane; row < rows; row += 32) {
+    const Query* from = start(row);
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
+#pragma unroll 4
+    for (int chunk = 0; chunk < Tile::kMaxHead / 8; ++chunk) {
+      const uint32_t to = Tile::query_place(query, row, chunk, rows);
+      if (from == nullptr || chunk * 8 >= head_size) {
+        store_shared(to, uint4{0, 0, 0, 0});
+      } else if (aligned) {
+        copy16_async(to, from + chunk * 8);
+      } else {
+        store_shared(to, load8(from + chunk * 8));
+      }
+    }
+  }
+  wait_all_copies();
+  if constexpr (!Tile::kWide) {
+#pragma unroll 1
+    for (int row = lane; row < rows; row += 32) {
+      Tile::template narrow_row<Query>(query, scales, row, rows);
+    }
+  }
+}
+
 // kMaxTiles: of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
+struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_count(kMaxTiles)> {
   using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
   using Addresses::key_at, Addresses::token_of, Addresses::value_masks;
+  using Member = TeamMember<team_count(kMaxTiles)>;
+  using Member::kTeams, Member::member, Member::team_any, Member::team_barrier, Member::weights;
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
@@ -50,10 +131,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
-  static constexpr int kTeams = team_count(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
   // Registers suffice for V during the first product, shared memory for two P^T in turn.
   static constexpr bool kEarly = kMaxTiles <= 4;
+  static constexpr bool kQueryInRegisters = false;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -62,13 +143,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   float scale[kMaxTiles][2];         // from product to log2 units
   float theirs_factor[4][2];         // see add_unit()
   int head_size;
-  int tiles;          // of 8 rows, in use: 2, 4 or 8
-  uint32_t query;     // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
-  uint32_t weights;   // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
-  uint32_t turn = 0;  // which of two P^T comes next
-  int team;
-  int team_weights;                 // bytes from one team's `weights` to the next
-  int member;                       // this warp of the team
+  int tiles;       // of 8 rows, in use: 2, 4 or 8
+  uint32_t query;  // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
+  // `weights`: P^T [64 / 8] [rows] [8], once or twice
+  uint32_t turn = 0;                // which of two P^T comes next
   uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
 
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
@@ -104,35 +182,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
   }
 
-  // One warp puts the queries of an item with `tiles` tiles down at `query`, a lane a row.
-  // start(row) points to a query row of type Query, null where there is none.
-  template <typename Query, typename Start>
-  static __device__ __forceinline__ void store_query(const Start& start, uint32_t query,
-                                                     uint32_t scales, int tiles, int head_size,
-                                                     int lane) {
-    constexpr int kChunks = kMaxHeadSize / 8;  // of 16 bytes
-    const int rows = tiles * 8;
-#pragma unroll 1
-    for (int row = lane; row < rows; row += 32) {
-      const Query* from = start(row);
-      const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
-#pragma unroll 4
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const uint32_t to = query + (chunk * rows + row) * 16;
-        if (from == nullptr || chunk * 8 >= head_size) {
-          store_shared(to, uint4{0, 0, 0, 0});
-        } else if (aligned) {
-          copy16_async(to, from + chunk * 8);
-        } else {
-          store_shared(to, load8(from + chunk * 8));
-        }
-      }
-    }
-    wait_all_copies();
-    if constexpr (!kWide) {
-#pragma unroll 1
-      for (int row = lane; row < rows; row += 32) narrow_row<Query>(query, scales, row, rows);
-    }
+  // Where 16 bytes of a query row lie, of `rows`.
+  static __device__ __forceinline__ uint32_t query_place(uint32_t query, int row, int chunk,
+                                                         int rows) {
+    return query + (chunk * rows + row) * 16;
   }
   // A row to fp16, in place: each lane its own.
   template <typename Query>
@@ -141,7 +194,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     const auto element = [](uint32_t pair, int j) {
       return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
     };
-    const auto place = [&](int chunk) { return query + (chunk * rows + row) * 16; };
+    const auto place = [&](int chunk) { return query_place(query, row, chunk, rows); };
     float largest[2] = {0.0f, 0.0f};
 #pragma unroll 2
     for (int chunk = 0; chunk < 2 * kSteps; ++chunk) {
@@ -167,7 +220,13 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       store_shared(place(2 * step + 1), uint4{narrow(a.y), narrow(a.w), narrow(b.y), narrow(b.w)});
     }
   }
-  // After all rows are there.
+  // Before an item's first step, when its queries are there.
+  __device__ __forceinline__ void start(uint32_t queries, uint32_t scales, float to_log2,
+                                        int thread) {
+    query = queries;
+    load_scales(scales, to_log2, thread % 32);
+    clear();
+  }
   __device__ __forceinline__ void load_scales(uint32_t scales, float to_log2, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
@@ -192,34 +251,6 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         for (int j = 0; j < 4; ++j) out[h][t][j] = 0.0f;
       }
     }
-  }
-
-  // Barriers of a team; their numbers are constants, for tools that check.
-  __device__ __forceinline__ void team_barrier() const {
-    if (team == 0) {
-      asm volatile("barrier.cta.sync.aligned 1, 128;" ::: "memory");
-    } else if (kTeams == 2 || team == 1) {
-      asm volatile("barrier.cta.sync.aligned 2, 128;" ::: "memory");
-    } else {
-      asm volatile("barrier.cta.sync.aligned 3, 128;" ::: "memory");
-    }
-  }
-  template <int kBarrier>
-  static __device__ __forceinline__ bool any_of_team(bool mine) {
-    uint32_t any;
-    asm volatile(
-        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"
-        "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}"
-        : "=r"(any)
-        : "r"(static_cast<uint32_t>(mine)), "n"(kBarrier)
-        : "memory");
-    return any != 0;
-  }
-  // ... which tells whether any thread says so.
-  __device__ __forceinline__ bool team_any(bool mine) const {
-    if (team == 0) return any_of_team<1>(mine);
-    if (kTeams == 2 || team == 1) return any_of_team<2>(mine);
-    return any_of_team<3>(mine);
   }
 
   // A row's maximum to `updated`.
@@ -490,11 +521,6 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     step_rows<2>(key, value, tokens, plain, adjust, release, layout, lane);
   }
 
-  // Another team's.
-  __device__ __forceinline__ uint32_t weights_of(int other) const {
-    return weights + (other - team) * team_weights;
-  }
-
   // What this thread knows, in units of 16 bytes: of 4 tiles at a time maxima and sums, then
   // results.
   static constexpr int kUnits = kMaxTiles * (1 + kHalves);
@@ -607,14 +633,6 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     if (thread >= tiles * 8) return {kNoMaximum, 0.0f};
     const float4 four = load_shared<float4>(weights + thread * 16);
     return {load_shared<float>(maxima + thread * 4), four.x + four.y + four.z + four.w};
-  }
-
- private:
-  template <typename Query>
-  static __device__ __forceinline__ uint4 load8(const Query* from) {
-    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
-    const auto* pairs = reinterpret_cast<const uint32_t*>(from);
-    return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 };
 

@@ -79,11 +79,32 @@ inline RowMaps part_maps(const PagedKv& kv, int tokens) {
               CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
+// Pages of layout vllm as operands of products, in boxes of 16 tokens of a head of 16 bits padded
+// to `head_size`: K as (8 tokens * 16 bytes, chunk, token / 8, KV head, block), V as (token,
+// dimension, KV head, block) in the pattern of 32 bytes. What lies behind the head is read as zero.
+inline RowMaps operand_maps(const PagedKv& kv, int head_size) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const auto wide = static_cast<cuuint32_t>(head_size);
+  return {.key = cache_map<5>(kv.key,
+                              {64, unsign(kv.head_size / 8), unsign(kv.block_size / 8),
+                               unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+                              {unsign(kv.key_chunk_stride * 2), 128, unsign(kv.key_head_stride * 2),
+                               unsign(kv.key_block_stride * 2)},
+                              {64, wide / 8, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
+          .value = cache_map<4>(kv.value,
+                                {unsign(kv.block_size), unsign(kv.head_size),
+                                 unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+                                {unsign(kv.value_dim_stride * 2), unsign(kv.value_head_stride * 2),
+                                 unsign(kv.value_block_stride * 2)},
+                                {16, wide, 1, 1}, CU_TENSOR_MAP_SWIZZLE_32B)};
+}
+
 // Those that a ring of stages of kTokens needs on the current device.
-template <typename Cache, int kTokens, PageForm kForm>
+template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
 RowMaps cache_maps(const PagedKv& kv) {
   if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  if (kForm == PageForm::kOperands) return operand_maps(kv, kMaxHeadSize);
   // Read once: the second-level cache must not fetch more than a row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);

@@ -65,7 +65,8 @@ constexpr int kPartTokens = sizeof(Cache) == 1 ? std::min(kTokens, 32) : 16;
 // Whether a stage has whole pages that prefetch_page() knows.
 template <PageForm kForm, int kTokens>
 __device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {
-  return kForm != PageForm::kParts && layout.page_shift <= kStageShift<kTokens>;
+  return (kForm == PageForm::kPages || kForm == PageForm::kRows) &&
+         layout.page_shift <= kStageShift<kTokens>;
 }
 
 // Asks the second-level cache for K and V of one page of one head. All lanes.
@@ -385,7 +386,15 @@ class KvRing {
     const bool copies = good && part < kTokens / kPart;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
-    if (copies) {
+    if constexpr (kForm == PageForm::kOperands) {
+      const uint32_t to = stage + part * layout_.page_bytes;
+      if (copies && is_value) {
+        bulk_copy_box(to, &maps_.value, token, 0, kv_head_, block, barrier, policy_);
+      } else if (copies) {
+        bulk_copy_box(to + layout_.key_offset, &maps_.key, 0, 0, token / 8, kv_head_, block,
+                      barrier, policy_);
+      }
+    } else if (copies) {
       bulk_copy_box(stage + (is_value ? part * layout_.page_bytes
                                       : layout_.key_offset + part * layout_.page_stride),
                     is_value ? &maps_.value : &maps_.key,
@@ -466,7 +475,9 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
     tile.value_step = within ? 16 * kBytes : ring.page_bytes * 16 / tile.page_tokens;
     tile.key_half = 32 / tile.page_tokens * ring.page_stride;
     tile.value_half = 32 / tile.page_tokens * ring.page_bytes;
-    ring.key_offset = (kv.head_size * kBytes) << kShift;
+    // Boxes are as wide as the products are.
+    if (kForm == PageForm::kOperands) ring.page_bytes = ring.page_stride;
+    ring.key_offset = ring.page_bytes * (1 << kShift) / tile.page_tokens;
     key_bytes = (kMaxHeadSize * kBytes) << kShift;
   }
   ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;

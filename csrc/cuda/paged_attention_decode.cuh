@@ -514,7 +514,7 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
                 .piece_share = 0.25f * blocks,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
-  const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
+  const RowMaps maps = cache_maps<Cache, kMaxHeadSize, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),
                 bytes, stream, p, shape, maps, workspace, more...);
   return true;

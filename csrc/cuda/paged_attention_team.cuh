@@ -10,6 +10,7 @@
 // For an item's end see paged_attention_team_end.cuh.
 #pragma once
 #include "cuda/attention_team.cuh"
+#include "cuda/attention_team_rows.cuh"
 #include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
@@ -31,6 +32,10 @@ constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
 __host__ __device__ constexpr int team_registers(int max_tiles) {
   return max_tiles <= 4 ? 144 : 224;
 }
+
+// Whether rows are the rows of the products, not their columns.
+template <typename Cache, int kMaxTiles>
+constexpr bool kWholeRows = sizeof(Cache) == 2 && kMaxTiles == 8;
 
 struct TeamShape {
   WorkShape work;
@@ -116,9 +121,9 @@ __device__ __forceinline__ void store_queries(const PagedAttentionParams& p, con
              (item.sequence.first_query + place.token) * p.query_stride +
              static_cast<int64_t>(place.head) * p.kv.head_size;
     };
-    Tile::template store_query<Query>(
-        start, storage + slot * query_bytes(shape.work.rows(), Tile::kMaxHead),
-        shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size, lane);
+    store_query<Tile, Query>(start, storage + slot * query_bytes(shape.work.rows(), Tile::kMaxHead),
+                             shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size,
+                             lane);
   };
   barrier_wait(shared_address(&queries.empty[slot]), number / Queries::kCount & 1 ^ 1);
   if constexpr (Tile::kWide) {
@@ -242,15 +247,17 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
     const ItemRows rows = queue.rows[slot];
     const uint32_t of_queries = number % Queries::kCount;
     tile.tiles = used_tiles(rows);
-    tile.query = scratch + of_queries * query_bytes(shape.work.rows(), Tile::kMaxHead);
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
     barrier_wait(shared_address(&queries.full[of_queries]), number / Queries::kCount & 1);
-    tile.load_scales(shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, lane);
-    tile.clear();
+    tile.start(scratch + of_queries * query_bytes(shape.work.rows(), Tile::kMaxHead),
+               shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, thread);
+    if (Tile::kQueryInRegisters) {
+      barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
+    }
 
-    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
+    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f && p.scale > 0.0f;
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
     const int end = rows.high + 1;
@@ -287,7 +294,9 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
       }
       first += kTeams << kShift;
     }
-    barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
+    if (!Tile::kQueryInRegisters) {
+      barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
+    }
     const TeamEnd<Tile> end_of_item = {.p = p,
                                        .shape = shape.work,
                                        .workspace = workspace,
@@ -311,7 +320,9 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
                                 const __grid_constant__ RowMaps maps,
                                 const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
+  using Tile =
+      std::conditional_t<kWholeRows<Cache, kMaxTiles>, TeamRowsTile<Cache, kMaxHeadSize, kForm>,
+                         TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>>;
   using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
   constexpr int kTeams = Tile::kTeams;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
@@ -399,16 +410,19 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   shape.scratch = kTeams * shape.ring.stages * shape.ring.stage_bytes;
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
                 dim3(team_threads(kMaxTiles)), shape.scratch + operands, stream, p, shape,
-                cache_maps<Cache, kTeamTokens, kForm>(p.kv), workspace);
+                cache_maps<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv), workspace);
 }
 
 template <typename Cache, int kMaxHeadSize, PageForm kForm>
 void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  if (rows <= 32) {
+  // Pages of 8 tokens are no operands.
+  if (rows <= 32 || (sizeof(Cache) == 2 && kForm == PageForm::kPages && p.kv.block_size < 16)) {
     launch_team<Cache, kMaxHeadSize, 4, kForm>(p, rows <= 16 ? 4 : 5, workspace, stream);
   } else {
-    launch_team<Cache, kMaxHeadSize, 8, kForm>(p, 6, workspace, stream);
+    constexpr bool kOperands = kWholeRows<Cache, 8> && kForm != PageForm::kRows;
+    launch_team<Cache, kMaxHeadSize, 8, kOperands ? PageForm::kOperands : kForm>(p, 6, workspace,
+                                                                                 stream);
   }
 }
 

@@ -232,13 +232,21 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// One box of a 4-dimensional tensor map, from (c0, c1, c2, c3) on.
+// One box of a tensor map of 4 or 5 dimensions, from (c0, c1, c2, ...) on.
 __device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                               int c3, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
+                                              int c3, int c4, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier), "l"(policy)
       : "memory");
 }
 // The same, of 4 or 5 dimensions, of pages that other blocks read as well.

@@ -1,0 +1,191 @@
+// Attention of up to 64 query rows over 64 tokens of a 16-bit cache at a time, by a team of 4
+// warps, where K and V are operands of Hopper's warpgroup products as they lie in shared memory:
+//   S [64 rows, 64 tokens] = Q [64, D] K^T [D, 64]     Q in registers
+//   O [64 rows, D]        += P [64, 64] V [64, D]      P in registers: S's fragments are A's
+// A warp has 16 rows, so that nothing of a step passes between warps. For the products, and for
+// where K and V lie (forms kOperands and kRows), see attention_prefill.cuh; V of kOperands has
+// dimensions of 16 tokens, rows of 32 bytes in the pattern of that many.
+#pragma once
+#include "cuda/attention_prefill.cuh"
+#include "cuda/attention_team.cuh"
+
+namespace vllm_kernels::cuda {
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+template <typename Cache, int kMaxHeadSize, PageForm kPageForm>
+struct TeamRowsConfig {
+  using T = Cache;
+  static constexpr int kHeadSize = kMaxHeadSize, kTokens = kTeamTokens, kRows = 64;
+  static constexpr PageForm kForm = kPageForm;
+  static constexpr bool kQueryInRegisters = true;
+};
+
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+struct TeamRowsTile : TeamMember<2> {
+  using Config = TeamRowsConfig<Cache, kMaxHeadSize, kForm>;
+  using Element = Cache;
+  static constexpr bool kWide = true, kRows = kForm == PageForm::kRows;
+  static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = 64;
+  static constexpr int kOutTiles = kMaxHeadSize / 8;
+  static constexpr bool kQueryInRegisters = true;
+
+  PrefillTile<Config> products;
+  float scale;  // from product to log2 units
+  int head_size;
+  int tiles;  // of 8 rows, that count
+
+  // The row (0 .. 63) of this lane's values 2j and 2j + 1; `warp` of the team.
+  static __device__ __forceinline__ int row_of(int lane, int warp, int j) {
+    return warp * 16 + lane / 4 + 8 * j;
+  }
+  __device__ __forceinline__ void set_addresses(const TileLayout&, int) {}
+
+  // Where 16 bytes of a query row lie.
+  static __device__ __forceinline__ uint32_t query_place(uint32_t query, int row, int chunk, int) {
+    return query + chunk / 8 * (64 * 128) + row * 128 + (chunk ^ row) % 8 * 16;
+  }
+
+  // Before an item's first step. `thread`: of the team.
+  __device__ __forceinline__ void start(uint32_t query, uint32_t, float to_log2, int thread) {
+    products.load_query(query, thread);
+    products.clear();
+    products.start_sums();
+    scale = to_log2;
+  }
+
+  // See TeamTile::step.
+  template <typename Adjust, typename Release>
+  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint64_t tokens, bool plain,
+                                       const Adjust& adjust, const Release& release,
+                                       const TileLayout&, int lane) {
+    products.start_scores(0, key);
+    if (!plain) clear_values(value, tokens, member * 32 + lane);
+    wgmma_wait<0>();
+    settle(products.scores);
+    float unit = scale;
+    if (!plain) {
+      products.each_score([&](int i, int j, float score) {
+        const int token = 8 * i + lane % 4 * 2 + j % 2;
+        return tokens >> token & 1 ? adjust(score * scale, member, j / 2, token) : -INFINITY;
+      });
+      unit = 1.0f;
+    }
+    float factor[2];
+    if (products.weigh(unit, factor)) products.rescale(factor);
+    products.pack_weights();
+    if (!plain) team_barrier();  // V is clear
+    products.start_out(value);
+    wgmma_wait<0>();
+    settle(products.out);
+    settle(products.weights);
+    release();
+  }
+
+  // Units and fragments: see TeamTile.
+  static constexpr int kUnits = 1 + kOutTiles;
+  __device__ __forceinline__ bool has_unit(int) const { return true; }
+  __device__ __forceinline__ float4 unit(int unit) const {
+    if (unit == 0) {
+      return {products.maximum[0], products.maximum[1], products.sum[0], products.sum[1]};
+    }
+    const float (&values)[4] = products.out[unit - 1];
+    return {values[0], values[1], values[2], values[3]};
+  }
+  __device__ __forceinline__ void add_unit(int unit, const float4& theirs) {
+    if (unit == 0) {
+      const float maxima[2] = {theirs.x, theirs.y}, sums[2] = {theirs.z, theirs.w};
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float updated = fmaxf(products.maximum[r], maxima[r]);
+        factor[r] = exp2_approx(products.maximum[r] - updated);
+        theirs_factor[r] = exp2_approx(maxima[r] - updated);
+        products.maximum[r] = updated;
+        products.sum[r] = products.sum[r] * factor[r] + sums[r] * theirs_factor[r];
+      }
+      products.rescale(factor);
+      return;
+    }
+    float (&values)[4] = products.out[unit - 1];
+    values[0] += theirs_factor[0] * theirs.x;
+    values[1] += theirs_factor[0] * theirs.y;
+    values[2] += theirs_factor[1] * theirs.z;
+    values[3] += theirs_factor[1] * theirs.w;
+  }
+
+  __device__ __forceinline__ int rows_in_use() const { return tiles * 8; }
+  __device__ __forceinline__ int fragments() const { return kOutTiles * 4; }
+  __device__ __forceinline__ int fragment_row(int lane, int f, int j) const {
+    return row_of(lane, f % 4, j);
+  }
+  static __device__ __forceinline__ constexpr int pair_of(int j) { return j >> 1; }
+  static __device__ __forceinline__ int place_of_stats(int row) {
+    return row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
+  }
+  template <typename Action>
+  __device__ __forceinline__ void each_fragment(const Action& action) const {
+#pragma unroll
+    for (int i = 0; i < kOutTiles; ++i) action(4 * i + member, products.out[i]);
+  }
+  __device__ __forceinline__ bool first_of_rows(int lane, int f) const {
+    return f < 4 && lane % 4 == 0;
+  }
+  template <typename T>
+  __device__ __forceinline__ void write_fragment(T* out, const int64_t* starts, int f,
+                                                 const float (&values)[4], int lane) const {
+    const int d = f / 4 * 8 + lane % 4 * 2;
+    if (d >= head_size) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t start = starts[row_of(lane, f % 4, r)];
+      if (start < 0) continue;
+      *reinterpret_cast<uint32_t*>(out + start + d) = pack2<T>(values[2 * r], values[2 * r + 1]);
+    }
+  }
+  // A row's maximum and sum of all tokens, for thread `row` of the team.
+  __device__ __forceinline__ float2 row_stats(int thread, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(products.sum[r]);
+      if (lane % 4 == 0) {
+        const uint32_t at = weights + row_of(lane, member, r) * 8;
+        store_shared(at, products.maximum[r]);
+        store_shared(at + 4, sum);
+      }
+    }
+    team_barrier();
+    if (thread >= kMaxRows) return {kNoMaximum, 0.0f};
+    return {load_shared<float>(weights + thread * 8), load_shared<float>(weights + thread * 8 + 4)};
+  }
+
+ private:
+  float theirs_factor[2];  // see add_unit()
+
+  // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_values(uint32_t value, uint64_t tokens, int thread) const {
+#pragma unroll 1
+    for (int i = thread; i < kTeamTokens * kMaxHeadSize / 8; i += 128) {  // pieces of 16 bytes
+      const uint32_t at = value + i * 16;
+      if constexpr (kRows) {
+        if (!(tokens >> i / 8 % kTeamTokens & 1)) store_shared(at, uint4{0, 0, 0, 0});
+      } else {
+        const int part = i / (2 * kMaxHeadSize), half = (i ^ i >> 3) & 1;
+        const uint32_t eight = static_cast<uint32_t>(tokens >> (part * 16 + half * 8));
+        if ((eight & 0xff) == 0xff) continue;
+        const auto mask = [&](int pair) {
+          return (eight >> 2 * pair & 1 ? 0xffffu : 0u) |
+                 (eight >> 2 * pair & 2 ? 0xffff0000u : 0u);
+        };
+        const uint4 pack = load_shared<uint4>(at);
+        store_shared(at,
+                     uint4{pack.x & mask(0), pack.y & mask(1), pack.z & mask(2), pack.w & mask(3)});
+      }
+    }
+    fence_async_proxy();
+  }
+};
+
+#endif
+
+}  // namespace vllm_kernels::cuda
