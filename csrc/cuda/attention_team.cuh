@@ -134,7 +134,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
   static constexpr int kGroups = kTokens / 16;
   // Registers suffice for V during the first product, shared memory for two P^T in turn.
   static constexpr bool kEarly = kMaxTiles <= 4;
-  static constexpr bool kQueryInRegisters = false;
+  static constexpr bool kWholeRows = false, kQueryInRegisters = false;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -221,8 +221,9 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
     }
   }
   // Before an item's first step, when its queries are there.
-  __device__ __forceinline__ void start(uint32_t queries, uint32_t scales, float to_log2,
-                                        int thread) {
+  __device__ __forceinline__ void start(int tiles_in_use, uint32_t queries, uint32_t scales,
+                                        float to_log2, int thread) {
+    tiles = tiles_in_use;
     query = queries;
     load_scales(scales, to_log2, thread % 32);
     clear();

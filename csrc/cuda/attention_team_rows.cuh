@@ -28,26 +28,30 @@ struct TeamRowsTile : TeamMember<2> {
   static constexpr bool kWide = true, kRows = kForm == PageForm::kRows;
   static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = 64;
   static constexpr int kOutTiles = kMaxHeadSize / 8;
-  static constexpr bool kQueryInRegisters = true;
+  static constexpr bool kWholeRows = true, kQueryInRegisters = true;
 
   PrefillTile<Config> products;
   float scale;  // from product to log2 units
   int head_size;
-  int tiles;  // of 8 rows, that count
+  int page_bytes;  // form kPages: from one page's V to the next
+  int warps;       // that have rows: 1, 2 or 4
 
   // The row (0 .. 63) of this lane's values 2j and 2j + 1; `warp` of the team.
   static __device__ __forceinline__ int row_of(int lane, int warp, int j) {
     return warp * 16 + lane / 4 + 8 * j;
   }
-  __device__ __forceinline__ void set_addresses(const TileLayout&, int) {}
+  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int) {
+    page_bytes = layout.page_bytes;
+  }
 
   // Where 16 bytes of a query row lie.
   static __device__ __forceinline__ uint32_t query_place(uint32_t query, int row, int chunk, int) {
     return query + chunk / 8 * (64 * 128) + row * 128 + (chunk ^ row) % 8 * 16;
   }
 
-  // Before an item's first step. `thread`: of the team.
-  __device__ __forceinline__ void start(uint32_t query, uint32_t, float to_log2, int thread) {
+  __device__ __forceinline__ void start(int tiles, uint32_t query, uint32_t, float to_log2,
+                                        int thread) {
+    warps = tiles / 2;
     products.load_query(query, thread);
     products.clear();
     products.start_sums();
@@ -75,7 +79,7 @@ struct TeamRowsTile : TeamMember<2> {
     if (products.weigh(unit, factor)) products.rescale(factor);
     products.pack_weights();
     if (!plain) team_barrier();  // V is clear
-    products.start_out(value);
+    start_out(value);
     wgmma_wait<0>();
     settle(products.out);
     settle(products.weights);
@@ -114,10 +118,10 @@ struct TeamRowsTile : TeamMember<2> {
     values[3] += theirs_factor[1] * theirs.w;
   }
 
-  __device__ __forceinline__ int rows_in_use() const { return tiles * 8; }
-  __device__ __forceinline__ int fragments() const { return kOutTiles * 4; }
+  __device__ __forceinline__ int rows_in_use() const { return warps * 16; }
+  __device__ __forceinline__ int fragments() const { return kOutTiles * warps; }
   __device__ __forceinline__ int fragment_row(int lane, int f, int j) const {
-    return row_of(lane, f % 4, j);
+    return row_of(lane, f & warps - 1, j);
   }
   static __device__ __forceinline__ constexpr int pair_of(int j) { return j >> 1; }
   static __device__ __forceinline__ int place_of_stats(int row) {
@@ -125,20 +129,21 @@ struct TeamRowsTile : TeamMember<2> {
   }
   template <typename Action>
   __device__ __forceinline__ void each_fragment(const Action& action) const {
+    if (member >= warps) return;
 #pragma unroll
-    for (int i = 0; i < kOutTiles; ++i) action(4 * i + member, products.out[i]);
+    for (int i = 0; i < kOutTiles; ++i) action(warps * i + member, products.out[i]);
   }
   __device__ __forceinline__ bool first_of_rows(int lane, int f) const {
-    return f < 4 && lane % 4 == 0;
+    return f < warps && lane % 4 == 0;
   }
   template <typename T>
   __device__ __forceinline__ void write_fragment(T* out, const int64_t* starts, int f,
                                                  const float (&values)[4], int lane) const {
-    const int d = f / 4 * 8 + lane % 4 * 2;
+    const int d = f / warps * 8 + lane % 4 * 2;
     if (d >= head_size) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int64_t start = starts[row_of(lane, f % 4, r)];
+      const int64_t start = starts[fragment_row(lane, f, r)];
       if (start < 0) continue;
       *reinterpret_cast<uint32_t*>(out + start + d) = pack2<T>(values[2 * r], values[2 * r + 1]);
     }
@@ -155,27 +160,43 @@ struct TeamRowsTile : TeamMember<2> {
       }
     }
     team_barrier();
-    if (thread >= kMaxRows) return {kNoMaximum, 0.0f};
+    if (thread >= rows_in_use()) return {kNoMaximum, 0.0f};
     return {load_shared<float>(weights + thread * 8), load_shared<float>(weights + thread * 8 + 4)};
   }
 
  private:
   float theirs_factor[2];  // see add_unit()
 
+  __device__ __forceinline__ void start_out(uint32_t value) {
+    if constexpr (kForm != PageForm::kPages) return products.start_out(value);
+    settle(products.weights);
+    settle(products.out);
+    wgmma_fence();
+    const MatrixDescriptor columns(value, page_bytes, 128, Swizzle::kNone);
+#pragma unroll
+    for (int part = 0; part < kTeamTokens / 16; ++part) {
+      wgmma_registers<Cache, false>(products.out, products.weights[part],
+                                    columns.behind(part * 2 * page_bytes), true);
+    }
+    wgmma_commit();
+  }
   // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
   __device__ __forceinline__ void clear_values(uint32_t value, uint64_t tokens, int thread) const {
+    const int width = kForm == PageForm::kPages ? head_size : kMaxHeadSize;
 #pragma unroll 1
-    for (int i = thread; i < kTeamTokens * kMaxHeadSize / 8; i += 128) {  // pieces of 16 bytes
+    for (int i = thread; i < kTeamTokens / 8 * width; i += 128) {  // pieces of 16 bytes
       const uint32_t at = value + i * 16;
       if constexpr (kRows) {
         if (!(tokens >> i / 8 % kTeamTokens & 1)) store_shared(at, uint4{0, 0, 0, 0});
       } else {
-        const int part = i / (2 * kMaxHeadSize), half = (i ^ i >> 3) & 1;
-        const uint32_t eight = static_cast<uint32_t>(tokens >> (part * 16 + half * 8));
-        if ((eight & 0xff) == 0xff) continue;
+        // Of 8 tokens.
+        const int eight =
+            kForm == PageForm::kPages ? i / width : i / (2 * width) * 2 + ((i ^ i >> 3) & 1);
+        const uint32_t there = static_cast<uint32_t>(tokens >> eight * 8);
+        if ((there & 0xff) == 0xff) continue;
         const auto mask = [&](int pair) {
-          return (eight >> 2 * pair & 1 ? 0xffffu : 0u) |
-                 (eight >> 2 * pair & 2 ? 0xffff0000u : 0u);
+          return (there >> 2 * pair & 1 ? 0xffffu : 0u) |
+                 (there >> 2 * pair & 2 ? 0xffff0000u : 0u);
         };
         const uint4 pack = load_shared<uint4>(at);
         store_shared(at,

@@ -33,9 +33,14 @@ __host__ __device__ constexpr int team_registers(int max_tiles) {
   return max_tiles <= 4 ? 144 : 224;
 }
 
+// Query rows there is room for: products of whole rows have 64, used or not.
+__host__ __device__ constexpr int stored_rows(bool whole, int rows) {
+  return whole ? 64 : rows;
+}
+
 // Whether rows are the rows of the products, not their columns.
-template <typename Cache, int kMaxTiles>
-constexpr bool kWholeRows = sizeof(Cache) == 2 && kMaxTiles == 8;
+template <typename Cache>
+constexpr bool kWholeRows = sizeof(Cache) == 2;
 
 struct TeamShape {
   WorkShape work;
@@ -48,8 +53,9 @@ struct TeamShape {
 // Operands of the products.
 template <typename Cache>
 __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
-  return kTeamQueries<Cache> * query_bytes(rows, max_head_size) +
-         team_count(max_tiles) * weight_bytes(rows);
+  const int stored = stored_rows(kWholeRows<Cache>, rows);
+  return kTeamQueries<Cache> * query_bytes(stored, max_head_size) +
+         team_count(max_tiles) * weight_bytes(stored);
 }
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
@@ -121,9 +127,11 @@ __device__ __forceinline__ void store_queries(const PagedAttentionParams& p, con
              (item.sequence.first_query + place.token) * p.query_stride +
              static_cast<int64_t>(place.head) * p.kv.head_size;
     };
-    store_query<Tile, Query>(start, storage + slot * query_bytes(shape.work.rows(), Tile::kMaxHead),
-                             shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size,
-                             lane);
+    store_query<Tile, Query>(
+        start,
+        storage +
+            slot * query_bytes(stored_rows(Tile::kWholeRows, shape.work.rows()), Tile::kMaxHead),
+        shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size, lane);
   };
   barrier_wait(shared_address(&queries.empty[slot]), number / Queries::kCount & 1 ^ 1);
   if constexpr (Tile::kWide) {
@@ -229,8 +237,9 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
   tile.head_size = p.kv.head_size;
   tile.team = team;
   tile.member = same_in_warp(thread / 32);
-  tile.team_weights = weight_bytes(shape.work.rows());
-  tile.weights = scratch + Queries::kCount * query_bytes(shape.work.rows(), Tile::kMaxHead) +
+  const int rows_there = stored_rows(Tile::kWholeRows, shape.work.rows());
+  tile.team_weights = weight_bytes(rows_there);
+  tile.weights = scratch + Queries::kCount * query_bytes(rows_there, Tile::kMaxHead) +
                  team * tile.team_weights;
   tile.set_addresses(shape.tile, lane);
   uint32_t splits = 0;
@@ -246,12 +255,11 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
     const WorkItem& item = queue.items[slot];
     const ItemRows rows = queue.rows[slot];
     const uint32_t of_queries = number % Queries::kCount;
-    tile.tiles = used_tiles(rows);
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
     barrier_wait(shared_address(&queries.full[of_queries]), number / Queries::kCount & 1);
-    tile.start(scratch + of_queries * query_bytes(shape.work.rows(), Tile::kMaxHead),
+    tile.start(used_tiles(rows), scratch + of_queries * query_bytes(rows_there, Tile::kMaxHead),
                shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, thread);
     if (Tile::kQueryInRegisters) {
       barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
@@ -320,9 +328,8 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
                                 const __grid_constant__ RowMaps maps,
                                 const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  using Tile =
-      std::conditional_t<kWholeRows<Cache, kMaxTiles>, TeamRowsTile<Cache, kMaxHeadSize, kForm>,
-                         TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>>;
+  using Tile = std::conditional_t<kWholeRows<Cache>, TeamRowsTile<Cache, kMaxHeadSize, kForm>,
+                                  TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>>;
   using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
   constexpr int kTeams = Tile::kTeams;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
@@ -416,13 +423,19 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
 template <typename Cache, int kMaxHeadSize, PageForm kForm>
 void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  // Pages of 8 tokens are no operands.
-  if (rows <= 32 || (sizeof(Cache) == 2 && kForm == PageForm::kPages && p.kv.block_size < 16)) {
-    launch_team<Cache, kMaxHeadSize, 4, kForm>(p, rows <= 16 ? 4 : 5, workspace, stream);
+  const int row_shift = rows <= 16 ? 4 : rows <= 32 ? 5 : 6;
+  if constexpr (kWholeRows<Cache>) {
+    if constexpr (kForm == PageForm::kPages) {
+      if (p.kv.block_size < 16) {
+        return launch_team<Cache, kMaxHeadSize, 8, kForm>(p, row_shift, workspace, stream);
+      }
+    }
+    constexpr PageForm kLies = kForm == PageForm::kRows ? kForm : PageForm::kOperands;
+    launch_team<Cache, kMaxHeadSize, 8, kLies>(p, row_shift, workspace, stream);
+  } else if (rows <= 32) {
+    launch_team<Cache, kMaxHeadSize, 4, kForm>(p, row_shift, workspace, stream);
   } else {
-    constexpr bool kOperands = kWholeRows<Cache, 8> && kForm != PageForm::kRows;
-    launch_team<Cache, kMaxHeadSize, 8, kOperands ? PageForm::kOperands : kForm>(p, 6, workspace,
-                                                                                 stream);
+    launch_team<Cache, kMaxHeadSize, 8, kForm>(p, row_shift, workspace, stream);
   }
 }
 
