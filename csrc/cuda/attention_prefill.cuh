@@ -184,6 +184,11 @@ struct PrefillTile {
   // Scores to weights, relative to maxima that are raised where need be; what scales the results
   // and sums before them goes to `factor`. Says whether any lane's is not 1.
   __device__ __forceinline__ bool weigh(float unit, float (&factor)[2]) {
+    const float units[2] = {unit, unit};
+    return weigh(units, factor);
+  }
+  // (units of rows)
+  __device__ __forceinline__ bool weigh(const float (&unit)[2], float (&factor)[2]) {
     float largest[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -201,7 +206,7 @@ struct PrefillTile {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(largest[r][0], largest[r][1]);
-      most = quad_max(most) * unit;
+      most = quad_max(most) * unit[r];
       const bool raises = most > maximum[r] + kMaximumSlack;
       const float updated = raises ? most : maximum[r];
       factor[r] = exp2_approx(maximum[r] - updated);
@@ -212,7 +217,7 @@ struct PrefillTile {
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j) {
-          scores[i][j] = exp2_approx(fmaf(scores[i][j], unit, -updated));
+          scores[i][j] = exp2_approx(fmaf(scores[i][j], unit[r], -updated));
           sums[j & 1] += scores[i][j];
         }
       }

@@ -18,22 +18,11 @@ namespace vllm_kernels::cuda {
 constexpr int kTeamTokens = 64;  // of a step
 constexpr int kTeamMaxHeadSize = 128;
 
-// Items whose queries lie in shared memory: the next one's as well where pages leave room for them.
-template <typename Cache>
-constexpr int kTeamQueries = sizeof(Cache) == 1 ? 2 : 1;
+constexpr int kNarrowRows = 32, kNarrowTeams = 3;  // of a block
 
-// Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
-__host__ __device__ constexpr int team_count(int max_tiles) {
-  return max_tiles <= 4 ? 3 : 2;
-}
-
-// Bytes of shared memory: an item's queries, which all teams share, and a team's P^T.
-__host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
-  return rows * max_head_size * 2;
-}
-// (two of them, in turn, up to 32 rows)
+// Bytes of shared memory: a team's P^T, two of them in turn.
 __host__ __device__ constexpr int weight_bytes(int rows) {
-  return (rows <= 32 ? 2 * rows : rows) * kTeamTokens * 2;
+  return 2 * rows * kTeamTokens * 2;
 }
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
@@ -44,11 +33,11 @@ struct TeamMember {
   static constexpr int kTeams = kTeamCount;  // of the block
   int team;
   int member;        // this warp of the team
-  uint32_t weights;  // shared memory of the team
-  int team_weights;  // bytes from one team's to the next
+  uint32_t storage;  // shared memory of the team
+  int team_bytes;    // from one team's to the next
 
-  __device__ __forceinline__ uint32_t weights_of(int other) const {
-    return weights + (other - team) * team_weights;
+  __device__ __forceinline__ uint32_t storage_of(int other) const {
+    return storage + (other - team) * team_bytes;
   }
   // Barriers of a team; their numbers are constants, for tools that check.
   __device__ __forceinline__ void team_barrier() const {
@@ -86,6 +75,43 @@ __device__ __forceinline__ uint4 load8(const Query* from) {
   return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
+// A query row [kChunks][8] of type Query to fp16, in place, times a power of two whose inverse goes
+// to `inverse`; place(chunk) is where its 16 bytes lie, of which permute() may change two in turn.
+template <typename Query, int kChunks, typename Place, typename Permute>
+__device__ __forceinline__ void narrow_query_row(const Place& place, uint32_t inverse,
+                                                 const Permute& permute) {
+  const auto element = [](uint32_t pair, int j) {
+    return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
+  };
+  float largest[2] = {0.0f, 0.0f};
+#pragma unroll 2
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const uint4 pack = load_shared<uint4>(place(chunk));
+#pragma unroll
+    for (const uint32_t pair : {pack.x, pack.y, pack.z, pack.w}) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) largest[j] = fmaxf(largest[j], fabsf(element(pair, j)));
+    }
+  }
+  const int exponent = power_for_half(fmaxf(largest[0], largest[1]));
+  const float factor = exp2f(static_cast<float>(exponent));
+  store_shared(inverse, exp2f(static_cast<float>(-exponent)));
+  const auto narrow = [&](uint32_t pair) {
+    return pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
+  };
+  const auto narrow4 = [&](const uint4& pack) {
+    return uint4{narrow(pack.x), narrow(pack.y), narrow(pack.z), narrow(pack.w)};
+  };
+#pragma unroll 2
+  for (int chunk = 0; chunk < kChunks; chunk += 2) {
+    uint4 a = narrow4(load_shared<uint4>(place(chunk)));
+    uint4 b = narrow4(load_shared<uint4>(place(chunk + 1)));
+    permute(a, b);
+    store_shared(place(chunk), a);
+    store_shared(place(chunk + 1), b);
+  }
+}
+
 // One warp puts the queries of an item with `tiles` tiles of 8 rows down at `query`, a lane a row.
 // start(row) points to a query row of type Query, null where there is none.
 template <typename Tile, typename Query, typename Start>
@@ -117,24 +143,20 @@ __device__ __forceinline__ void store_query(const Start& start, uint32_t query, 
   }
 }
 
-// kMaxTiles: of 8 query rows, 4 or 8.
-template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_count(kMaxTiles)> {
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<kNarrowTeams> {
   using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
   using Addresses::key_at, Addresses::token_of, Addresses::value_masks;
-  using Member = TeamMember<team_count(kMaxTiles)>;
-  using Member::kTeams, Member::member, Member::team_any, Member::team_barrier, Member::weights;
+  using Member = TeamMember<kNarrowTeams>;
+  using Member::kTeams, Member::member, Member::team_any, Member::team_barrier, Member::storage;
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
-  static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = kMaxTiles * 8;
+  static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = kNarrowRows;
+  static constexpr int kMaxTiles = kMaxRows / 8;  // of 8 query rows
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
-  static constexpr int kTiles = kMaxTiles;
   static constexpr int kGroups = kTokens / 16;
-  // Registers suffice for V during the first product, shared memory for two P^T in turn.
-  static constexpr bool kEarly = kMaxTiles <= 4;
-  static constexpr bool kWholeRows = false, kQueryInRegisters = false;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -145,7 +167,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
   int head_size;
   int tiles;       // of 8 rows, in use: 2, 4 or 8
   uint32_t query;  // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
-  // `weights`: P^T [64 / 8] [rows] [8], once or twice
+  // `storage`: P^T [64 / 8] [rows] [8], once or twice
   uint32_t turn = 0;                // which of two P^T comes next
   uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
 
@@ -187,38 +209,17 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
                                                          int rows) {
     return query + (chunk * rows + row) * 16;
   }
-  // A row to fp16, in place: each lane its own.
   template <typename Query>
   static __device__ __forceinline__ void narrow_row(uint32_t query, uint32_t scales, int row,
                                                     int rows) {
-    const auto element = [](uint32_t pair, int j) {
-      return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
+    // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
+    const auto permute = [](uint4& a, uint4& b) {
+      const uint4 low = {a.x, a.z, b.x, b.z}, high = {a.y, a.w, b.y, b.w};
+      a = low;
+      b = high;
     };
-    const auto place = [&](int chunk) { return query_place(query, row, chunk, rows); };
-    float largest[2] = {0.0f, 0.0f};
-#pragma unroll 2
-    for (int chunk = 0; chunk < 2 * kSteps; ++chunk) {
-      const uint4 pack = load_shared<uint4>(place(chunk));
-#pragma unroll
-      for (const uint32_t pair : {pack.x, pack.y, pack.z, pack.w}) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) largest[j] = fmaxf(largest[j], fabsf(element(pair, j)));
-      }
-    }
-    const int exponent = power_for_half(fmaxf(largest[0], largest[1]));
-    const float factor = exp2f(static_cast<float>(exponent));
-    store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
-    const auto narrow = [&](uint32_t pair) {
-      return pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
-    };
-#pragma unroll 2
-    for (int step = 0; step < kSteps; ++step) {
-      // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
-      const uint4 a = load_shared<uint4>(place(2 * step)),
-                  b = load_shared<uint4>(place(2 * step + 1));
-      store_shared(place(2 * step), uint4{narrow(a.x), narrow(a.z), narrow(b.x), narrow(b.z)});
-      store_shared(place(2 * step + 1), uint4{narrow(a.y), narrow(a.w), narrow(b.y), narrow(b.w)});
-    }
+    narrow_query_row<Query, 2 * kSteps>(
+        [&](int chunk) { return query_place(query, row, chunk, rows); }, scales + row * 4, permute);
   }
   // Before an item's first step, when its queries are there.
   __device__ __forceinline__ void start(int tiles_in_use, uint32_t queries, uint32_t scales,
@@ -441,11 +442,9 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
       wgmma<Element, kUsed>(c, a[k], queries + k * (2 * kChunk >> 4), k > 0);
     }
     wgmma_commit();
-    Values<kEarly ? kGroups : kGroups / 2> values;
-    if constexpr (kEarly) {
-      load_values(values, 0, value, layout);
-      release();
-    }
+    Values<kGroups> values;
+    load_values(values, 0, value, layout);
+    release();
     wgmma_wait<0>();
     settle(c);
 #pragma unroll
@@ -476,13 +475,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
     }
     // Most steps move no maximum: weights first, then the question whether they count. Other warps
     // may still read those of the step before: they are elsewhere, or waited for.
-    uint32_t stored = weights;
-    if constexpr (kEarly) {
-      stored += turn * (kUsed * 8 * kTeamTokens * 2);
-      turn ^= 1;
-    } else {
-      team_barrier();
-    }
+    const uint32_t stored = storage + turn * (kUsed * 8 * kTeamTokens * 2);
+    turn ^= 1;
     float sums[kUsed][2];
     store_weights<kUsed>(c, sums, stored, lane);
     if (team_any(higher)) {
@@ -495,18 +489,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
 #pragma unroll
       for (int j = 0; j < 2; ++j) sum[t][j] += sums[t][j];
     }
-    if constexpr (kEarly) {
-      if (!plain) mask_values(values, 0, tokens, lane);
-      accumulate<kUsed>(values, stored, 0);
-    } else {
-#pragma unroll
-      for (int group = 0; group < kGroups; group += kGroups / 2) {
-        load_values(values, group, value, layout);
-        if (!plain) mask_values(values, group, tokens, lane);
-        accumulate<kUsed>(values, stored, group);
-      }
-      release();
-    }
+    if (!plain) mask_values(values, 0, tokens, lane);
+    accumulate<kUsed>(values, stored, 0);
   }
 
   // 64 tokens, of which those of `tokens` count; see AttentionTile::step. Calls release() when K
@@ -515,9 +499,6 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint64_t tokens, bool plain,
                                        const Adjust& adjust, const Release& release,
                                        const TileLayout& layout, int lane) {
-    if constexpr (kMaxTiles == 8) {
-      if (tiles == 8) return step_rows<8>(key, value, tokens, plain, adjust, release, layout, lane);
-    }
     if (tiles == 4) return step_rows<4>(key, value, tokens, plain, adjust, release, layout, lane);
     step_rows<2>(key, value, tokens, plain, adjust, release, layout, lane);
   }
@@ -616,7 +597,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
       }
     }
     // Sums [rows][4 warps], then maxima, in the place of weights that no warp reads any more.
-    const uint32_t maxima = weights + tiles * 8 * 16;
+    const uint32_t maxima = storage + tiles * 8 * 16;
     team_barrier();
     if (lane < 4) {
 #pragma unroll
@@ -625,14 +606,14 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm>, TeamMember<team_coun
         const int row = row_of(lane, t, 0);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          store_shared(weights + ((row + j) * 4 + member) * 4, sum[t][j]);
+          store_shared(storage + ((row + j) * 4 + member) * 4, sum[t][j]);
           if (member == 0) store_shared(maxima + (row + j) * 4, maximum[t][j]);
         }
       }
     }
     team_barrier();
     if (thread >= tiles * 8) return {kNoMaximum, 0.0f};
-    const float4 four = load_shared<float4>(weights + thread * 16);
+    const float4 four = load_shared<float4>(storage + thread * 16);
     return {load_shared<float>(maxima + thread * 4), four.x + four.y + four.z + four.w};
   }
 };

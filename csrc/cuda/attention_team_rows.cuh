@@ -13,25 +13,25 @@ namespace vllm_kernels::cuda {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-template <typename Cache, int kMaxHeadSize, PageForm kPageForm>
+template <typename Element, int kMaxHeadSize, PageForm kPageForm>
 struct TeamRowsConfig {
-  using T = Cache;
+  using T = Element;
   static constexpr int kHeadSize = kMaxHeadSize, kTokens = kTeamTokens, kRows = 64;
   static constexpr PageForm kForm = kPageForm;
   static constexpr bool kQueryInRegisters = true;
 };
 
+// kForm: of what products read.
 template <typename Cache, int kMaxHeadSize, PageForm kForm>
 struct TeamRowsTile : TeamMember<2> {
-  using Config = TeamRowsConfig<Cache, kMaxHeadSize, kForm>;
-  using Element = Cache;
-  static constexpr bool kWide = true, kRows = kForm == PageForm::kRows;
+  static constexpr bool kWide = sizeof(Cache) == 2, kRows = kForm == PageForm::kRows;
+  using Element = std::conditional_t<kWide, Cache, __half>;
+  using Config = TeamRowsConfig<Element, kMaxHeadSize, kForm>;
   static constexpr int kMaxHead = kMaxHeadSize, kMaxRows = 64;
   static constexpr int kOutTiles = kMaxHeadSize / 8;
-  static constexpr bool kWholeRows = true, kQueryInRegisters = true;
 
   PrefillTile<Config> products;
-  float scale;  // from product to log2 units
+  float scale[2];  // from product to log2 units, of this lane's rows
   int head_size;
   int page_bytes;  // form kPages: from one page's V to the next
   int warps;       // that have rows: 1, 2 or 4
@@ -44,18 +44,29 @@ struct TeamRowsTile : TeamMember<2> {
     page_bytes = layout.page_bytes;
   }
 
-  // Where 16 bytes of a query row lie.
+  // Where 16 bytes of a query row lie: 8 dimensions, in order.
   static __device__ __forceinline__ uint32_t query_place(uint32_t query, int row, int chunk, int) {
     return query + chunk / 8 * (64 * 128) + row * 128 + (chunk ^ row) % 8 * 16;
   }
 
-  __device__ __forceinline__ void start(int tiles, uint32_t query, uint32_t, float to_log2,
+  template <typename Query>
+  static __device__ __forceinline__ void narrow_row(uint32_t query, uint32_t scales, int row, int) {
+    narrow_query_row<Query, kMaxHeadSize / 8>(
+        [&](int chunk) { return query_place(query, row, chunk, 0); }, scales + row * 4,
+        [](uint4&, uint4&) {});
+  }
+
+  __device__ __forceinline__ void start(int tiles, uint32_t query, uint32_t scales, float to_log2,
                                         int thread) {
     warps = tiles / 2;
     products.load_query(query, thread);
     products.clear();
     products.start_sums();
-    scale = to_log2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scale[r] = to_log2;
+      if (!kWide) scale[r] *= load_shared<float>(scales + row_of(thread % 32, member, r) * 4);
+    }
   }
 
   // See TeamTile::step.
@@ -67,13 +78,13 @@ struct TeamRowsTile : TeamMember<2> {
     if (!plain) clear_values(value, tokens, member * 32 + lane);
     wgmma_wait<0>();
     settle(products.scores);
-    float unit = scale;
+    float unit[2] = {scale[0], scale[1]};
     if (!plain) {
       products.each_score([&](int i, int j, float score) {
         const int token = 8 * i + lane % 4 * 2 + j % 2;
-        return tokens >> token & 1 ? adjust(score * scale, member, j / 2, token) : -INFINITY;
+        return tokens >> token & 1 ? adjust(score * scale[j / 2], member, j / 2, token) : -INFINITY;
       });
-      unit = 1.0f;
+      unit[0] = unit[1] = 1.0f;
     }
     float factor[2];
     if (products.weigh(unit, factor)) products.rescale(factor);
@@ -154,14 +165,14 @@ struct TeamRowsTile : TeamMember<2> {
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(products.sum[r]);
       if (lane % 4 == 0) {
-        const uint32_t at = weights + row_of(lane, member, r) * 8;
+        const uint32_t at = storage + row_of(lane, member, r) * 8;
         store_shared(at, products.maximum[r]);
         store_shared(at + 4, sum);
       }
     }
     team_barrier();
     if (thread >= rows_in_use()) return {kNoMaximum, 0.0f};
-    return {load_shared<float>(weights + thread * 8), load_shared<float>(weights + thread * 8 + 4)};
+    return {load_shared<float>(storage + thread * 8), load_shared<float>(storage + thread * 8 + 4)};
   }
 
  private:
@@ -175,8 +186,8 @@ struct TeamRowsTile : TeamMember<2> {
     const MatrixDescriptor columns(value, page_bytes, 128, Swizzle::kNone);
 #pragma unroll
     for (int part = 0; part < kTeamTokens / 16; ++part) {
-      wgmma_registers<Cache, false>(products.out, products.weights[part],
-                                    columns.behind(part * 2 * page_bytes), true);
+      wgmma_registers<Element, false>(products.out, products.weights[part],
+                                      columns.behind(part * 2 * page_bytes), true);
     }
     wgmma_commit();
   }

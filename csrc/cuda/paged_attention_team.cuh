@@ -11,6 +11,7 @@
 #pragma once
 #include "cuda/attention_team.cuh"
 #include "cuda/attention_team_rows.cuh"
+#include "cuda/attention_team_widen.cuh"
 #include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
@@ -20,43 +21,44 @@ namespace vllm_kernels::cuda {
 
 constexpr int kItemQueue = 2;
 
-// Threads: the teams and the warpgroup that serves them.
-__host__ __device__ constexpr int team_threads(int max_tiles) {
-  return 128 * (team_count(max_tiles) + 1);
-}
-// Registers of a thread, of 65536 in all: the teams need more than their even share.
-__host__ __device__ constexpr int servant_registers(int max_tiles) {
-  return max_tiles <= 4 ? 80 : 64;
-}
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
-__host__ __device__ constexpr int team_registers(int max_tiles) {
-  return max_tiles <= 4 ? 144 : 224;
-}
 
-// Query rows there is room for: products of whole rows have 64, used or not.
-__host__ __device__ constexpr int stored_rows(bool whole, int rows) {
-  return whole ? 64 : rows;
-}
-
-// Whether rows are the rows of the products, not their columns.
-template <typename Cache>
-constexpr bool kWholeRows = sizeof(Cache) == 2;
+// What a block works on. kWholeRows: rows are rows of the products (attention_team_rows.cuh), not
+// their columns (attention_team.cuh).
+template <typename CacheElement, int kHeadSize, bool kWholeRows, PageForm kPageForm>
+struct TeamConfig {
+  using Cache = CacheElement;
+  static constexpr int kMaxHeadSize = kHeadSize;
+  static constexpr bool kWhole = kWholeRows;
+  static constexpr PageForm kForm = kPageForm;
+  static constexpr bool kWidens = kWhole && sizeof(Cache) == 1;
+  static constexpr int kTeams = kWhole ? 2 : kNarrowTeams;
+  static constexpr int kMaxRows = kWhole ? 64 : kNarrowRows;
+  // Items whose queries lie in shared memory; whole rows go on to registers.
+  static constexpr int kQueries = kWhole ? 1 : 2;
+  // Threads, and their registers, of 65536 in all: teams need more than their even share.
+  static constexpr int kServants = kWidens ? 2 : 1;  // warpgroups that serve the teams
+  static constexpr int kThreads = 128 * (kTeams + kServants);
+  static constexpr int kRegisters = kWidens ? 192 : kWhole ? 224 : 144;
+  static constexpr int kServantRegisters = kWhole ? 64 : 80;
+  // Shared memory: a team's slots of what was widened; queries; what a team writes.
+  static constexpr int kWideBytes = kWidens ? kWideSlots * 2 * wide_bytes(kMaxHeadSize) : 0;
+  static __host__ __device__ constexpr int query_bytes(int rows) {
+    return (kWhole ? kMaxRows : rows) * kMaxHeadSize * 2;
+  }
+  static __host__ __device__ constexpr int team_bytes(int rows) {
+    return kWhole ? 8192 : weight_bytes(rows);
+  }
+};
 
 struct TeamShape {
   WorkShape work;
   RingLayout ring;
   TileLayout tile;
   ScoreCap cap;
-  int scratch;  // bytes of all rings: the queries and weights lie behind them
+  // Bytes of shared memory before what was widened, the queries, and what teams write.
+  int wide, queries, teams;
 };
-
-// Operands of the products.
-template <typename Cache>
-__host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, int max_head_size) {
-  const int stored = stored_rows(kWholeRows<Cache>, rows);
-  return kTeamQueries<Cache> * query_bytes(stored, max_head_size) +
-         team_count(max_tiles) * weight_bytes(stored);
-}
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
@@ -71,12 +73,25 @@ struct ItemQueue {
 };
 
 // The queries of items, in turn.
-template <typename Cache, int kMaxRows>
+template <typename Config>
 struct TeamQueries {
-  static constexpr int kCount = kTeamQueries<Cache>;
+  static constexpr int kCount = Config::kQueries;
+  static constexpr int kScales = sizeof(typename Config::Cache) == 1 ? Config::kMaxRows : 1;
   uint64_t full[kCount], empty[kCount];
-  float scales[kCount][sizeof(Cache) == 1 ? kMaxRows : 1];  // see TeamTile::store_query
+  float scales[kCount][kScales];  // see narrow_query_row()
 };
+
+template <typename Config>
+struct TeamTileOf {
+  using Cache = typename Config::Cache;
+  static constexpr PageForm kOperands =
+      Config::kForm == PageForm::kRows || !Config::kWidens ? Config::kForm : PageForm::kOperands;
+  using type =
+      std::conditional_t<Config::kWhole, TeamRowsTile<Cache, Config::kMaxHeadSize, kOperands>,
+                         TeamTile<Cache, Config::kMaxHeadSize, Config::kForm>>;
+};
+template <typename Config>
+using TeamRing = KvRing<typename Config::Cache, kTeamTokens, Config::kForm, true>;
 
 // Tiles of 8 rows that products have.
 __device__ __forceinline__ int used_tiles(const ItemRows& rows) {
@@ -112,12 +127,13 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
 }
 
 // One warp: the queries of a block's item `number`, to `storage`.
-template <typename Tile, typename Queries>
+template <typename Config>
 __device__ __forceinline__ void store_queries(const PagedAttentionParams& p, const TeamShape& shape,
                                               const WorkItem& item, const ItemRows& rows,
-                                              Queries& queries, uint32_t storage, uint32_t number,
-                                              int lane) {
-  const uint32_t slot = number % Queries::kCount;
+                                              TeamQueries<Config>& queries, uint32_t storage,
+                                              uint32_t number, int lane) {
+  using Tile = typename TeamTileOf<Config>::type;
+  const uint32_t slot = number % Config::kQueries;
   const auto store = [&](auto tag) {
     using Query = decltype(tag);
     const auto start = [&](int row) -> const Query* {
@@ -127,13 +143,11 @@ __device__ __forceinline__ void store_queries(const PagedAttentionParams& p, con
              (item.sequence.first_query + place.token) * p.query_stride +
              static_cast<int64_t>(place.head) * p.kv.head_size;
     };
-    store_query<Tile, Query>(
-        start,
-        storage +
-            slot * query_bytes(stored_rows(Tile::kWholeRows, shape.work.rows()), Tile::kMaxHead),
-        shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size, lane);
+    store_query<Tile, Query>(start, storage + slot * Config::query_bytes(shape.work.rows()),
+                             shared_address(queries.scales[slot]), used_tiles(rows), p.kv.head_size,
+                             lane);
   };
-  barrier_wait(shared_address(&queries.empty[slot]), number / Queries::kCount & 1 ^ 1);
+  barrier_wait(shared_address(&queries.empty[slot]), number / Config::kQueries & 1 ^ 1);
   if constexpr (Tile::kWide) {
     store(typename Tile::Element{});
   } else {
@@ -144,10 +158,10 @@ __device__ __forceinline__ void store_queries(const PagedAttentionParams& p, con
 }
 
 // One warp: which items this block takes, and their queries.
-template <typename Tile, typename Cache, PageForm kForm, typename Queries>
+template <typename Config>
 __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const TeamShape& shape,
-                                            ItemQueue& queue, Queries& queries, uint32_t storage,
-                                            uint32_t* next, int lane) {
+                                            ItemQueue& queue, TeamQueries<Config>& queries,
+                                            uint32_t storage, uint32_t* next, int lane) {
   // The first item of a small batch is guessed before the predecessor has ended, and once more
   // where memory then holds other lengths.
   enum { kGuess, kPlan, kGoOn } now = TeamPlan::may_guess(p) ? kGuess : kPlan;
@@ -171,7 +185,8 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     if (now == kGuess) {
       if (index < plan.items()) {
         __syncwarp();
-        prefetch_pages<Cache, kForm>(p, shape.ring, queue.items[slot], Tile::kTeams, lane);
+        prefetch_pages<typename Config::Cache, Config::kForm>(p, shape.ring, queue.items[slot],
+                                                              Config::kTeams, lane);
       }
       now = kPlan;
       wait_for_predecessor();
@@ -185,8 +200,7 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
     __syncwarp();
     if (index >= plan.items()) return;
     wait_before(p);
-    store_queries<Tile>(p, shape, queue.items[slot], queue.rows[slot], queries, storage, number,
-                        lane);
+    store_queries(p, shape, queue.items[slot], queue.rows[slot], queries, storage, number, lane);
     // Late, so that no block holds items back that others could start. The last of all calls
     // brings the counter back to 0.
     barrier_wait(shared_address(&queue.wanted), number & 1);
@@ -198,49 +212,79 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
   }
 }
 
-// One warp a team: the pages of those items.
-template <typename Cache, PageForm kForm>
-__device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
-                                          KvRing<Cache, kTeamTokens, kForm, true>& ring, int team,
-                                          int teams, int lane) {
-  if (!p.early_pages) wait_before(p);
+// Calls action(item, stages) for every item of the block, in order, with the team's number of
+// stages.
+template <typename Config, typename Action>
+__device__ __forceinline__ void each_item(ItemQueue& queue, int team, const Action& action) {
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
     const uint32_t slot = number % kItemQueue;
     barrier_wait(shared_address(&queue.full[slot]), number / kItemQueue & 1);
     if (queue.ends[slot]) return;
-    const WorkItem& item = queue.items[slot];
-    const int stages = max(0, item.stages - team + teams - 1) / teams;
+    const int stages =
+        max(0, queue.items[slot].stages - team + Config::kTeams - 1) / Config::kTeams;
+    action(queue.items[slot], stages, shared_address(&queue.empty[slot]));
+  }
+}
+
+// One warp a team: the pages of those items.
+template <typename Config>
+__device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
+                                          TeamRing<Config>& ring, int team, int lane) {
+  if (!p.early_pages) wait_before(p);
+  each_item<Config>(queue, team, [&](const WorkItem& item, int stages, uint32_t empty) {
     ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
-               teams, stages);
+               Config::kTeams, stages);
     ring.look_up();
-    barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
+    barrier_arrive_warp(empty, lane);
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       if (team == 0 && i == stages - 1 && lane == 0) barrier_arrive(shared_address(&queue.wanted));
       ring.fill(p.kv);
     }
-  }
+  });
 }
 
-template <typename Tile, typename Ring, typename Queries>
+// One of a team's wideners: their stages.
+template <typename Config>
+__device__ __forceinline__ void widen_ring(const TeamShape& shape, ItemQueue& queue,
+                                           TeamRing<Config>& ring,
+                                           WideRing<Config::kMaxHeadSize>& wide, int team,
+                                           int widener, int lane) {
+  each_item<Config>(queue, team, [&](const WorkItem&, int stages, uint32_t empty) {
+    barrier_arrive_warp(empty, lane);
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      ring.wait();
+      wide.wait_empty();
+      widen_stage<typename Config::Cache, Config::kMaxHeadSize, Config::kForm>(
+          ring.key(), ring.value(), wide.key(), wide.value(), shape.tile, widener, lane);
+      if (widener == 0 && lane == 0) wide.barriers.present[wide.slot] = ring.present();
+      ring.release();
+      fence_async_proxy();
+      wide.fill();
+    }
+  });
+}
+
+// One warp of a team. Ring: of stages in 16 bits, or of 8 where products widen them.
+template <typename Config, typename Ring>
 __device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
                                        const DecodeWorkspace& workspace, Ring& ring,
-                                       ItemQueue& queue, Queries& queries,
-                                       TeamRows<Tile::kMaxRows>& of_rows,
-                                       TeamBarriers<Tile::kTeams>& barriers, bool& is_last,
-                                       uint32_t scratch, int team, int thread) {
-  constexpr int kTeams = Tile::kTeams;
+                                       ItemQueue& queue, TeamQueries<Config>& queries,
+                                       TeamRows<Config::kMaxRows>& of_rows,
+                                       TeamBarriers<Config::kTeams>& barriers, bool& is_last,
+                                       uint32_t memory, int team, int thread) {
+  using Tile = typename TeamTileOf<Config>::type;
+  constexpr int kTeams = Config::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
   const int lane = thread % 32;
   Tile tile;
   tile.head_size = p.kv.head_size;
   tile.team = team;
   tile.member = same_in_warp(thread / 32);
-  const int rows_there = stored_rows(Tile::kWholeRows, shape.work.rows());
-  tile.team_weights = weight_bytes(rows_there);
-  tile.weights = scratch + Queries::kCount * query_bytes(rows_there, Tile::kMaxHead) +
-                 team * tile.team_weights;
+  tile.team_bytes = Config::team_bytes(shape.work.rows());
+  tile.storage = memory + shape.teams + team * tile.team_bytes;
   tile.set_addresses(shape.tile, lane);
   uint32_t splits = 0;
   wait_before(p);
@@ -254,14 +298,15 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
     }
     const WorkItem& item = queue.items[slot];
     const ItemRows rows = queue.rows[slot];
-    const uint32_t of_queries = number % Queries::kCount;
-    const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
+    const uint32_t of_queries = number % Config::kQueries;
+    const float k_scale = sizeof(typename Config::Cache) == 1 && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
-    barrier_wait(shared_address(&queries.full[of_queries]), number / Queries::kCount & 1);
-    tile.start(used_tiles(rows), scratch + of_queries * query_bytes(rows_there, Tile::kMaxHead),
+    barrier_wait(shared_address(&queries.full[of_queries]), number / Config::kQueries & 1);
+    tile.start(used_tiles(rows),
+               memory + shape.queries + of_queries * Config::query_bytes(shape.work.rows()),
                shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, thread);
-    if (Tile::kQueryInRegisters) {
+    if (Config::kWhole) {
       barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
     }
 
@@ -302,7 +347,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
       }
       first += kTeams << kShift;
     }
-    if (!Tile::kQueryInRegisters) {
+    if (!Config::kWhole) {
       barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
     }
     const TeamEnd<Tile> end_of_item = {.p = p,
@@ -321,38 +366,40 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
 
 #endif
 
-template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-__global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
     paged_attention_team_kernel(const __grid_constant__ PagedAttentionParams p,
                                 const __grid_constant__ TeamShape shape,
                                 const __grid_constant__ RowMaps maps,
                                 const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  using Tile = std::conditional_t<kWholeRows<Cache>, TeamRowsTile<Cache, kMaxHeadSize, kForm>,
-                                  TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>>;
-  using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
-  constexpr int kTeams = Tile::kTeams;
-  extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
+  using Ring = TeamRing<Config>;
+  constexpr int kTeams = Config::kTeams;
+  extern __shared__ __align__(1024) char shared[];  // the rings, then what TeamShape says
   __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
+  __shared__ WideBarriers wide_barriers[Config::kWidens ? kTeams : 1];
   __shared__ TeamBarriers<kTeams> teams;
-  __shared__ __align__(16) TeamRows<Tile::kMaxRows> of_rows;
-  __shared__ TeamQueries<Cache, kMaxTiles * 8> queries;
+  __shared__ __align__(16) TeamRows<Config::kMaxRows> of_rows;
+  __shared__ TeamQueries<Config> queries;
   __shared__ ItemQueue queue;
   __shared__ bool is_last;
-  // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
-  static_assert(sizeof(barriers) + sizeof(teams) + sizeof(of_rows) + sizeof(queries) +
-                    sizeof(queue) + 16 <=
+  // Beyond 3 KiB a ring loses a stage: the third of three in 16 bits, the second of two in 8.
+  static_assert(sizeof(barriers) + sizeof(wide_barriers) + sizeof(teams) + sizeof(of_rows) +
+                    sizeof(queries) + sizeof(queue) + 16 <=
                 3072);
   launch_dependents();
   const int lane = threadIdx.x % 32;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
-    Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
+    Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]),
+               Config::kWidens ? kTeamWideners : 4);
+    if (Config::kWidens) wide_barriers[threadIdx.x].init();
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
       barrier_init(shared_address(&queue.full[slot]), 1);
-      barrier_init(shared_address(&queue.empty[slot]), (4 * kTeams + kTeams) * kWarpArrivals);
+      barrier_init(shared_address(&queue.empty[slot]),
+                   (4 + 1 + (Config::kWidens ? kTeamWideners : 0)) * kTeams * kWarpArrivals);
     }
     barrier_init(shared_address(&queue.wanted), 1);
     for (int slot = 0; slot < queries.kCount; ++slot) {
@@ -362,43 +409,63 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     teams.init();
     fence_barrier_init();
   }
-  if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
-    for (int i = threadIdx.x * 16; i < shape.scratch; i += team_threads(kMaxTiles) * 16) {
+  if (p.kv.head_size <
+      Config::kMaxHeadSize) {  // K past the head size is read as well, and never copied
+    for (int i = threadIdx.x * 16; i < shape.wide; i += Config::kThreads * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
   }
   __syncthreads();  // the barriers, the zeros
-  const int warpgroup = same_in_warp(threadIdx.x / 128);
-  if (warpgroup == kTeams) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(servant_registers(kMaxTiles)));
-    const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
-    if (team == kTeams) {
-      queue_items<Tile, Cache, kForm>(p, shape, queue, queries,
-                                      shared_address(shared) + shape.scratch, workspace.next, lane);
-    } else if (team < kTeams) {
-      Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-                shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-                true, lane);
-      fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
+  const uint32_t memory = shared_address(shared);
+  const int warp = same_in_warp(threadIdx.x / 32);
+  const auto ring_of = [&](int team, bool fills) {
+    return Ring(shape.ring, maps, memory + team * ring_bytes, shared_address(barriers[team]),
+                shared_address(&barriers[team][Ring::kBarriers]), fills, lane);
+  };
+  const auto wide_ring_of = [&](int team) {
+    return WideRing<Config::kMaxHeadSize>{
+        .storage = memory + shape.wide + team * Config::kWideBytes,
+        .barriers = wide_barriers[Config::kWidens ? team : 0],
+        .lane = lane};
+  };
+  if (warp >= 4 * kTeams) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kServantRegisters));
+    const int servant = warp - 4 * kTeams;
+    if (servant == kTeams) {
+      queue_items<Config>(p, shape, queue, queries, memory + shape.queries, workspace.next, lane);
+    } else if (servant < kTeams) {
+      Ring ring = ring_of(servant, true);
+      fill_ring<Config>(p, queue, ring, servant, lane);
+    } else if (Config::kWidens && servant >= 4) {
+      const int team = (servant - 4) % kTeams;
+      Ring ring = ring_of(team, false);
+      auto wide = wide_ring_of(team);
+      widen_ring<Config>(shape, queue, ring, wide, team, (servant - 4) / kTeams, lane);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
-    const int team = warpgroup;
-    Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-              shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-              false, lane);
-    attend<Tile>(p, shape, workspace, ring, queue, queries, of_rows, teams, is_last,
-                 shared_address(shared) + shape.scratch, team, threadIdx.x % 128);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kRegisters));
+    const int team = warp / 4;
+    const auto run = [&](auto ring) {
+      attend<Config>(p, shape, workspace, ring, queue, queries, of_rows, teams, is_last, memory,
+                     team, threadIdx.x % 128);
+    };
+    if constexpr (Config::kWidens) {
+      run(wide_ring_of(team));
+    } else {
+      run(ring_of(team, false));
+    }
   }
 #endif
 }
 
-template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorkspace& workspace,
-                 void* stream) {
-  constexpr auto kKernel = paged_attention_team_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
-  constexpr int kTeams = team_count(kMaxTiles);
+template <typename Config>
+void launch_team_kernel(const PagedAttentionParams& p, int row_shift,
+                        const DecodeWorkspace& workspace, void* stream) {
+  using Cache = typename Config::Cache;
+  constexpr auto kKernel = paged_attention_team_kernel<Config>;
+  constexpr int kTeams = Config::kTeams, kMaxHeadSize = Config::kMaxHeadSize;
+  constexpr PageForm kForm = Config::kForm;
   const int group = p.num_heads / p.kv.num_kv_heads;
   TeamShape shape;
   shape.cap = score_cap(p.softcap);
@@ -411,12 +478,16 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
                 .piece_share = kTeamPieceShare,
                 .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
-  const int operands = team_scratch_bytes<Cache>(kMaxTiles, 1 << row_shift, kMaxHeadSize);
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - operands;
+  const int queries = Config::kQueries * Config::query_bytes(1 << row_shift);
+  const int others =
+      kTeams * Config::kWideBytes + queries + kTeams * Config::team_bytes(1 << row_shift);
+  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - others;
   shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
-  shape.scratch = kTeams * shape.ring.stages * shape.ring.stage_bytes;
+  shape.wide = (kTeams * shape.ring.stages * shape.ring.stage_bytes + 1023) / 1024 * 1024;
+  shape.queries = shape.wide + kTeams * Config::kWideBytes;
+  shape.teams = shape.queries + queries;
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
-                dim3(team_threads(kMaxTiles)), shape.scratch + operands, stream, p, shape,
+                dim3(Config::kThreads), shape.wide + others, stream, p, shape,
                 cache_maps<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv), workspace);
 }
 
@@ -424,18 +495,22 @@ template <typename Cache, int kMaxHeadSize, PageForm kForm>
 void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
   const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
   const int row_shift = rows <= 16 ? 4 : rows <= 32 ? 5 : 6;
-  if constexpr (kWholeRows<Cache>) {
-    if constexpr (kForm == PageForm::kPages) {
-      if (p.kv.block_size < 16) {
-        return launch_team<Cache, kMaxHeadSize, 8, kForm>(p, row_shift, workspace, stream);
-      }
-    }
-    constexpr PageForm kLies = kForm == PageForm::kRows ? kForm : PageForm::kOperands;
-    launch_team<Cache, kMaxHeadSize, 8, kLies>(p, row_shift, workspace, stream);
-  } else if (rows <= 32) {
-    launch_team<Cache, kMaxHeadSize, 4, kForm>(p, row_shift, workspace, stream);
+  const auto launch = [&](auto whole, auto form) {
+    launch_team_kernel<
+        TeamConfig<Cache, kMaxHeadSize, decltype(whole)::value, decltype(form)::value>>(
+        p, row_shift, workspace, stream);
+  };
+  constexpr std::integral_constant<PageForm, kForm> kAsPages;
+  constexpr std::integral_constant<PageForm, PageForm::kOperands> kAsOperands;
+  if constexpr (sizeof(Cache) == 1) {
+    rows <= kNarrowRows ? launch(std::false_type{}, kAsPages) : launch(std::true_type{}, kAsPages);
+  } else if constexpr (kForm == PageForm::kPages) {
+    p.kv.block_size < 16 ? launch(std::true_type{}, kAsPages)
+                         : launch(std::true_type{}, kAsOperands);
+  } else if constexpr (kForm == PageForm::kParts) {
+    launch(std::true_type{}, kAsOperands);
   } else {
-    launch_team<Cache, kMaxHeadSize, 8, kForm>(p, row_shift, workspace, stream);
+    launch(std::true_type{}, kAsPages);
   }
 }
 

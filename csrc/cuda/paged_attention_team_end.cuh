@@ -227,7 +227,7 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
   // In the order of their last stages.
   const int place = (tile.team - item.stages % kTeams + kTeams) % kTeams;
   const auto handover = [&](int giver_place, int giver) {
-    return Handover<Tile>{.storage = tile.weights_of(giver),
+    return Handover<Tile>{.storage = tile.storage_of(giver),
                           .given = shared_address(&barriers.given[giver_place]),
                           .taken = shared_address(&barriers.taken[giver_place]),
                           .round = number * Handover<Tile>::kRounds};
