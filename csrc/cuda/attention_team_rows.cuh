@@ -69,7 +69,7 @@ struct TeamRowsTile : TeamMember<2> {
     }
   }
 
-  // See TeamTile::step.
+  // See TeamColumnsTile::step.
   template <typename Adjust, typename Release>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint64_t tokens, bool plain,
                                        const Adjust& adjust, const Release& release,
@@ -97,7 +97,7 @@ struct TeamRowsTile : TeamMember<2> {
     release();
   }
 
-  // Units and fragments: see TeamTile.
+  // Units and fragments: see TeamColumnsTile.
   static constexpr int kUnits = 1 + kOutTiles;
   __device__ __forceinline__ bool has_unit(int) const { return true; }
   __device__ __forceinline__ float4 unit(int unit) const {

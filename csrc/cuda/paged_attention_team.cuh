@@ -9,7 +9,7 @@
 //
 // For an item's end see paged_attention_team_end.cuh.
 #pragma once
-#include "cuda/attention_team.cuh"
+#include "cuda/attention_team_columns.cuh"
 #include "cuda/attention_team_rows.cuh"
 #include "cuda/attention_team_widen.cuh"
 #include "cuda/cache_maps.cuh"
@@ -24,7 +24,7 @@ constexpr int kItemQueue = 2;
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
 
 // What a block works on. kWholeRows: rows are rows of the products (attention_team_rows.cuh), not
-// their columns (attention_team.cuh).
+// their columns (attention_team_columns.cuh).
 template <typename CacheElement, int kHeadSize, bool kWholeRows, PageForm kPageForm>
 struct TeamConfig {
   using Cache = CacheElement;
@@ -32,8 +32,8 @@ struct TeamConfig {
   static constexpr bool kWhole = kWholeRows;
   static constexpr PageForm kForm = kPageForm;
   static constexpr bool kWidens = kWhole && sizeof(Cache) == 1;
-  static constexpr int kTeams = kWhole ? 2 : kNarrowTeams;
-  static constexpr int kMaxRows = kWhole ? 64 : kNarrowRows;
+  static constexpr int kTeams = kWhole ? 2 : kColumnTeams;
+  static constexpr int kMaxRows = kWhole ? 64 : kColumnRows;
   // Items whose queries lie in shared memory; whole rows go on to registers.
   static constexpr int kQueries = kWhole ? 1 : 2;
   // Threads, and their registers, of 65536 in all: teams need more than their even share.
@@ -88,7 +88,7 @@ struct TeamTileOf {
       Config::kForm == PageForm::kRows || !Config::kWidens ? Config::kForm : PageForm::kOperands;
   using type =
       std::conditional_t<Config::kWhole, TeamRowsTile<Cache, Config::kMaxHeadSize, kOperands>,
-                         TeamTile<Cache, Config::kMaxHeadSize, Config::kForm>>;
+                         TeamColumnsTile<Cache, Config::kMaxHeadSize, Config::kForm>>;
 };
 template <typename Config>
 using TeamRing = KvRing<typename Config::Cache, kTeamTokens, Config::kForm, true>;
@@ -503,7 +503,7 @@ void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace
   constexpr std::integral_constant<PageForm, kForm> kAsPages;
   constexpr std::integral_constant<PageForm, PageForm::kOperands> kAsOperands;
   if constexpr (sizeof(Cache) == 1) {
-    rows <= kNarrowRows ? launch(std::false_type{}, kAsPages) : launch(std::true_type{}, kAsPages);
+    rows <= kColumnRows ? launch(std::false_type{}, kAsPages) : launch(std::true_type{}, kAsPages);
   } else if constexpr (kForm == PageForm::kPages) {
     p.kv.block_size < 16 ? launch(std::true_type{}, kAsPages)
                          : launch(std::true_type{}, kAsOperands);
