@@ -71,51 +71,62 @@ template <typename Cache, int kMaxHeadSize, PageForm kForm>
 __device__ __forceinline__ void widen_stage(uint32_t key, uint32_t value, uint32_t wide_key,
                                             uint32_t wide_value, const TileLayout& layout,
                                             int widener, int lane) {
-  constexpr int kPieces = kTeamTokens * kMaxHeadSize / 16;
   constexpr uint32_t kPartBytes = 16 * kMaxHeadSize * 2;
-  // to(half): where 8 of the elements belong.
-  const auto widen = [&](uint32_t from, const auto& to) {
-    const uint4 bytes = load_shared<uint4>(from);
-    uint4 low, high;
-    widen4<Cache>(bytes.x, low.x, low.y);
-    widen4<Cache>(bytes.y, low.z, low.w);
-    widen4<Cache>(bytes.z, high.x, high.y);
-    widen4<Cache>(bytes.w, high.z, high.w);
-    store_shared(to(0), low);
-    store_shared(to(1), high);
+  constexpr int kBatch = 4;  // pieces under way
+  // from(i): where piece i lies; to(i, half): where 8 of its elements belong.
+  const auto widen = [&](int pieces, const auto& from, const auto& to) {
+#pragma unroll 1
+    for (int i = 0; i < pieces; i += kBatch) {
+      uint4 bytes[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) bytes[b] = load_shared<uint4>(from(i + b));
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        uint4 low, high;
+        widen4<Cache>(bytes[b].x, low.x, low.y);
+        widen4<Cache>(bytes[b].y, low.z, low.w);
+        widen4<Cache>(bytes[b].z, high.x, high.y);
+        widen4<Cache>(bytes[b].w, high.z, high.w);
+        store_shared(to(i + b, 0), low);
+        store_shared(to(i + b, 1), high);
+      }
+    }
   };
   const int first = widener * 32 + lane;
+  constexpr int kKeyPieces = kMaxHeadSize / 16;  // of a lane, as many as of V
   if constexpr (kForm == PageForm::kRows) {
-    const int row = first % 64;
-#pragma unroll 4
-    for (int i = 0; i < kPieces / (32 * kTeamWideners); ++i) {  // tokens are first's
-      const uint32_t at = row * 128 + (i ^ row) % 8 * 16;
-      const auto to = [&](int half) {
-        return i / 4 * (kTeamTokens * 128) + row * 128 + ((2 * (i % 4) + half) ^ row % 8) * 16;
-      };
-      widen(key + at, [&](int half) { return wide_key + to(half); });
-      widen(value + at, [&](int half) { return wide_value + to(half); });
-    }
+    // Of both: tokens are first's, steps of 16 dimensions.
+    const auto from = [&](int i) { return first * 128 + (i ^ first) % 8 * 16; };
+    const auto to = [&](int i, int half) {
+      return i / 4 * (kTeamTokens * 128) + first * 128 + ((2 * (i % 4) + half) ^ first % 8) * 16;
+    };
+    widen(
+        kKeyPieces, [&](int i) { return key + from(i); },
+        [&](int i, int half) { return wide_key + to(i, half); });
+    widen(
+        kKeyPieces, [&](int i) { return value + from(i); },
+        [&](int i, int half) { return wide_value + to(i, half); });
   } else {
     // K: tokens are first's, steps of 16 dimensions.
     const uint32_t key_from =
         key + (first >> 5) * layout.key_half + (first >> 4 & 1) * layout.key_step + first % 16 * 16;
     const uint32_t key_to = wide_key + first / 8 * (kPartBytes / 2) + first % 8 * 16;
-#pragma unroll 4
-    for (int i = 0; i < kMaxHeadSize / 16; ++i) {
-      widen(key_from + i * layout.page_tokens * 16,
-            [&](int half) { return key_to + (2 * i + half) * 128; });
-    }
-    // V: dimensions are first's, 16 tokens.
-    constexpr int kRounds = kMaxHeadSize / 64;
-#pragma unroll 4
-    for (int i = 0; i < 4 * kRounds; ++i) {
-      const int part = i / kRounds, d = i % kRounds * 64 + first;
-      const uint32_t from = value + part / 2 * layout.value_half + (part & 1) * layout.value_step +
-                            d * layout.page_tokens;
-      const uint32_t to = wide_value + part * kPartBytes + d * 32;
-      widen(from, [&](int half) { return to + ((d >> 2 & 1) ^ half) * 16; });
-    }
+    widen(
+        kKeyPieces, [&](int i) { return key_from + i * layout.page_tokens * 16; },
+        [&](int i, int half) { return key_to + (2 * i + half) * 128; });
+    // V: dimensions are first's, or 64 behind them; parts of 16 tokens.
+    const int swapped = first >> 2 & 1;
+    const uint32_t value_from = value + first * layout.page_tokens;
+    const uint32_t value_to = wide_value + first * 32;
+    widen(
+        kKeyPieces,
+        [&](int i) {
+          return value_from + (i >> 1 & 1) * layout.value_half + (i & 1) * layout.value_step +
+                 (i >> 2) * 64 * layout.page_tokens;
+        },
+        [&](int i, int half) {
+          return value_to + i % 4 * kPartBytes + (i >> 2) * 64 * 32 + (swapped ^ half) * 16;
+        });
   }
 }
 

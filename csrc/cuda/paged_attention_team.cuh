@@ -36,11 +36,14 @@ struct TeamConfig {
   static constexpr int kMaxRows = kWhole ? 64 : kColumnRows;
   // Items whose queries lie in shared memory; whole rows go on to registers.
   static constexpr int kQueries = kWhole ? 1 : 2;
-  // Threads, and their registers, of 65536 in all: teams need more than their even share.
+  // Threads, and their registers: teams need more than their even share of those that a block is
+  // launched with, and get no others.
   static constexpr int kServants = kWidens ? 2 : 1;  // warpgroups that serve the teams
   static constexpr int kThreads = 128 * (kTeams + kServants);
-  static constexpr int kRegisters = kWidens ? 192 : kWhole ? 224 : 144;
-  static constexpr int kServantRegisters = kWhole ? 64 : 80;
+  static constexpr int kRegisters = kWidens ? 192 : kWhole ? 216 : 144;
+  static constexpr int kServantRegisters = kWidens ? 64 : kWhole ? 72 : 80;
+  static_assert(kTeams * kRegisters + kServants * kServantRegisters <=
+                (kTeams + kServants) * (65536 / kThreads / 8 * 8));
   // Shared memory: a team's slots of what was widened; queries; what a team writes.
   static constexpr int kWideBytes = kWidens ? kWideSlots * 2 * wide_bytes(kMaxHeadSize) : 0;
   static __host__ __device__ constexpr int query_bytes(int rows) {
