@@ -20,7 +20,6 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kItemQueue = 2;
-
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
 
 // What a block works on. kWholeRows: rows are rows of the products (attention_team_rows.cuh), not
@@ -305,15 +304,17 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Team
     const float k_scale = sizeof(typename Config::Cache) == 1 && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
                               : 1.0f;
+    const float to_log2 = p.scale * k_scale * kLog2E;
     barrier_wait(shared_address(&queries.full[of_queries]), number / Config::kQueries & 1);
     tile.start(used_tiles(rows),
                memory + shape.queries + of_queries * Config::query_bytes(shape.work.rows()),
-               shared_address(queries.scales[of_queries]), p.scale * k_scale * kLog2E, thread);
+               shared_address(queries.scales[of_queries]), to_log2, thread);
     if (Config::kWhole) {
       barrier_arrive_warp(shared_address(&queries.empty[of_queries]), lane);
     }
 
-    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f && p.scale > 0.0f;
+    // (Whole rows take their maxima of plain scores before they scale them.)
+    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f && to_log2 > 0.0f;
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
     const int end = rows.high + 1;
@@ -484,7 +485,7 @@ void launch_team_kernel(const PagedAttentionParams& p, int row_shift,
   const int queries = Config::kQueries * Config::query_bytes(1 << row_shift);
   const int others =
       kTeams * Config::kWideBytes + queries + kTeams * Config::team_bytes(1 << row_shift);
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - others;
+  const int memory = (dynamic_shared_memory<kKernel>("paged_attention") - others) / 1024 * 1024;
   shape.ring.stages = ring_stages(memory, kTeams, shape.ring.stage_bytes);
   shape.wide = (kTeams * shape.ring.stages * shape.ring.stage_bytes + 1023) / 1024 * 1024;
   shape.queries = shape.wide + kTeams * Config::kWideBytes;
