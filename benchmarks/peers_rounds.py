@@ -59,9 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--wl", default="a_*,b_*,d_*,e_*,f_*")
     parser.add_argument("--peers", default="ours_*,fa3,fa3_s1,fa3_p16*,fi_fa3")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", default=os.environ.get("OUT", "/tmp") + "/rounds.json")
     args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
     torch.set_grad_enabled(False)
     sys.modules["__main__"].Skip = kit.Skip
     ours = runpy.run_path(os.environ["OURS"])["PREFILL"]
@@ -70,7 +72,7 @@ def main() -> None:
     for workload, spec in kit.WL.items():
         if not matches(workload, args.wl):
             continue
-        work, calls, graphs = kit.P(workload, **spec), {}, {}
+        work, calls, graphs = kit.P(workload, **{"dtype": dtype, **spec}), {}, {}
         rows, want = work.ref()
         for name, prepare in candidates.items():
             if not matches(name, args.peers):

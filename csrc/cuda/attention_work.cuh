@@ -178,7 +178,7 @@ struct KeptIndices {
     seq_lens[0] = first.seq_len;
     first_query = first.first_query;
     end_query = first.end_query;
-    if (one_round(p)) return;
+    if (kKept == 1 || one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
       seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
@@ -254,7 +254,7 @@ class WorkPlan {
   __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
                                         const Indices& now, int lane) const {
     bool same = true;
-    if (one_round(p)) {
+    if (kKept == 1 || one_round(p)) {
       const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
       same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
                                        work.first_query == work_.first_query &&

@@ -6,8 +6,8 @@
 // stage says when all have.
 //
 // sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 64
-// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise all lanes copy 16
-// bytes at a time.
+// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise, and for rows that
+// would leave much of such a box empty, all lanes copy 16 bytes at a time.
 #pragma once
 #include <cuda.h>
 
@@ -32,6 +32,9 @@ struct RingLayout {
   int page_bytes;   // form kPages: of K, of one page of one head
   int page_stride;  // form kPages: bytes from one page's K to the next
   int columns;      // form kRows: of 128 bytes, of a row
+  int chunks;       // form kRows: of 16 bytes, of a row
+  bool by_lanes;    // form kRows: no boxes; a ring of a team does without
+  FastDivisor chunk_divisor;
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
@@ -118,7 +121,7 @@ class KvRing {
                                               uint32_t barriers, int members) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
-      barrier_init(barriers + stage * 8, kBulk ? 1 : kShared ? 33 : 32);
+      barrier_init(barriers + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
       if constexpr (kShared)
         barrier_init(barriers + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
     }
@@ -266,11 +269,13 @@ class KvRing {
  private:
   static constexpr int64_t kBytes = sizeof(Cache);
 
+  static __device__ __forceinline__ bool bulk(const RingLayout& layout) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-  static constexpr bool kBulk = true;
+    return kShared || kForm != PageForm::kRows || !layout.by_lanes;
 #else
-  static constexpr bool kBulk = false;
+    return false;
 #endif
+  }
 
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int part_shift() const {
@@ -334,6 +339,7 @@ class KvRing {
 
   __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                             int page, int32_t block, bool good) {
+    if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, good);
 #if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies one column of K or V of one page.
     const int shift = min(layout_.page_shift, kStageShift<kTokens>);
@@ -349,28 +355,29 @@ class KvRing {
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
                     policy_);
     }
-#else
-    // Lanes 2i and 2i + 1: row i of K and of V, then row i + 16.
-    const bool is_value = lane_ & 1;
+#endif
+  }
+
+  // Neighbouring lanes copy neighbouring chunks of a row.
+  __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+                                              int32_t block, bool good) {
+    const int page_mask = (1 << layout_.page_shift) - 1;
 #pragma unroll 1
-    for (int row = lane_ >> 1; row < kTokens; row += 16) {
+    for (int first = 0; first < kTokens * layout_.chunks; first += 32) {
+      const int row = layout_.chunk_divisor.divide(first + lane_);
+      const int chunk = first + lane_ - row * layout_.chunks;
       const int of_row = row >> layout_.page_shift & (1 << layout_.split_shift) - 1;
       const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
       const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
-      const int token = first_token_ + row & (1 << layout_.page_shift) - 1;
-      const int64_t in_page =
-          token * (is_value ? kv.value_token_stride : kv.key_token_stride) * kBytes;
-      const char* from = (is_value ? value_page(row_block) : key_page(row_block)) + in_page;
-      const uint32_t to = stage + (is_value ? 0 : layout_.key_offset) + row * kColumnBytes;
-      if (row_good && first_token_ + row < seq_len_) {
-        for (int chunk = 0; chunk * 16 < kv.head_size * kBytes; ++chunk) {
-          copy16_async(to + chunk / 8 * kColumnStride<kTokens> + ((chunk ^ row) % 8) * 16,
-                       from + chunk * 16);
-        }
-      }
+      if (!row_good || row >= kTokens || first_token_ + row >= seq_len_) continue;
+      const int64_t token = first_token_ + row & page_mask;
+      const uint32_t to = stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes +
+                          ((chunk ^ row) % 8) * 16;
+      copy16_async(to + layout_.key_offset,
+                   key_page(row_block) + token * kv.key_token_stride * kBytes + chunk * 16);
+      copy16_async(to, value_page(row_block) + token * kv.value_token_stride * kBytes + chunk * 16);
     }
     arrive_copies(barrier);
-#endif
   }
 
   // Tokens of longer pages of layout vllm, as pages of kPart tokens.
@@ -462,6 +469,9 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.page_bytes = tile.page_bytes = kv.head_size * tile.page_tokens * kBytes;
   ring.page_stride = tile.page_stride = kMaxHeadSize * tile.page_tokens * kBytes;
   ring.columns = row_columns(kv.head_size, kBytes);
+  ring.chunks = kv.head_size * kBytes / 16;
+  ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
+  ring.by_lanes = kv.head_size * kBytes % kColumnBytes != 0;
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
   if (kForm == PageForm::kRows) {

@@ -32,6 +32,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll kAhead
   for (int part = 0; part < p.num_parts; ++part) largest = fmaxf(largest, lse_of(part));
   if (largest == -INFINITY) largest = 0.0f;  // all are empty, and weigh 0
+  const auto weight_of = [&](int part) { return expf(lse_of(part) - largest); };
+  float sum = 0.0f;
+#pragma unroll kAhead
+  for (int part = 0; part < p.num_parts; ++part) sum += weight_of(part);
+  if (lane == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
+  const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
 
   struct alignas(kWidth * sizeof(T)) Piece {
     T data[kWidth];
@@ -40,24 +46,21 @@ __global__ void __launch_bounds__(kThreads)
   T* output =
       static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride;
   for (int i = lane; i < p.head_size / kWidth; i += lanes) {
-    float sum = 0.0f, merged[kWidth] = {};
+    float merged[kWidth] = {};
 #pragma unroll kAhead
     for (int part = 0; part < p.num_parts; ++part) {
       const Piece piece = reinterpret_cast<const Piece*>(first + part * p.part_stride)[i];
-      const float weight = expf(lse_of(part) - largest);
-      sum += weight;
+      const float weight = weight_of(part);
       // A part of weight 0 may hold anything, NaN too: it is read as 0.
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         merged[j] += weight == 0.0f ? 0.0f : to_float(piece.data[j]) * weight;
       }
     }
-    const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
     Piece result;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result.data[j] = from_float<T>(merged[j] * scale);
     reinterpret_cast<Piece*>(output)[i] = result;
-    if (i == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
   }
 }
 

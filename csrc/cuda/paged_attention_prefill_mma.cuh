@@ -1,6 +1,6 @@
 // paged_attention and varlen_attention of many query rows a sequence on the tensor cores as every
 // architecture from sm_80 on has them. On Hopper it takes what paged_attention_prefill.cuh does
-// not: 8-bit caches, other head sizes and pages.
+// not: other head sizes and pages, heads above 192 of 8 bits.
 //
 // A block, one a multiprocessor, takes items (attention_prefill_work.cuh) one after the other, over
 // tiles of 64 tokens from the last to the first. Its warps copy tiles into stages

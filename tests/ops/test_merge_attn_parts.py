@@ -99,6 +99,7 @@ def test_nothing_to_merge(device, dtype):
     run(*parts_of(3, 0, 4, 64, dtype, device))
     output, lse = run(*parts_of(0, 3, 4, 64, dtype, device))
     assert (output == 0).all() and (lse == -torch.inf).all()
+    check(*parts_of(3, 5, 4, 0, dtype, device))
 
 
 def test_bad_input(device):
