@@ -39,6 +39,9 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
   return map;
 }
 
+// Read once: the second-level cache must not fetch more than a row of a box.
+constexpr auto kReadOnce = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
 // Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
 // `tokens` tokens. What lies behind the head, or the page, is read as zero.
 inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
@@ -90,13 +93,13 @@ inline RowMaps operand_maps(const PagedKv& kv, int head_size) {
                                unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
                               {unsign(kv.key_chunk_stride * 2), 128, unsign(kv.key_head_stride * 2),
                                unsign(kv.key_block_stride * 2)},
-                              {64, wide / 8, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
+                              {64, wide / 8, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, kReadOnce),
           .value = cache_map<4>(kv.value,
                                 {unsign(kv.block_size), unsign(kv.head_size),
                                  unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
                                 {unsign(kv.value_dim_stride * 2), unsign(kv.value_head_stride * 2),
                                  unsign(kv.value_block_stride * 2)},
-                                {16, wide, 1, 1}, CU_TENSOR_MAP_SWIZZLE_32B)};
+                                {16, wide, 1, 1}, CU_TENSOR_MAP_SWIZZLE_32B, kReadOnce)};
 }
 
 // Those that a ring of stages of kTokens needs on the current device.
@@ -105,13 +108,11 @@ RowMaps cache_maps(const PagedKv& kv) {
   if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
   if (kForm == PageForm::kOperands) return operand_maps(kv, kMaxHeadSize);
-  // Read once: the second-level cache must not fetch more than a row of the box.
-  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
   return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                         tokens, kPromotion),
+                         tokens, kReadOnce),
           .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                           kv.value_block_stride, tokens, kPromotion)};
+                           kv.value_block_stride, tokens, kReadOnce)};
 }
 
 }  // namespace vllm_kernels::cuda

@@ -509,8 +509,9 @@ void launch_team(const PagedAttentionParams& p, const DecodeWorkspace& workspace
   if constexpr (sizeof(Cache) == 1) {
     rows <= kColumnRows ? launch(std::false_type{}, kAsPages) : launch(std::true_type{}, kAsPages);
   } else if constexpr (kForm == PageForm::kPages) {
-    p.kv.block_size < 16 ? launch(std::true_type{}, kAsPages)
-                         : launch(std::true_type{}, kAsOperands);
+    // Pages of 8 tokens make no boxes of 16, and no blocks no tensor map.
+    p.kv.block_size < 16 || p.kv.num_blocks == 0 ? launch(std::true_type{}, kAsPages)
+                                                 : launch(std::true_type{}, kAsOperands);
   } else if constexpr (kForm == PageForm::kParts) {
     launch(std::true_type{}, kAsOperands);
   } else {

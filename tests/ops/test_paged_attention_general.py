@@ -256,6 +256,7 @@ def test_pieces_of_many_rows(device, layout, heads, stored):
     queries = [3, 0, 2, 1, 5, 1, 2]
     check(make_case(device, dtype, lens, queries, head_size=64, block_size=32, **shapes))
     check(make_case(device, dtype, lens, queries, head_size=96, sliding_window=70, **shapes))
+    check(make_case(device, dtype, lens, queries, head_size=80, block_size=8, **shapes))
 
 
 @pytest.mark.parametrize("queries", [None, [1, 9, 17, 4]], ids=["decode", "several"])
@@ -301,6 +302,13 @@ def test_scales(device, layout, stored):
     check(only_k)
     if stored != torch.int8:
         check(only_k.with_options(k_scale=None))
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=["16_bits", "8_bits"])
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scales_that_are_not_positive(device, layout, stored, scale):
+    shapes = {"layout": layout, "stored": stored, "head_size": 128, "scale": scale}
+    check(make_case(device, torch.bfloat16, [140, 300], [9, 4], **shapes))
 
 
 @pytest.mark.parametrize("count", range(1, 18))
