@@ -154,7 +154,7 @@ def make_case(
 def assert_right(case: Case, got: Tensor, lse: Tensor | None = None) -> None:
     """Within what the dtype and the length explain: see assert_near()."""
     want, want_lse = case.naive()
-    scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
+    scale = abs(case.options.get("scale", case.query.shape[-1] ** -0.5))
     lses = None if lse is None else (lse, want_lse)
     assert got.dtype == case.query.dtype
     assert_near(got, want, case.spread(), case.query, scale, case.seq_lens.tolist(), lses)
