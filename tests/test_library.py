@@ -13,6 +13,7 @@ import torch
 
 import vllm_kernels
 from vllm_kernels import _C, _library, ops
+from vllm_kernels.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,11 +65,21 @@ def test_old_torch_is_one_sentence():
     assert "ImportError: vllm_kernels needs torch >= 2.11, found torch 2.10.1." in done.stderr
 
 
-def test_missing_library_is_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "built, complaint",
+    [
+        ("", "is a source tree that was not built: start Python outside of it"),
+        ("_C.cpython-38.so", "was built for another Python (_C.cpython-38.so): start Python outsi"),
+    ],
+    ids=["not", "elsewhere"],
+)
+def test_missing_library_is_one_sentence(tmp_path, built, complaint):
     package = tmp_path / "vllm_kernels"
     package.mkdir()
     for source in (ROOT / "vllm_kernels").glob("*.py"):
         (package / source.name).write_text(source.read_text())
+    if built:
+        (package / built).touch()
     # An editable install would find the built _C of the source tree all the same.
     code = """
         import sys
@@ -83,7 +94,7 @@ def test_missing_library_is_one_sentence(tmp_path):
         env={"PATH": "/usr/bin"},
         timeout=120,
     )
-    assert "run `make build` there, or start Python outside of it" in done.stderr
+    assert complaint in done.stderr
 
 
 def test_check_waits_for_devices_with_scans_only(monkeypatch):
@@ -111,3 +122,10 @@ def test_broken_cuda_library_leaves_the_cpu_ops(monkeypatch, tmp_path):
     assert not loaded and reason.endswith(".")
     x = torch.randn(2, 64)
     vllm_kernels.rms_norm(torch.empty_like(x), x, torch.ones(64), 1e-6)
+
+
+def test_the_command_without_arguments_prints_its_help(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert "{demo,bench,info}" in printed.err and "versions, build, libraries" in printed.err
+    assert not printed.out

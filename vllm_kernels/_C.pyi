@@ -87,6 +87,7 @@ class Statistics:
     @property
     def hit_rate(self) -> float:
         """hit_tokens / queried_tokens, 0 where there were none."""
+    def __repr__(self) -> str: ...
 
 class BatchBuffers:
     def __init__(

@@ -13,7 +13,7 @@ TOY_MODEL = Path(__file__).parent / "toy_model"
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m vllm_kernels")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     demo = commands.add_parser(
         "demo",
         help="a language model writes text through the kernels, checked against transformers",
@@ -31,7 +31,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if arguments.command == "info":
         from vllm_kernels.info import print_info
 

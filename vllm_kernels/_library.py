@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from pathlib import Path
 
@@ -34,10 +35,12 @@ def _load_core() -> None:
     try:
         from vllm_kernels import _C  # noqa: F401
     except ImportError as error:
-        if not list(_PACKAGE.glob("_C.*.so")):
+        if not (_PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
+            others = sorted(path.name for path in _PACKAGE.glob("_C.*.so"))
             hint = (
-                f"{_PACKAGE} is a source tree that was not built (or built for another Python): "
-                "run `make build` there, or start Python outside of it to use the installed package"
+                f"{_PACKAGE} is a source tree that was "
+                f"{f'built for another Python ({others[0]})' if others else 'not built'}: "
+                "start Python outside of it to use the installed package, or run `make build` there"
             )
         elif not CPU_LIBRARY.exists():
             hint = f"{CPU_LIBRARY} is missing: reinstall the package"

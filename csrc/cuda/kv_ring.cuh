@@ -471,7 +471,7 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.columns = row_columns(kv.head_size, kBytes);
   ring.chunks = kv.head_size * kBytes / 16;
   ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
-  ring.by_lanes = kv.head_size * kBytes % kColumnBytes != 0;
+  ring.by_lanes = kv.head_size * kBytes < kColumnBytes;
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
   if (kForm == PageForm::kRows) {

@@ -206,46 +206,60 @@ std::vector<BatchBuffers*> views(const Buffers& buffers) {
 
 // --- classes ---
 
+struct Count {
+  const char* name;
+  int64_t Statistics::* value;
+  const char* meaning;
+};
+
+constexpr Count kCounts[] = {
+    {"total_blocks", &Statistics::total_blocks,
+     "used_blocks + cached_blocks + free_blocks: those of the pool but for the null block."},
+    {"used_blocks", &Statistics::used_blocks, "Blocks that sequences hold."},
+    {"cached_blocks", &Statistics::cached_blocks,
+     "Blocks that no sequence holds, with tokens that a new one may find."},
+    {"free_blocks", &Statistics::free_blocks, "Blocks that no sequence holds, empty."},
+    {"shared_blocks", &Statistics::shared_blocks, "Used blocks that two or more sequences hold."},
+    {"peak_used_blocks", &Statistics::peak_used_blocks, "The most used at any time."},
+    {"num_sequences", &Statistics::num_sequences, "Sequences."},
+    {"num_swapped_sequences", &Statistics::num_swapped_sequences, "Of them, those in host blocks."},
+    {"total_host_blocks", &Statistics::total_host_blocks, "Host blocks."},
+    {"used_host_blocks", &Statistics::used_host_blocks, "Host blocks that sequences hold."},
+    {"num_tokens", &Statistics::num_tokens,
+     "Tokens of all sequences that are not swapped; a shared one counts once a sequence."},
+    {"table_entries", &Statistics::table_entries,
+     "Blocks of these sequences, shared ones once each: what would be used unshared."},
+    {"waste_slots", &Statistics::waste_slots,
+     "Slots of used blocks that hold no token of any sequence."},
+    {"num_copies", &Statistics::num_copies,
+     "Copy-on-write pairs returned since construction or reset()."},
+    {"num_evictions", &Statistics::num_evictions,
+     "Cached blocks given out anew since construction or reset()."},
+    {"queried_tokens", &Statistics::queried_tokens,
+     "Tokens that allocate() looked up since construction or reset()."},
+    {"hit_tokens", &Statistics::hit_tokens, "Of them, those that were cached."},
+};
+
+double hit_rate(const Statistics& self) {
+  return self.queried_tokens == 0 ? 0.0
+                                  : static_cast<double>(self.hit_tokens) / self.queried_tokens;
+}
+
+std::string repr(const Statistics& self) {
+  std::string text = "Statistics(";
+  for (const Count& count : kCounts) text += concat(count.name, "=", self.*count.value, ", ");
+  return concat(text, "hit_rate=", hit_rate(self), ")");
+}
+
 void bind_statistics(py::module_& module) {
-  const auto hit_rate = [](const Statistics& self) {
-    return self.queried_tokens == 0 ? 0.0
-                                    : static_cast<double>(self.hit_tokens) / self.queried_tokens;
-  };
-  py::class_<Statistics>(module, "Statistics", "One moment of the cache in numbers.")
-      .def_readonly("total_blocks", &Statistics::total_blocks,
-                    "used_blocks + cached_blocks + free_blocks: those of the pool but for the "
-                    "null block.")
-      .def_readonly("used_blocks", &Statistics::used_blocks, "Blocks that sequences hold.")
-      .def_readonly("cached_blocks", &Statistics::cached_blocks,
-                    "Blocks that no sequence holds, with tokens that a new one may find.")
-      .def_readonly("free_blocks", &Statistics::free_blocks,
-                    "Blocks that no sequence holds, empty.")
-      .def_readonly("shared_blocks", &Statistics::shared_blocks,
-                    "Used blocks that two or more sequences hold.")
-      .def_readonly("peak_used_blocks", &Statistics::peak_used_blocks, "The most used at any time.")
-      .def_readonly("num_sequences", &Statistics::num_sequences, "Sequences.")
-      .def_readonly("num_swapped_sequences", &Statistics::num_swapped_sequences,
-                    "Of them, those in host blocks.")
-      .def_readonly("total_host_blocks", &Statistics::total_host_blocks, "Host blocks.")
-      .def_readonly("used_host_blocks", &Statistics::used_host_blocks,
-                    "Host blocks that sequences hold.")
-      .def_readonly("num_tokens", &Statistics::num_tokens,
-                    "Tokens of all sequences that are not swapped; a shared one counts once a "
-                    "sequence.")
-      .def_readonly("table_entries", &Statistics::table_entries,
-                    "Blocks of these sequences, shared ones once each: what would be used "
-                    "unshared.")
-      .def_readonly("waste_slots", &Statistics::waste_slots,
-                    "Slots of used blocks that hold no token of any sequence.")
-      .def_readonly("num_copies", &Statistics::num_copies,
-                    "Copy-on-write pairs returned since construction or reset().")
-      .def_readonly("num_evictions", &Statistics::num_evictions,
-                    "Cached blocks given out anew since construction or reset().")
-      .def_readonly("queried_tokens", &Statistics::queried_tokens,
-                    "Tokens that allocate() looked up since construction or reset().")
-      .def_readonly("hit_tokens", &Statistics::hit_tokens, "Of them, those that were cached.")
-      .def_property_readonly("hit_rate", hit_rate,
-                             "hit_tokens / queried_tokens, 0 where there were none.");
+  py::class_<Statistics> statistics(module, "Statistics", "One moment of the cache in numbers.");
+  for (const Count& count : kCounts) {
+    statistics.def_readonly(count.name, count.value, count.meaning);
+  }
+  statistics
+      .def_property_readonly("hit_rate", &hit_rate,
+                             "hit_tokens / queried_tokens, 0 where there were none.")
+      .def("__repr__", &repr);
 }
 
 void bind_buffers(py::module_& module) {

@@ -88,6 +88,19 @@ void set_rows(PagedKv& kv, const Argument& k, const Argument& v, int64_t token, 
   kv.value_dim_stride = 1;
 }
 
+// A cache of another layout than was said shows by the dimensions of its keys: "vllm" has five.
+void require_layout(const Argument& key, KvLayout layout) {
+  const bool is_vllm = layout == KvLayout::kVllm;
+  if (key.dim() == (is_vllm ? 5 : 4)) return;
+  const std::string rows = layout == KvLayout::kNHD ? "block_size, num_kv_heads, head_size"
+                                                    : "num_kv_heads, block_size, head_size";
+  const std::string name = is_vllm ? "vllm" : layout == KvLayout::kNHD ? "NHD" : "HND";
+  key.fail("expected shape [num_blocks, " +
+           (is_vllm ? "num_kv_heads, head_size / x, block_size, x" : rows) + "] (from layout = \"" +
+           name + "\"), got shape " + key.shape_text() +
+           "; give layout=\"vllm\", \"NHD\" or \"HND\", as the cache has it");
+}
+
 // NHD or HND: they differ in the order of two dimensions.
 PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
   const bool token_first = layout == KvLayout::kNHD;
@@ -165,6 +178,7 @@ KvLayout cache_layout(const Expect& expect, std::string_view text) {
 
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
                     CacheSizes& sizes) {
+  require_layout(key_cache, layout);
   return layout == KvLayout::kVllm ? vllm_pages(key_cache, value_cache, dtype, sizes)
                                    : row_pages(key_cache, value_cache, dtype, layout, sizes);
 }

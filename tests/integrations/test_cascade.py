@@ -10,15 +10,18 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'vll
 
 import torch
 from engines import SMALL, by_transformers, greedy, prompts
-from test_engine import replayed
+from test_engine import COMPILED, replayed
 from tiny_models import tiny_model
 
+from vllm_kernels.integrations import packed_pages
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.packed import PackedModel
 from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache
 from vllm_kernels.ops import cascade
 
+ATTEND_CASCADE = KVCache.attend_cascade
 ROOMY = SMALL | {"max_batch_size": 6, "max_batch_tokens": 200}
 
 
@@ -43,6 +46,21 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, in
         return taken
 
     return take
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, cascades) -> list[tuple[int, int]]:
+    """(common blocks, columns of the tables) of each plan. Attention is left as it is, for
+    torch.compile."""
+    made: list[tuple[int, int]] = []
+
+    def plan(tables, lens, num_common, **sizes):
+        made.append((int(num_common), tables.shape[1]))
+        return cascade.cascade_plan(tables, lens, num_common, **sizes)
+
+    monkeypatch.setattr(KVCache, "attend_cascade", ATTEND_CASCADE)
+    monkeypatch.setattr(packed_pages, "cascade_plan", plan)
+    return made
 
 
 def shared(common: int, own: tuple[int, ...]) -> list[list[int]]:
@@ -70,8 +88,15 @@ def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> Non
         assert not cascades()
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "bloom", "gpt_oss"])
-def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:
+@pytest.mark.parametrize(
+    "name, least", [("mistral-window", 1), ("bloom", 1), ("gpt_oss", 1), ("llama", 10**9)]
+)
+def test_where_no_layer_can_cascade(name: str, least: int, monkeypatch, cascades) -> None:
+    """Windows, ALiBi and sinks attend alone, as do engines too small for it to pay: nobody asks the
+    manager, and no plan is made."""
+    monkeypatch.setattr(cascade, "LEAST_SAVED", {"cpu": least})
+    monkeypatch.setattr(KVCacheManager, "num_common_prefix_blocks", None)
+    monkeypatch.setattr(packed_pages, "cascade_plan", None)
     model = tiny_model(name)
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]
@@ -79,6 +104,17 @@ def test_windows_alibi_and_sinks_attend_alone(name: str, cascades) -> None:
         greedy(engine, texts[:1], max_tokens=1)
         assert greedy(engine, texts) == expected
     assert not cascades()
+
+
+def test_tables_are_as_wide_as_the_longest_sequence(plans: list[tuple[int, int]]) -> None:
+    """In blocks of 8, to a power of two; not as max_length, which would have 128."""
+    model = tiny_model()
+    texts = shared(40, (1, 5, 9))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, **ROOMY) as engine:
+        greedy(engine, texts[:1], max_tokens=1)
+        assert greedy(engine, texts) == expected
+    assert plans == [(5, 8)] * 15 + [(5, 16)] * 4
 
 
 @pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
@@ -186,3 +222,21 @@ def test_in_cuda_graphs() -> None:
                 assert greedy(engine, texts) == tokens
             assert (4, True) in engine._packed._graphs
             assert (4, False) not in engine._packed._graphs
+
+
+@pytest.mark.parametrize("name", sorted(COMPILED.keys() - {"bloom"}))
+def test_under_torch_compile(name: str, plans: list[tuple[int, int]]) -> None:
+    """Passes with a cascade and without one are traced, neither with a break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(name.split(",")[0], num_hidden_layers=1)
+    texts = shared(40, (1, 5, 9))
+    expected = [by_transformers(model, text, 6) for text in texts]
+    options = ROOMY | {"fused": COMPILED[name], "compile": "aot_eager", "check": False}
+    with Engine(model, **options) as engine:
+        assert greedy(engine, texts[:1], max_tokens=2) == [expected[0][:2]]
+        assert not plans
+        assert greedy(engine, texts, max_tokens=6) == expected
+        assert plans == [(5, 8)] * 5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert not torch._dynamo.utils.counters["graph_break"]

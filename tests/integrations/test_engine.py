@@ -154,11 +154,15 @@ def test_cuda_graphs() -> None:
             assert greedy(engine, texts) == expected  # all replayed
 
 
-def test_cuda_graphs_of_experts() -> None:
-    """GPT-OSS in bfloat16: torch's grouped_mm of float32 reads its offsets on the CPU."""
+@pytest.mark.parametrize(
+    "dtype, experts", [(torch.bfloat16, "grouped_mm"), (torch.float32, "batched_mm")]
+)
+def test_cuda_graphs_of_experts(dtype: torch.dtype, experts: str) -> None:
+    """GPT-OSS. (torch's grouped_mm of float32 reads its offsets on the CPU.)"""
     if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
         pytest.skip("needs a GPU and the CUDA library")
-    model = tiny_model("gpt_oss", "cuda", initializer_range=0.05).bfloat16()
+    model = tiny_model("gpt_oss", "cuda", initializer_range=0.05).to(dtype)
+    model.set_experts_implementation(experts)
     with Engine(model, **SMALL) as engine, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [len(tokens) for tokens in greedy(engine, prompts((9, 30)))] == [20, 20]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -237,6 +238,18 @@ def test_errors_have_the_documented_bases() -> None:
         assert issubclass(getattr(kv_cache, name), kv_cache.KVCacheError)
     assert issubclass(kv_cache.KVCacheError, RuntimeError)
     assert issubclass(kv_cache.InvalidArgument, ValueError)
+
+
+def test_statistics_show_their_values() -> None:
+    manager = KVCacheManager(8, 4)
+    manager.allocate(1, range(9))
+    manager.allocate(2, range(9))
+    statistics = manager.statistics()
+    shown = repr(statistics)
+    fields = dict(re.findall(r"(\w+)=([^,)]+)", shown))
+    assert shown.startswith("Statistics(total_blocks=8, used_blocks=4, ")
+    assert fields == {name: f"{getattr(statistics, name):g}" for name in fields}
+    assert fields.keys() == {name for name in dir(statistics) if not name.startswith("_")}
 
 
 def test_pickle_and_copy_are_refused() -> None:

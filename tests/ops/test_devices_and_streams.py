@@ -48,14 +48,12 @@ def test_one_meta_tensor_among_others_is_named():
 
 
 def test_what_is_no_tensor_is_named():
-    slots, cache = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 16, 2, 32)
+    cache = torch.zeros(2, 16, 2, 32)
     rows, one = torch.zeros(4, 2, 32), torch.ones(1)
     with pytest.raises(
-        RuntimeError, match=r"Expected a value of type 'Tensor' for argument 'k_scale'"
+        RuntimeError, match=r"Expected a value of type 'Tensor' for argument 'slot_mapping'"
     ):
-        vllm_kernels.reshape_and_cache_flash(
-            rows, rows, cache, cache.clone(), slots, "auto", 1.0, one
-        )
+        vllm_kernels.reshape_and_cache_flash(rows, rows, cache, cache, 1.0, "auto", one, one)
     lens = torch.ones(1, dtype=torch.int32)
     attention = (cache, cache, 2, 1.0, lens[None], lens, 16, 1, None, "auto", one, one)
     with pytest.raises(

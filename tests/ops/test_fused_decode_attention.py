@@ -495,7 +495,7 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
            rf"shape \[3, {width}\]$") for width in (0, 100, 4 * 64, 5 * 64, 767)),
         ({"layout": "flat"}, r'layout: expected "vllm", "NHD" or "HND", got "flat"$'),
         ({"layout": "NHD"}, r"key_cache: expected shape \[num_blocks, block_size, num_kv_heads, "
-                            r"head_size\], got shape"),
+                            r"head_size\] \(from layout = \"NHD\"\), got shape"),
         ({"key_cache": key.half()}, r"key_cache: expected float32 \(from qkv\), float8_e4m3fn, "
                                     r"float8_e5m2 or int8, got float16$"),
         ({"value_cache": value.half()}, r"value_cache: expected float32 \(from key_cache\), got "),

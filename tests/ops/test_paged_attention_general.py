@@ -659,7 +659,10 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
                                        r"suits the batch\), got -1$"),
         ("flat", {}, r'layout: expected "vllm", "NHD" or "HND", got "flat"$'),
         ("NHD", {}, r"key_cache: expected shape \[num_blocks, block_size, num_kv_heads, head_size\]"
-                    r", got shape"),
+                    r' \(from layout = "NHD"\), got shape \[.*; give layout="vllm", "NHD" or '),
+        ("vllm", {"key_cache": rows, "value_cache": rows},
+         r"key_cache: expected shape \[num_blocks, num_kv_heads, head_size / x, block_size, x\] "
+         r'\(from layout = "vllm"\), got shape \[\d+, 16, 2, 64\]; give layout='),
         ("vllm", {"key_cache": key.half()}, r"key_cache: expected float32 \(from query\), "
                                             r"float8_e4m3fn, float8_e5m2 or int8, got float16$"),
         ("vllm", {"key_cache": key.to(torch.uint8)},

@@ -54,6 +54,13 @@ class AttentionOptions:
     sinks: Tensor | None = None  # [num_heads], float32
     alibi_slopes: Tensor | None = None  # [num_heads], float32
 
+    @property
+    def can_cascade(self) -> bool:
+        """Whether tokens of blocks that sequences share look the same to all of these, and
+        :meth:`KVCache.attend_cascade <vllm_kernels.kv_tensors.KVCache.attend_cascade>` serves it.
+        """
+        return not self.sliding_window and self.sinks is None and self.alibi_slopes is None
+
     def arguments(self) -> dict[str, Any]:
         """All of it, by name. (torch.compile does not trace ``vars``.)"""
         return {

@@ -34,7 +34,7 @@ from vllm_kernels.integrations.outputs import (
     TokenOutput,
     output_of,
 )
-from vllm_kernels.integrations.packed import PackedModel, layer_windows
+from vllm_kernels.integrations.packed import PackedModel, layer_options
 from vllm_kernels.integrations.packed_llama import refuse_changing_rotary
 from vllm_kernels.integrations.packed_pages import LayerGroups
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
@@ -84,8 +84,10 @@ class Engine:
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
-            cannot be captured run without, and a warning says why (GPT-OSS in float32: torch's
-            grouped_mm reads its offsets on the CPU there; in bfloat16 it does not).
+            cannot be captured run without, and a warning says why. (Mixtures of experts in float32
+            or float16, and before Hopper: torch's grouped_mm reads its offsets on the CPU there.
+            ``model.set_experts_implementation("batched_mm")`` does not, but copies the weights of
+            every token's experts: for small ones.)
         cascade: whether sequences that are being decoded attend together to the blocks that all of
             them share (of a prompt, or of its beginning), so that these are read once a pass, where
             that pays (:func:`vllm_kernels.cascade_pays`). Results are the same within rounding.
@@ -161,7 +163,8 @@ class Engine:
         refuse_changing_rotary(model)
         use_paged_attention(model)
         try:
-            groups = LayerGroups.of(layer_windows(model, shape))
+            layers = layer_options(model, shape)
+            groups = LayerGroups.of([layer.sliding_window for layer in layers])
             shape = replace(shape, num_layers=groups.num_tensors)
             if num_blocks is None:
                 if cache_bytes is None:
@@ -201,7 +204,7 @@ class Engine:
                     max_batch_tokens=max_batch_tokens,
                     max_length=max_length,
                     cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
-                    cascade=cascade,
+                    cascade=cascade and any(layer.can_cascade for layer in layers),
                     backend="inductor" if compile is True else compile or None,
                     fused=fused,
                 )
@@ -212,6 +215,7 @@ class Engine:
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
                 prefix_caching=prefix_caching,
+                cascades=self._packed.cascades,
             )
             if check:
                 with self._on_device:

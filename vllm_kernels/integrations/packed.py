@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from vllm_kernels import cascade_pays
-from vllm_kernels.integrations.attention import LayerCall, PagedLayer
+from vllm_kernels.integrations.attention import AttentionOptions, LayerCall, PagedLayer
 from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
 from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
 from vllm_kernels.integrations.scheduler import Plan
@@ -26,25 +26,25 @@ from vllm_kernels.integrations.upload import upload
 from vllm_kernels.kv_cache import BatchBuffers
 from vllm_kernels.kv_tensors import KVCache, KVShape
 
-__all__ = ["PackedModel", "layer_windows"]
+__all__ = ["PackedModel", "layer_options"]
 
 
-class _WindowRecorder:
-    """Takes the place of pages in a pass that only asks each layer for its window."""
+class _OptionsRecorder:
+    """Takes the place of pages in a pass that only asks each layer for its options."""
 
     length = 0
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
-        self.windows: dict[int, int] = {}
+        self.options: dict[int, AttentionOptions] = {}
 
     def forward(self, call: LayerCall) -> Tensor:
-        self.windows[call.layer] = call.options.sliding_window
+        self.options[call.layer] = call.options
         return torch.zeros_like(call.query.transpose(1, 2))
 
 
-def layer_windows(model: PreTrainedModel, shape: KVShape) -> list[int]:
-    """The sliding window of every attention layer, 0 for none, found by a pass over one token.
+def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptions]:
+    """What every attention layer asks for, found by a pass over one token.
 
     Args:
         shape: of a block of all layers.
@@ -53,19 +53,19 @@ def layer_windows(model: PreTrainedModel, shape: KVShape) -> list[int]:
         NotImplementedError: what attention refuses, and layers that never came to it.
     """
     config = model.config.get_text_config(decoder=True)
-    recorder = _WindowRecorder(shape)
+    recorder = _OptionsRecorder(shape)
     layers = range(shape.num_layers)
     cache = Cache(layers=[PagedLayer(recorder, config, index) for index in layers])
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         positions = {"position_ids": token} if _takes_positions(model) else {}
         model(input_ids=token, past_key_values=cache, use_cache=True, **positions)
-    missing = [layer for layer in layers if layer not in recorder.windows]
+    missing = [layer for layer in layers if layer not in recorder.options]
     if missing:
         raise NotImplementedError(
             f"Engine: {config.model_type}: layers {missing} do not attend through a cache of theirs"
         )
-    return [recorder.windows[layer] for layer in layers]
+    return [recorder.options[layer] for layer in layers]
 
 
 class _Buffers:
@@ -130,7 +130,7 @@ class PackedModel:
         cache, groups: of its layers.
         max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
         cuda_graphs: whether passes of one token a sequence are captured, by batch size.
-        cascade: whether sequences of one token attend to blocks that they share together.
+        cascade: whether sequences of one token may attend together to blocks that they share.
         backend: of torch.compile, through which the model is called; None: not at all.
         fused: whether Llama-like models run as :class:`PackedLlama`.
     """
@@ -165,12 +165,13 @@ class PackedModel:
         if fused and can_be_packed(model):
             windows = [groups.windows[group] for group in groups.group_of_layer]
             self._llama = PackedLlama(model, self.pages, windows, max_length)
+        self.cascades = cascade and self._pays(max_batch_size, blocks)
+        """Whether there may be a pass whose sequences attend together to blocks that they share."""
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
         # By the sequences of a pass, and whether they attend to common blocks together.
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._cascade = cascade
         # Given, so that no model makes one. What is stored is told by slots, not by this.
         self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
         call: Callable[..., Any] = self._llama or model
@@ -232,12 +233,13 @@ class PackedModel:
                 if logits is not None:
                     return self._ready(logits[:sequences], plan)
             buffers.upload(tokens, sequences, tokens_before)
-            step = self._single_step(sequences, common > 0)
+            step = self._single_step(sequences, common > 0, self._columns(sequences))
             return self._ready(self._forward(step, tokens), plan)
         buffers.upload(tokens, sequences)
+        columns = self._columns(sequences)
         step = PackedStep(
             slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
-            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
             num_single=single,
             starts=buffers.starts[: sequences + 1],
@@ -264,16 +266,28 @@ class PackedModel:
     def _common_blocks(self, sequences: int, blocks: int) -> int:
         """``blocks`` that so many sequences of one token share, if it pays that they attend to them
         together; else 0."""
-        shape = self.pages.shape
-        tokens, device = blocks * shape.block_size, self.pages.cache.device
-        pays = self._cascade and cascade_pays(sequences, tokens, shape.token_bytes, device)
-        return blocks if pays else 0
+        return blocks if self.cascades and self._pays(sequences, blocks) else 0
 
-    def _single_step(self, sequences: int, cascade: bool = False) -> PackedStep:
+    def _pays(self, sequences: int, blocks: int) -> bool:
+        shape = self.pages.shape
+        tokens = blocks * shape.block_size
+        return cascade_pays(sequences, tokens, shape.token_bytes, self.pages.cache.device)
+
+    def _columns(self, sequences: int) -> int:
+        """Columns of block_tables that so many sequences reach into, as a power of two: a few sizes
+        for torch.compile. (What a cascade costs besides attention grows with them.)"""
+        longest = int(self._buffers.host[0].seq_lens[:sequences].max())
+        blocks = -(-longest // self.pages.shape.block_size)
+        return max(2, 1 << (blocks - 1).bit_length())
+
+    def _single_step(
+        self, sequences: int, cascade: bool = False, columns: int | None = None
+    ) -> PackedStep:
+        """One token a sequence; ``columns`` of the tables, None: all, as a CUDA graph needs."""
         buffers = self._buffers
         return PackedStep(
             slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
-            block_tables=[tables[:sequences] for tables in buffers.block_tables],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
             num_single=sequences,
             starts=None,
@@ -311,7 +325,7 @@ class PackedModel:
             except RuntimeError as error:
                 if cascade:  # it can do without
                     warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
-                    self._cascade = False
+                    self.cascades = False
                     return self._replay(size, False)
                 if _is_out_of_memory(error):
                     raise torch.OutOfMemoryError(

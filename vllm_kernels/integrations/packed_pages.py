@@ -116,7 +116,7 @@ class PackedPages:
 
     def cascade(self, layer: int, options: AttentionOptions) -> CascadePlan | None:
         """By which the single tokens attend to common blocks together. None: they do not."""
-        if options.sliding_window or options.sinks is not None or options.alibi_slopes is not None:
+        if not options.can_cascade:
             return None
         return self._cascades.get(self.groups.group_of_layer[layer])
 

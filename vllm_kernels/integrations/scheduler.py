@@ -39,7 +39,8 @@ class Plan:
     input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: those that the last pass gave
     copies: list[Copies]
     num_common_blocks: int = 0
-    """Leading blocks that the sequences of one token share, in each group without a window."""
+    """Leading blocks that the sequences of one token share, in each group without a window; 0
+    where they are not counted."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +90,7 @@ class Scheduler:
         max_batch_tokens: tokens in one pass, >= max_batch_size.
         max_length: tokens of a sequence.
         prefix_caching: whether the manager finds blocks of sequences that run.
+        cascades: whether plans say how many blocks their sequences share.
 
     A sequence waits, and those behind it, while half or more of what it would compute (and an
     eighth of a pass) is being computed for another: the next pass finds it cached. While others
@@ -105,6 +107,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_length: int,
         prefix_caching: bool = True,
+        cascades: bool = False,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
@@ -119,6 +122,10 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
         self.prefix_caching = prefix_caching
+        # Groups of layers whose common blocks are counted.
+        self._full_groups = [
+            group for group, window in enumerate(manager.windows) if cascades and not window
+        ]
         self.watermark_blocks = max(1, manager.num_blocks // 100)
         self.statistics = SchedulerStatistics()
         self._queues = _Queues()
@@ -419,10 +426,10 @@ class Scheduler:
 
     def _common_blocks(self, ids: Integers) -> int:
         """Leading blocks that these sequences share, in each group without a window."""
-        full = [group for group, window in enumerate(self.manager.windows) if not window]
-        if len(ids) < 2 or not full:
+        groups = self._full_groups
+        if len(ids) < 2 or not groups:
             return 0
-        return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in full)
+        return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in groups)
 
     def _run(self, sequence: Sequence) -> None:
         """Puts a sequence among the running ones, by arrival."""

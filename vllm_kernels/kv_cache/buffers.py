@@ -83,8 +83,18 @@ class BatchBuffers:
     def zeros(
         cls, max_sequences: int, max_blocks: int, max_tokens: int, *, pin_memory: bool = False
     ) -> BatchBuffers:
-        """Buffers of CPU tensors for ``max_sequences`` sequences of at most ``max_blocks`` blocks
-        each, with ``max_tokens`` query tokens in all. Pinned memory copies to a GPU without a wait.
+        """Buffers of CPU tensors of zeros, for any batch up to these sizes.
+
+        ``block_tables`` int32 [max_sequences, max_blocks], ``seq_lens`` int32 [max_sequences],
+        ``query_start_loc`` int32 [max_sequences + 1], ``slot_mapping`` int64 [max_tokens] and
+        ``positions`` int64 [max_tokens]: a query token's index in its sequence, which rotary
+        embeddings take.
+
+        Args:
+            max_sequences: of a batch.
+            max_blocks: of a sequence: its longest length / block_size, rounded up.
+            max_tokens: query tokens of a batch, those of all sequences together.
+            pin_memory: whether copies to a GPU need no wait.
         """
 
         def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:

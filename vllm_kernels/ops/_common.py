@@ -15,3 +15,14 @@ def inference_only(op: str, *tensors: Tensor | None) -> None:
             # What is not a tensor is refused by the op's schema, with its name.
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
+
+
+def refuse_numbers(op: str, **scales: object) -> None:
+    """Says what a scale is. To be called where the op's schema has refused the call, so that what
+    is right costs nothing."""
+    for name, scale in scales.items():
+        if not isinstance(scale, Tensor):
+            raise RuntimeError(
+                f"{op}: {name}: expected a float32 tensor of one element (or one a KV head), got "
+                f"{scale!r:.40}"
+            ) from None

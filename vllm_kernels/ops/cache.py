@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
 
 __all__ = [
     "concat_and_cache_mla",
@@ -64,9 +64,13 @@ def reshape_and_cache(
             left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
     """
     inference_only("reshape_and_cache", key, value, key_cache, value_cache, k_scale, v_scale)
-    library_ops.reshape_and_cache.default(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-    )
+    try:
+        library_ops.reshape_and_cache.default(
+            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+        )
+    except RuntimeError:
+        refuse_numbers("reshape_and_cache", k_scale=k_scale, v_scale=v_scale)
+        raise
 
 
 def reshape_and_cache_flash(
@@ -89,9 +93,13 @@ def reshape_and_cache_flash(
             forgotten where block_size = num_kv_heads.)
     """
     inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
-    library_ops.reshape_and_cache_flash.default(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-    )
+    try:
+        library_ops.reshape_and_cache_flash.default(
+            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+        )
+    except RuntimeError:
+        refuse_numbers("reshape_and_cache_flash", k_scale=k_scale, v_scale=v_scale)
+        raise
 
 
 def reshape_and_cache_per_token_quant(
