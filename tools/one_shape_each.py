@@ -1,6 +1,6 @@
 """Calls every op once on the GPU, one shape per kernel: what compute-sanitizer watches.
 
-With names of dtypes as arguments: for those only.
+With names of dtypes as arguments: for those only. With names of the functions below: those only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import vllm_kernels
 
 torch.manual_seed(0)
 CUDA = torch.device("cuda")
-DTYPES = [getattr(torch, name) for name in sys.argv[1:] or ("float16", "bfloat16", "float32")]
+ASKED = set(sys.argv[1:])
+NAMES = {"float16", "bfloat16", "float32"}
+DTYPES = [getattr(torch, name) for name in sorted(ASKED & NAMES or NAMES)]
 
 
 def norms() -> None:
@@ -430,8 +432,10 @@ def main() -> None:
         cache,
         per_token_quant,
         gathers,
+        mla,
+        attention,
     )
-    for group in (*groups, mla, attention):
+    for group in [group for group in groups if group.__name__ in ASKED] or groups:
         group()
         torch.cuda.synchronize()
         print(group.__name__, "done", flush=True)
