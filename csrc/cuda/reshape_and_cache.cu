@@ -10,8 +10,12 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-template <typename T, typename C, int kRun, int kLanes, bool kMany>
-__global__ void __launch_bounds__(kRun* kLanes, kResident<T, C, kMany> * 256 / (kRun * kLanes))
+// Where there are few blocks registers for transfers are worth more than room for others.
+template <typename T, typename C, bool kMany, bool kIdle>
+constexpr int kBlocks = kIdle ? 4 : kResident<T, C, kMany>;  // of 256 threads
+
+template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kIdle = false>
+__global__ void __launch_bounds__(kRun* kLanes, kBlocks<T, C, kMany, kIdle> * 256 / (kRun * kLanes))
     write_pages_kernel(PagesWrite p) {
   launch_dependents();
   const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
@@ -20,7 +24,7 @@ __global__ void __launch_bounds__(kRun* kLanes, kResident<T, C, kMany> * 256 / (
 
 template <int kRun>
 void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
-  const PagesShape shape(p, kRun, false);
+  const PagesShape shape(p, kRun, true);
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
@@ -28,7 +32,11 @@ void launch_pages(const ReshapeAndCacheParams& p, Stream stream) {
       auto kernel = shape.lanes == kFewChunks ? write_pages_kernel<T, C, kRun, kFewChunks, false>
                                               : write_pages_kernel<T, C, kRun, 16, true>;
       if constexpr (kRun == 16) {
-        if (shape.lanes == 8) kernel = write_pages_kernel<T, C, kRun, 8, true>;
+        if (shape.lanes == 8) {
+          constexpr bool kIdle = kBlocks<T, C, true, false> > kBlocks<T, C, true, true>;
+          kernel = shape.idle ? write_pages_kernel<T, C, kRun, 8, true, kIdle>
+                              : write_pages_kernel<T, C, kRun, 8, true>;
+        }
       }
       launch_kernel(p.op, kernel, shape.grid, dim3(kRun * shape.lanes), 0, stream, shape.write);
     });

@@ -302,6 +302,7 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, const Keys& key
 // multiprocessors idle.
 struct PagesShape {
   int lanes;
+  bool idle;  // with 16 chunks a block some multiprocessors would have none
   dim3 grid;
   PagesWrite write;
 
@@ -309,7 +310,7 @@ struct PagesShape {
     const int chunks = p.kv.head_size / p.kv.x;
     const int64_t groups = ceil_div(p.num_tokens, run);
     const bool few = p.num_tokens <= kFewTokens;
-    const bool idle = spread && groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
+    idle = spread && groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
     lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
     write.parts = static_cast<int>(ceil_div(chunks, lanes));
     write.by_parts = FastDivisor(write.parts);
