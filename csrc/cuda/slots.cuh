@@ -222,6 +222,18 @@ __device__ __forceinline__ uint32_t repeated_in_warp(int lane, int32_t slot) {
   return __ballot_sync(0xffffffffu, slot >= 0 && (same >> lane) > 1);
 }
 
+// What OwnFiltered looks in, and which of a block's own tokens repeat among themselves. By the
+// first warp; `slot`: this lane's own token's, or -1. A barrier is the caller's.
+template <int kOwn>
+__device__ __forceinline__ void list_own(int lane, int32_t slot, int32_t (&slots)[kOwn],
+                                         SlotFilter& filter, uint32_t& repeated) {
+  static_assert(kOwn == 32);
+  slots[lane] = slot;
+  filter.fill(lane, slot);
+  const uint32_t again = repeated_in_warp(lane, slot);
+  if (lane == 0) repeated = again;
+}
+
 // Whether a token after `token` has its slot. By a whole warp, of one token.
 __device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token, int64_t slot,
                                             int lane) {

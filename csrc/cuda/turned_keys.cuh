@@ -14,7 +14,6 @@ namespace vllm_kernels::cuda {
 template <typename T, int kVectors, typename A = void>
 class TurnedKeys {
  public:
-  static constexpr int kLater = 8;
   static constexpr bool kByHead = true;
 
   TurnedKeys() = default;

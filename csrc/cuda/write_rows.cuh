@@ -120,12 +120,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     __shared__ int32_t own_slots[kOwn];
     __shared__ SlotFilter filter;
     __shared__ uint32_t repeated_here;
-    if (thread < 32) {
-      own_slots[thread] = own_slot;
-      filter.fill(thread, own_slot);
-      const uint32_t again = repeated_in_warp(thread, own_slot);
-      if (thread == 0) repeated_here = again;
-    }
+    if (thread < 32) list_own(thread, own_slot, own_slots, filter, repeated_here);
     __syncthreads();
     const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
     repeated = find_repeated<kOwn>(p, from, kThreads, later, filtered) | repeated_here;

@@ -110,7 +110,6 @@ __device__ __forceinline__ T* page(T* base, uint32_t block, uint32_t stride) {
 // `turn` makes of it what the cache is to get, `known`: whether there is one.
 template <typename T, int kVectors>
 struct GivenKeys {
-  static constexpr int kLater = 16;       // slots a thread that registers leave room for
   static constexpr bool kByHead = false;  // needs to know where in its head an element is
   const T* key;
   uint32_t token_stride;
