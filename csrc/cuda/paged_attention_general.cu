@@ -23,6 +23,7 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   const int stage_bytes = 2 * padded * element * (padded <= 128 ? 32 : 16);
   if (4 * stage_bytes + 20 * 1024 > current_device_info().shared_memory_per_block) return false;
   return p.dtype != DType::kFloat32 && kv.block_size >= (element == 1 && !by_row ? 16 : 8) &&
+         kv.num_blocks > 0 &&  // a tensor map has no dimension of 0
          aligned16(kv.key) && aligned16(kv.value) && aligned(kv.key_block_stride) &&
          aligned(kv.key_head_stride) && aligned(kv.value_block_stride) &&
          aligned(kv.value_head_stride) &&

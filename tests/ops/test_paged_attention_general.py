@@ -617,6 +617,17 @@ def test_empty_batch(device, dtype, layout, queries):
     assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
 
 
+@pytest.mark.parametrize("queries", [None, [3, 90]], ids=["decode", "several"])
+def test_empty_pool(device, layout, queries):
+    """No blocks: no tokens to see."""
+    case = make_case(device, torch.bfloat16, [0, 0], queries, layout=layout, spare_blocks=0)
+    case.key_cache, case.value_cache = (
+        torch.empty_like(cache, memory_format=torch.contiguous_format)
+        for cache in (case.key_cache, case.value_cache)
+    )
+    check(case)
+
+
 @pytest.mark.parametrize("queries", [[1, 0, 1, 0], [2, 0, 5, 0]], ids=["decode", "several"])
 def test_sequences_without_query_tokens(device, layout, queries):
     """Padded rows of a CUDA graph; what lies in query past the last sequence stays as it is."""

@@ -241,8 +241,8 @@ def paged_attention(
         sliding_window: tokens a query token sees, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
-            element or [num_kv_heads]; None stands for 1.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
+            negative, one element or [num_kv_heads]; None stands for 1.
         layout: "vllm", "NHD" or "HND". NHD taken for HND is no error where head numbers fit.
         out: like query, written; the stride between tokens is free. None: a new tensor.
         return_lse: whether to return the log-sum-exp as well.
@@ -342,8 +342,8 @@ def varlen_attention(
         alibi_slopes: [num_heads] float32.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
-        k_scale, v_scale: for 8-bit keys and values, which stand for element * scale: float32, one
-            element or [num_kv_heads]; None stands for 1.
+        k_scale, v_scale: for 8-bit keys and values, which stand for element * scale: float32, not
+            negative, one element or [num_kv_heads]; None stands for 1.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
             kernel by it.
         out: like query, written; the stride between tokens is free. None: a new tensor.
@@ -445,8 +445,8 @@ def fused_decode_attention(
         epsilon: of the norm, >= 0.
         alibi_slopes, sliding_window, softcap, sinks, layout, workspace, split_tokens: as
             :func:`paged_attention` has them.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, one
-            element or [num_kv_heads]; None stands for 1.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
+            negative, one element or [num_kv_heads]; None stands for 1.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
 
