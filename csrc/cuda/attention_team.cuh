@@ -87,6 +87,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       value_base = dimension * layout.page_tokens;
     }
     if (!kWide && kHalves == 1) value_base += upper * layout.value_step;
+    this->key_row = in_register(this->key_row + key_group(layout, member));
+    if (!kWide) value_base = in_register(value_base);
   }
 
   // Of group i of 16 tokens.
@@ -189,43 +191,41 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     }
   }
 
-  // Barriers of a team; their numbers are constants, for tools that check.
-  __device__ __forceinline__ void team_barrier() const {
-    if (team == 0) {
-      asm volatile("barrier.cta.sync.aligned 1, 128;" ::: "memory");
-    } else if (kTeams == 2 || team == 1) {
-      asm volatile("barrier.cta.sync.aligned 2, 128;" ::: "memory");
-    } else {
-      asm volatile("barrier.cta.sync.aligned 3, 128;" ::: "memory");
-    }
-  }
-  template <int kBarrier>
-  static __device__ __forceinline__ bool any_of_team(bool mine) {
+#define VLLM_KERNELS_TEAM_BARRIER(any, mine, kind, number)                              \
+  asm volatile(                                                                         \
+      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"                            \
+      "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}" \
+      : "=r"(any)                                                                       \
+      : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
+      : "memory")
+  // A barrier of the team's warps, which tells whether any thread says so.
+  __device__ __forceinline__ bool team_any(bool mine) const {
     uint32_t any;
-    asm volatile(
-        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"
-        "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}"
-        : "=r"(any)
-        : "r"(static_cast<uint32_t>(mine)), "n"(kBarrier)
-        : "memory");
+#if defined(VLLM_KERNELS_RACECHECK)  // which knows barriers by constants
+    if (team == 0) {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 1);
+    } else if (kTeams == 2 || team == 1) {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 2);
+    } else {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 3);
+    }
+#else
+    VLLM_KERNELS_TEAM_BARRIER(any, mine, "r", team + 1);
+#endif
     return any != 0;
   }
-  // ... which tells whether any thread says so.
-  __device__ __forceinline__ bool team_any(bool mine) const {
-    if (team == 0) return any_of_team<1>(mine);
-    if (kTeams == 2 || team == 1) return any_of_team<2>(mine);
-    return any_of_team<3>(mine);
-  }
+#undef VLLM_KERNELS_TEAM_BARRIER
+  __device__ __forceinline__ void team_barrier() const { team_any(false); }
 
   // All maxima to what the team saw. `scratch`: 16 bytes a row.
   template <int kUsed>
-  __device__ __forceinline__ void raise_maxima(const float (&largest)[kUsed][2], uint32_t scratch,
+  __device__ __forceinline__ void raise_maxima(const float (&c)[kUsed][4], uint32_t scratch,
                                                int lane) {
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float mine = largest[t][j];
+        float mine = fmaxf(c[t][j], c[t][j + 2]);
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
@@ -342,11 +342,14 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     settle(out);
   }
 
-  // Weights of the scores, to shared memory, and their sums, of this lane's tokens.
+  // Weights of the scores, to shared memory, and their sums, of this lane's tokens. Returns by how
+  // much a score exceeds its row's maximum.
   template <int kUsed>
-  __device__ __forceinline__ void store_weights(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
-                                                uint32_t to_weights, int lane) const {
+  __device__ __forceinline__ float store_weights(const float (&c)[kUsed][4],
+                                                 float (&sums)[kUsed][2], uint32_t to_weights,
+                                                 int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
+    float above = -INFINITY;
 #pragma unroll
     for (int t = 0; t < kUsed; t += 2) {
       uint32_t packed[2][2];
@@ -355,7 +358,9 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         float weight[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          weight[j] = exp2_approx(c[t + u][j] - maximum[t + u][j & 1]);
+          const float exponent = c[t + u][j] - maximum[t + u][j & 1];
+          above = fmaxf(above, exponent);
+          weight[j] = exp2_approx(exponent);
         }
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
@@ -368,29 +373,48 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
     }
     fence_async_proxy();
+    return above;
   }
 
-  template <int kUsed, typename Adjust, typename Release>
-  __device__ __forceinline__ void step_rows(uint32_t key, uint32_t value, uint64_t tokens,
-                                            bool plain, const Adjust& adjust,
-                                            const Release& release, const TileLayout& layout,
-                                            int lane) {
+  // K of a step, as this lane loads it. Past the head size there are zeros.
+  struct Keys {
+    static constexpr int kLoads = kWide ? kSteps : kSteps / 2;
+    uint32_t data[kLoads][4];
+  };
+  __device__ __forceinline__ void load_keys(Keys& keys, uint32_t key) const {
+#pragma unroll
+    for (int i = 0; i < Keys::kLoads; ++i) {
+      load_matrices(keys.data[i], key + key_at(kWide ? i : 2 * i));
+    }
+  }
+
+  // 64 tokens, of which those of `tokens` count; see AttentionTile::step. kUsed: tiles. kPlain: all
+  // tokens count for all rows, and scores need no adjustment. Calls release() when V, like K, has
+  // been read. All warps of the team.
+  template <int kUsed, bool kPlain, typename Adjust, typename Release>
+  __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
+                                       const Adjust& adjust, const Release& release,
+                                       const TileLayout& layout, int lane) {
     constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or tokens, of all rows
+    uint32_t stored = weights;                // this step's
+    if constexpr (kEarly) {
+      stored = same_in_warp(weights + turn * (kUsed * 8 * kTeamTokens * 2));
+      turn ^= 1;
+    }
     float c[kUsed][4];
     uint32_t a[kSteps][4];
-    const uint32_t from = key + key_group(layout, member);
 #pragma unroll
-    for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
-      uint32_t loaded[4];
-      load_matrices(loaded, from + key_at(k));  // past the head size: zeros
+    for (int i = 0; i < Keys::kLoads; ++i) {
+      const uint32_t (&from)[4] = keys.data[i];
       if constexpr (kWide) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[k][i] = loaded[i];
+        for (int w = 0; w < 4; ++w) a[i][w] = from[w];
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          widen4<Cache>(loaded[2 * half], a[k + half][0], a[k + half][2]);
-          widen4<Cache>(loaded[2 * half + 1], a[k + half][1], a[k + half][3]);
+          uint32_t (&to)[4] = a[2 * i + half];
+          widen4<Cache>(from[2 * half], to[0], to[2]);
+          widen4<Cache>(from[2 * half + 1], to[1], to[3]);
         }
       }
     }
@@ -414,7 +438,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
     }
-    if (!plain) {
+    if (!kPlain) {
       const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * member);
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
@@ -425,29 +449,12 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         }
       }
     }
-    float largest[kUsed][2];
-    bool higher = false;
-#pragma unroll
-    for (int t = 0; t < kUsed; ++t) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        largest[t][j] = fmaxf(c[t][j], c[t][j + 2]);
-        higher = higher || largest[t][j] > maximum[t][j] + kMaximumSlack;
-      }
-    }
     // Most steps move no maximum: weights first, then the question whether they count. Other warps
     // may still read those of the step before: they are elsewhere, or waited for.
-    uint32_t stored = weights;
-    if constexpr (kEarly) {
-      stored += turn * (kUsed * 8 * kTeamTokens * 2);
-      turn ^= 1;
-    } else {
-      team_barrier();
-    }
+    if (!kEarly) team_barrier();
     float sums[kUsed][2];
-    store_weights<kUsed>(c, sums, stored, lane);
-    if (team_any(higher)) {
-      raise_maxima<kUsed>(largest, stored, lane);
+    if (team_any(store_weights<kUsed>(c, sums, stored, lane) > kMaximumSlack)) {
+      raise_maxima<kUsed>(c, stored, lane);
       store_weights<kUsed>(c, sums, stored, lane);
       team_barrier();
     }
@@ -457,30 +464,17 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       for (int j = 0; j < 2; ++j) sum[t][j] += sums[t][j];
     }
     if constexpr (kEarly) {
-      if (!plain) mask_values(values, 0, tokens, lane);
+      if (!kPlain) mask_values(values, 0, tokens, lane);
       accumulate<kUsed>(values, stored, 0);
     } else {
 #pragma unroll
       for (int group = 0; group < kGroups; group += kGroups / 2) {
         load_values(values, group, value, layout);
-        if (!plain) mask_values(values, group, tokens, lane);
+        if (!kPlain) mask_values(values, group, tokens, lane);
         accumulate<kUsed>(values, stored, group);
       }
       release();
     }
-  }
-
-  // 64 tokens, of which those of `tokens` count; see AttentionTile::step. Calls release() when K
-  // and V have been read. All warps of the team.
-  template <typename Adjust, typename Release>
-  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint64_t tokens, bool plain,
-                                       const Adjust& adjust, const Release& release,
-                                       const TileLayout& layout, int lane) {
-    if constexpr (kMaxTiles == 8) {
-      if (tiles == 8) return step_rows<8>(key, value, tokens, plain, adjust, release, layout, lane);
-    }
-    if (tiles == 4) return step_rows<4>(key, value, tokens, plain, adjust, release, layout, lane);
-    step_rows<2>(key, value, tokens, plain, adjust, release, layout, lane);
   }
 
   // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's

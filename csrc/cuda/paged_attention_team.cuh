@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend(
       return;
     }
     const WorkItem& item = queue.items[slot];
-    const ItemRows rows = queue.rows[slot];
+    const ItemRows& rows = queue.rows[slot];
     const int row_tiles = (rows.count + 7) / 8;
     tile.tiles = row_tiles <= 2 ? 2 : row_tiles <= 4 ? 4 : 8;
     const auto load_query = [&](auto tag) {
@@ -221,40 +221,49 @@ __device__ __forceinline__ void attend(
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
-    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
-    const int end = rows.high + 1;
-    // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
-    int plain_begin = window > 0 ? rows.high - window + 1 : 0;
-    int plain_extent = rows.low + 1 - kTeamTokens - plain_begin;
-    if (!plain_scores || plain_extent < 0) {
-      plain_begin = INT32_MAX;
-      plain_extent = 0;
-    }
-    const int stages = item.stages;
-    int first = (item.sequence.first_stage + item.stage + team) << kShift;
+    int first = (item.sequence.first_stage + item.stage + team) << kShift;  // token of the stage
+    const int last = (item.sequence.first_stage + item.stage + item.stages) << kShift;
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(Tile::row_of(lane, t, j), rows.count - 1);
       const RowPlace place = place_of_row(shape.work, item, rows, row);
       return adjusted_score(p, shape.cap, place.head, first + token - rows.position - place.token,
                             score);
     };
+    const auto release = [&] { ring.release(); };
+    const auto attend_stages = [&](auto used) {
+      constexpr int kUsed = decltype(used)::value;
 #pragma unroll 1
-    for (int i = team; i < stages; i += kTeams) {
-      ring.wait();
-      uint64_t tokens = ring.present();
-      const bool plain = tokens == ~uint64_t{0} && static_cast<uint32_t>(first - plain_begin) <=
-                                                       static_cast<uint32_t>(plain_extent);
-      if (!plain) {
-        if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
-        if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
+      for (; first < last; first += kTeams << kShift) {
+        const bool sees_all = plain_scores & (first + kTeamTokens <= rows.low + 1) &
+                              ((window <= 0) | (first > rows.high - window));
+        ring.wait();
+        typename Tile::Keys keys;
+        tile.load_keys(keys, ring.key());
+        uint64_t tokens = ring.present();
+        if (sees_all & (tokens == ~uint64_t{0})) {
+          tile.template step<kUsed, true>(keys, ring.value(), tokens, adjust, release, shape.tile,
+                                          lane);
+        } else {
+          // Tokens that any row sees.
+          const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;
+          const int end = rows.high + 1;
+          if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
+          if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
+          if (tokens != 0) {
+            tile.template step<kUsed, false>(keys, ring.value(), tokens, adjust, release,
+                                             shape.tile, lane);
+          } else {
+            release();
+          }
+        }
       }
-      const auto release = [&] { ring.release(); };
-      if (tokens != 0) {
-        tile.step(ring.key(), ring.value(), tokens, plain, adjust, release, shape.tile, lane);
-      } else {
-        release();
-      }
-      first += kTeams << kShift;
+    };
+    if (kMaxTiles == 8 && tile.tiles == 8) {
+      attend_stages(std::integral_constant<int, kMaxTiles>());
+    } else if (tile.tiles == 4) {
+      attend_stages(std::integral_constant<int, 4>());
+    } else {
+      attend_stages(std::integral_constant<int, 2>());
     }
     const TeamEnd<Tile> finish = {.p = p,
                                   .shape = shape.work,
