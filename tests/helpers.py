@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+LAYOUTS = ["vllm", "NHD", "HND"]  # of a paged cache
 # Distance between neighbouring values at 1.0.
 EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Below this magnitude a dtype's values are evenly spaced (float16 is denormal there).

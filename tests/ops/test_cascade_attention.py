@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_compiles, assert_graph_replays, raises
-from test_paged_attention_general import EIGHT_BITS, NAN, Case, assert_right, make_case, per_head
+from helpers import LAYOUTS, assert_compiles, assert_graph_replays, raises
+from paged_attention_general_cases import EIGHT_BITS, NAN, Case, assert_right, make_case, per_head
 
 import vllm_kernels
 import vllm_kernels.ops.cascade as cascade_module
 from vllm_kernels.kv_cache import KVCacheManager
-
-LAYOUTS = ["vllm", "NHD", "HND"]
 
 
 def shared_case(device: str, dtype: torch.dtype, common: int, own: list[int], **options) -> Case:

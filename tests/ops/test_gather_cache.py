@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_compiles, bits, opcheck, raises, to_layout
+from helpers import LAYOUTS, assert_compiles, bits, opcheck, raises, to_layout
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
-LAYOUTS = ["vllm", "NHD", "HND"]
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

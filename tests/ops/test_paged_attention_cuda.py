@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import raises
-from test_paged_attention_general import LAYOUTS, Case, assert_right, check, make_case
+from helpers import LAYOUTS, raises
+from paged_attention_general_cases import Case, assert_right, check, make_case
 
 import vllm_kernels
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_paged_attention_general import (
+from helpers import LAYOUTS
+from paged_attention_general_cases import (
     EIGHT_BITS,
-    LAYOUTS,
     NAN,
     Case,
     assert_right,
@@ -35,11 +35,6 @@ def make(device: str, dtype: torch.dtype, lens: list[int], queries: list[int], *
         lens, queries = ([n // 8 for n in numbers] for numbers in (lens, queries))
         options |= {"heads": options.get("heads", 24) // options.get("kv_heads", 24), "kv_heads": 1}
     return make_case(device, dtype, lens, queries, **{"heads": 24, "kv_heads": 24, **options})
-
-
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture

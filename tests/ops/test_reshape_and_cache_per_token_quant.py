@@ -12,12 +12,6 @@ import vllm_kernels
 from vllm_kernels import reference
 
 OP = "reshape_and_cache_per_token_quant"
-LAYOUTS = ["vllm", "NHD", "HND"]
-
-
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def cache_shapes(layout: str, blocks: int, block: int, heads: int, size: int):

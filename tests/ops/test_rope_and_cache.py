@@ -7,14 +7,22 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import EPSILON, assert_close, assert_compiles, bits, opcheck, raises, to_layout
+from helpers import (
+    EPSILON,
+    LAYOUTS,
+    assert_close,
+    assert_compiles,
+    bits,
+    opcheck,
+    raises,
+    to_layout,
+)
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
 MAX_POSITION = 64
-LAYOUTS = ["vllm", "NHD", "HND"]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 # One rounding of a float32 result.
 ULPS = {torch.float32: 4, torch.float16: 1.01, torch.bfloat16: 1.01}

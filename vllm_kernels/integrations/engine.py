@@ -215,7 +215,7 @@ class Engine:
                 max_batch_tokens=max_batch_tokens,
                 max_length=max_length,
                 prefix_caching=prefix_caching,
-                cascades=self._packed.cascades,
+                may_cascade=self._packed.may_cascade,
             )
             if check:
                 with self._on_device:

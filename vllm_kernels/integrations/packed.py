@@ -165,8 +165,7 @@ class PackedModel:
         if fused and can_be_packed(model):
             windows = [groups.windows[group] for group in groups.group_of_layer]
             self._llama = PackedLlama(model, self.pages, windows, max_length)
-        self.cascades = cascade and self._pays(max_batch_size, blocks)
-        """Whether there may be a pass whose sequences attend together to blocks that they share."""
+        self._cascades = cascade and self._pays(max_batch_size, blocks)
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
@@ -183,6 +182,11 @@ class PackedModel:
     def host_buffers(self) -> list[BatchBuffers]:
         """For the manager to fill, one a group."""
         return self._buffers.host
+
+    def may_cascade(self) -> bool:
+        """Whether sequences of a pass may attend together to blocks that they share: not after the
+        CUDA graph of such a pass could not be captured."""
+        return self._cascades
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -266,7 +270,7 @@ class PackedModel:
     def _common_blocks(self, sequences: int, blocks: int) -> int:
         """``blocks`` that so many sequences of one token share, if it pays that they attend to them
         together; else 0."""
-        return blocks if self.cascades and self._pays(sequences, blocks) else 0
+        return blocks if self._cascades and self._pays(sequences, blocks) else 0
 
     def _pays(self, sequences: int, blocks: int) -> bool:
         shape = self.pages.shape
@@ -325,7 +329,7 @@ class PackedModel:
             except RuntimeError as error:
                 if cascade:  # it can do without
                     warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
-                    self.cascades = False
+                    self._cascades = False
                     return self._replay(size, False)
                 if _is_out_of_memory(error):
                     raise torch.OutOfMemoryError(

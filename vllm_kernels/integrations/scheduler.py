@@ -10,6 +10,7 @@ again. Knows the manager and no model.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -90,7 +91,7 @@ class Scheduler:
         max_batch_tokens: tokens in one pass, >= max_batch_size.
         max_length: tokens of a sequence.
         prefix_caching: whether the manager finds blocks of sequences that run.
-        cascades: whether plans say how many blocks their sequences share.
+        may_cascade: whether a plan says how many blocks its sequences share, asked for each.
 
     A sequence waits, and those behind it, while half or more of what it would compute (and an
     eighth of a pass) is being computed for another: the next pass finds it cached. While others
@@ -107,7 +108,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_length: int,
         prefix_caching: bool = True,
-        cascades: bool = False,
+        may_cascade: Callable[[], bool] = lambda: False,
     ) -> None:
         if max_batch_size < 1:
             raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
@@ -122,10 +123,9 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
         self.prefix_caching = prefix_caching
+        self._may_cascade = may_cascade
         # Groups of layers whose common blocks are counted.
-        self._full_groups = [
-            group for group, window in enumerate(manager.windows) if cascades and not window
-        ]
+        self._full_groups = [group for group, window in enumerate(manager.windows) if not window]
         self.watermark_blocks = max(1, manager.num_blocks // 100)
         self.statistics = SchedulerStatistics()
         self._queues = _Queues()
@@ -427,7 +427,7 @@ class Scheduler:
     def _common_blocks(self, ids: Integers) -> int:
         """Leading blocks that these sequences share, in each group without a window."""
         groups = self._full_groups
-        if len(ids) < 2 or not groups:
+        if len(ids) < 2 or not groups or not self._may_cascade():
             return 0
         return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in groups)
 
