@@ -201,7 +201,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
   // A barrier of the team's warps, which tells whether any thread says so.
   __device__ __forceinline__ bool team_any(bool mine) const {
     uint32_t any;
-#if defined(VLLM_KERNELS_RACECHECK)  // which knows barriers by constants
+#if defined(VLLM_KERNELS_RACECHECK)  // the tool knows barriers by constants
     if (team == 0) {
       VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 1);
     } else if (kTeams == 2 || team == 1) {
