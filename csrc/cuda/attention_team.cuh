@@ -342,14 +342,25 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     settle(out);
   }
 
-  // Weights of the scores, to shared memory, and their sums, of this lane's tokens. Returns by how
-  // much a score exceeds its row's maximum.
-  template <int kUsed>
-  __device__ __forceinline__ float store_weights(const float (&c)[kUsed][4],
-                                                 float (&sums)[kUsed][2], uint32_t to_weights,
-                                                 int lane) const {
+  // The larger ones of two pairs of weights.
+  static __device__ __forceinline__ uint32_t larger(uint32_t x, uint32_t y) {
+    uint32_t result;
+    if constexpr (std::is_same_v<Element, __half>) {
+      asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    } else {
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    }
+    return result;
+  }
+
+  // Weights of the scores, to shared memory, and their sums, of this lane's tokens. kProducts: c is
+  // not yet in log2 units. Returns whether a score exceeds its row's maximum by more than
+  // kMaximumSlack.
+  template <int kUsed, bool kProducts>
+  __device__ __forceinline__ bool store_weights(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
+                                                uint32_t to_weights, int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
-    float above = -INFINITY;
+    uint32_t most = 0;
 #pragma unroll
     for (int t = 0; t < kUsed; t += 2) {
       uint32_t packed[2][2];
@@ -358,14 +369,14 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         float weight[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float exponent = c[t + u][j] - maximum[t + u][j & 1];
-          above = fmaxf(above, exponent);
-          weight[j] = exp2_approx(exponent);
+          const float unit = kProducts ? scale[t + u][j & 1] : 1.0f;
+          weight[j] = exp2_approx(fmaf(c[t + u][j], unit, -maximum[t + u][j & 1]));
         }
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
         packed[u][0] = pack2<Element>(weight[0], weight[1]);
         packed[u][1] = pack2<Element>(weight[2], weight[3]);
+        most = larger(most, larger(packed[u][0], packed[u][1]));
       }
       // Matrices: (rows 8t on, tokens 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
       const uint32_t to = to_weights + (2 * member + (lane >> 4)) * kChunk +
@@ -373,7 +384,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
     }
     fence_async_proxy();
-    return above;
+    // No weight is negative, so their bits have their order.
+    constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
+    static_assert(kMaximumSlack == 8.0f);  // kLimit is 2^8
+    return max(most & 0xffff, most >> 16) > kLimit;
   }
 
   // K of a step, as this lane loads it. Past the head size there are zeros.
@@ -433,12 +447,15 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     }
     wgmma_wait<0>();
     settle(c);
+    const auto scale_scores = [&] {
 #pragma unroll
-    for (int t = 0; t < kUsed; ++t) {
+      for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
-    }
+        for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
+      }
+    };
     if (!kPlain) {
+      scale_scores();
       const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * member);
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
@@ -453,9 +470,10 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
     // may still read those of the step before: they are elsewhere, or waited for.
     if (!kEarly) team_barrier();
     float sums[kUsed][2];
-    if (team_any(store_weights<kUsed>(c, sums, stored, lane) > kMaximumSlack)) {
+    if (team_any(store_weights<kUsed, kPlain>(c, sums, stored, lane))) {
+      if (kPlain) scale_scores();
       raise_maxima<kUsed>(c, stored, lane);
-      store_weights<kUsed>(c, sums, stored, lane);
+      store_weights<kUsed, false>(c, sums, stored, lane);
       team_barrier();
     }
 #pragma unroll
