@@ -87,6 +87,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       value_base = dimension * layout.page_tokens;
     }
     if (!kWide && kHalves == 1) value_base += upper * layout.value_step;
+    // K's row from here on counts this warp's group of tokens in.
     this->key_row = in_register(this->key_row + key_group(layout, member));
     if (!kWide) value_base = in_register(value_base);
   }

@@ -221,19 +221,14 @@ __device__ __forceinline__ void attend(
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
-    int first = (item.sequence.first_stage + item.stage + team) << kShift;  // token of the stage
-    const int last = (item.sequence.first_stage + item.stage + item.stages) << kShift;
-    const auto adjust = [&](float score, int t, int j, int token) {
-      const int row = min(Tile::row_of(lane, t, j), rows.count - 1);
-      const RowPlace place = place_of_row(shape.work, item, rows, row);
-      return adjusted_score(p, shape.cap, place.head, first + token - rows.position - place.token,
-                            score);
-    };
     const auto release = [&] { ring.release(); };
     const auto attend_stages = [&](auto used) {
       constexpr int kUsed = decltype(used)::value;
+      int stage = item.sequence.first_stage + item.stage + team;
+      const int last = stage - team + item.stages;
 #pragma unroll 1
-      for (; first < last; first += kTeams << kShift) {
+      for (; stage < last; stage += kTeams) {
+        const int first = stage << kShift;  // token
         // (No branches: registers and cycles of the way that nearly all steps take.)
         const bool sees_all = plain_scores & (first + kTeamTokens <= rows.low + 1) &
                               ((window <= 0) | (first > rows.high - window));
@@ -242,21 +237,29 @@ __device__ __forceinline__ void attend(
         tile.load_keys(keys, ring.key());
         uint64_t tokens = ring.present();
         if (sees_all & (tokens == ~uint64_t{0})) {
-          tile.template step<kUsed, true>(keys, ring.value(), tokens, adjust, release, shape.tile,
+          const auto nothing = [](float score, int, int, int) { return score; };
+          tile.template step<kUsed, true>(keys, ring.value(), tokens, nothing, release, shape.tile,
                                           lane);
-        } else {
-          // Tokens that any row sees.
-          const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;
-          const int end = rows.high + 1;
-          if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
-          if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
-          if (tokens != 0) {
-            tile.template step<kUsed, false>(keys, ring.value(), tokens, adjust, release,
-                                             shape.tile, lane);
-          } else {
-            release();
-          }
+          continue;
         }
+        const ItemRows mine = rows;
+        // Tokens that any row sees.
+        const int begin = window > 0 ? max(0, mine.low - window + 1) : 0;
+        const int end = mine.high + 1;
+        if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
+        if (end - first < 64) tokens &= end > first ? (uint64_t{1} << (end - first)) - 1 : 0;
+        if (tokens == 0) {
+          release();
+          continue;
+        }
+        const auto adjust = [&](float score, int t, int j, int token) {
+          const int row = min(Tile::row_of(lane, t, j), mine.count - 1);
+          const RowPlace place = place_of_row(shape.work, item, mine, row);
+          return adjusted_score(p, shape.cap, place.head,
+                                first + token - mine.position - place.token, score);
+        };
+        tile.template step<kUsed, false>(keys, ring.value(), tokens, adjust, release, shape.tile,
+                                         lane);
       }
     };
     if (kMaxTiles == 8 && tile.tiles == 8) {

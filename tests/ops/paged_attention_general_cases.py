@@ -113,14 +113,21 @@ def make_case(
     layout: str = "vllm",
     scales_per_head: bool = False,
     spare_blocks: int = 3,
+    rise: float = 0.0,
     **options: object,
 ) -> Case:
-    """See the module's docstring. queries: the sequences' numbers of query tokens, or one each."""
+    """See the module's docstring. queries: the sequences' numbers of query tokens, or one each.
+
+    rise: what a token's keys are more than those of the token before.
+    """
     stored = stored or dtype
     num_blocks = sum(pages_of(lens, block_size)) + spare_blocks
     key = torch.randn(num_blocks, block_size, kv_heads, head_size)
     value = torch.randn(num_blocks, block_size, kv_heads, head_size)
     tables, used = page_tables(lens, block_size, num_blocks)
+    for seq, pages in enumerate(pages_of(lens, block_size)):
+        token = torch.arange(pages * block_size).view(-1, block_size, 1, 1)
+        key[tables[seq, :pages]] += rise * token
     key[~used] = NAN
     value[~used] = NAN
     k_scale = v_scale = None

@@ -63,6 +63,17 @@ def test_pieces_of_many_rows(device, layout, heads, stored):
     check(make_case(device, dtype, lens, queries, head_size=96, sliding_window=70, **shapes))
 
 
+@pytest.mark.parametrize("rise", [1 / 430, -1 / 430], ids=["rising", "falling"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64], ids=lambda heads: f"{heads}_rows")
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_maxima_that_move(device, layout, heads, stored, rise):
+    """Scores rise by 2^9.5 in 192 tokens: what was summed up before is scaled down, many times."""
+    shapes = {"heads": heads, "kv_heads": 1, "head_size": 128, "layout": layout, "stored": stored}
+    case = make_case(device, torch.bfloat16, [1500, 70], rise=rise, **shapes)
+    case.query += 1.3
+    check(case)
+
+
 @pytest.mark.parametrize("count", range(1, 18))
 def test_several_query_tokens(device, layout, count):
     check(make_case(device, torch.float32, [count, 60, 16], [count] * 3, layout=layout))
@@ -169,14 +180,21 @@ def test_empty_batch(device, dtype, layout, queries):
 
 
 @pytest.mark.parametrize("queries", [None, [3, 90]], ids=["decode", "several"])
-def test_empty_pool(device, layout, queries):
-    """No blocks: no tokens to see."""
-    case = make_case(device, torch.bfloat16, [0, 0], queries, layout=layout, spare_blocks=0)
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+def test_empty_pool(device, layout, stored, queries):
+    """No blocks: no tokens to see. Lengths that say otherwise: CUDA skips ids of no block."""
+    shapes = {"stored": stored, "layout": layout, "spare_blocks": 0}
+    case = make_case(device, torch.bfloat16, [0, 0], queries, **shapes)
     case.key_cache, case.value_cache = (
         torch.empty_like(cache, memory_format=torch.contiguous_format)
         for cache in (case.key_cache, case.value_cache)
     )
     check(case)
+    if device == "cuda":
+        case.seq_lens.fill_(20)
+        out, lse = case.run_with_lse()
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
 @pytest.mark.parametrize("queries", [[1, 0, 1, 0], [2, 0, 5, 0]], ids=["decode", "several"])
