@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         if error.name is None or error.name.startswith("vllm_kernels"):
             raise
         print(
-            f"The {arguments.command} needs {error.name}: pip install 'vllm_kernels[demo]'",
+            f"The {arguments.command} needs {error.name}: in the clone of vllm_kernels, "
+            "pip install --no-build-isolation '.[demo]'",
             file=sys.stderr,
         )
         return 2

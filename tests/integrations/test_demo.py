@@ -111,7 +111,7 @@ def test_without_transformers_one_sentence(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["demo"]) == 2
-    assert "pip install 'vllm_kernels[demo]'" in capsys.readouterr().err
+    assert "pip install --no-build-isolation '.[demo]'" in capsys.readouterr().err
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
