@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import oracle
 import pytest
@@ -141,6 +142,44 @@ def test_func(fa, device, dtype, causal, window):
             near_lse(lse[row].contiguous(), want[1])
         plain = fa.flash_attn_func(q, k, v, causal=causal, window_size=window, softmax_scale=0.2)
         assert torch.equal(plain, out)
+
+
+def test_shapes_are_refused_by_name(fa, device):
+    """By shapes, so on either device, and under the name that was called."""
+    good = (2, 5, 8, 64)
+    for q, k, v, message in (
+        (good[1:], good, good,
+         "q: expected shape [batch, seqlen_q, num_heads, head_size], got [5, 8, 64]"),
+        ((1, 5, 8, 64), good, good,
+         "k: expected shape [1, seqlen_k, num_kv_heads, 64], got [2, 5, 8, 64]"),
+        (good, (1, 5, 8, 64), (1, 5, 8, 64),
+         "k: expected shape [2, seqlen_k, num_kv_heads, 64], got [1, 5, 8, 64]"),
+        (good, (2, 5, 8, 32), good,
+         "k: expected shape [2, seqlen_k, num_kv_heads, 64], got [2, 5, 8, 32]"),
+        (good, (2, 8, 5, 64), good,
+         "v: expected shape [2, 8, 5, head_size_v], got [2, 5, 8, 64]"),
+        (good, good, (2, 6, 8, 64), "v: expected shape [2, 5, 8, head_size_v], got [2, 6, 8, 64]"),
+        (good, good, (1, 5, 8, 64), "v: expected shape [2, 5, 8, head_size_v], got [1, 5, 8, 64]"),
+        (good, (2, 8, 5, 64), (2, 8, 5, 64),
+         "q: expected num_heads to be a multiple of num_kv_heads = 5 (from k), got [2, 5, 8, 64]"),
+        (good, good, (2, 5, 8, 264), "v: expected a head size up to 256, got [2, 5, 8, 264]"),
+    ):  # fmt: skip
+        rows = [random(*shape, device=device, dtype=torch.bfloat16) for shape in (q, k, v)]
+        with pytest.raises(RuntimeError, match=f"^flash_attn_func: {re.escape(message)}$"):
+            fa.flash_attn_func(*rows)
+
+
+def test_dense_shapes_of_every_legal_kind(fa, device):
+    """Empty ones, grouped heads, another length of keys, V's own head size, one key for all."""
+    for q, k, v in (
+        ((0, 5, 8, 64), (0, 5, 8, 64), 64), ((2, 0, 8, 64), (2, 5, 8, 64), 64),
+        ((2, 5, 8, 64), (2, 0, 8, 64), 64), ((2, 5, 8, 20), (2, 7, 1, 20), 256),
+    ):  # fmt: skip
+        rows = [random(*s, device=device, dtype=torch.bfloat16) for s in (q, k, (*k[:3], v))]
+        assert fa.flash_attn_func(*rows).shape == (*q[:3], v)
+    q = random(2, 5, 4, 64, device=device, dtype=torch.bfloat16)
+    one = q[:1].expand(2, 5, 4, 64)
+    assert torch.equal(fa.flash_attn_func(q, one, one), fa.flash_attn_func(q, one.clone(), one))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
@@ -454,6 +493,38 @@ def test_cache_without_pages(fa, device, dtype, length):
         fa.flash_attn_with_kvcache(
             q, whole, whole, cache_batch_idx=index, **{table_name(fa): table}
         )
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_lengths_past_the_cache(fa, paged):
+    """Refused on a CPU before a token is written; rows of nobody and a full cache are not."""
+    key = torch.randn(2, 16, 2, 64)
+    table = {table_name(fa): ints([[0], [1]], "cpu")} if paged else {}
+    q, k = torch.randn(2, 1, 4, 64), torch.randn(2, 2, 2, 64)
+    before = key.clone()
+    for lens, new, row, got in (
+        (20, 0, 0, 20), (ints([16, 17], "cpu"), 0, 1, 17), (20, 2, 0, 20), (16, 2, 0, 16),
+        (ints([14, 15], "cpu"), 2, 1, 15), (ints([-1, 16], "cpu"), 2, 1, 16),
+    ):  # fmt: skip
+        message = (
+            rf"^flash_attn_with_kvcache: cache_seqlens\[{row}\] = {got}: expected a length that "
+            rf"fits a cache of 16 tokens with {new} new ones$"
+        )
+        tokens = (k, k) if new else ()
+        with pytest.raises(RuntimeError, match=message):
+            fa.flash_attn_with_kvcache(q, key, key, *tokens, cache_seqlens=lens, **table)
+    assert torch.equal(key, before)
+    value = key.clone()
+    out = fa.flash_attn_with_kvcache(
+        q, key, value, k, k, cache_seqlens=ints([14, -1], "cpu"), **table
+    )
+    near(out[0], oracle.attention(q[0], key[0], value[0])[0])
+    assert torch.equal(key[0, 14:], k[0]) and not out[1].any()
+    if paged:  # whatever the length of a row without pages is
+        table[table_name(fa)][1] = -1
+        lens = ints([3, 99], "cpu")
+        out = fa.flash_attn_with_kvcache(q, key, value, k, k, cache_seqlens=lens, **table)
+        assert out[0].any() and not out[1].any()
 
 
 def test_varlen_with_block_table(device, dtype):

@@ -318,6 +318,26 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
     return NewTokens(k, v, seqs, tokens - starts[seqs], starts.diff())
 
 
+def check_lengths(
+    function: str, lengths: Tensor, new: NewTokens | None, table: Tensor, capacity: int
+) -> None:
+    """Refuses lengths past the cache where they are on a CPU: elsewhere looking would wait."""
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    past = lengths > capacity - (0 if new is None else new.counts)
+    if not past.any():
+        return
+    past &= lengths >= 0  # rows of nobody
+    if capacity:
+        past &= table[:, 0] >= 0
+    for row in past.nonzero()[:1].flatten().tolist():
+        count = 0 if new is None else int(new.counts[row])
+        raise RuntimeError(
+            f"{function}: cache_seqlens[{row}] = {int(lengths[row])}: expected a length that fits "
+            f"a cache of {capacity} tokens with {count} new ones"
+        )
+
+
 def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
     """Writes the tokens to their pages; the sequences' lengths with them, 0 where a row is padded.
 
@@ -401,8 +421,9 @@ def with_cache(
     )
     capacity = pages.table.shape[1] * pages.key.shape[1]
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
-    if k is not None:
-        new = new_tokens(k, v, cu_seqlens_k_new if packed else None)
+    new = None if k is None else new_tokens(k, v, cu_seqlens_k_new if packed else None)
+    check_lengths(name, lengths, new, pages.table, capacity)
+    if new is not None:
         if rotary is not None:
             before = lengths.long().clamp_min(0)
             new.key = rotated(new.key, before[new.seqs] + new.index, *rotary, rotary_interleaved)
@@ -428,8 +449,30 @@ def with_cache(
     return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
 
 
+def check_dense(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Of shapes alone; texts are made only where they are raised."""
+    if q.dim() != 4:
+        name, want, got = "q", "shape [batch, seqlen_q, num_heads, head_size]", q
+    elif k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        name, got = "k", k
+        want = f"shape [{q.shape[0]}, seqlen_k, num_kv_heads, {q.shape[3]}]"
+    elif v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        name, got = "v", v
+        want = f"shape [{', '.join(map(str, k.shape[:3]))}, head_size_v]"
+    elif k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
+        name, got = "q", q
+        want = f"num_heads to be a multiple of num_kv_heads = {k.shape[2]} (from k)"
+    elif q.shape[3] > 256 or v.shape[3] > 256:
+        name, got = ("q", q) if q.shape[3] > 256 else ("v", v)
+        want = "a head size up to 256"
+    else:
+        return
+    raise RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
+    check_dense(options.function, q, k, v)
     (batch, length), keys = q.shape[:2], k.shape[1]
     starts = [
         torch.arange(batch + 1, dtype=torch.int32, device=q.device) * count

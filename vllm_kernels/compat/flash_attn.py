@@ -10,6 +10,7 @@ sinks) is added last, where callers that look for it find it. Meanings that are 
 - ``flash_attn_with_kvcache`` puts ``k`` and ``v`` into the cache at ``cache_seqlens`` first, in
   place, turned if there are ``rotary_cos`` and ``rotary_sin``. A row is left out and gives 0 where
   cache_seqlens is -1 or the table has no page (-1) for its new tokens.
+- A length past the cache, new tokens included, raises on a CPU; on CUDA the row is cut or left out.
 - pages: 1, 2, 4, .. 256 tokens, of any stride. Head sizes: of caches, multiples of 8 from 32 to
   256; elsewhere any up to 256, and V may have one of its own.
 
