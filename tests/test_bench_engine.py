@@ -85,9 +85,32 @@ def test_arguments_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     for arguments, message in (
         (["--model", str(tmp_path)], "--model: expected a folder with a config.json"),
         (["--requests", "0"], "--requests: expected at least 1, got 0"),
+        (["--turns", "0"], "--turns: expected at least 1, got 0.0"),
+        (["--rate", "-1"], "--rate: expected more than 0, got -1.0"),
+        (["--rate", "nan"], "--rate: expected more than 0, got nan"),
+        (["--prompt-mean", "0"], "--prompt-mean: expected more than 0 tokens, got 0.0"),
+        (["--output-mean", "inf"], "--output-mean: expected more than 0 tokens, got inf"),
+        (["--num-blocks", "4"], "made trace: Engine: prompt: expected fewer than 64 tokens"),
         (["--compare", "--rate", "3"], "--compare: expected requests all at once"),
         (["--trace", str(tmp_path / "none")], "--trace: "),
         (["--num-blocks", "1"], "at least 2 blocks"),
     ):
         assert main(["bench", "engine", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_lines_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl"
+    for entry, message in (
+        ({"prompt": [2] * 64}, "prompt: expected fewer than 64 tokens (max_length), got 64"),
+        ({"prompt": [2], "max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ({"prompt": [-1]}, "prompt: expected tokens from 0 to"),
+        ({"prompt": [2], "arrival": math.nan}, "arrival: expected seconds, 0 or more, got nan"),
+        ({"prompt": [2], "max_tokens": math.inf}, "expected a prompt in JSON"),
+    ):
+        file.write_text(f'{{"prompt": [2], "arrival": 9}}\n{json.dumps(entry)}\n')
+        arguments = ["--trace", str(file), "--max-length", "64", "--num-blocks", "40"]
+        assert main(["bench", "engine", *arguments]) == 2
+        printed = capsys.readouterr()
+        assert f"--trace: {file}:2: " in printed.err and message in printed.err
+        assert printed.err.count("\n") == 1 and not printed.out

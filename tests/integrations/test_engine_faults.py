@@ -16,10 +16,11 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 from engines import SMALL, by_transformers, greedy, prompts, served_with_failures
-from tiny_models import VOCABULARY, generate_ours, left_padded, tiny_model
+from tiny_models import SERVED, VOCABULARY, generate_ours, left_padded, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BatchEncoding,
 )
 
 from vllm_kernels.integrations.engine import Engine
@@ -161,6 +162,37 @@ def test_requests_that_cannot_be_served() -> None:
                 method()
 
 
+def test_what_is_no_prompt_is_refused() -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    encoding = BatchEncoding({"input_ids": [[2, 3]], "attention_mask": [[1, 1]]})
+    no_list = "Engine: prompts: expected a list of prompts"
+    no_prompt = "Engine: prompt: expected text or a list of token ids, got "
+    with Engine(tiny_model(), **SMALL) as engine:
+        for prompts, message in (
+            (encoding, rf'{no_list}, got .*: give its \["input_ids"\]'),
+            ([2, 3, 4], rf"{no_list}, such as \[\[2, 3, 4\]\], got token ids, \[2, 3, 4\]"),
+            (torch.tensor([2, 3]), rf"{no_list}, such as"),
+            (None, f"{no_list}, got None"),
+            (b"text", f"{no_list}, got b'text': decode"),
+            (chat, rf"{no_prompt}\{{'content': 'Hi', .*apply_chat_template"),
+            ([[1], chat], rf"{no_prompt}\[.*apply_chat_template"),
+            ([[1], b"text"], f"{no_prompt}b'text': decode"),
+            ([[1], None], f"{no_prompt}None"),
+            ([[1], [2.5]], rf"{no_prompt}\[2.5\]"),
+            ([[1], encoding], rf'{no_prompt}.*: give its \["input_ids"\]'),
+        ):
+            with pytest.raises(TypeError, match=message):
+                engine.generate(prompts)
+        for params in ({"max_tokens": 3}, {}):
+            with pytest.raises(TypeError, match=r"params: expected SamplingParams, got {.*\*\*"):
+                engine.generate([[1]], params)
+        with pytest.raises(TypeError, match="apply_chat_template"):
+            engine.add_request(chat)
+        assert not engine.has_unfinished
+        expected = greedy(engine, [[2, 3]], max_tokens=2)
+        assert greedy(engine, torch.tensor([[2, 3]]), max_tokens=2) == expected
+
+
 def test_a_second_engine_on_a_model_is_refused() -> None:
     model = tiny_model()
     (text,) = prompts((9,))
@@ -206,9 +238,10 @@ def test_closed_engine_is_refused() -> None:
     with Engine(model, **SMALL) as engine:
         pass
     engine.close()  # again: nothing
-    engine.add_request([1])
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.step()
+    for call in (engine.step, lambda: engine.add_request([1]), lambda: engine.generate([[1]])):
+        with pytest.raises(RuntimeError, match="it was closed"):
+            call()
+    assert not engine.has_unfinished
 
 
 @pytest.mark.parametrize(
@@ -298,6 +331,27 @@ def test_sizes_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=message):
             Engine(model, **({"num_blocks": 16} | sizes))
         assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_more_tokens_than_the_model_has_positions(family: str) -> None:
+    """Counted by families whose positions have an end: not with ALiBi, nor as stretched."""
+    positions = {"bloom": None, "bloom-6-heads": None, "mpt": None, "gpt_oss": 32 * 4096}
+    bound = positions.get(family, 1024)
+    sizes = {"num_blocks": 1040, "block_size": 128, "check": False, "fused": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (None, 1 << 20 if bound is None else bound):
+            Engine(tiny_model(family), max_length=length, **sizes).close()
+        if bound:  # the cache has no room for more
+            Engine(tiny_model(family), max_length=bound + 9, num_blocks=8).close()
+    if bound:
+        message = (
+            rf"max_length: expected at most {bound} .*max_position_embeddings.*got {bound + 9}"
+        )
+        with pytest.warns(UserWarning, match=message) as caught:
+            Engine(tiny_model(family), max_length=bound + 9, **sizes).close()
+        assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_training_models_are_refused() -> None:

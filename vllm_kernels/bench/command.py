@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -32,6 +33,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         BenchError: an argument that does not fit.
     """
     console = Console()
+    _check(arguments)
     model, tokenizer = _load(arguments)
     trace = _trace(arguments, model, tokenizer)
     try:
@@ -51,12 +53,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
     except (NotImplementedError, ValueError) as error:
         raise BenchError(str(error)) from None
     params = SamplingParams(ignore_eos=True)
-    console.print(
-        f"vllm_kernels {vllm_kernels.__version__}, torch {torch.__version__}, {arguments.device}; "
-        f"{arguments.model.name}: {model.num_parameters():,} parameters, {arguments.dtype}; "
-        f"{len(trace)} requests, cache of {engine.manager.num_blocks} blocks"
-    )
     with engine:
+        _refuse_unservable(arguments, engine, trace)
+        console.print(
+            f"vllm_kernels {vllm_kernels.__version__}, torch {torch.__version__}, "
+            f"{arguments.device}; {arguments.model.name}: {model.num_parameters():,} parameters, "
+            f"{arguments.dtype}; {len(trace)} requests, cache of {engine.manager.num_blocks} blocks"
+        )
         engine.warm_up()
         quiet = Console(quiet=True)
         replay(engine, _WARM_UP, params, quiet)
@@ -74,6 +77,35 @@ def run_bench(arguments: argparse.Namespace) -> int:
     comparison = compare(model, trace, result, arguments.max_batch_size)
     print_comparison(console, comparison)
     return 1 if any(one.equal is False for one in comparison) else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses numbers of which no trace can be made."""
+    for name, holds, expected in (
+        ("requests", arguments.requests >= 1, "at least 1"),
+        ("rate", arguments.rate > 0, "more than 0"),
+        ("turns", arguments.turns >= 1, "at least 1"),
+        ("prompt_mean", 0 < arguments.prompt_mean < math.inf, "more than 0 tokens"),
+        ("output_mean", 0 < arguments.output_mean < math.inf, "more than 0 tokens"),
+    ):
+        if not holds:
+            got = getattr(arguments, name)
+            raise BenchError(f"--{name.replace('_', '-')}: expected {expected}, got {got}")
+
+
+def _refuse_unservable(
+    arguments: argparse.Namespace, engine: Engine, trace: list[TraceRequest]
+) -> None:
+    """Asks the engine to take each request, before the first is run."""
+    for number, request in enumerate(trace, 1):
+        try:
+            params = SamplingParams(max_tokens=request.max_tokens)
+            engine.abort(engine.add_request(request.prompt, params))
+        except ValueError as error:
+            where = f"request {number} of the made trace"
+            if request.line is not None:
+                where = f"--trace: {arguments.trace}:{request.line}"
+            raise BenchError(f"{where}: {error}") from None
 
 
 def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
@@ -99,8 +131,6 @@ def _trace(
 ) -> list[TraceRequest]:
     config = model.config.get_text_config(decoder=True)
     if arguments.trace is None:
-        if arguments.requests < 1:
-            raise BenchError(f"--requests: expected at least 1, got {arguments.requests}")
         return made_trace(
             arguments.requests,
             seed=arguments.seed,
@@ -112,16 +142,12 @@ def _trace(
             output_mean=arguments.output_mean,
         )
     try:
-        trace = read_trace(arguments.trace, round(arguments.output_mean))
+        trace = read_trace(arguments.trace, max(1, round(arguments.output_mean)))
     except (OSError, ValueError) as error:
         raise BenchError(f"--trace: {error}") from None
     return [
-        TraceRequest(
-            request.arrival,
-            tokenizer(request.prompt)["input_ids"]  # type: ignore[operator]
-            if isinstance(request.prompt, str)
-            else request.prompt,
-            request.max_tokens,
-        )
+        replace(request, prompt=tokenizer(request.prompt)["input_ids"])  # type: ignore[operator]
+        if isinstance(request.prompt, str)
+        else request
         for request in trace
     ]

@@ -22,6 +22,7 @@ class TraceRequest:
     arrival: float  # seconds after the start
     prompt: str | list[int]
     max_tokens: int  # tokens of the answer
+    line: int | None = None  # of the file it is from
 
 
 def made_trace(
@@ -88,10 +89,13 @@ def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
             prompt = entry["prompt"]
             if not isinstance(prompt, str):
                 prompt = [int(token) for token in prompt]
+            arrival = float(entry.get("arrival", 0))
+            if not 0 <= arrival < math.inf:
+                raise ValueError(f"arrival: expected seconds, 0 or more, got {arrival}")
             request = TraceRequest(
-                float(entry.get("arrival", 0)), prompt, int(entry.get("max_tokens", max_tokens))
+                arrival, prompt, int(entry.get("max_tokens", max_tokens)), number
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ValueError(f"{file}:{number}: expected a prompt in JSON, got {error!r}") from None
         requests.append(request)
     if not requests:

@@ -8,18 +8,22 @@ for output in engine.generate(["The for statement", "A class"], SamplingParams(m
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
+from operator import index
+from reprlib import repr as short_repr
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from vllm_kernels.integrations.attention import (
     kv_shape,
@@ -81,6 +85,7 @@ class Engine:
         max_batch_tokens: tokens in one pass: longer prompts are computed in parts. None: 2048, or
             max_batch_size if that is more.
         max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
+            More than the model has positions for is served with a warning.
         prefix_caching: whether blocks of finished or running sequences are found by later ones with
             the same beginning.
         cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
@@ -140,8 +145,10 @@ class Engine:
                 f"{type(model).__name__}"
             )
         config = model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None) or 0
         if max_length is None:
-            max_length = getattr(config, "max_position_embeddings", None) or 4096
+            max_length = positions if positions > 0 else 4096
+        wanted_length = max_length
         if max_batch_tokens is None:
             max_batch_tokens = max(2048, max_batch_size)
         self.model = model
@@ -179,6 +186,15 @@ class Engine:
             max_length = min(max_length, num_blocks * block_size)
             if max_length < 8:
                 raise ValueError(f"Engine: max_length: expected at least 8, got {max_length}")
+            if positions > 0 and all(layer.alibi_slopes is None for layer in layers):
+                positions = _scaled_positions(config, positions)
+                if max_length > positions:
+                    warnings.warn(
+                        f"Engine: max_length: expected at most {positions} (the model's "
+                        f"max_position_embeddings), got {wanted_length}: what it writes behind "
+                        "those may be wrong, or fail",
+                        stacklevel=2,
+                    )
             self.manager = KVCacheManager(
                 num_blocks,
                 block_size,
@@ -279,9 +295,18 @@ class Engine:
             The request's id.
 
         Raises:
+            TypeError: a prompt, params or salt that is none.
             ValueError: a request that cannot be served, saying why; nothing has changed.
+            RuntimeError: the engine was closed.
         """
-        params = params or SamplingParams()
+        self._refuse_closed()
+        if params is None:
+            params = SamplingParams()
+        if not isinstance(params, SamplingParams):
+            hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
+            raise TypeError(
+                f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
         if not isinstance(salt, str | bytes | None):
@@ -323,8 +348,7 @@ class Engine:
 
     def _advance(self) -> None:
         """What :meth:`step` does, but for the return of the tokens."""
-        if self.cache.is_freed:
-            raise RuntimeError("Engine: it was closed: make a new one")
+        self._refuse_closed()
         with self._on_device:
             try:
                 if self._flight is None:
@@ -377,10 +401,9 @@ class Engine:
             salt: of all, as :meth:`add_request` has it.
 
         Raises:
-            TypeError: prompts is a text; and as :meth:`add_request` does.
+            TypeError: prompts is no list of prompts; and as :meth:`add_request` does.
         """
-        if isinstance(prompts, str):
-            raise TypeError(f"Engine: prompts: expected a list of prompts, got {prompts!r}")
+        _refuse_no_list(prompts)
         chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(chosen) != len(prompts):
             raise ValueError(
@@ -447,6 +470,10 @@ class Engine:
 
     # Inner workings.
 
+    def _refuse_closed(self) -> None:
+        if self.cache.is_freed:
+            raise RuntimeError("Engine: it was closed: make a new one")
+
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
             raise RuntimeError(
@@ -455,7 +482,7 @@ class Engine:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            tokens = [int(token) for token in prompt]
+            tokens = _token_ids(prompt)
         elif self.tokenizer is None:
             raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
         else:
@@ -566,3 +593,47 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     if end is None:
         return frozenset()
     return frozenset([end] if isinstance(end, int) else end)
+
+
+def _scaled_positions(config: PreTrainedConfig, positions: int) -> int:
+    """The positions of a model whose rotary embeddings are stretched (linear, yarn): some configs
+    say how many there are then, others how many there were."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(before * (rope.get("factor") or 1)))
+
+
+def _refuse_no_list(prompts: object) -> None:
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
+        raise TypeError(
+            f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
+            f"{_hint(prompts)}"
+        )
+    first = next(iter(prompts), None)
+    if isinstance(first, Integral) or getattr(first, "ndim", None) == 0:
+        raise TypeError(
+            "Engine: prompts: expected a list of prompts, such as [[2, 3, 4]], got token ids, "
+            f"{short_repr(prompts)}: put them into a list"
+        )
+
+
+def _token_ids(prompt: Items[int]) -> list[int]:
+    if not isinstance(prompt, bytes | Mapping):
+        try:
+            return list(map(index, prompt))
+        except TypeError:
+            pass
+    raise TypeError(
+        f"Engine: prompt: expected text or a list of token ids, got {short_repr(prompt)}"
+        f"{_hint(prompt)}"
+    )
+
+
+def _hint(prompt: object) -> str:
+    """What to do with something that is no prompt."""
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    if isinstance(first, Mapping):
+        if "input_ids" in first:
+            return ': give its ["input_ids"]'
+        return ": make text of chat messages by tokenizer.apply_chat_template(tokenize=False)"
+    return ": decode() it" if isinstance(prompt, bytes) else ""
