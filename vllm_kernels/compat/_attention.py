@@ -324,17 +324,15 @@ def check_lengths(
     """Refuses lengths past the cache where they are on a CPU: elsewhere looking would wait."""
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    past = lengths > capacity - (0 if new is None else new.counts)
-    if not past.any():
-        return
-    past &= lengths >= 0  # rows of nobody
+    counts = torch.zeros_like(lengths) if new is None else new.counts
+    past = (lengths > capacity - counts) & (lengths >= 0)  # below 0: rows of nobody
     if capacity:
         past &= table[:, 0] >= 0
-    for row in past.nonzero()[:1].flatten().tolist():
-        count = 0 if new is None else int(new.counts[row])
+    if past.any():
+        row = int(past.nonzero()[0])
         raise RuntimeError(
             f"{function}: cache_seqlens[{row}] = {int(lengths[row])}: expected a length that fits "
-            f"a cache of {capacity} tokens with {count} new ones"
+            f"a cache of {capacity} tokens with {int(counts[row])} new ones"
         )
 
 
