@@ -169,6 +169,29 @@ def test_shapes_are_refused_by_name(fa, device):
             fa.flash_attn_func(*rows)
 
 
+def test_ragged_shapes_are_refused_by_name(fa, device):
+    """Keys of another head size than q's were padded with zeros, and gave a result."""
+    good = (6, 8, 64)
+    for q, k, v, message in (
+        ((2, *good), good, good,
+         "q: expected shape [total_q, num_heads, head_size], got [2, 6, 8, 64]"),
+        (good, (6, 8, 32), good, "k: expected shape [total_k, num_kv_heads, 64], got [6, 8, 32]"),
+        (good, (6, 8, 72), good, "k: expected shape [total_k, num_kv_heads, 64], got [6, 8, 72]"),
+        (good, (1, *good), good,
+         "k: expected shape [total_k, num_kv_heads, 64], got [1, 6, 8, 64]"),
+        (good, good, (6, 64), "v: expected shape [6, 8, head_size_v], got [6, 64]"),
+        (good, good, (7, 8, 64), "v: expected shape [6, 8, head_size_v], got [7, 8, 64]"),
+        (good, good, (6, 2, 64), "v: expected shape [6, 8, head_size_v], got [6, 2, 64]"),
+        (good, (6, 5, 64), (6, 5, 64),
+         "q: expected num_heads to be a multiple of num_kv_heads = 5 (from k), got [6, 8, 64]"),
+        (good, good, (6, 8, 264), "v: expected a head size up to 256, got [6, 8, 264]"),
+    ):  # fmt: skip
+        rows = [random(*shape, device=device, dtype=torch.bfloat16) for shape in (q, k, v)]
+        starts = starts_of([2, 4], device)
+        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
+            fa.flash_attn_varlen_func(*rows, starts, starts, 4, 4)
+
+
 def test_dense_shapes_of_every_legal_kind(fa, device):
     """Empty ones, grouped heads, another length of keys, V's own head size, one key for all."""
     for q, k, v in (
@@ -410,6 +433,44 @@ def test_ragged_tokens_are_appended(device, dtype):
         keys, values = cache.gathered(seq, lens[seq] + new[seq])
         assert torch.equal(keys[lens[seq] :], k.split(new)[seq])
         near(out.split(new)[seq], oracle.attention(part, keys, values, True)[0])
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_rows_that_append_nothing(device, dtype, page):
+    """At a border their table ends, or goes on with -1, behind the last token: no padding."""
+    lens, new = [32, 48, 16, 0, -1, 17], [0, 0, 1, 0, 0, 0]
+    cache = Paged(device, dtype, lens, page, room=0)
+    width = 48 // page
+    cache.table = cache.table[:, :width].clone()  # row 1 fills it
+    unused = set(range(cache.pool.shape[0])) - set(cache.table.flatten().tolist())
+    cache.table[2, 16 // page] = unused.pop()
+    before = cache.pool.clone()
+    q = random(6, 4, 64, device=device, dtype=dtype)
+    k, v = random(2, 3, 2, 64, device=device, dtype=dtype)  # two of nobody: the padding of a graph
+    out, lse = FA3.flash_attn_with_kvcache(
+        q, cache.key, cache.value, k, v, page_table=cache.table, cache_seqlens=cache.lens,
+        cu_seqlens_q=starts_of([1] * 6, device), cu_seqlens_k_new=starts_of(new, device),
+        max_seqlen_q=1, causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    for seq, (length, count) in enumerate(zip(lens, new, strict=True)):
+        rows = cache.gathered(seq, max(length, 0) + count)
+        want = oracle.attention(q[seq : seq + 1], *rows, True)
+        near(out[seq : seq + 1], want[0])
+        near_lse(lse[:, seq : seq + 1].contiguous(), want[1])
+    assert torch.equal(cache.gathered(2, 17)[0][16], k[0])
+    changed = (cache.pool.nan_to_num(-7.0) != before.nan_to_num(-7.0)).flatten(4).any(-1)
+    assert changed.sum() == 2, "one token of K and V, and nothing else"
+
+
+def test_no_new_tokens_at_all(fa, device, dtype):
+    """k and v of no tokens, behind a cache that may be full."""
+    key, value = random(2, 3, 32, 2, 64, device=device, dtype=dtype)
+    q = random(3, 1, 4, 64, device=device, dtype=dtype)
+    none = q.new_empty(3, 0, 2, 64)
+    for lens in (ints([32, 16, 5], device), None):
+        want = fa.flash_attn_with_kvcache(q, key, value, cache_seqlens=lens)
+        got = fa.flash_attn_with_kvcache(q, key, value, none, none, cache_seqlens=lens)
+        assert torch.equal(got, want) and got.any(-1).all()
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])

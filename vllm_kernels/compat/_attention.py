@@ -114,6 +114,28 @@ def _token_seqs(starts: Tensor, num_tokens: int) -> Tensor:
     return seqs.clamp(0, max(0, starts.numel() - 2))
 
 
+def check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    """Of dense (rank 4) or ragged (3) rows; texts are made only where they are raised."""
+    if q.dim() != rank:
+        lead = "batch, seqlen_q" if rank == 4 else "total_q"
+        name, want, got = "q", f"shape [{lead}, num_heads, head_size]", q
+    elif k.dim() != rank or (k.shape[:-3], k.shape[-1]) != (q.shape[:-3], q.shape[-1]):
+        lead = f"{q.shape[0]}, seqlen_k" if rank == 4 else "total_k"
+        name, want, got = "k", f"shape [{lead}, num_kv_heads, {q.shape[-1]}]", k
+    elif v.dim() != rank or v.shape[:-1] != k.shape[:-1]:
+        name, got = "v", v
+        want = f"shape [{', '.join(map(str, k.shape[:-1]))}, head_size_v]"
+    elif k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+        name, got = "q", q
+        want = f"num_heads to be a multiple of num_kv_heads = {k.shape[-2]} (from k)"
+    elif q.shape[-1] > 256 or v.shape[-1] > 256:
+        name, got = ("q", q) if q.shape[-1] > 256 else ("v", v)
+        want = "a head size up to 256"
+    else:
+        return
+    raise RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
+
+
 def varlen(
     q: Tensor,
     k: Tensor,
@@ -126,15 +148,29 @@ def varlen(
     max_seqlen_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H])."""
-    inference_only(options.function, q, k, v)
-    batch = cu_seqlens_q.numel() - 1
+    check_shapes(options.function, q, k, v, rank=3)
     cu_seqlens_q, cu_seqlens_k = _int32(cu_seqlens_q), _int32(cu_seqlens_k)
-    if seqused_k is not None:  # of each sequence's keys only the first: pages of one token
-        first = cu_seqlens_k[:-1, None]
-        table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-        return paged(
-            q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
-        )
+    if seqused_k is None:
+        return ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+    # Of each sequence's keys only the first: pages of one token.
+    first = cu_seqlens_k[:-1, None]
+    table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+    return paged(
+        q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
+    )
+
+
+def ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """:func:`varlen` of shapes that were checked, and int32 starts."""
+    inference_only(options.function, q, k, v)
     seqs = None
     if q.dtype.itemsize == 1:
         seqs = _token_seqs(cu_seqlens_q, q.shape[0])
@@ -150,7 +186,7 @@ def varlen(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     shared = options.shared()
     left, right = options.sides()
-    for seqs, mine in options.rows(batch):
+    for seqs, mine in options.rows(cu_seqlens_q.numel() - 1):
         ends = slice(seqs.start, seqs.stop + 1)
         library_ops.varlen_attention(
             out, lse, q, k, v, cu_seqlens_q[ends], cu_seqlens_k[ends], scale,
@@ -339,11 +375,12 @@ def check_lengths(
 def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
     """Writes the tokens to their pages; the sequences' lengths with them, 0 where a row is padded.
 
-    A row is padded where its length is negative or its table has no page for the first new token.
+    A row is padded where its length is negative or its table has no page for the first new token,
+    or where none is new for the last one: behind that the table may end.
     """
     page, width = pages.key.shape[1], pages.table.shape[1]
     lengths = lengths.long()
-    ends = lengths.clamp_min(0) // page
+    ends = lengths.add(new.counts < 1, alpha=-1).clamp_min(0) // page
     first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
     real = (lengths >= 0) & (first >= 0) & (ends < width)
     position = lengths[new.seqs] + new.index
@@ -447,36 +484,15 @@ def with_cache(
     return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
 
 
-def check_dense(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Of shapes alone; texts are made only where they are raised."""
-    if q.dim() != 4:
-        name, want, got = "q", "shape [batch, seqlen_q, num_heads, head_size]", q
-    elif k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        name, got = "k", k
-        want = f"shape [{q.shape[0]}, seqlen_k, num_kv_heads, {q.shape[3]}]"
-    elif v.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        name, got = "v", v
-        want = f"shape [{', '.join(map(str, k.shape[:3]))}, head_size_v]"
-    elif k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
-        name, got = "q", q
-        want = f"num_heads to be a multiple of num_kv_heads = {k.shape[2]} (from k)"
-    elif q.shape[3] > 256 or v.shape[3] > 256:
-        name, got = ("q", q) if q.shape[3] > 256 else ("v", v)
-        want = "a head size up to 256"
-    else:
-        return
-    raise RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
-    check_dense(options.function, q, k, v)
+    check_shapes(options.function, q, k, v, rank=4)
     (batch, length), keys = q.shape[:2], k.shape[1]
     starts = [
         torch.arange(batch + 1, dtype=torch.int32, device=q.device) * count
         for count in (length, keys)
     ]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out, lse = varlen(*rows, *starts, length, options)
+    out, lse = ragged(*rows, *starts, length, options)
     shape = (batch, length)
     return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()

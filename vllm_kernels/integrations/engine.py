@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
-from numbers import Integral
-from operator import index
 from reprlib import repr as short_repr
 from weakref import WeakKeyDictionary, ref
 
@@ -41,6 +39,7 @@ from vllm_kernels.integrations.outputs import (
 from vllm_kernels.integrations.packed import PackedModel, layer_options
 from vllm_kernels.integrations.packed_llama import refuse_changing_rotary
 from vllm_kernels.integrations.packed_pages import LayerGroups
+from vllm_kernels.integrations.prompts import Prompt, prompt_tokens, refuse_no_list
 from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
 from vllm_kernels.integrations.sampler import sample
 from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
@@ -50,8 +49,6 @@ from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
 
 __all__ = ["Engine"]
-
-Prompt = str | Items[int]
 
 _ENGINES: WeakKeyDictionary[PreTrainedModel, ref[Engine]] = WeakKeyDictionary()
 """The engine that a model belongs to, until it is closed or forgotten."""
@@ -311,8 +308,13 @@ class Engine:
             raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
         if not isinstance(salt, str | bytes | None):
             raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         request = Request(
-            next(self._next_id), self._tokens(prompt), params, time.perf_counter(), salt
+            next(self._next_id),
+            prompt_tokens(prompt, self.tokenizer, vocabulary),
+            params,
+            time.perf_counter(),
+            salt,
         )
         self.scheduler.add(request)
         self._requests[request.id] = request
@@ -403,7 +405,7 @@ class Engine:
         Raises:
             TypeError: prompts is no list of prompts; and as :meth:`add_request` does.
         """
-        _refuse_no_list(prompts)
+        refuse_no_list(prompts)
         chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
         if len(chosen) != len(prompts):
             raise ValueError(
@@ -479,21 +481,6 @@ class Engine:
             raise RuntimeError(
                 f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
             )
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            tokens = _token_ids(prompt)
-        elif self.tokenizer is None:
-            raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
-        else:
-            tokens = self.tokenizer(prompt)["input_ids"]
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        for token in tokens:
-            if not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"Engine: prompt: expected tokens from 0 to {vocabulary - 1}, got {token}"
-                )
-        return tokens
 
     def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
@@ -601,39 +588,3 @@ def _scaled_positions(config: PreTrainedConfig, positions: int) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     before = rope.get("original_max_position_embeddings") or positions
     return max(positions, int(before * (rope.get("factor") or 1)))
-
-
-def _refuse_no_list(prompts: object) -> None:
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
-        raise TypeError(
-            f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
-            f"{_hint(prompts)}"
-        )
-    first = next(iter(prompts), None)
-    if isinstance(first, Integral) or getattr(first, "ndim", None) == 0:
-        raise TypeError(
-            "Engine: prompts: expected a list of prompts, such as [[2, 3, 4]], got token ids, "
-            f"{short_repr(prompts)}: put them into a list"
-        )
-
-
-def _token_ids(prompt: Items[int]) -> list[int]:
-    if not isinstance(prompt, bytes | Mapping):
-        try:
-            return list(map(index, prompt))
-        except TypeError:
-            pass
-    raise TypeError(
-        f"Engine: prompt: expected text or a list of token ids, got {short_repr(prompt)}"
-        f"{_hint(prompt)}"
-    )
-
-
-def _hint(prompt: object) -> str:
-    """What to do with something that is no prompt."""
-    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
-    if isinstance(first, Mapping):
-        if "input_ids" in first:
-            return ': give its ["input_ids"]'
-        return ": make text of chat messages by tokenizer.apply_chat_template(tokenize=False)"
-    return ": decode() it" if isinstance(prompt, bytes) else ""
