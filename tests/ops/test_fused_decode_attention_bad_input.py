@@ -60,6 +60,7 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
         ({"block_tables": case.block_tables[:2]}, r"block_tables: expected num_seqs = 3 \(from "),
         ({"seq_lens": case.seq_lens.long()}, r"seq_lens: expected int32, got int64; cast it with"),
         ({"seq_lens": case.seq_lens[:1]}, r"seq_lens: expected num_seqs = 3 \(from qkv\) at dimen"),
+        ({"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
         ({"k_scale": one}, r"k_scale: expected None: only 8-bit caches have scales, this one is "),
         ({**int8, "k_scale": torch.ones(3, device=device)},
          r"k_scale: expected one element, or num_kv_heads = 2, got shape \[3\]$"),

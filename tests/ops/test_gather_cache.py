@@ -381,6 +381,7 @@ def test_bad_input_of_gather_paged_kv(device):
         ({"value": value.float()}, r"value: expected float16 \(from key\), got float32$"),
         ({"value": key}, r"key and value overlap in memory$"),
         ({"key_cache": keys.view(torch.uint8)}, r"key_cache: expected float16 \(from key\), float"),
+        ({"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
         ({"k_scale": None}, r"k_scale: expected a tensor, for the cache is int8, got None$"),
         ({"v_scale": torch.ones(3, device=device)},
          r"v_scale: expected one element, num_kv_heads = 2 or \[num_blocks, num_kv_heads, block"),

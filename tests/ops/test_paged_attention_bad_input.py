@@ -62,6 +62,8 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
         ({"alibi_slopes": torch.ones(8, device=q.device).half()},
          r"alibi_slopes: expected float32, got float16"),
         ({"k_scale": torch.ones(2, device=q.device)}, r"k_scale: expected one element, got shape"),
+        ({"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
+        ({"v_scale": None}, r"v_scale: expected a tensor, got None$"),
         ({"v_scale": torch.ones(1, device=q.device).half()}, r"v_scale: expected float32, got"),
         ({"max_seq_len": -1}, r"max_seq_len: expected a length >= 0, got -1"),
         ({"sparse": {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24}},

@@ -330,6 +330,7 @@ def test_bad_input(device):
         ({"softcap": -1.0}, r"softcap: expected a finite number >= 0 \(0: none\), got -1"),
         ({"sinks": one}, r"sinks: expected num_heads = 8 \(from query\) at dimension 0"),
         ({"alibi_slopes": one}, r"alibi_slopes: expected num_heads = 8 \(from query\) at dimensi"),
+        ({"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
         ({"k_scale": one}, r"k_scale: expected None: only 8-bit caches have scales, this one is "),
         ({"max_query_len": -1}, r"max_query_len: expected a length >= 0, got -1$"),
         ({"workspace": one}, r"workspace: expected uint8, got float32"),

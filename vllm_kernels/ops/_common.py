@@ -21,8 +21,7 @@ def refuse_numbers(op: str, **scales: object) -> None:
     """Says what a scale is. To be called where the op's schema has refused the call, so that what
     is right costs nothing."""
     for name, scale in scales.items():
-        if not isinstance(scale, Tensor):
+        if not isinstance(scale, Tensor | None):  # None: the op says what it thinks of it
             raise RuntimeError(
-                f"{op}: {name}: expected a float32 tensor of one element (or one a KV head), got "
-                f"{scale!r:.40}"
+                f"{op}: {name}: expected a float32 tensor of one element, got {scale!r:.40}"
             ) from None

@@ -7,7 +7,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
 
 __all__ = [
     "fused_decode_attention",
@@ -104,18 +104,22 @@ def paged_attention_v1(
                 out, query, key_cache, value_cache, k_scale, v_scale, alibi_slopes,
             )  # fmt: skip
     op = _traced_v1 if is_dynamo_compiling() else _direct_v1
-    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
-        op(
-            out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-            block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        )  # fmt: skip
-        return
-    op(
-        out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
-        block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
-        blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-        blocksparse_head_sliding_step,
-    )  # fmt: skip
+    try:
+        if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+            op(
+                out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+                block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
+            )  # fmt: skip
+        else:
+            op(
+                out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+                block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank,
+                blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+                blocksparse_head_sliding_step,
+            )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("paged_attention_v1", k_scale=k_scale, v_scale=v_scale)
+        raise
 
 
 def paged_attention_v2(
@@ -158,19 +162,23 @@ def paged_attention_v2(
             alibi_slopes, k_scale, v_scale,
         )  # fmt: skip
     op = _traced_v2 if is_dynamo_compiling() else _direct_v2
-    if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
-        op(
-            out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
-            block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype,
-            k_scale, v_scale,
-        )  # fmt: skip
-        return
-    op(
-        out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale,
-        block_tables, seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale,
-        v_scale, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
-        blocksparse_block_size, blocksparse_head_sliding_step,
-    )  # fmt: skip
+    try:
+        if blocksparse_vert_stride <= 1:  # the pattern is off; every argument costs 0.1 us
+            op(
+                out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads,
+                scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes,
+                kv_cache_dtype, k_scale, v_scale,
+            )  # fmt: skip
+        else:
+            op(
+                out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads,
+                scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes,
+                kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
+                blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+            )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("paged_attention_v2", k_scale=k_scale, v_scale=v_scale)
+        raise
 
 
 def paged_attention(
@@ -289,11 +297,15 @@ def paged_attention(
         out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
     op = _traced if is_dynamo_compiling() else _direct
-    op(
-        out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
-        alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
-        workspace, split_tokens, early_pages, 0 if causal else window_right,
-    )  # fmt: skip
+    try:
+        op(
+            out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
+            alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
+            workspace, split_tokens, early_pages, 0 if causal else window_right,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("paged_attention", k_scale=k_scale, v_scale=v_scale)
+        raise
     return out if lse is None else (out, lse)
 
 
@@ -371,10 +383,15 @@ def varlen_attention(
         out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
-    op(
-        out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes, window[0],
-        0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len, workspace,
-    )  # fmt: skip
+    try:
+        op(
+            out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
+            window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
+            workspace,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("varlen_attention", k_scale=k_scale, v_scale=v_scale)
+        raise
     return out if lse is None else (out, lse)
 
 
@@ -476,11 +493,15 @@ def fused_decode_attention(
     if out is None:
         out = qkv.new_empty(shape)
     op = _traced_fused if is_dynamo_compiling() else _direct_fused
-    op(
-        out, qkv, bias, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
-        block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
-        alibi_slopes, sliding_window, softcap, sinks, workspace, split_tokens,
-    )  # fmt: skip
+    try:
+        op(
+            out, qkv, bias, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
+            block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
+            alibi_slopes, sliding_window, softcap, sinks, workspace, split_tokens,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("fused_decode_attention", k_scale=k_scale, v_scale=v_scale)
+        raise
     return out
 
 

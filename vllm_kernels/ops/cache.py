@@ -253,10 +253,14 @@ def gather_paged_kv(
         RuntimeError: as :func:`cp_gather_cache`.
     """
     inference_only("gather_paged_kv", key, value, key_cache, value_cache, k_scale, v_scale)
-    library_ops.gather_paged_kv.default(
-        key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale, v_scale,
-        layout,
-    )  # fmt: skip
+    try:
+        library_ops.gather_paged_kv.default(
+            key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale,
+            v_scale, layout,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("gather_paged_kv", k_scale=k_scale, v_scale=v_scale)
+        raise
 
 
 def concat_and_cache_mla(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
 
 __all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
 
@@ -130,7 +130,11 @@ def rope_and_cache(
         "rope_and_cache", query, key, value, cos_sin_cache, key_cache, value_cache, q_weight,
         k_weight,
     )  # fmt: skip
-    library_ops.rope_and_cache.default(
-        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
-        slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
-    )  # fmt: skip
+    try:
+        library_ops.rope_and_cache.default(
+            positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
+            slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("rope_and_cache", k_scale=k_scale, v_scale=v_scale)
+        raise
