@@ -13,9 +13,14 @@ python3 -c 'import vllm_kernels, torch; from vllm_kernels import _C, _library
 print("torch", torch.__version__, "level", _C.cpu_level(), "cuda", _library.cuda_loaded, _library.cuda_reason)' || exit 1
 
 step_tests() { python3 -m pytest -q -x --no-header -p no:cacheprovider tests 2>&1 | tail -15; }
-step_cuda_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests -k cuda -rf 2>&1 | tail -25; }
+step_cuda_tests() {  # a thread a process: their parallel regions would wait for each other
+  OMP_NUM_THREADS=1 python3 -m pytest -v --no-header -p no:cacheprovider --tb=short --durations=20 \
+    -n 14 --dist worksteal ${TESTS:-tests} -k cuda > "$OUT/cuda_tests.log" 2>&1
+  grep -E "^(FAILED|ERROR)" "$OUT/cuda_tests.log"
+  grep -A 20 "slowest 20" "$OUT/cuda_tests.log"
+  tail -1 "$OUT/cuda_tests.log"
+}
 step_cpu_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests/ops -k cpu -rf 2>&1 | tail -15; }
-step_op_tests() { python3 -m pytest -q --no-header -p no:cacheprovider --tb=short -n 8 ${TESTS:-tests/ops} > "$OUT/op_tests.log" 2>&1; grep -E "^(FAILED|ERROR)" "$OUT/op_tests.log" | sed "s/\[.*//" | sort | uniq -c; tail -1 "$OUT/op_tests.log"; }
 step_memcheck() {
   compute-sanitizer --tool memcheck --error-exitcode 9 python3 tools/one_shape_each.py > "$OUT/memcheck.log" 2>&1
   echo "memcheck rc=$? $(grep -E 'ERROR SUMMARY|not supported' "$OUT/memcheck.log" | tail -1)"

@@ -13,11 +13,13 @@ namespace {
 struct RmsNormRows {
   RowOffsets out, input, residual;
   float inverse_size;  // 1 / hidden_size
+  bool few;            // rows: what a block needs is asked for before the wait
   explicit RmsNormRows(const RmsNormParams& p)
       : out(p.out_rows),
         input(p.input_rows),
         residual(p.residual_rows),
-        inverse_size(1.0f / static_cast<float>(p.hidden_size)) {}
+        inverse_size(1.0f / static_cast<float>(p.hidden_size)),
+        few(p.input_rows.count < 1024) {}
 };
 
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
@@ -62,13 +64,9 @@ __device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Ro
 
 // Threads of the widest block, and blocks of that size that registers must leave room for.
 template <int kVectors>
-constexpr int kMaxThreads = kVectors == 1   ? 1024
-                            : kVectors == 2 ? 512
-                                            : 896;  // of 1024, float16 would spill
+constexpr int kMaxThreads = kVectors <= 2 ? 512 : 896;  // of 1024, float16 would spill
 template <int kVectors>
-constexpr int kMinBlocks = kVectors == 1   ? 2
-                           : kVectors == 2 ? 3
-                                           : 1;
+constexpr int kMinBlocks = kVectors <= 2 ? 3 : 1;
 
 // One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
 template <typename T, bool kAdd, int kVectors>
@@ -78,16 +76,23 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   constexpr int kWidth = kVectorWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
-  // Few rows: what this one needs is under way before the wait, as far as the second-level cache.
-  // Many: they keep memory busy as it is.
-  if (kVectors == 1 && threadIdx.x % 2 == 0 &&
-      threadIdx.x < num_vectors) {  // a sector is two packs
-    prefetch_l2(row.input + threadIdx.x);
-    if constexpr (kAdd) prefetch_l2(row.residual + threadIdx.x);
-    prefetch_l2(row.weight + threadIdx.x);
+  // Few rows: what this one needs is under way before the wait, as far as the second-level cache,
+  // by a lane an array. Many: they keep memory busy as it is.
+  if (rows.few && threadIdx.x < (kAdd ? 3 : 2)) {
+    const void* array = threadIdx.x == 0 ? static_cast<const void*>(row.weight) : row.input;
+    if (kAdd && threadIdx.x == 2) array = row.residual;
+    prefetch_l2(array, static_cast<uint32_t>(p.hidden_size * sizeof(T)));
   }
   wait_for_predecessor();
-  Pack<T, kWidth> x[kVectors];
+  Pack<T, kWidth> x[kVectors], weight[kVectors];
+  const auto take_weight = [&] {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = v * blockDim.x + threadIdx.x;
+      weight[v] = i < num_vectors ? row.weight[i] : Pack<T, kWidth>{};
+    }
+  };
+  if constexpr (kVectors == 1) take_weight();  // with more, registers are better spent on blocks
   take_tile<kAdd>(x, row, 0, num_vectors);
 
   float square = 0.0f;
@@ -97,10 +102,11 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     keep_packed(x[v]);
   }
   const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
+  if constexpr (kVectors > 1) take_weight();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = v * blockDim.x + threadIdx.x;
-    if (i < num_vectors) row.out[i] = normed(x[v], inverse, row.weight[i]);
+    if (i < num_vectors) row.out[i] = normed(x[v], inverse, weight[v]);
   }
 }
 

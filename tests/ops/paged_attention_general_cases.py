@@ -154,13 +154,16 @@ def make_case(
     )
 
 
-def assert_right(case: Case, got: Tensor, lse: Tensor | None = None) -> None:
-    """Within what the dtype and the length explain: see assert_near()."""
+def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
+    """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
     want, want_lse = case.naive()
+    spread = case.spread()
     scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
-    lses = None if lse is None else (lse, want_lse)
-    assert got.dtype == case.query.dtype
-    assert_near(got, want, case.spread(), case.query, scale, case.seq_lens.tolist(), lses)
+    for result in results:
+        got, lse = result if isinstance(result, tuple) else (result, None)
+        lses = None if lse is None else (lse, want_lse)
+        assert got.dtype == case.query.dtype
+        assert_near(got, want, spread, case.query, scale, case.seq_lens.tolist(), lses)
 
 
 def assert_near(
@@ -206,8 +209,7 @@ def assert_near(
 
 def check(case: Case) -> None:
     """Without lse (on the CPU another kernel may run) and with it."""
-    assert_right(case, case.run())
-    assert_right(case, *case.run_with_lse())
+    assert_right(case, case.run(), case.run_with_lse())
 
 
 def per_head(heads: int, low: float, high: float) -> Tensor:

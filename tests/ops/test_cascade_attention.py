@@ -33,7 +33,7 @@ def test_as_paged_attention(device, dtype, layout, queries):
     for options in ({}, {"softcap": 2.0}, {"sinks": per_head(8, -3.0, 6.0)}):
         case = shared_case(device, dtype, 5, own, queries=queries, layout=layout, **options)
         for common in (0, 1, 5):
-            assert_right(case, *cascade(case, common, return_lse=True))
+            assert_right(case, cascade(case, common, return_lse=True))
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
@@ -44,7 +44,7 @@ def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
     monkeypatch.setattr(cascade_module, "SIDE_BY_SIDE", ("cuda", "cpu"))
     for common, queries in ((4, [3, 1]), (7, None)):
         case = shared_case(device, dtype, common, [9, 1], queries=queries)
-        assert_right(case, *cascade(case, common, return_lse=True))
+        assert_right(case, cascade(case, common, return_lse=True))
 
 
 @pytest.mark.parametrize("queries", [None, [1, 5, 2]], ids=["decode", "several"])
@@ -62,7 +62,7 @@ def test_a_plan_for_any_number_of_common_blocks(device, queries, monkeypatch):
         )  # fmt: skip
         assert plan.pieces == 3 and len(plan.block_tables) == 3 + 3
         for _ in range(2):
-            assert_right(case, *cascade(case, plan, return_lse=True))
+            assert_right(case, cascade(case, plan, return_lse=True))
 
 
 def test_padded_rows(device):
@@ -95,7 +95,7 @@ def test_eight_bits(device, stored):
 def test_nothing_of_its_own(device):
     """The first query token may be the last common token."""
     case = shared_case(device, torch.float32, 3, [0, 7])
-    assert_right(case, *cascade(case, 3, return_lse=True))
+    assert_right(case, cascade(case, 3, return_lse=True))
 
 
 def test_strided_out_and_empty_batch(device):
@@ -126,7 +126,7 @@ def test_common_blocks_by_the_manager(device):
     lens = torch.tensor([70, 73, 100], dtype=torch.int32, device=device)
     query = torch.randn(3, 8, 64, device=device)
     case = Case(query, *cache, tables.int().to(device), lens, 16, {"layout": "NHD"}, None)
-    assert_right(case, *cascade(case, common, return_lse=True))
+    assert_right(case, cascade(case, common, return_lse=True))
 
 
 def test_bad_count(device):

@@ -164,7 +164,7 @@ def test_threads_give_right_results(layout, queries):
     try:
         for threads in (1, 2, 3, 7, 16):
             torch.set_num_threads(threads)
-            assert_right(case, *case.run_with_lse())
+            assert_right(case, case.run_with_lse())
     finally:
         torch.set_num_threads(before)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm_kernels.reference.cache import FP8
 from vllm_kernels.reference.rotary import rope_and_cache
 
+MOST_LOGITS = 2**23  # that are computed at once, 64 MB
+
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
     """What the stored elements stand for, in float64."""
@@ -240,25 +242,42 @@ def _attention(
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
     for seq, length in enumerate(lens):
-        for token in range(starts[seq], starts[seq + 1]):
-            position = length - starts[seq + 1] + token
-            end = max(0, length if right < 0 else min(length, position + right + 1))
-            first = min(end, max(0, position - left)) if left >= 0 else 0
+        at_once = max(1, MOST_LOGITS // (num_heads * max(1, length)))  # query tokens
+        for start in range(starts[seq], starts[seq + 1], at_once):
+            tokens = range(start, min(start + at_once, starts[seq + 1]))
+            positions = range(length - starts[seq + 1] + start, length)[: len(tokens)]
+            end = max(0, length if right < 0 else min(length, positions[-1] + right + 1))
+            first = min(end, max(0, positions[0] - left)) if left >= 0 else 0
             key, value = keys_of(seq, first, end)
-            kv_heads, tokens = key.shape[:2]
-            grouped = query[token].double().view(kv_heads, num_heads // kv_heads, head_size)
-            logits = (scale * grouped @ key.transpose(1, 2)).flatten(0, 1)  # [num_heads, seen]
+            kv_heads = len(key)
+            # [kv_heads, group * tokens, head_size] -> logits [num_heads, tokens, seen]
+            grouped = query[start : tokens.stop].double().transpose(0, 1)
+            grouped = grouped.reshape(kv_heads, -1, head_size)
+            logits = (scale * grouped @ key.transpose(1, 2)).view(
+                num_heads, len(tokens), end - first
+            )
             if softcap > 0:
                 logits = softcap * torch.tanh(logits / softcap)
+            distance = (
+                torch.arange(first, end, device=query.device)
+                - torch.arange(positions.start, positions.stop, device=query.device)[:, None]
+            )  # [tokens, seen]
             if alibi_slopes is not None:
-                distance = (torch.arange(first, end, device=query.device) - position).abs()
-                logits = logits - alibi_slopes.double()[:, None] * distance
+                logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
+            unseen = torch.zeros_like(distance, dtype=torch.bool)
+            if left >= 0:
+                unseen |= distance < -left
+            if right >= 0:
+                unseen |= distance > right
+            logits = logits.masked_fill(unseen, -torch.inf)
             if sinks is not None:  # a logit without a value
-                logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
-            lse[token] = torch.logsumexp(logits, dim=1)
-            weights = (logits - lse[token].clamp_min(-1e300)[:, None]).exp()
-            weights = weights[:, :tokens].view(kv_heads, num_heads // kv_heads, tokens)
-            out[token] = (weights @ value).flatten(0, 1)
+                sink = sinks.double()[:, None, None].expand(-1, len(tokens), 1)
+                logits = torch.cat([logits, sink], dim=2)
+            total = torch.logsumexp(logits, dim=2)  # [num_heads, tokens]
+            weights = (logits - total.clamp_min(-1e300)[..., None]).exp()[..., : end - first]
+            seen = weights.reshape(*grouped.shape[:2], end - first) @ value
+            out[start : tokens.stop] = seen.view(num_heads, len(tokens), head_size).transpose(0, 1)
+            lse[start : tokens.stop] = total.t()
     return out, lse
 
 
