@@ -13,13 +13,18 @@ namespace {
 struct RmsNormRows {
   RowOffsets out, input, residual;
   float inverse_size;  // 1 / hidden_size
-  bool few;            // rows: what a block needs is asked for before the wait
+  bool ask_early;      // for what a block reads
   explicit RmsNormRows(const RmsNormParams& p)
       : out(p.out_rows),
         input(p.input_rows),
         residual(p.residual_rows),
-        inverse_size(1.0f / static_cast<float>(p.hidden_size)),
-        few(p.input_rows.count < 1024) {}
+        inverse_size(1.0f / static_cast<float>(p.hidden_size)) {
+    // Few rows: the second-level cache is asked for them before the wait. More keep memory busy as
+    // it is: there it took up to 15% longer.
+    const int64_t arrays = p.residual == nullptr ? 1 : 2;
+    const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
+    ask_early = p.input_rows.count <= 512 && bytes <= 6'000'000;
+  }
 };
 
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
@@ -64,9 +69,11 @@ __device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Ro
 
 // Threads of the widest block, and blocks of that size that registers must leave room for.
 template <int kVectors>
-constexpr int kMaxThreads = kVectors <= 2 ? 512 : 896;  // of 1024, float16 would spill
+constexpr int kMaxThreads = kVectors == 1   ? 1024
+                            : kVectors == 2 ? 512
+                                            : 896;  // of 1024, float16 would spill
 template <int kVectors>
-constexpr int kMinBlocks = kVectors <= 2 ? 3 : 1;
+constexpr int kMinBlocks = kVectors == 2 ? 3 : 1;
 
 // One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
 template <typename T, bool kAdd, int kVectors>
@@ -76,9 +83,7 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   constexpr int kWidth = kVectorWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
-  // Few rows: what this one needs is under way before the wait, as far as the second-level cache,
-  // by a lane an array. Many: they keep memory busy as it is.
-  if (rows.few && threadIdx.x < (kAdd ? 3 : 2)) {
+  if (rows.ask_early && threadIdx.x < (kAdd ? 3 : 2)) {  // a lane an array
     const void* array = threadIdx.x == 0 ? static_cast<const void*>(row.weight) : row.input;
     if (kAdd && threadIdx.x == 2) array = row.residual;
     prefetch_l2(array, static_cast<uint32_t>(p.hidden_size * sizeof(T)));
@@ -190,8 +195,8 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_long_kernel<T, kAdd, 1>, rows, p.hidden_size >= 1024 ? 1024 : 256);
   }
 
-  // Block shapes, by vectors a row. Few rows: wide blocks, one load of an array a thread. Many
-  // rows: two loads in flight a thread.
+  // Block shapes, by vectors a row. Few rows: wide blocks, one load of an array a thread, the
+  // widest where a multiprocessor has one row at most. Many rows: two loads in flight a thread.
   const int64_t vectors = p.hidden_size / kWidth;
   const auto run_with = [&](auto kernel, int64_t per_thread) {
     const int64_t threads = (vectors + per_thread - 1) / per_thread;
@@ -204,7 +209,8 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
                lanes);
   }
-  if (rows < 1024 && vectors <= kMaxThreads<1>) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  const int64_t widest = rows <= current_device_info().multiprocessors ? kMaxThreads<1> : 512;
+  if (rows < 1024 && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
   if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
   if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
   run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);
