@@ -20,8 +20,8 @@ DTYPES = [getattr(torch, name) for name in sorted(ASKED & NAMES or NAMES)]
 
 def norms() -> None:
     for dtype in DTYPES:
-        for hidden in (7, 64, 4096, 16384, 32768):
-            x = torch.randn(3, hidden, device=CUDA, dtype=dtype)
+        for rows, hidden in ((3, 7), (3, 64), (3, 4096), (133, 8192), (3, 16384), (3, 32768)):
+            x = torch.randn(rows, hidden, device=CUDA, dtype=dtype)
             weight = torch.randn(hidden, device=CUDA, dtype=dtype)
             vllm_kernels.rms_norm(torch.empty_like(x), x, weight, 1e-6)
             vllm_kernels.fused_add_rms_norm(x, torch.randn_like(x), weight, 1e-6)
@@ -40,11 +40,11 @@ def other_norms(x: torch.Tensor, weight: torch.Tensor) -> None:
     vllm_kernels.fused_add_rms_norm_static_fp8_quant(fp8, x, residual, weight, one, 1e-6)
     for out in (fp8, fp8.view(torch.int8)):
         bound = one if out is fp8 else None
-        scales = torch.empty(3, 1, device=CUDA)
+        scales = torch.empty(len(x), 1, device=CUDA)
         vllm_kernels.rms_norm_dynamic_per_token_quant(out, x, weight, scales, 1e-6, bound, residual)
         for group in (64, 128):
             if hidden % group == 0:
-                scales = torch.empty(hidden // group, 3, device=CUDA).t()
+                scales = torch.empty(hidden // group, len(x), device=CUDA).t()
                 vllm_kernels.rms_norm_per_block_quant(
                     out, x, weight, scales, 1e-6, bound, residual, group, True
                 )

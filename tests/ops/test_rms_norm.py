@@ -28,9 +28,13 @@ def test_matches_reference(device, dtype, tokens, hidden):
     assert_close(run(x, weight), reference.rms_norm(x, weight, EPS), 2 * ULPS[dtype])
 
 
-def test_many_rows(device, dtype):
-    x = torch.randn(70_000, 64, device=device, dtype=dtype)
-    weight = torch.randn(64, device=device, dtype=dtype)
+# On CUDA one vector of a row a thread, two or four; more rows than 16 bits number.
+@pytest.mark.parametrize(
+    "tokens, hidden", [(133, 8192), (520, 4096), (1024, 264), (1024, 8200), (70_000, 64)]
+)
+def test_many_rows(device, dtype, tokens, hidden):
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    weight = torch.randn(hidden, device=device, dtype=dtype)
     assert_close(run(x, weight), reference.rms_norm(x, weight, EPS), 2 * ULPS[dtype])
 
 
