@@ -13,18 +13,13 @@ namespace {
 struct RmsNormRows {
   RowOffsets out, input, residual;
   float inverse_size;  // 1 / hidden_size
-  bool ask_early;      // for what a block reads
+  bool ask_early;
   explicit RmsNormRows(const RmsNormParams& p)
       : out(p.out_rows),
         input(p.input_rows),
         residual(p.residual_rows),
-        inverse_size(1.0f / static_cast<float>(p.hidden_size)) {
-    // Few rows: the second-level cache is asked for them before the wait. More keep memory busy as
-    // it is: there it took up to 15% longer.
-    const int64_t arrays = p.residual == nullptr ? 1 : 2;
-    const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
-    ask_early = p.input_rows.count <= 512 && bytes <= 6'000'000;
-  }
+        inverse_size(1.0f / static_cast<float>(p.hidden_size)),
+        ask_early(asks_early(p)) {}
 };
 
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
@@ -83,10 +78,9 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   constexpr int kWidth = kVectorWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
-  if (rows.ask_early && threadIdx.x < (kAdd ? 3 : 2)) {  // a lane an array
-    const void* array = threadIdx.x == 0 ? static_cast<const void*>(row.weight) : row.input;
-    if (kAdd && threadIdx.x == 2) array = row.residual;
-    prefetch_l2(array, static_cast<uint32_t>(p.hidden_size * sizeof(T)));
+  if (rows.ask_early) {
+    ask_for(row.input, kAdd ? row.residual : nullptr, row.weight,
+            static_cast<uint32_t>(p.hidden_size * sizeof(T)));
   }
   wait_for_predecessor();
   Pack<T, kWidth> x[kVectors], weight[kVectors];

@@ -42,8 +42,9 @@ __device__ __forceinline__ Pack<T, kWidth> weighted(const Pack<T, kWidth>& x, fl
 // two), or the whole block.
 struct RmsNormFinishRows {
   RowOffsets out, input, residual;
+  bool ask_early;
   explicit RmsNormFinishRows(const RmsNormParams& p)
-      : out(p.out_rows), input(p.input_rows), residual(p.residual_rows) {}
+      : out(p.out_rows), input(p.input_rows), residual(p.residual_rows), ask_early(asks_early(p)) {}
 };
 
 __device__ __forceinline__ float row_sum(float value) {
@@ -105,7 +106,6 @@ template <typename T, typename Finish, bool kAligned, int kPacks, bool kOneTile>
 __global__ void __launch_bounds__(1024)
     rms_norm_finish_kernel(RmsNormParams p, RmsNormFinishRows rows, Finish finish) {
   launch_dependents();
-  wait_for_predecessor();
   using Out = typename Finish::template Out<T>;
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kWeighted = Finish::kWeighting != Weighting::kNone;
@@ -126,6 +126,11 @@ __global__ void __launch_bounds__(1024)
   T* residual = static_cast<T*>(p.residual) + rows.residual.of(row);
   const T* weight = static_cast<const T*>(p.weight);
   Out* out = static_cast<Out*>(p.out) + rows.out.of(row);
+  if (kAligned && kOneTile && rows.ask_early && blockDim.x > kWarpSize) {
+    ask_for(input, p.residual == nullptr ? nullptr : residual, kWeighted ? weight : nullptr,
+            static_cast<uint32_t>(size * sizeof(T)));
+  }
+  wait_for_predecessor();
 
   RmsNormTile<T, kAligned, kPacks> tile;
   float square = 0.0f;
