@@ -162,33 +162,38 @@ def check_shapes(
 ) -> None:
     """Of dense (rank 4) or ragged (3) q, and of keys that lie like it, or in a cache, whose first
     dimensions the caller calls ``cache``. Texts are made only where they are raised."""
-    size = q.shape[-1] if q.dim() else 0
+    # Plain tuples: slices of a torch.Size cost several times as much.
+    q_shape, k_shape, v_shape = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     key, value = names
     name, got = key, k
-    if q.dim() != rank:
+    size = q_shape[-1] if q_shape else 0
+    k_rank = 4 if cache else rank
+    if len(q_shape) != rank:
         lead = "batch, seqlen_q" if rank == 4 else "total_q"
         name, want, got = "q", f"shape [{lead}, num_heads, head_size]", q
-    elif cache and (k.dim() != 4 or k.shape[-1] != size):
-        want = f"shape [{cache}, num_kv_heads, {size}]"
-    elif not cache and (k.dim() != rank or (k.shape[:-3], k.shape[-1]) != (q.shape[:-3], size)):
-        lead = f"{q.shape[0]}, seqlen_k" if rank == 4 else "total_k"
+    elif (
+        len(k_shape) != k_rank
+        or k_shape[-1] != size
+        or (not cache and rank == 4 and k_shape[0] != q_shape[0])
+    ):
+        lead = cache or (f"{q_shape[0]}, seqlen_k" if rank == 4 else "total_k")
         want = f"shape [{lead}, num_kv_heads, {size}]"
-    elif v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1]:
+    elif len(v_shape) != k_rank or v_shape[:-1] != k_shape[:-1]:
         name, got = value, v
         last = size if cache else "head_size_v"
-        want = f"shape [{', '.join(map(str, k.shape[:-1]))}, {last}]"
-    elif cache and v.shape[-1] != size:
+        want = f"shape [{', '.join(map(str, k_shape[:-1]))}, {last}]"
+    elif cache and v_shape[-1] != size:
         raise NotImplementedError(
-            f"{function}: {value}: not supported with a head size of its own, {v.shape[-1]} beside "
+            f"{function}: {value}: not supported with a head size of its own, {v_shape[-1]} beside "
             f"{size}"
         )
-    elif k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+    elif k_shape[-2] == 0 or q_shape[-2] % k_shape[-2] != 0:
         name, got = "q", q
-        want = f"num_heads to be a multiple of num_kv_heads = {k.shape[-2]} (from {key})"
+        want = f"num_heads to be a multiple of num_kv_heads = {k_shape[-2]} (from {key})"
     elif cache and (not 32 <= size <= 256 or size % _size_step(k) != 0):
         name, got = "q", q
         want = f"a head size of 32 to 256 in steps of {_size_step(k)} (that of caches)"
-    elif size > 256 or v.shape[-1] > 256:
+    elif size > 256 or v_shape[-1] > 256:
         name, got = ("q", q) if size > 256 else (value, v)
         want = "a head size up to 256"
     else:
