@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One scripted visit to a GPU machine: builds `_C` beside the carried libraries, then runs the steps
-# named on the command line. Usage: tools/gpu_session.sh tests|memcheck|peers|cpu|... [...]
-# Results go to $OUT (default /tmp/out). Each step prints one summary line.
+# named on the command line. Usage: tools/gpu_session.sh cuda_tests|memcheck|peers_small|... [...]
+# Results go to $OUT (default /tmp/out). Each step prints a summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OUT=${OUT:-/tmp/out} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
@@ -12,13 +12,11 @@ tools/build_c.sh python3 || exit 1
 python3 -c 'import vllm_kernels, torch; from vllm_kernels import _C, _library
 print("torch", torch.__version__, "level", _C.cpu_level(), "cuda", _library.cuda_loaded, _library.cuda_reason)' || exit 1
 
-step_tests() { python3 -m pytest -q -x --no-header -p no:cacheprovider tests 2>&1 | tail -15; }
 step_cuda_tests() {  # a thread a process: their parallel regions would wait for each other
   OMP_NUM_THREADS=1 python3 -m pytest -v --no-header -p no:cacheprovider --tb=short --durations=20 \
     -n 14 --dist worksteal ${TESTS:-tests} -k cuda > "$OUT/cuda_tests.log" 2>&1
-  grep -E "^(FAILED|ERROR)" "$OUT/cuda_tests.log"
-  grep -A 20 "slowest 20" "$OUT/cuda_tests.log"
-  tail -1 "$OUT/cuda_tests.log"
+  echo "cuda_tests rc=$? $(tail -1 "$OUT/cuda_tests.log")"
+  grep -E "^(FAILED|ERROR)" "$OUT/cuda_tests.log" | head -20
 }
 step_cpu_tests() { python3 -m pytest -q --no-header -p no:cacheprovider tests/ops -k cpu -rf 2>&1 | tail -15; }
 step_memcheck() {

@@ -18,6 +18,7 @@
 
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_work.cuh"
+#include "cuda/prefetch.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -78,16 +79,16 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayou
   if constexpr (kForm == PageForm::kPages) {
 #pragma unroll 1
     for (int byte = lane * 128; byte < layout.page_bytes; byte += 32 * 128) {
-      prefetch_line(key + byte);
-      prefetch_line(value + byte);
+      prefetch_l2(key + byte);
+      prefetch_l2(value + byte);
     }
   } else {
 #pragma unroll 1
     for (int i = lane; i < layout.columns << layout.page_shift; i += 32) {
       const int64_t token = i & (1 << layout.page_shift) - 1;
       const int byte = (i >> layout.page_shift) * kColumnBytes;
-      prefetch_line(key + token * kv.key_token_stride * sizeof(Cache) + byte);
-      prefetch_line(value + token * kv.value_token_stride * sizeof(Cache) + byte);
+      prefetch_l2(key + token * kv.key_token_stride * sizeof(Cache) + byte);
+      prefetch_l2(value + token * kv.value_token_stride * sizeof(Cache) + byte);
     }
   }
 }

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/architecture.cuh"
 #include "cuda/types.cuh"
 #include "ops/rows.h"
 
@@ -28,20 +27,6 @@ __device__ __forceinline__ To bits_as(From from) {
   To to;
   memcpy(&to, &from, sizeof(To));
   return to;
-}
-
-// Asks for the sector at `address` to be in the second-level cache. Before a wait for the
-// predecessor too: no result depends on it.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// The same of `bytes` from `address` on, both multiples of 16. Only from sm_90 on, where a kernel
-// may start before its predecessor has finished; before, nothing would come of it.
-__device__ __forceinline__ void prefetch_l2(const void* address, uint32_t bytes) {
-#if defined(VLLM_KERNELS_HAS_SM90)
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#endif
 }
 
 // A store whose line the caches give up first; of 1, 2, 4 or 16 bytes.

@@ -156,11 +156,6 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
 
 // --- copies into shared memory -------------------------------------------------------------------
 
-// The 128 bytes that `at` lies in, into the second-level cache.
-__device__ __forceinline__ void prefetch_line(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

@@ -1,6 +1,7 @@
 // Steps that the root-mean-square norms share, on packs of a row's elements.
 #pragma once
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cuda {

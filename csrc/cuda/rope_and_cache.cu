@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_rows.cuh"
 
 namespace vllm_kernels::cuda {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/rms_norm_rows.cuh"
 #include "cuda/types.cuh"
 

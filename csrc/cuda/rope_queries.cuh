@@ -7,6 +7,7 @@
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_heads.cuh"
 #include "cuda/writer_keys.cuh"
 #include "ops/rope_and_cache.h"

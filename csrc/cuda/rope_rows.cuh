@@ -7,6 +7,7 @@
 #include "cuda/cache_element.cuh"
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launchers.h"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_heads.cuh"
 #include "cuda/slots.cuh"
 #include "ops/rope_and_cache.h"

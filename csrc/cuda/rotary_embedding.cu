@@ -4,6 +4,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/launchers.h"
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_heads.cuh"
 
 namespace vllm_kernels::cuda {

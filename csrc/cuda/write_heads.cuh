@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/cache_element.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_queries.cuh"
 #include "cuda/rope_rows.cuh"
 #include "cuda/slots.cuh"

@@ -7,6 +7,7 @@
 #include "cuda/fast_divisor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/types.cuh"
 #include "cuda/writer_keys.cuh"

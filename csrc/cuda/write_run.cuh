@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/rope_queries.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/write_pages.cuh"

@@ -5,6 +5,7 @@
 
 #include "cuda/fast_divisor.cuh"
 #include "cuda/pack.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/types.cuh"
 #include "ops/reshape_and_cache.h"

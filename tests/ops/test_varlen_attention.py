@@ -279,6 +279,14 @@ def test_nan_stays_in_its_sequence_and_head(device, dtype, causal):
     assert torch.equal(got[1:5], want[1:5]) and torch.equal(got[6:64], want[6:64])
 
 
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_reference_of_a_value_that_is_not_finite(bad):
+    case = make("cpu", torch.float32, [9], [30])
+    case.value[1 + 27, 1] = bad  # seen by the last three queries, KV head 1
+    out = case.naive()[0][case.owned()]
+    assert out[:6].isfinite().all() and not out[6:, 4:].isfinite().any()
+
+
 def test_keys_outside_the_window_have_no_influence(device):
     case = make(device, torch.float32, [6], [37], window=(4, 3), causal=False)
     want = case.run()[1:7]

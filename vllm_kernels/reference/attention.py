@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_kernels.reference.cache import FP8
 from vllm_kernels.reference.rotary import rope_and_cache
 
-MOST_LOGITS = 2**23  # that are computed at once, 64 MB
+MOST_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once
 
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
@@ -241,43 +241,48 @@ def _attention(
     left, right = window
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
-    for seq, length in enumerate(lens):
-        at_once = max(1, MOST_LOGITS // (num_heads * max(1, length)))  # query tokens
-        for start in range(starts[seq], starts[seq + 1], at_once):
-            tokens = range(start, min(start + at_once, starts[seq + 1]))
-            positions = range(length - starts[seq + 1] + start, length)[: len(tokens)]
-            end = max(0, length if right < 0 else min(length, positions[-1] + right + 1))
-            first = min(end, max(0, positions[0] - left)) if left >= 0 else 0
-            key, value = keys_of(seq, first, end)
-            kv_heads = len(key)
-            # [kv_heads, group * tokens, head_size] -> logits [num_heads, tokens, seen]
-            grouped = query[start : tokens.stop].double().transpose(0, 1)
-            grouped = grouped.reshape(kv_heads, -1, head_size)
-            logits = (scale * grouped @ key.transpose(1, 2)).view(
-                num_heads, len(tokens), end - first
-            )
-            if softcap > 0:
-                logits = softcap * torch.tanh(logits / softcap)
-            distance = (
-                torch.arange(first, end, device=query.device)
-                - torch.arange(positions.start, positions.stop, device=query.device)[:, None]
-            )  # [tokens, seen]
-            if alibi_slopes is not None:
-                logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
+
+    def attend(seq: int, tokens: range) -> None:
+        length, after = lens[seq], lens[seq] - starts[seq + 1]
+        positions = range(tokens.start + after, tokens.stop + after)
+        end = max(0, length if right < 0 else min(length, positions[-1] + right + 1))
+        first = min(end, max(0, positions[0] - left)) if left >= 0 else 0
+        key, value = keys_of(seq, first, end)
+        if len(tokens) > 1 and not value.isfinite().all():  # 0 * NaN: for those that see it alone
+            for token in tokens:
+                attend(seq, range(token, token + 1))
+            return
+        rows = slice(tokens.start, tokens.stop)
+        # [kv_heads, group * tokens, head_size] -> logits [num_heads, tokens, seen]
+        grouped = query[rows].double().transpose(0, 1).reshape(len(key), -1, head_size)
+        logits = (scale * grouped @ key.transpose(1, 2)).view(num_heads, len(tokens), end - first)
+        if softcap > 0:
+            logits = softcap * torch.tanh(logits / softcap)
+        seen = torch.arange(first, end, device=query.device)
+        position = torch.arange(positions.start, positions.stop, device=query.device)
+        distance = seen - position[:, None]  # [tokens, seen]
+        if alibi_slopes is not None:
+            logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
+        if len(tokens) > 1:  # one sees all that was read
             unseen = torch.zeros_like(distance, dtype=torch.bool)
             if left >= 0:
                 unseen |= distance < -left
             if right >= 0:
                 unseen |= distance > right
             logits = logits.masked_fill(unseen, -torch.inf)
-            if sinks is not None:  # a logit without a value
-                sink = sinks.double()[:, None, None].expand(-1, len(tokens), 1)
-                logits = torch.cat([logits, sink], dim=2)
-            total = torch.logsumexp(logits, dim=2)  # [num_heads, tokens]
-            weights = (logits - total.clamp_min(-1e300)[..., None]).exp()[..., : end - first]
-            seen = weights.reshape(*grouped.shape[:2], end - first) @ value
-            out[start : tokens.stop] = seen.view(num_heads, len(tokens), head_size).transpose(0, 1)
-            lse[start : tokens.stop] = total.t()
+        if sinks is not None:  # a logit without a value
+            sink = sinks.double()[:, None, None].expand(-1, len(tokens), 1)
+            logits = torch.cat([logits, sink], dim=2)
+        total = torch.logsumexp(logits, dim=2)  # [num_heads, tokens]
+        weights = (logits - total.clamp_min(-1e300)[..., None]).exp()[..., : end - first]
+        mean = weights.reshape(*grouped.shape[:2], end - first) @ value
+        out[rows] = mean.view(num_heads, len(tokens), head_size).transpose(0, 1)
+        lse[rows] = total.t()
+
+    for seq, length in enumerate(lens):
+        at_once = max(1, MOST_LOGITS[query.device.type] // (num_heads * max(1, length)))  # tokens
+        for start in range(starts[seq], starts[seq + 1], at_once):
+            attend(seq, range(start, min(start + at_once, starts[seq + 1])))
     return out, lse
 
 
