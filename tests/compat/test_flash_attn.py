@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import oracle
 import pytest
 import torch
+from flash_attn_cases import (
+    FA2,
+    FA3,
+    NAN,
+    Paged,
+    expected_varlen,
+    ints,
+    near,
+    near_lse,
+    random,
+    starts_of,
+    table_name,
+)
 from torch import Tensor
 
-from vllm_kernels.compat import bert_padding, flash_attn, flash_attn_interface
-
-NAN = float("nan")
-BOUND = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-FA2, FA3 = flash_attn, flash_attn_interface
-
-
-@pytest.fixture(params=[FA2, FA3], ids=["fa2", "fa3"])
-def fa(request: pytest.FixtureRequest):
-    return request.param
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-def near(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
-    assert got.shape == want.shape, f"{list(got.shape)}, expected {list(want.shape)}"
-    bound = scale * BOUND.get(got.dtype, 0)
-    torch.testing.assert_close(got.double(), want.double(), rtol=bound, atol=bound)
-
-
-def near_lse(got: Tensor, want: Tensor) -> None:
-    assert got.shape == want.shape and got.dtype == torch.float32 and got.is_contiguous()
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def ints(values: list[int], device: str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def random(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape).to(device, dtype)
-
-
-def starts_of(counts: list[int], device: str) -> Tensor:
-    return ints([0, *counts], device).cumsum(0).int()
-
-
-def expected_varlen(q, k, v, queries, keys, **options) -> tuple[Tensor, Tensor]:
-    """(out [T, H, Dv], lse [H, T])."""
-    parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    got = [oracle.attention(*part, **options) for part in parts]
-    return torch.cat([out for out, _ in got]), torch.cat([lse for _, lse in got], dim=1)
-
+from vllm_kernels.compat import bert_padding
 
 # --- signatures
 
@@ -142,181 +109,6 @@ def test_func(fa, device, dtype, causal, window):
             near_lse(lse[row].contiguous(), want[1])
         plain = fa.flash_attn_func(q, k, v, causal=causal, window_size=window, softmax_scale=0.2)
         assert torch.equal(plain, out)
-
-
-def test_shapes_are_refused_by_name(fa, device):
-    """By shapes, so on either device, and under the name that was called."""
-    good = (2, 5, 8, 64)
-    for q, k, v, message in (
-        (good[1:], good, good,
-         "q: expected shape [batch, seqlen_q, num_heads, head_size], got [5, 8, 64]"),
-        ((1, 5, 8, 64), good, good,
-         "k: expected shape [1, seqlen_k, num_kv_heads, 64], got [2, 5, 8, 64]"),
-        (good, (1, 5, 8, 64), (1, 5, 8, 64),
-         "k: expected shape [2, seqlen_k, num_kv_heads, 64], got [1, 5, 8, 64]"),
-        (good, (2, 5, 8, 32), good,
-         "k: expected shape [2, seqlen_k, num_kv_heads, 64], got [2, 5, 8, 32]"),
-        (good, (2, 8, 5, 64), good,
-         "v: expected shape [2, 8, 5, head_size_v], got [2, 5, 8, 64]"),
-        (good, good, (2, 6, 8, 64), "v: expected shape [2, 5, 8, head_size_v], got [2, 6, 8, 64]"),
-        (good, good, (1, 5, 8, 64), "v: expected shape [2, 5, 8, head_size_v], got [1, 5, 8, 64]"),
-        (good, (2, 8, 5, 64), (2, 8, 5, 64),
-         "q: expected num_heads to be a multiple of num_kv_heads = 5 (from k), got [2, 5, 8, 64]"),
-        (good, good, (2, 5, 8, 264), "v: expected a head size up to 256, got [2, 5, 8, 264]"),
-    ):  # fmt: skip
-        rows = [random(*shape, device=device, dtype=torch.bfloat16) for shape in (q, k, v)]
-        with pytest.raises(RuntimeError, match=f"^flash_attn_func: {re.escape(message)}$"):
-            fa.flash_attn_func(*rows)
-
-
-def test_ragged_shapes_are_refused_by_name(fa, device):
-    """Keys of another head size than q's were padded with zeros, and gave a result."""
-    good = (6, 8, 64)
-    for q, k, v, message in (
-        ((2, *good), good, good,
-         "q: expected shape [total_q, num_heads, head_size], got [2, 6, 8, 64]"),
-        (good, (6, 8, 32), good, "k: expected shape [total_k, num_kv_heads, 64], got [6, 8, 32]"),
-        (good, (6, 8, 72), good, "k: expected shape [total_k, num_kv_heads, 64], got [6, 8, 72]"),
-        (good, (1, *good), good,
-         "k: expected shape [total_k, num_kv_heads, 64], got [1, 6, 8, 64]"),
-        (good, good, (6, 64), "v: expected shape [6, 8, head_size_v], got [6, 64]"),
-        (good, good, (7, 8, 64), "v: expected shape [6, 8, head_size_v], got [7, 8, 64]"),
-        (good, good, (6, 2, 64), "v: expected shape [6, 8, head_size_v], got [6, 2, 64]"),
-        (good, (6, 5, 64), (6, 5, 64),
-         "q: expected num_heads to be a multiple of num_kv_heads = 5 (from k), got [6, 8, 64]"),
-        (good, good, (6, 8, 264), "v: expected a head size up to 256, got [6, 8, 264]"),
-    ):  # fmt: skip
-        rows = [random(*shape, device=device, dtype=torch.bfloat16) for shape in (q, k, v)]
-        starts = starts_of([2, 4], device)
-        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
-            fa.flash_attn_varlen_func(*rows, starts, starts, 4, 4)
-
-
-def test_cached_shapes_are_refused_by_name(fa, device):
-    """New keys of another batch gave a result of old slots, and others torch's or an op's words."""
-    name = table_name(fa)
-    q, k = (2, 1, 4, 64), (2, 1, 2, 64)
-    rows, pages = (2, 32, 2, 64), (5, 16, 2, 64)
-    lens, table = ints([3, 5], device), ints([[0, 1], [2, 3]], device)
-    for shapes, arguments, message in (
-        ((q, rows, rows, (1, *k[1:]), (1, *k[1:])), {},
-         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [1, 1, 2, 64]"),
-        ((q, rows, rows, k[1:], k[1:]), {},
-         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [1, 2, 64]"),
-        ((q, rows, rows, (2, 1, 4, 64), (2, 1, 4, 64)), {},
-         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [2, 1, 4, 64]"),
-        ((q, rows, rows, k, (2, 2, 2, 64)), {},
-         "v: expected shape [2, 1, 2, 64] (from k), got [2, 2, 2, 64]"),
-        (((3, 1, 4, 64), rows, rows), {},
-         "cache_seqlens: expected shape [3], an element for each sequence of q, got [2]"),
-        (((3, 1, 4, 64), rows, rows), {"cache_seqlens": 3},
-         "k_cache: expected 3 rows or more, one for each sequence of q, got [2, 32, 2, 64]"),
-        ((q, rows, rows), {"cache_batch_idx": lens[:1]},
-         "cache_batch_idx: expected shape [2], an element for each sequence of q, got [1]"),
-        ((q, rows, rows), {"cache_leftpad": lens[None]},
-         "cache_leftpad: expected shape [2], an element for each sequence of q, got [1, 2]"),
-        ((q[1:], rows, rows), {},
-         "q: expected shape [batch, seqlen_q, num_heads, head_size], got [1, 4, 64]"),
-        ((q, rows[1:], rows[1:]), {},
-         "k_cache: expected shape [batch_cache, seqlen_cache, num_kv_heads, 64], got [32, 2, 64]"),
-        ((q, rows, (2, 16, 2, 64)), {},
-         "v_cache: expected shape [2, 32, 2, 64], got [2, 16, 2, 64]"),
-        (((2, 1, 3, 64), rows, rows), {},
-         "q: expected num_heads to be a multiple of num_kv_heads = 2 (from k_cache), "
-         "got [2, 1, 3, 64]"),
-        (((2, 1, 4, 20), (2, 32, 2, 20), (2, 32, 2, 20)), {},
-         "q: expected a head size of 32 to 256 in steps of 8 (that of caches), got [2, 1, 4, 20]"),
-        ((q, (2, 0, 2, 64), (2, 0, 2, 64)), {},
-         "k_cache: expected rows of at least one token, got [2, 0, 2, 64]"),
-        ((q, pages, pages, k, k), {name: table[:, :0]},
-         f"{name}: expected pages for k and v, got [2, 0]"),
-        ((q, pages, pages), {name: table[:1]},
-         f"{name}: expected shape [2, pages_per_seq], a row for each sequence of q, got [1, 2]"),
-        ((q, pages, pages), {name: table[0]},
-         f"{name}: expected shape [2, pages_per_seq], a row for each sequence of q, got [2]"),
-        ((q, (5, 12, 2, 64), (5, 12, 2, 64)), {name: table},
-         "k_cache: expected pages of 1, 2, 4, .. 256 tokens (dimension 1), got [5, 12, 2, 64]"),
-        ((q, pages[1:], pages[1:]), {name: table},
-         "k_cache: expected shape [num_blocks, page_size, num_kv_heads, 64], got [16, 2, 64]"),
-    ):  # fmt: skip
-        tensors = [random(*shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-        with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {re.escape(message)}$"):
-            fa.flash_attn_with_kvcache(*tensors, **{"cache_seqlens": lens, **arguments})
-
-
-def test_ragged_shapes_of_caches_are_refused_by_name(device):
-    lens, table = ints([3, 5], device), ints([[0, 1], [2, 3]], device)
-    pages = random(5, 16, 2, 64, device=device, dtype=torch.bfloat16)
-    q, k = random(3, 4, 64, device=device, dtype=torch.bfloat16), pages[0, :3]
-    starts = starts_of([1, 2], device)
-    good = {"q": q, "k_cache": pages, "v_cache": pages, "cache_seqlens": lens, "page_table": table,
-            "cu_seqlens_q": starts, "max_seqlen_q": 2}  # fmt: skip
-    for change, message in (
-        ({"q": q[None]}, "q: expected shape [total_q, num_heads, head_size], got [1, 3, 4, 64]"),
-        ({"cu_seqlens_q": starts[:2]},
-         "cache_seqlens: expected shape [1], an element for each sequence of q, got [2]"),
-        ({"cu_seqlens_q": starts[None]}, "cu_seqlens_q: expected shape [batch + 1], got [1, 3]"),
-        ({"k": k, "v": k, "cu_seqlens_k_new": starts[:2]},
-         "cu_seqlens_k_new: expected shape [3] (from cu_seqlens_q), got [2]"),
-        ({"k": k[:, :1], "v": k[:, :1], "cu_seqlens_k_new": starts},
-         "k: expected shape [total_new, 2, 64] (from q and k_cache), got [3, 1, 64]"),
-        ({"k": k, "v": k},
-         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [3, 2, 64]"),
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {re.escape(message)}$"):
-            FA3.flash_attn_with_kvcache(**{**good, **change})
-    for keys, values, more, message in (
-        (pages[..., :32], pages[..., :32], {},
-         "k: expected shape [num_blocks, page_size, num_kv_heads, 64], got [5, 16, 2, 32]"),
-        (pages[0], pages[0], {},
-         "k: expected shape [num_blocks, page_size, num_kv_heads, 64], got [16, 2, 64]"),
-        (pages, pages[:, :8], {}, "v: expected shape [5, 16, 2, 64], got [5, 8, 2, 64]"),
-        (pages, pages, {"block_table": table[:1]},
-         "block_table: expected shape [2, pages_per_seq], a row for each sequence of q, "
-         "got [1, 2]"),
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
-            FA2.flash_attn_varlen_func(
-                q, keys, values, starts, starts, 2, 2, **{"block_table": table, **more}
-            )
-    with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_func: v: not supported wi"):
-        FA2.flash_attn_varlen_func(
-            q, pages, pages[..., :32], starts, starts, 2, 2, block_table=table
-        )
-    message = "seqused_k: expected shape [2], an element for each sequence of q, got [3]"
-    with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
-        FA3.flash_attn_varlen_func(q, k, k, starts, starts, 2, 2, seqused_k=starts)
-
-
-def test_numbers_of_sequences_are_refused_by_name(device):
-    """With slopes or descales a sequence, too, where each is a launch of its own."""
-    q = random(5, 4, 64, device=device, dtype=torch.bfloat16)
-    k = random(9, 2, 64, device=device, dtype=torch.bfloat16)
-    starts, three = starts_of([2, 3], device), starts_of([3, 3, 3], device)
-    slopes = torch.rand(3, 4, device=device)
-    for starts_k, more, message in (
-        (three, {}, "cu_seqlens_k: expected shape [3] (from cu_seqlens_q), got [4]"),
-        (three, {"alibi_slopes": slopes[:2]},
-         "cu_seqlens_k: expected shape [3] (from cu_seqlens_q), got [4]"),
-        (starts, {"alibi_slopes": slopes},
-         "alibi_slopes: expected shape [4] or [2, 4], a row for each sequence of q, got [3, 4]"),
-        (starts, {"alibi_slopes": slopes[0, :2]},
-         "alibi_slopes: expected shape [4] or [2, 4], a row for each sequence of q, got [2]"),
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
-            FA2.flash_attn_varlen_func(q, k, k, starts, starts_k, 3, 3, **more)
-    eight = [x.to(torch.float8_e4m3fn) for x in (q, k, k)]
-    for name in ("q_descale", "k_descale", "v_descale"):
-        message = f"{name}: expected shape [2] or [2, 2], a row for each sequence of q, got [3, 2]"
-        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
-            FA3.flash_attn_varlen_func(*eight, starts, starts, 3, 4, **{name: slopes[:, :2]})
-        message = f"{name}: expected a tensor [batch, num_kv_heads], got 1.0"
-        with pytest.raises(RuntimeError, match=f"^flash_attn_func: {re.escape(message)}$"):
-            FA3.flash_attn_func(*(x[None] for x in eight), **{name: 1.0})
-    with pytest.raises(RuntimeError, match=r"^flash_attn_func: alibi_slopes: expected a tensor \["):
-        FA2.flash_attn_func(q[None], k[None], k[None], alibi_slopes=0.5)
-    with pytest.raises(RuntimeError, match=r"^flash_attn_func: s_aux: expected a tensor \[num_he"):
-        FA2.flash_attn_func(q[None], k[None], k[None], s_aux=0.5)
 
 
 def test_dense_shapes_of_every_legal_kind(fa, device):
@@ -459,43 +251,6 @@ def test_seqused_k(device, dtype, size, value_size):
 # --- the cache
 
 
-class Paged:
-    """Pages of NaN, and sequences in some of them."""
-
-    def __init__(self, device: str, dtype: torch.dtype, lens: list[int], page: int, room: int = 8,
-                 heads: int = 2, slabs: int = 1) -> None:  # fmt: skip
-        counts = [-(-(max(n, 0) + room) // page) for n in lens]
-        width = max(counts) + 1
-        order = torch.randperm(sum(counts) + 3)
-        # A layer is every n-th slab of one buffer: strided pages.
-        pool = torch.full((len(order), slabs, 2, page, heads, 64), NAN)
-        self.pool = pool.to(device, dtype)
-        self.key, self.value = self.pool[:, slabs // 2, 0], self.pool[:, slabs // 2, 1]
-        self.table = torch.full((len(lens), width), -1, dtype=torch.int32)
-        self.rows = []
-        for seq, (length, count) in enumerate(zip(lens, counts, strict=True)):
-            mine, order = order[:count], order[count:]
-            self.table[seq, :count] = mine
-            rows = random(2, max(length, 0), heads, 64, device=device, dtype=dtype)
-            self.rows.append(rows)
-            for token in range(max(length, 0)):
-                block = int(mine[token // page])
-                self.key[block, token % page] = rows[0, token]
-                self.value[block, token % page] = rows[1, token]
-        self.table = self.table.to(device)
-        self.lens = ints(lens, device)
-        self.page = page
-
-    def gathered(self, seq: int, length: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.arange(length, device=self.table.device)
-        blocks = self.table[seq].long()[tokens // self.page]
-        return self.key[blocks, tokens % self.page], self.value[blocks, tokens % self.page]
-
-
-def table_name(fa) -> str:
-    return "block_table" if fa is FA2 else "page_table"
-
-
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_decode_appends_in_place(fa, device, dtype, page):
     """transformers' continuous batching; padding rows of -1 read and write nothing."""
@@ -598,10 +353,25 @@ def test_no_new_tokens_at_all(fa, device, dtype):
     key, value = random(2, 3, 32, 2, 64, device=device, dtype=dtype)
     q = random(3, 1, 4, 64, device=device, dtype=dtype)
     none = q.new_empty(3, 0, 2, 64)
-    for lens in (ints([32, 16, 5], device), None):
+    for lens in (ints([32, 16, 5], device), 32):
         want = fa.flash_attn_with_kvcache(q, key, value, cache_seqlens=lens)
         got = fa.flash_attn_with_kvcache(q, key, value, none, none, cache_seqlens=lens)
         assert torch.equal(got, want) and got.any(-1).all()
+
+
+def test_eight_bit_tokens_are_appended(device):
+    """As they are: they are divided by their descales already."""
+    rows = random(2, 2, 3, 2, 64, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
+    cache = torch.zeros(2, 2, 16, 2, 64, device=device).to(torch.float8_e4m3fn)
+    q = random(2, 3, 4, 64, device=device, dtype=torch.bfloat16)
+    descales = [torch.tensor([[2.0, 0.5], [1.0, 3.0]], device=device)] * 2
+    lens = ints([4, 9], device)
+    FA3.flash_attn_with_kvcache(
+        q, *cache, *rows, cache_seqlens=lens, k_descale=descales[0], v_descale=descales[1]
+    )
+    for seq, length in enumerate(lens.tolist()):
+        assert torch.equal(cache[:, seq, length : length + 3].float(), rows[:, seq].float())
+    assert cache.float().count_nonzero() == rows.float().count_nonzero()
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])
@@ -625,7 +395,8 @@ def test_rotary(fa, device, dtype, interleaved, causal):
     cache = Paged(device, dtype, [12, 0, 3], 16)
     q = random(3, 2, 4, 64, device=device, dtype=dtype)
     k, v = random(2, 3, 2, 2, 64, device=device, dtype=dtype)
-    angle = torch.outer(torch.arange(40.0), 10000.0 ** -torch.linspace(0, 1, 16))
+    positions = torch.arange(16.0 * cache.table.shape[1])
+    angle = torch.outer(positions, 10000.0 ** -torch.linspace(0, 1, 16))
     cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
     untouched = q.clone(), k.clone()
     out = fa.flash_attn_with_kvcache(

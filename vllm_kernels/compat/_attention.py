@@ -27,7 +27,7 @@ class Options:
     function: str
     scale: float | None = None
     causal: bool = False
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] | None = (-1, -1)
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
     sinks: Tensor | None = None  # [num_heads]
@@ -36,6 +36,12 @@ class Options:
     v_descale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.window is None:
+            self.window = (-1, -1)
+        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+            raise RuntimeError(
+                f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
+            )
         for name, shape in (
             ("alibi_slopes", "[num_heads] or [batch, num_heads]"), ("s_aux", "[num_heads]"),
             ("q_descale", "[batch, num_kv_heads]"), ("k_descale", "[batch, num_kv_heads]"),
@@ -218,6 +224,22 @@ def check_pages(
         raise _wrong(function, table_name, want, table)
 
 
+def check_tensors(function: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise RuntimeError(f"{function}: {name}: expected a tensor, got {kind}")
+
+
+def check_integers(function: str, **values: object) -> None:
+    """Of lengths, starts, indices and tables; those that are None are not there."""
+    given = {name: value for name, value in values.items() if value is not None}
+    check_tensors(function, **given)
+    for name, value in given.items():
+        if value.dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(f"{function}: {name}: expected int32 or int64, got {value.dtype}")
+
+
 def check_rows(function: str, batch: int, **values: object) -> None:
     """Of arguments with one element for each sequence."""
     for name, value in values.items():
@@ -252,6 +274,14 @@ def varlen(
     """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H]); with a
     block_table [B, width] k and v are pages [blocks, page, Hk, D]."""
     name = options.function
+    check_tensors(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_integers(
+        name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
+        block_table=block_table,
+    )  # fmt: skip
+    if max_seqlen_q is None or (seqused_k is not None and max_seqlen_k is None):
+        missing = "max_seqlen_q" if max_seqlen_q is None else "max_seqlen_k"
+        raise RuntimeError(f"{name}: {missing}: expected the longest sequence's tokens, got None")
     pages = "" if block_table is None else "num_blocks, page_size"
     check_shapes(name, q, k, v, 3, pages)
     batch = sequences(name, cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -477,9 +507,10 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
 
 
 def check_new(
-    function: str, k: Tensor, v: Tensor, batch: int, packed: bool, k_cache: Tensor
+    options: Options, k: Tensor, v: Tensor, batch: int, packed: bool, k_cache: Tensor
 ) -> None:
     """Of tokens that are put into a cache."""
+    function = options.function
     rank = 3 if packed else 4
     lead = k.shape[: rank - 2] if packed else (batch, *k.shape[1:2])
     if k.dim() != rank or k.shape != (*lead, *k_cache.shape[2:]):
@@ -488,6 +519,53 @@ def check_new(
         raise _wrong(function, "k", want, k)
     if v.shape != k.shape:
         raise _wrong(function, "v", f"shape {list(k.shape)} (from k)", v)
+    for name, rows in (("k", k), ("v", v)):
+        if rows.dtype == k_cache.dtype:
+            continue
+        descale = getattr(options, f"{name}_descale")
+        if rows.dtype.itemsize == 1 or k_cache.dtype.itemsize != 1:
+            raise RuntimeError(
+                f"{function}: {name}: expected {k_cache.dtype} (from k_cache), got {rows.dtype}"
+            )
+        if descale is not None and descale.dim() == 2 and len(descale) > 1 and descale.stride(0):
+            raise NotImplementedError(
+                f"{function}: {name}_descale: not supported with a row for each sequence where "
+                f"{name} of {rows.dtype} is put into a cache of {k_cache.dtype}"
+            )
+
+
+def check_rotary(
+    function: str, cos: Tensor, sin: Tensor, k: Tensor | None, head_size: int, capacity: int
+) -> None:
+    """Of the cosines and sines of a cache of so many tokens."""
+    if k is None:
+        raise RuntimeError(f"{function}: rotary_cos: expected k and v with it, got None")
+    check_tensors(function, rotary_cos=cos, rotary_sin=sin)
+    if cos.dim() != 2 or cos.shape[0] < capacity or not 0 < 2 * cos.shape[1] <= head_size:
+        want = f"shape [positions, rotary_dim / 2], a row for each of {capacity} tokens of a cache"
+        raise _wrong(function, "rotary_cos", f"{want}, rotary_dim at most {head_size}", cos)
+    if sin.shape != cos.shape:
+        raise _wrong(function, "rotary_sin", f"shape {list(cos.shape)} (from rotary_cos)", sin)
+
+
+def check_places(
+    function: str, batch_idx: Tensor | None, leftpad: Tensor | None, k_cache: Tensor
+) -> None:
+    """Refuses rows and paddings outside the cache where they are on a CPU."""
+    if torch.compiler.is_compiling():
+        return
+    for name, values, most in (
+        ("cache_batch_idx", batch_idx, k_cache.shape[0] - 1),
+        ("cache_leftpad", leftpad, k_cache.shape[1]),
+    ):
+        if values is None or values.device.type != "cpu":
+            continue
+        outside = (values < 0) | (values > most)
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            raise RuntimeError(
+                f"{function}: {name}[{row}] = {int(values[row])}: expected 0 to {most}"
+            )
 
 
 def check_lengths(
@@ -525,22 +603,25 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
     good = real[new.seqs] & (block >= 0) & (position // page < width)
     good &= new.index < new.counts[new.seqs]
     slots = torch.where(good, block * page + position % page, -1)
+    key, value = _rows_contiguous(new.key), _rows_contiguous(new.value)
+    caches, stored = (pages.key, pages.value), pages.key.dtype
+    if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
+        key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
+        stored = torch.bfloat16
     scales = [
-        torch.ones(1, dtype=torch.float32, device=new.key.device)
+        torch.ones(1, dtype=torch.float32, device=key.device)
         if scale is None
         else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
         for scale in (options.k_descale, options.v_descale)
     ]
     name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
-    reshape_and_cache_flash(
-        _rows_contiguous(new.key), _rows_contiguous(new.value), pages.key, pages.value, slots,
-        name.get(pages.key.dtype, "auto"), *scales,
-    )  # fmt: skip
+    reshape_and_cache_flash(key, value, *caches, slots, name.get(stored, "auto"), *scales)
     return torch.where(real, lengths + new.counts, 0).int()
 
 
 def rotated(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """A copy of rows [tokens, heads, D], turned; cos, sin [positions, rotary_dim / 2]."""
+    """A copy of rows [tokens, heads, D], turned; cos, sin [positions, rotary_dim / 2]. Positions
+    past the table are those of rows that are left out."""
     rows = rows.clone(memory_format=torch.contiguous_format)
     table = torch.cat([cos, sin], dim=-1).to(rows.dtype)
     rotary_embedding(
@@ -556,7 +637,7 @@ def with_cache(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: tuple[Tensor | None, Tensor | None],
     rotary_interleaved: bool,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
@@ -572,8 +653,18 @@ def with_cache(
     name = options.function
     if (k is None) != (v is None):
         raise RuntimeError(f"{name}: expected k and v together, got one of them")
-    if rotary is not None and k is None:
-        raise RuntimeError(f"{name}: rotary_cos: expected k and v with it, got None")
+    check_tensors(name, q=q, k_cache=k_cache, v_cache=v_cache)
+    if k is not None:
+        check_tensors(name, k=k, v=v)
+        if cache_seqlens is None:
+            raise RuntimeError(
+                f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
+            )
+    check_integers(
+        name, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        **{table_name: block_table}, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+    )  # fmt: skip
     packed = cu_seqlens_q is not None
     lead = "batch_cache, seqlen_cache" if block_table is None else "num_blocks, page_size"
     check_shapes(name, q, k_cache, v_cache, 3 if packed else 4, lead, ("k_cache", "v_cache"))
@@ -600,15 +691,19 @@ def with_cache(
         name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch, table_name
     )
     if k is not None:
-        check_new(name, k, v, batch, starts_new is not None, k_cache)
+        check_new(options, k, v, batch, starts_new is not None, k_cache)
         if block_table is not None and block_table.shape[1] == 0:
             raise _wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
+    turns = any(table is not None for table in rotary)
+    if turns:
+        check_rotary(name, *rotary, k, q.shape[-1], capacity)
+    check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
     new = None if k is None else new_tokens(k, v, starts_new)
     check_lengths(name, lengths, new, pages.table, capacity)
     if new is not None:
-        if rotary is not None:
+        if turns:
             before = lengths.long().clamp_min(0)
             new.key = rotated(new.key, before[new.seqs] + new.index, *rotary, rotary_interleaved)
             seqs = (
@@ -635,6 +730,7 @@ def with_cache(
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
+    check_tensors(options.function, q=q, k=k, v=v)
     check_shapes(options.function, q, k, v, rank=4)
     (batch, length), keys = q.shape[:2], k.shape[1]
     starts = [

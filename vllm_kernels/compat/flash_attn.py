@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_kernels.compat import _attention, bert_padding
-from vllm_kernels.compat._attention import Options, refuse
+from vllm_kernels.compat._attention import Options, check_tensors, refuse
 
 __all__ = [
     "flash_attn_func",
@@ -135,7 +135,7 @@ def flash_attn_with_kvcache(
     options = Options(
         "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
     )
-    rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
+    rotary = (rotary_cos, rotary_sin)
     out, lse = _attention.with_cache(
         q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, options,
@@ -143,22 +143,37 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
+def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> tuple[Tensor, ...]:
+    """rows [*lead, count, H, D] apart."""
+    check_tensors(function, **{name: rows})
+    rank = lead.count(",") + 4
+    if rows.dim() != rank or rows.shape[-3] != count:
+        raise RuntimeError(
+            f"{function}: {name}: expected shape [{lead}, {count}, num_heads, head_size], got "
+            f"{list(rows.shape)}"
+        )
+    return rows.unbind(-3)
+
+
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: object, **kwargs: object) -> Result:
     """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
-    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+    q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, "batch, seqlen")
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: object, **kwargs: object) -> Result:
     """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)
+    k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, 2, "batch, seqlen_k")
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: object, **kwargs: object
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "total")
     return flash_attn_varlen_func(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
     )
 
 
@@ -166,4 +181,5 @@ def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, *args: object, **kwargs: object
 ) -> Result:
     """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D]."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **kwargs)
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "total_k")
+    return flash_attn_varlen_func(q, k, v, *args, **kwargs)

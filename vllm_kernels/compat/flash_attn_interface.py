@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
         "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, None,
         s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
-    rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
+    rotary = (rotary_cos, rotary_sin)
     out, lse = _attention.with_cache(
         q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, options, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
