@@ -484,7 +484,7 @@ class Engine:
 
     def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
-            getattr(self.cache, copies.kind)(torch.from_numpy(copies.pairs))
+            getattr(self.cache, copies.kind)(copies.pairs)
         return self._packed.run(plan, tokens_before)
 
     def _sample(self, plan: Plan, logits: Tensor) -> Flight:

@@ -113,7 +113,7 @@ class PagedBatch:
                 raise
             self._rows, self._is_token = rows, new
         self._written = set()
-        self.cache.copy(torch.from_numpy(copies))
+        self.cache.copy(copies)
         self._plan(new, buffers)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
