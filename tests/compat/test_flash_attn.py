@@ -192,6 +192,133 @@ def test_ragged_shapes_are_refused_by_name(fa, device):
             fa.flash_attn_varlen_func(*rows, starts, starts, 4, 4)
 
 
+def test_cached_shapes_are_refused_by_name(fa, device):
+    """New keys of another batch gave a result of old slots, and others torch's or an op's words."""
+    name = table_name(fa)
+    q, k = (2, 1, 4, 64), (2, 1, 2, 64)
+    rows, pages = (2, 32, 2, 64), (5, 16, 2, 64)
+    lens, table = ints([3, 5], device), ints([[0, 1], [2, 3]], device)
+    for shapes, arguments, message in (
+        ((q, rows, rows, (1, *k[1:]), (1, *k[1:])), {},
+         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [1, 1, 2, 64]"),
+        ((q, rows, rows, k[1:], k[1:]), {},
+         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [1, 2, 64]"),
+        ((q, rows, rows, (2, 1, 4, 64), (2, 1, 4, 64)), {},
+         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [2, 1, 4, 64]"),
+        ((q, rows, rows, k, (2, 2, 2, 64)), {},
+         "v: expected shape [2, 1, 2, 64] (from k), got [2, 2, 2, 64]"),
+        (((3, 1, 4, 64), rows, rows), {},
+         "cache_seqlens: expected shape [3], an element for each sequence of q, got [2]"),
+        (((3, 1, 4, 64), rows, rows), {"cache_seqlens": 3},
+         "k_cache: expected 3 rows or more, one for each sequence of q, got [2, 32, 2, 64]"),
+        ((q, rows, rows), {"cache_batch_idx": lens[:1]},
+         "cache_batch_idx: expected shape [2], an element for each sequence of q, got [1]"),
+        ((q, rows, rows), {"cache_leftpad": lens[None]},
+         "cache_leftpad: expected shape [2], an element for each sequence of q, got [1, 2]"),
+        ((q[1:], rows, rows), {},
+         "q: expected shape [batch, seqlen_q, num_heads, head_size], got [1, 4, 64]"),
+        ((q, rows[1:], rows[1:]), {},
+         "k_cache: expected shape [batch_cache, seqlen_cache, num_kv_heads, 64], got [32, 2, 64]"),
+        ((q, rows, (2, 16, 2, 64)), {},
+         "v_cache: expected shape [2, 32, 2, 64], got [2, 16, 2, 64]"),
+        (((2, 1, 3, 64), rows, rows), {},
+         "q: expected num_heads to be a multiple of num_kv_heads = 2 (from k_cache), "
+         "got [2, 1, 3, 64]"),
+        (((2, 1, 4, 20), (2, 32, 2, 20), (2, 32, 2, 20)), {},
+         "q: expected a head size of 32 to 256 in steps of 8 (that of caches), got [2, 1, 4, 20]"),
+        ((q, (2, 0, 2, 64), (2, 0, 2, 64)), {},
+         "k_cache: expected rows of at least one token, got [2, 0, 2, 64]"),
+        ((q, pages, pages, k, k), {name: table[:, :0]},
+         f"{name}: expected pages for k and v, got [2, 0]"),
+        ((q, pages, pages), {name: table[:1]},
+         f"{name}: expected shape [2, pages_per_seq], a row for each sequence of q, got [1, 2]"),
+        ((q, pages, pages), {name: table[0]},
+         f"{name}: expected shape [2, pages_per_seq], a row for each sequence of q, got [2]"),
+        ((q, (5, 12, 2, 64), (5, 12, 2, 64)), {name: table},
+         "k_cache: expected pages of 1, 2, 4, .. 256 tokens (dimension 1), got [5, 12, 2, 64]"),
+        ((q, pages[1:], pages[1:]), {name: table},
+         "k_cache: expected shape [num_blocks, page_size, num_kv_heads, 64], got [16, 2, 64]"),
+    ):  # fmt: skip
+        tensors = [random(*shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+        with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {re.escape(message)}$"):
+            fa.flash_attn_with_kvcache(*tensors, **{"cache_seqlens": lens, **arguments})
+
+
+def test_ragged_shapes_of_caches_are_refused_by_name(device):
+    lens, table = ints([3, 5], device), ints([[0, 1], [2, 3]], device)
+    pages = random(5, 16, 2, 64, device=device, dtype=torch.bfloat16)
+    q, k = random(3, 4, 64, device=device, dtype=torch.bfloat16), pages[0, :3]
+    starts = starts_of([1, 2], device)
+    good = {"q": q, "k_cache": pages, "v_cache": pages, "cache_seqlens": lens, "page_table": table,
+            "cu_seqlens_q": starts, "max_seqlen_q": 2}  # fmt: skip
+    for change, message in (
+        ({"q": q[None]}, "q: expected shape [total_q, num_heads, head_size], got [1, 3, 4, 64]"),
+        ({"cu_seqlens_q": starts[:2]},
+         "cache_seqlens: expected shape [1], an element for each sequence of q, got [2]"),
+        ({"cu_seqlens_q": starts[None]}, "cu_seqlens_q: expected shape [batch + 1], got [1, 3]"),
+        ({"k": k, "v": k, "cu_seqlens_k_new": starts[:2]},
+         "cu_seqlens_k_new: expected shape [3] (from cu_seqlens_q), got [2]"),
+        ({"k": k[:, :1], "v": k[:, :1], "cu_seqlens_k_new": starts},
+         "k: expected shape [total_new, 2, 64] (from q and k_cache), got [3, 1, 64]"),
+        ({"k": k, "v": k},
+         "k: expected shape [2, seqlen_new, 2, 64] (from q and k_cache), got [3, 2, 64]"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {re.escape(message)}$"):
+            FA3.flash_attn_with_kvcache(**{**good, **change})
+    for keys, values, more, message in (
+        (pages[..., :32], pages[..., :32], {},
+         "k: expected shape [num_blocks, page_size, num_kv_heads, 64], got [5, 16, 2, 32]"),
+        (pages[0], pages[0], {},
+         "k: expected shape [num_blocks, page_size, num_kv_heads, 64], got [16, 2, 64]"),
+        (pages, pages[:, :8], {}, "v: expected shape [5, 16, 2, 64], got [5, 8, 2, 64]"),
+        (pages, pages, {"block_table": table[:1]},
+         "block_table: expected shape [2, pages_per_seq], a row for each sequence of q, "
+         "got [1, 2]"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
+            FA2.flash_attn_varlen_func(
+                q, keys, values, starts, starts, 2, 2, **{"block_table": table, **more}
+            )
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_func: v: not supported wi"):
+        FA2.flash_attn_varlen_func(
+            q, pages, pages[..., :32], starts, starts, 2, 2, block_table=table
+        )
+    message = "seqused_k: expected shape [2], an element for each sequence of q, got [3]"
+    with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
+        FA3.flash_attn_varlen_func(q, k, k, starts, starts, 2, 2, seqused_k=starts)
+
+
+def test_numbers_of_sequences_are_refused_by_name(device):
+    """With slopes or descales a sequence, too, where each is a launch of its own."""
+    q = random(5, 4, 64, device=device, dtype=torch.bfloat16)
+    k = random(9, 2, 64, device=device, dtype=torch.bfloat16)
+    starts, three = starts_of([2, 3], device), starts_of([3, 3, 3], device)
+    slopes = torch.rand(3, 4, device=device)
+    for starts_k, more, message in (
+        (three, {}, "cu_seqlens_k: expected shape [3] (from cu_seqlens_q), got [4]"),
+        (three, {"alibi_slopes": slopes[:2]},
+         "cu_seqlens_k: expected shape [3] (from cu_seqlens_q), got [4]"),
+        (starts, {"alibi_slopes": slopes},
+         "alibi_slopes: expected shape [4] or [2, 4], a row for each sequence of q, got [3, 4]"),
+        (starts, {"alibi_slopes": slopes[0, :2]},
+         "alibi_slopes: expected shape [4] or [2, 4], a row for each sequence of q, got [2]"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
+            FA2.flash_attn_varlen_func(q, k, k, starts, starts_k, 3, 3, **more)
+    eight = [x.to(torch.float8_e4m3fn) for x in (q, k, k)]
+    for name in ("q_descale", "k_descale", "v_descale"):
+        message = f"{name}: expected shape [2] or [2, 2], a row for each sequence of q, got [3, 2]"
+        with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {re.escape(message)}$"):
+            FA3.flash_attn_varlen_func(*eight, starts, starts, 3, 4, **{name: slopes[:, :2]})
+        message = f"{name}: expected a tensor [batch, num_kv_heads], got 1.0"
+        with pytest.raises(RuntimeError, match=f"^flash_attn_func: {re.escape(message)}$"):
+            FA3.flash_attn_func(*(x[None] for x in eight), **{name: 1.0})
+    with pytest.raises(RuntimeError, match=r"^flash_attn_func: alibi_slopes: expected a tensor \["):
+        FA2.flash_attn_func(q[None], k[None], k[None], alibi_slopes=0.5)
+    with pytest.raises(RuntimeError, match=r"^flash_attn_func: s_aux: expected a tensor \[num_he"):
+        FA2.flash_attn_func(q[None], k[None], k[None], s_aux=0.5)
+
+
 def test_dense_shapes_of_every_legal_kind(fa, device):
     """Empty ones, grouped heads, another length of keys, V's own head size, one key for all."""
     for q, k, v in (
@@ -297,10 +424,12 @@ def test_eight_bits_with_descales(device):
     rows = [torch.randn(n, h, 64, device=device) for n, h in ((8, 4), (29, 2), (29, 2))]
     q, k, v = (x.to(torch.float8_e4m3fn) for x in rows)
     own = torch.tensor([[0.5, 2.0], [1.5, 0.25]], device=device)
-    for scale in (own, own[:1, :1].expand(2, 2)):
+    one, row = own[:1, 1:], own[0]
+    for given in (own, one.expand(2, 2), one, row, row[None]):
+        scale = given.expand(2, 2)
         out = FA3.flash_attn_varlen_func(
             q, k, v, starts_of(queries, device), starts_of(keys, device), 5, 20, causal=True,
-            q_descale=scale, k_descale=scale, v_descale=scale,
+            q_descale=given, k_descale=given, v_descale=given,
         )  # fmt: skip
         assert out.dtype == torch.bfloat16
         for row, (i, j) in enumerate(zip(q.split(queries), range(2), strict=True)):
@@ -312,9 +441,11 @@ def test_eight_bits_with_descales(device):
             near(out.split(queries)[row], want, 2.0)
 
 
-def test_seqused_k(device, dtype):
-    q = random(5, 4, 64, device=device, dtype=dtype)
-    k, v = random(2, 30, 2, 64, device=device, dtype=dtype)
+@pytest.mark.parametrize("size, value_size", [(64, 64), (20, 20), (64, 40), (16, 72)])
+def test_seqused_k(device, dtype, size, value_size):
+    q = random(5, 4, size, device=device, dtype=dtype)
+    k = random(30, 2, size, device=device, dtype=dtype)
+    v = random(30, 2, value_size, device=device, dtype=dtype)
     starts = starts_of([10, 20], device)
     k[7:10] = v[7:10] = NAN
     out = FA3.flash_attn_varlen_func(

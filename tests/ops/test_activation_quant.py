@@ -163,6 +163,7 @@ def test_bad_input(device):
     cases = [
         (STATIC, (out.view(INT8), x, one), r"out: expected float8_e4m3fn, got int8$"),
         (STATIC, (out, x, torch.ones(2, device=device)), r"scale: expected one element, got .*"),
+        (STATIC, (out, x, 0.5), r"scale: expected a float32 tensor of one element, got 0\.5$"),
         (STATIC, (out, x, one.half()), r"scale: expected float32, got float16"),
         (
             STATIC,
@@ -184,6 +185,7 @@ def test_bad_input(device):
         ),
         (BLOCK, (out, x, scales, 64, None, True), r"scales: expected stride 1 in dimension 0, for"),
         (BLOCK, (out, x, x[:, :2], 64), r"scales and input overlap in memory$"),
+        (BLOCK, (out, x, scales, 64, 2.0), r"scale_ub: expected a float32 tensor of one element,"),
         (BLOCK, (out.view(INT8), x, scales, 64, one), r"scale_ub: expected None for int8$"),
         (BLOCK, (out, x.long(), scales, 64), r"input: expected float32, float16 or bfloat16"),
         (BLOCK, (out.float(), x, scales, 64), r"out: expected float8_e4m3fn or int8, got float32$"),

@@ -357,6 +357,7 @@ def test_bad_input_of_gather_and_maybe_dequant_cache(device):
          r'kv_cache_dtype: expected "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "int8", got "fp8_ds_'),
         ({"kv_cache_dtype": "auto"}, r"src_cache: expected float16 \(from kv_cache_dtype = "),
         ({"scale": torch.ones(2, device=device)}, r"scale: expected one element, got shape \[2\]$"),
+        ({"scale": 0.5}, r"scale: expected a float32 tensor of one element, got 0\.5$"),
         ({"token_to_seq": batch.token_to_seq.long()}, r"token_to_seq: expected int32, got int64"),
         ({"num_tokens": 52}, r"num_tokens: expected one in \[0, 51\] \(rows of dst, elements of"),
         ({"num_tokens": -1}, r"num_tokens: expected one in \[0, 51\]"),
@@ -381,7 +382,9 @@ def test_bad_input_of_gather_paged_kv(device):
         ({"value": value.float()}, r"value: expected float16 \(from key\), got float32$"),
         ({"value": key}, r"key and value overlap in memory$"),
         ({"key_cache": keys.view(torch.uint8)}, r"key_cache: expected float16 \(from key\), float"),
-        ({"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
+        ({"k_scale": 0.5},
+         r"k_scale: expected a float32 tensor of one element, \[num_kv_heads\] or "
+         r"\[num_blocks, num_kv_heads, block_size\], got 0\.5$"),
         ({"k_scale": None}, r"k_scale: expected a tensor, for the cache is int8, got None$"),
         ({"v_scale": torch.ones(3, device=device)},
          r"v_scale: expected one element, num_kv_heads = 2 or \[num_blocks, num_kv_heads, block"),

@@ -254,6 +254,7 @@ def test_bad_input(device):
           "kv_cache": torch.zeros(11, 16, 660, dtype=torch.uint8, device=device)[..., :656]},
          r"kv_cache: expected entries at multiples of 16 bytes, got strides 10560, 660$"),
         ({"scale": torch.ones(2, device=device)}, r"scale: expected one element, got shape \[2\]$"),
+        ({"scale": 0.5}, r"scale: expected a float32 tensor of one element, got 0\.5$"),
         ({"slot_mapping": torch.arange(5, device=device)}, r"slot_mapping: expected at most "),
         ({"kv_cache": cache[:1].expand(11, -1, -1)}, r"kv_cache: is written, so its elements must"),
         ({"kv_c": cache.flatten()[:2048].view(4, 512)}, r"kv_cache and kv_c overlap in memory$"),

@@ -55,7 +55,8 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
          r"key_cache: expected head_size = 64 \(from query\) at dimension 3"),
         ("NHD", {"key_cache": rows.repeat(1, 1, 1, 2)[..., ::2], "value_cache": rows},
          r"key_cache: expected stride 1 in the last dimension"),
-        ("vllm", {"k_scale": 0.5}, r"k_scale: expected a float32 tensor of one element, got 0\.5$"),
+        ("vllm", {"k_scale": 0.5},
+         r"k_scale: expected a float32 tensor of one element or \[num_kv_heads\], got 0\.5$"),
         ("NHD", {**int8, "v_scale": 1}, r"v_scale: expected a float32 tensor of one .*, got 1$"),
         ("vllm", {"k_scale": one}, r"k_scale: expected None: only 8-bit caches have scales, this "
                                    r"one is float32$"),

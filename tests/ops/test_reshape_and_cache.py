@@ -416,7 +416,8 @@ def test_bad_input(op, device):
          r"v_scale: expected 1 elements \(from k_scale\), got shape \[2\]$"),
         ({"k_scale": torch.ones(4, device=device)[::2], "v_scale": torch.ones(2, device=device)},
          r"k_scale: expected a contiguous tensor, got strides \[2\]"),
-        ({"k_scale": 1.0}, r"k_scale: expected a float32 tensor of one element, got 1\.0$"),
+        ({"k_scale": 1.0},
+         r"k_scale: expected a float32 tensor of one element or \[num_kv_heads\], got 1\.0$"),
         ({"v_scale": None}, r"v_scale: expected a tensor, got None$"),
     ]  # fmt: skip
     if op == "reshape_and_cache":

@@ -346,6 +346,7 @@ def test_bad_input(device, name):
     if "static" in name:
         cases += [
             ({"scale": a["scale"].half()}, r"scale: expected float32, got float16"),
+            ({"scale": 0.5}, r"scale: expected a float32 tensor of one element, got 0\.5$"),
             ({"scale": torch.ones(2, device=device)}, r"scale: expected one element, got .*\[2\]$"),
             (
                 {"out": flat[:512].view(FP8).view(4, 128), "scale": flat[8:12].view(torch.float32)},
@@ -391,6 +392,7 @@ def test_bad_input(device, name):
         ]  # fmt: skip
     if "static" not in name:
         cases += [
+            ({"bound": 2.0}, r"scale_ub: expected a float32 tensor of one element, got 2\.0$"),
             ({"bound": torch.ones(2, device=device)}, r"scale_ub: expected one element, got .*"),
             ({"out": a["out"].view(INT8)}, r"scale_ub: expected None for int8$"),
         ]

@@ -352,7 +352,10 @@ def test_bad_input(device):
     bad(r'layout: expected "vllm", "NHD" or "HND", got "x"', layout="x")
     bad(r"slot_mapping: expected at most num_tokens = 7",
         slot_mapping=torch.arange(8, device=device))  # fmt: skip
-    bad(r"k_scale: expected a float32 tensor of one element, got 0\.5$", k_scale=0.5)
+    bad(
+        r"k_scale: expected a float32 tensor of one element or \[num_kv_heads\], got 0\.5$",
+        k_scale=0.5,
+    )
     bad(r"k_scale: expected None: only 8-bit caches", k_scale=torch.ones(1, device=device))
     bad(r"q_weight: expected head_size = 64", q_weight=case.query[0, 0, :32])
     bad(r"epsilon: expected a number >= 0, got -1", epsilon=-1.0)

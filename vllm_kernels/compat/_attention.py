@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,33 @@ class Options:
     q_descale: Tensor | None = None  # [batch, num_kv_heads], of 8-bit queries
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, shape in (
+            ("alibi_slopes", "[num_heads] or [batch, num_heads]"), ("s_aux", "[num_heads]"),
+            ("q_descale", "[batch, num_kv_heads]"), ("k_descale", "[batch, num_kv_heads]"),
+            ("v_descale", "[batch, num_kv_heads]"),
+        ):  # fmt: skip
+            value = self.sinks if name == "s_aux" else getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise RuntimeError(
+                    f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
+                )
+
+    def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
+        """Slopes and descales are for so many sequences and heads."""
+        for name, heads in (
+            ("alibi_slopes", num_heads), ("q_descale", num_kv_heads), ("k_descale", num_kv_heads),
+            ("v_descale", num_kv_heads),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None or value.shape == (batch, heads) or value.shape == (heads,):
+                continue
+            # One descale, or one row of slopes or descales, for all.
+            one = name != "alibi_slopes" and value.numel() == 1 and value.dim() <= 2
+            if not one and value.shape != (1, heads):
+                want = f"shape [{heads}] or [{batch}, {heads}], a row for each sequence of q"
+                raise _wrong(self.function, name, want, value)
 
     def score_scale(self, query: Tensor) -> float:
         """Of query . key."""
@@ -65,7 +92,7 @@ class Options:
             and value.stride(0) != 0
         }
         whole = {
-            name: None if value is None else value[0] if value.dim() == 2 else value
+            name: None if value is None or not batch else value[0] if value.dim() == 2 else value
             for name, value in values.items()
             if name not in per_row
         }
@@ -86,13 +113,19 @@ def _int32(values: Tensor) -> Tensor:
     return values.int().contiguous()
 
 
+def _int32_table(table: Tensor) -> Tensor:
+    return _rows_contiguous(table).int()
+
+
 def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
     """An 8-bit query [tokens, heads, head_size] as bfloat16; seqs: the sequence of each token."""
     if query.dtype.itemsize != 1:
         return query
     rows = query.float()
     if descale is not None:
-        per_token = descale[:1] if descale.stride(0) == 0 or seqs is None else descale[seqs]
+        descale = torch.atleast_2d(descale)
+        whole = descale.shape[0] == 1 or descale.stride(0) == 0 or seqs is None
+        per_token = descale[:1] if whole else descale[seqs]
         group = query.shape[1] // descale.shape[1]
         rows = rows * per_token.float().repeat_interleave(group, dim=1)[..., None]
     return rows.bfloat16()
@@ -114,26 +147,94 @@ def _token_seqs(starts: Tensor, num_tokens: int) -> Tensor:
     return seqs.clamp(0, max(0, starts.numel() - 2))
 
 
-def check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    """Of dense (rank 4) or ragged (3) rows; texts are made only where they are raised."""
-    if q.dim() != rank:
+def _wrong(function: str, name: str, want: str, got: Tensor) -> RuntimeError:
+    return RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
+
+
+def check_shapes(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank: int,
+    cache: str = "",
+    names: tuple[str, str] = ("k", "v"),
+) -> None:
+    """Of dense (rank 4) or ragged (3) q, and of keys that lie like it, or in a cache, whose first
+    dimensions the caller calls ``cache``. Texts are made only where they are raised."""
+    # Plain tuples: slices of a torch.Size cost several times as much.
+    q_shape, k_shape, v_shape = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    key, value = names
+    name, got = key, k
+    size = q_shape[-1] if q_shape else 0
+    k_rank = 4 if cache else rank
+    if len(q_shape) != rank:
         lead = "batch, seqlen_q" if rank == 4 else "total_q"
         name, want, got = "q", f"shape [{lead}, num_heads, head_size]", q
-    elif k.dim() != rank or (k.shape[:-3], k.shape[-1]) != (q.shape[:-3], q.shape[-1]):
-        lead = f"{q.shape[0]}, seqlen_k" if rank == 4 else "total_k"
-        name, want, got = "k", f"shape [{lead}, num_kv_heads, {q.shape[-1]}]", k
-    elif v.dim() != rank or v.shape[:-1] != k.shape[:-1]:
-        name, got = "v", v
-        want = f"shape [{', '.join(map(str, k.shape[:-1]))}, head_size_v]"
-    elif k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+    elif (
+        len(k_shape) != k_rank
+        or k_shape[-1] != size
+        or (not cache and rank == 4 and k_shape[0] != q_shape[0])
+    ):
+        lead = cache or (f"{q_shape[0]}, seqlen_k" if rank == 4 else "total_k")
+        want = f"shape [{lead}, num_kv_heads, {size}]"
+    elif len(v_shape) != k_rank or v_shape[:-1] != k_shape[:-1]:
+        name, got = value, v
+        last = size if cache else "head_size_v"
+        want = f"shape [{', '.join(map(str, k_shape[:-1]))}, {last}]"
+    elif cache and v_shape[-1] != size:
+        raise NotImplementedError(
+            f"{function}: {value}: not supported with a head size of its own, {v_shape[-1]} beside "
+            f"{size}"
+        )
+    elif k_shape[-2] == 0 or q_shape[-2] % k_shape[-2] != 0:
         name, got = "q", q
-        want = f"num_heads to be a multiple of num_kv_heads = {k.shape[-2]} (from k)"
-    elif q.shape[-1] > 256 or v.shape[-1] > 256:
-        name, got = ("q", q) if q.shape[-1] > 256 else ("v", v)
+        want = f"num_heads to be a multiple of num_kv_heads = {k_shape[-2]} (from {key})"
+    elif cache and (not 32 <= size <= 256 or size % _size_step(k) != 0):
+        name, got = "q", q
+        want = f"a head size of 32 to 256 in steps of {_size_step(k)} (that of caches)"
+    elif size > 256 or v_shape[-1] > 256:
+        name, got = ("q", q) if size > 256 else (value, v)
         want = "a head size up to 256"
     else:
         return
-    raise RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
+    raise _wrong(function, name, want, got)
+
+
+def _size_step(keys: Tensor) -> int:
+    """Head sizes that the kernels have are multiples of it."""
+    return 16 if keys.dtype.itemsize == 1 else 8
+
+
+def check_pages(
+    function: str, k: Tensor, name: str, table: Tensor, table_name: str, batch: int
+) -> None:
+    """Of pages of checked shapes, and of their table."""
+    page = k.shape[1]
+    if not 1 <= page <= 256 or page & (page - 1):
+        raise _wrong(function, name, "pages of 1, 2, 4, .. 256 tokens (dimension 1)", k)
+    if table.dim() != 2 or table.shape[0] != batch:
+        want = f"shape [{batch}, pages_per_seq], a row for each sequence of q"
+        raise _wrong(function, table_name, want, table)
+
+
+def check_rows(function: str, batch: int, **values: object) -> None:
+    """Of arguments with one element for each sequence."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.shape != (batch,):
+            want = f"shape [{batch}], an element for each sequence of q"
+            raise _wrong(function, name, want, value)
+
+
+def sequences(function: str, cu_seqlens_q: Tensor, **others: Tensor | None) -> int:
+    """How many cu_seqlens_q has; the others are to have as many."""
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
+        raise _wrong(function, "cu_seqlens_q", "shape [batch + 1]", cu_seqlens_q)
+    for name, starts in others.items():
+        if starts is not None and starts.shape != cu_seqlens_q.shape:
+            want = f"shape {list(cu_seqlens_q.shape)} (from cu_seqlens_q)"
+            raise _wrong(function, name, want, starts)
+    return cu_seqlens_q.shape[0] - 1
 
 
 def varlen(
@@ -146,18 +247,32 @@ def varlen(
     options: Options,
     seqused_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H])."""
-    check_shapes(options.function, q, k, v, rank=3)
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H]); with a
+    block_table [B, width] k and v are pages [blocks, page, Hk, D]."""
+    name = options.function
+    pages = "" if block_table is None else "num_blocks, page_size"
+    check_shapes(name, q, k, v, 3, pages)
+    batch = sequences(name, cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     cu_seqlens_q, cu_seqlens_k = _int32(cu_seqlens_q), _int32(cu_seqlens_k)
+    if block_table is not None:
+        check_pages(name, k, "k", block_table, "block_table", batch)
+        table, lens = _int32_table(block_table), cu_seqlens_k.diff()
+        return paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
     if seqused_k is None:
         return ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+    check_rows(name, batch, seqused_k=seqused_k)
     # Of each sequence's keys only the first: pages of one token.
     first = cu_seqlens_k[:-1, None]
     table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-    return paged(
+    value_size = v.shape[-1]
+    options = replace(options, scale=options.score_scale(q))  # before it is padded
+    q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
+    out, lse = paged(
         q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
     )
+    return out[..., :value_size], lse
 
 
 def ragged(
@@ -171,16 +286,14 @@ def ragged(
 ) -> tuple[Tensor, Tensor]:
     """:func:`varlen` of shapes that were checked, and int32 starts."""
     inference_only(options.function, q, k, v)
+    options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     seqs = None
     if q.dtype.itemsize == 1:
         seqs = _token_seqs(cu_seqlens_q, q.shape[0])
     q = _dequantized(q, options.q_descale, seqs)
     scale = options.score_scale(q)  # before it is padded
-    # Head sizes that the kernels have, and one for K and V: zeros change no product.
-    head_size, value_size = q.shape[-1], v.shape[-1]
-    step = 16 if k.dtype.itemsize == 1 else 8
-    padded = max(32, -(-max(head_size, value_size) // step) * step)
-    q, k, v = (_padded(rows, padded) for rows in (q, k, v))
+    value_size = v.shape[-1]
+    q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), _rows_contiguous(k), _rows_contiguous(v)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -194,6 +307,13 @@ def ragged(
             _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]), int(max_seqlen_q), None,
         )  # fmt: skip
     return out[..., :value_size], lse
+
+
+def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """With a head size that the kernels have, one for K and V: zeros change no product."""
+    step = _size_step(k)
+    padded = max(32, -(-max(q.shape[-1], v.shape[-1]) // step) * step)
+    return tuple(_padded(rows, padded) for rows in (q, k, v))
 
 
 def _padded(rows: Tensor, head_size: int) -> Tensor:
@@ -221,12 +341,8 @@ def paged(
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H])."""
     inference_only(options.function, q, k_cache, v_cache)
-    if k_cache.shape[-1] != v_cache.shape[-1]:
-        raise NotImplementedError(
-            f"{options.function}: v_cache: not supported with a head size of its own, "
-            f"{v_cache.shape[-1]} beside {k_cache.shape[-1]}"
-        )
     batch = seq_lens.numel()
+    options.check(batch, q.shape[1], k_cache.shape[2])
     seqs = None
     if q.dtype.itemsize == 1 and cu_seqlens_q is not None:
         seqs = _token_seqs(cu_seqlens_q, q.shape[0])
@@ -267,6 +383,7 @@ def pages_of(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     batch: int,
+    table_name: str,
 ) -> tuple[Pages, Pages]:
     """As it is written, and as it is read.
 
@@ -279,10 +396,15 @@ def pages_of(
         ):  # fmt: skip
             if value is not None:
                 raise RuntimeError(f"{function}: {name}: expected None with a block table")
-        table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-        pages = Pages(k_cache, v_cache, table.int())
+        check_pages(function, k_cache, "k_cache", block_table, table_name, batch)
+        pages = Pages(k_cache, v_cache, _int32_table(block_table))
         return pages, pages
     rows, length = k_cache.shape[:2]
+    if cache_batch_idx is None and rows < batch:
+        want = f"{batch} rows or more, one for each sequence of q"
+        raise _wrong(function, "k_cache", want, k_cache)
+    if length == 0:
+        raise _wrong(function, "k_cache", "rows of at least one token", k_cache)
     page = 1 if cache_leftpad is not None else 256
     steps = []
     for cache in (k_cache, v_cache):
@@ -352,6 +474,20 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
     seqs = _token_seqs(starts, k.shape[0])
     tokens = torch.arange(k.shape[0], dtype=torch.int64, device=device)
     return NewTokens(k, v, seqs, tokens - starts[seqs], starts.diff())
+
+
+def check_new(
+    function: str, k: Tensor, v: Tensor, batch: int, packed: bool, k_cache: Tensor
+) -> None:
+    """Of tokens that are put into a cache."""
+    rank = 3 if packed else 4
+    lead = k.shape[: rank - 2] if packed else (batch, *k.shape[1:2])
+    if k.dim() != rank or k.shape != (*lead, *k_cache.shape[2:]):
+        first = "total_new" if packed else f"{batch}, seqlen_new"
+        want = f"shape [{first}, {k_cache.shape[2]}, {k_cache.shape[3]}] (from q and k_cache)"
+        raise _wrong(function, "k", want, k)
+    if v.shape != k.shape:
+        raise _wrong(function, "v", f"shape {list(k.shape)} (from k)", v)
 
 
 def check_lengths(
@@ -430,6 +566,7 @@ def with_cache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    table_name: str = "block_table",
 ) -> tuple[Tensor, Tensor]:
     """q [B, S, H, D] -> (out like q, lse [B, H, S]); with cu_seqlens_q q [T, H, D], lse [H, T]."""
     name = options.function
@@ -438,10 +575,14 @@ def with_cache(
     if rotary is not None and k is None:
         raise RuntimeError(f"{name}: rotary_cos: expected k and v with it, got None")
     packed = cu_seqlens_q is not None
+    lead = "batch_cache, seqlen_cache" if block_table is None else "num_blocks, page_size"
+    check_shapes(name, q, k_cache, v_cache, 3 if packed else 4, lead, ("k_cache", "v_cache"))
     tokens = q if packed else q.flatten(0, 1)
+    starts_new = cu_seqlens_k_new if packed and k is not None else None
     if packed:
+        batch = sequences(name, cu_seqlens_q, cu_seqlens_k_new=starts_new)
         starts = _int32(cu_seqlens_q)
-        batch, longest = starts.numel() - 1, max_seqlen_q or q.shape[0]
+        longest = max_seqlen_q or q.shape[0]
     else:
         batch, longest = q.shape[:2]
         starts = None
@@ -451,12 +592,20 @@ def with_cache(
             )
             if longest == 0:
                 starts = torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+    check_rows(
+        name, batch, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+    )  # fmt: skip
     target, pages = pages_of(
-        name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch
+        name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch, table_name
     )
+    if k is not None:
+        check_new(name, k, v, batch, starts_new is not None, k_cache)
+        if block_table is not None and block_table.shape[1] == 0:
+            raise _wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
-    new = None if k is None else new_tokens(k, v, cu_seqlens_k_new if packed else None)
+    new = None if k is None else new_tokens(k, v, starts_new)
     check_lengths(name, lengths, new, pages.table, capacity)
     if new is not None:
         if rotary is not None:

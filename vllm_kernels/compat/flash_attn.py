@@ -9,10 +9,13 @@ sinks) is added last, where callers that look for it find it. Meanings that are 
   scale for each sequence is a launch for each sequence.)
 - ``flash_attn_with_kvcache`` puts ``k`` and ``v`` into the cache at ``cache_seqlens`` first, in
   place, turned if there are ``rotary_cos`` and ``rotary_sin``. A row is left out and gives 0 where
-  cache_seqlens is -1 or the table has no page (-1) for its new tokens.
+  cache_seqlens is -1 or the table has no page (-1) for the first new token, or where none is new
+  for the last old one. Any other page that is missing is an error on a CPU (behind the writing); on
+  CUDA its tokens are neither stored nor seen. (Without ``k`` only cache_seqlens -1 gives 0.)
 - A length past the cache, new tokens included, raises on a CPU; on CUDA the row is cut or left out.
-- pages: 1, 2, 4, .. 256 tokens, of any stride. Head sizes: of caches, multiples of 8 from 32 to
-  256; elsewhere any up to 256, and V may have one of its own.
+- pages: 1, 2, 4, .. 256 tokens, of any stride. Head sizes: of caches and pages, multiples of 8 (in
+  8 bits of 16) from 32 to 256; elsewhere any up to 256, and V may have one of its own.
+- Shapes that do not fit are a RuntimeError that names the function and its argument.
 
 For inference: no dropout, no gradients; softmax's probabilities are not returned (None).
 """
@@ -97,12 +100,9 @@ def flash_attn_varlen_func(
     options = Options(
         "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
     )
-    if block_table is None:
-        out, lse = _attention.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
-    else:
-        lens = cu_seqlens_k.diff().int()
-        starts = cu_seqlens_q.int().contiguous()
-        out, lse = _attention.paged(q, k, v, block_table, lens, starts, max_seqlen_q, options)
+    out, lse = _attention.varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, block_table=block_table
+    )
     return _result(out, lse.t().contiguous(), return_attn_probs)
 
 

@@ -146,5 +146,6 @@ def flash_attn_with_kvcache(
     out, lse = _attention.with_cache(
         q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, options, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
+        "page_table",
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -7,6 +7,8 @@ from torch import Tensor, is_grad_enabled
 
 library_ops = torch.ops.vllm_kernels
 
+ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
+
 
 def inference_only(op: str, *tensors: Tensor | None) -> None:
     """The stable C ABI cannot ask requires_grad, so the rule is kept here."""
@@ -17,11 +19,11 @@ def inference_only(op: str, *tensors: Tensor | None) -> None:
                 raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
 
 
-def refuse_numbers(op: str, **scales: object) -> None:
-    """Says what a scale is. To be called where the op's schema has refused the call, so that what
-    is right costs nothing."""
+def refuse_numbers(op: str, of: str = "one element", **scales: object) -> None:
+    """Says what a scale is, and of which shapes the op takes it. To be called where the op's schema
+    has refused the call, so that what is right costs nothing."""
     for name, scale in scales.items():
         if not isinstance(scale, Tensor | None):  # None: the op says what it thinks of it
             raise RuntimeError(
-                f"{op}: {name}: expected a float32 tensor of one element, got {scale!r:.40}"
+                f"{op}: {name}: expected a float32 tensor of {of}, got {scale!r:.40}"
             ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
 
 __all__ = [
     "fatrelu_and_mul",
@@ -135,7 +135,11 @@ def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
         RuntimeError: naming the argument, what was expected and what was given.
     """
     inference_only("silu_and_mul_quant", input, scale)
-    library_ops.silu_and_mul_quant.default(out, input, scale)
+    try:
+        library_ops.silu_and_mul_quant.default(out, input, scale)
+    except RuntimeError:
+        refuse_numbers("silu_and_mul_quant", scale=scale)
+        raise
 
 
 def silu_and_mul_per_block_quant(
@@ -167,9 +171,13 @@ def silu_and_mul_per_block_quant(
         RuntimeError: naming the argument, what was expected and what was given.
     """
     inference_only("silu_and_mul_per_block_quant", input, scale_ub)
-    library_ops.silu_and_mul_per_block_quant.default(
-        out, input, scales, group_size, scale_ub, is_scale_transposed
-    )
+    try:
+        library_ops.silu_and_mul_per_block_quant.default(
+            out, input, scales, group_size, scale_ub, is_scale_transposed
+        )
+    except RuntimeError:
+        refuse_numbers("silu_and_mul_per_block_quant", scale_ub=scale_ub)
+        raise
 
 
 def gelu_new(out: Tensor, input: Tensor) -> None:

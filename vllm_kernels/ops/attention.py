@@ -7,7 +7,12 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import (
+    ONE_OR_EACH_HEAD,
+    inference_only,
+    library_ops,
+    refuse_numbers,
+)
 
 __all__ = [
     "fused_decode_attention",
@@ -304,7 +309,7 @@ def paged_attention(
             workspace, split_tokens, early_pages, 0 if causal else window_right,
         )  # fmt: skip
     except RuntimeError:
-        refuse_numbers("paged_attention", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers("paged_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
     return out if lse is None else (out, lse)
 
@@ -390,7 +395,7 @@ def varlen_attention(
             workspace,
         )  # fmt: skip
     except RuntimeError:
-        refuse_numbers("varlen_attention", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers("varlen_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
     return out if lse is None else (out, lse)
 
@@ -500,7 +505,7 @@ def fused_decode_attention(
             alibi_slopes, sliding_window, softcap, sinks, workspace, split_tokens,
         )  # fmt: skip
     except RuntimeError:
-        refuse_numbers("fused_decode_attention", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers("fused_decode_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
     return out
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import (
+    ONE_OR_EACH_HEAD,
+    inference_only,
+    library_ops,
+    refuse_numbers,
+)
 
 __all__ = [
     "concat_and_cache_mla",
@@ -69,7 +74,7 @@ def reshape_and_cache(
             key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
         )
     except RuntimeError:
-        refuse_numbers("reshape_and_cache", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers("reshape_and_cache", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
 
 
@@ -98,7 +103,9 @@ def reshape_and_cache_flash(
             key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
         )
     except RuntimeError:
-        refuse_numbers("reshape_and_cache_flash", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers(
+            "reshape_and_cache_flash", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale
+        )
         raise
 
 
@@ -210,10 +217,14 @@ def gather_and_maybe_dequant_cache(
             zeros.
     """
     inference_only("gather_and_maybe_dequant_cache", src_cache, dst, scale)
-    library_ops.gather_and_maybe_dequant_cache.default(
-        src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale,
-        seq_starts,
-    )  # fmt: skip
+    try:
+        library_ops.gather_and_maybe_dequant_cache.default(
+            src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype,
+            scale, seq_starts,
+        )  # fmt: skip
+    except RuntimeError:
+        refuse_numbers("gather_and_maybe_dequant_cache", scale=scale)
+        raise
 
 
 def gather_paged_kv(
@@ -259,7 +270,8 @@ def gather_paged_kv(
             v_scale, layout,
         )  # fmt: skip
     except RuntimeError:
-        refuse_numbers("gather_paged_kv", k_scale=k_scale, v_scale=v_scale)
+        shapes = "one element, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]"
+        refuse_numbers("gather_paged_kv", shapes, k_scale=k_scale, v_scale=v_scale)
         raise
 
 
@@ -296,9 +308,13 @@ def concat_and_cache_mla(
         RuntimeError: as :func:`reshape_and_cache`.
     """
     inference_only("concat_and_cache_mla", kv_c, k_pe, kv_cache, scale)
-    library_ops.concat_and_cache_mla.default(
-        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
-    )
+    try:
+        library_ops.concat_and_cache_mla.default(
+            kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
+        )
+    except RuntimeError:
+        refuse_numbers("concat_and_cache_mla", scale=scale)
+        raise
 
 
 def cp_gather_and_upconvert_fp8_kv_cache(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
 
 __all__ = [
     "fused_add_rms_norm_static_fp8_quant",
@@ -43,7 +43,11 @@ def rms_norm_static_fp8_quant(
         RuntimeError: naming the argument, what was expected and what was given.
     """
     inference_only("rms_norm_static_fp8_quant", input, weight, scale)
-    library_ops.rms_norm_static_fp8_quant.default(out, input, weight, scale, epsilon)
+    try:
+        library_ops.rms_norm_static_fp8_quant.default(out, input, weight, scale, epsilon)
+    except RuntimeError:
+        refuse_numbers("rms_norm_static_fp8_quant", scale=scale)
+        raise
 
 
 def fused_add_rms_norm_static_fp8_quant(
@@ -55,9 +59,13 @@ def fused_add_rms_norm_static_fp8_quant(
     rest as ``rms_norm_static_fp8_quant``.
     """
     inference_only("fused_add_rms_norm_static_fp8_quant", input, residual, weight, scale)
-    library_ops.fused_add_rms_norm_static_fp8_quant.default(
-        out, input, residual, weight, scale, epsilon
-    )
+    try:
+        library_ops.fused_add_rms_norm_static_fp8_quant.default(
+            out, input, residual, weight, scale, epsilon
+        )
+    except RuntimeError:
+        refuse_numbers("fused_add_rms_norm_static_fp8_quant", scale=scale)
+        raise
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -87,9 +95,13 @@ def rms_norm_dynamic_per_token_quant(
         RuntimeError: naming the argument, what was expected and what was given.
     """
     inference_only("rms_norm_dynamic_per_token_quant", input, weight, scale_ub, residual)
-    library_ops.rms_norm_dynamic_per_token_quant.default(
-        out, input, weight, scales, epsilon, scale_ub, residual
-    )
+    try:
+        library_ops.rms_norm_dynamic_per_token_quant.default(
+            out, input, weight, scales, epsilon, scale_ub, residual
+        )
+    except RuntimeError:
+        refuse_numbers("rms_norm_dynamic_per_token_quant", scale_ub=scale_ub)
+        raise
 
 
 def rms_norm_per_block_quant(
@@ -118,6 +130,10 @@ def rms_norm_per_block_quant(
         RuntimeError: naming the argument, what was expected and what was given.
     """
     inference_only("rms_norm_per_block_quant", input, weight, scale_ub, residual)
-    library_ops.rms_norm_per_block_quant.default(
-        out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
-    )
+    try:
+        library_ops.rms_norm_per_block_quant.default(
+            out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
+        )
+    except RuntimeError:
+        refuse_numbers("rms_norm_per_block_quant", scale_ub=scale_ub)
+        raise

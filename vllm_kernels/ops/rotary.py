@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import (
+    ONE_OR_EACH_HEAD,
+    inference_only,
+    library_ops,
+    refuse_numbers,
+)
 
 __all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
 
@@ -136,5 +141,5 @@ def rope_and_cache(
             slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
         )  # fmt: skip
     except RuntimeError:
-        refuse_numbers("rope_and_cache", k_scale=k_scale, v_scale=v_scale)
+        refuse_numbers("rope_and_cache", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
