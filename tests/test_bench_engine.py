@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
+from torch import Tensor
+from transformers import GenerationMixin
+
 from vllm_kernels.__main__ import main
 from vllm_kernels.bench.trace import made_trace, read_trace
 
@@ -45,18 +48,40 @@ def test_traces_from_a_file(tmp_path: Path) -> None:
     first, second = read_trace(file, max_tokens=7)
     assert (first.prompt, first.max_tokens, first.arrival) == ("A class", 7, 0)
     assert (second.prompt, second.max_tokens, second.arrival) == ([1, 2], 3, 2)
-    for line in ("nonsense", "[1]", '{"text": "a"}', '{"prompt": 5}'):
+    for line, message in (
+        ("nonsense", "expected a prompt in JSON, got 'nonsense'"),
+        ("[1]", r"expected a prompt in JSON, got \[1\]"),
+        ('{"text": "a"}', "expected a prompt in JSON, got {'text': 'a'}"),
+        ('{"prompt": 5}', "prompt: expected text or a list of token ids, got 5"),
+        ('{"prompt": [2.5]}', "prompt: expected text or a list"),
+        ('{"prompt": "a", "max_tokens": "b"}', "max_tokens: expected an integer, got 'b'"),
+        ('{"prompt": "a", "arrival": "b"}', "arrival: expected seconds, 0 or more, got 'b'"),
+        ('{"prompt": "a", "temperature": 1}', "expected prompt, max_tokens and arrival, got temp"),
+    ):
         file.write_text(f'{{"prompt": "good"}}\n{line}\n')
-        with pytest.raises(ValueError, match=r"trace.jsonl:2: expected a prompt in JSON"):
+        with pytest.raises(ValueError, match=rf"trace.jsonl:2: {message}"):
             read_trace(file, 7)
     file.write_text("\n")
     with pytest.raises(ValueError, match="expected at least one request"):
         read_trace(file, 7)
 
 
-def test_what_is_printed(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed(
+    tmp_path: Path,
+    device: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.png"
+    rows = []
+
+    def counting(model: GenerationMixin, ids: Tensor, **options: object) -> Tensor:
+        rows.append(len(ids))
+        return generate(model, ids, **options)
+
+    generate = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", counting)
     assert main([*FEW, "--device", device, "--plot", str(plot), "--compare"]) == 0
     printed = capsys.readouterr().out
     for name in (
@@ -66,6 +91,14 @@ def test_what_is_printed(tmp_path: Path, device: str, capsys: pytest.CaptureFixt
         assert name in printed, name
     assert printed.count("equal") == 2 and "DIFFERENT" not in printed
     assert plot.stat().st_size > 10_000
+    assert rows == [1] * 4 + [1] * 6 + [4, 6]  # each is warmed up by 4 requests
+
+
+def test_scales_of_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [*FEW, "--output-mean", "2", "--cache-dtype", "int8"]
+    assert main(few) == 2
+    assert "cache_dtype: int8: with these k_scale and v_scale" in capsys.readouterr().err
+    assert main([*few, "--k-scale", "0.05", "--v-scale", "0.05"]) == 0
 
 
 def test_prompts_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +127,8 @@ def test_arguments_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--compare", "--rate", "3"], "--compare: expected requests all at once"),
         (["--trace", str(tmp_path / "none")], "--trace: "),
         (["--num-blocks", "1"], "at least 2 blocks"),
+        (["--plot", str(tmp_path)], "--plot: expected a file in a folder"),
+        (["--plot", str(tmp_path / "none" / "x.png")], "--plot: expected a file in a folder"),
     ):
         assert main(["bench", "engine", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -106,7 +141,7 @@ def test_lines_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"prompt": [2], "max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"prompt": [-1]}, "prompt: expected tokens from 0 to"),
         ({"prompt": [2], "arrival": math.nan}, "arrival: expected seconds, 0 or more, got nan"),
-        ({"prompt": [2], "max_tokens": math.inf}, "expected a prompt in JSON"),
+        ({"prompt": [2], "max_tokens": math.inf}, "max_tokens: expected an integer, got inf"),
     ):
         file.write_text(f'{{"prompt": [2], "arrival": 9}}\n{json.dumps(entry)}\n')
         arguments = ["--trace", str(file), "--max-length", "64", "--num-blocks", "40"]

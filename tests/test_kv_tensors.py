@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
-from vllm_kernels.kv_tensors import CACHE_DTYPES, LAYOUTS, KVCache, KVShape, free_memory
+from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+from vllm_kernels.kv_tensors import CACHE_DTYPES, LAYOUTS, KVCache, KVShape, Pairs, free_memory
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_size=32, dtype=torch.float32, block_size=8)
 
@@ -71,6 +75,33 @@ def test_copies(layout: str, device: str) -> None:
     cache.swap_out(nothing)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, np.ndarray.tolist])
+def test_pairs_of_the_manager(kind: Callable[[np.ndarray], Pairs], device: str) -> None:
+    """A fork that is written, and sequences on the host, by what the manager returned."""
+    manager = KVCacheManager(6, 8, num_host_blocks=4)
+    cache = KVCache(SHAPE, 6, device=device, num_host_blocks=4)
+    buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=3, max_tokens=16)
+    manager.allocate(1, 12)
+    slots = torch.as_tensor(manager.slot_mapping(1)).to(device)
+    tokens = torch.randn(2, 12, 2, 32, device=device)
+    cache.write(2, *tokens, slots)
+    before = attend(cache, 2, manager.block_table(1).tolist(), 12)
+    manager.fork(1, 2)
+    pairs = manager.step([1, 2], 1, buffers)
+    assert len(pairs) == 1
+    cache.copy(kind(pairs))
+    for sequence in (1, 2):
+        assert torch.equal(attend(cache, 2, manager.block_table(sequence).tolist(), 12), before)
+    pairs = manager.swap_out([1, 2])
+    assert len(pairs) == 3
+    cache.swap_out(kind(pairs))
+    for tensor in (*cache.key_caches, *cache.value_caches):
+        tensor.fill_(float("nan"))
+    cache.swap_in(kind(manager.swap_in([1, 2])))
+    for sequence in (1, 2):
+        assert torch.equal(attend(cache, 2, manager.block_table(sequence).tolist(), 12), before)
+
+
 def test_layers_of_different_groups_share_tensors() -> None:
     cache = KVCache(shape(num_layers=2), 4, tensor_of_layer=[0, 1, 0, 1])
     assert cache.key_caches[0] is cache.key_caches[2]
@@ -133,5 +164,20 @@ def test_arguments_that_do_not_fit() -> None:
         KVCache(SHAPE, 1, num_host_blocks=-1)
     with pytest.raises(ValueError, match=r"k_scale: expected a number, \[3\] or \[3, 2\]"):
         KVCache(SHAPE, 1, k_scale=torch.ones(2))
+    for scale in (0.5, float("nan"), torch.full((3,), 2.0)):
+        with pytest.raises(ValueError, match=r"v_scale: expected 1.0 .only 8-bit.*torch.float32"):
+            KVCache(SHAPE, 1, v_scale=scale)
+    for scale in (0, -1.0, float("nan"), float("inf"), torch.tensor([1.0, 1.0, 0.0])):
+        with pytest.raises(ValueError, match="k_scale: expected more than 0 and finite, got"):
+            KVCache(shape(cache_dtype="int8"), 1, k_scale=scale)
+    cache = KVCache(SHAPE, 1)
     with pytest.raises(RuntimeError, match="there are no host blocks"):
-        KVCache(SHAPE, 1).swap_out(torch.tensor([[0, 0]]))
+        cache.swap_out([[0, 0]])
+    with pytest.raises(TypeError, match=r"pairs: expected integers, .n, 2., got \[\[0.5, 0\]\]"):
+        cache.copy([[0.5, 0]])
+    for layer in (3, -1):
+        with pytest.raises(IndexError, match=f"layer: expected 0 to 2, got {layer}"):
+            fill(cache, layer, 4)
+    cache.free()
+    with pytest.raises(RuntimeError, match="it was freed"):
+        attend(cache, 0, [0], 1)

@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short_repr
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 import vllm_kernels
 
-__all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "free_memory"]
+__all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "Pairs", "free_memory"]
+
+Pairs: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Sequence[int]]"
+"""Blocks to copy, [n, 2]."""
 
 LAYOUTS = ("vllm", "NHD", "HND")
 CACHE_DTYPES = {
@@ -117,11 +124,14 @@ class KVCache:
         tensor_of_layer: for groups of layers with tables of their own over one pool of blocks:
             which of shape.num_layers tensors each layer uses. Layers of different groups may share
             one, since their blocks differ. None: a tensor a layer.
-        k_scale, v_scale: for an 8-bit cache: what its elements are multiples of. A number for all
-            layers, or a float32 tensor [layers] or [layers, num_kv_heads].
+        k_scale, v_scale: for an 8-bit cache: what its elements are multiples of, more than 0. A
+            number for all layers, or a float32 tensor [layers] or [layers, num_kv_heads].
 
     Attributes:
         key_caches, value_caches: a tensor a layer; their contents are not initialised.
+
+    Raises:
+        ValueError: an argument that does not fit, by name.
     """
 
     def __init__(
@@ -212,7 +222,7 @@ class KVCache:
             key, value: [num_tokens, num_kv_heads, head_size].
             slot_mapping: [num_tokens] int64; -1: not stored.
         """
-        kc, vc = self.key_caches[layer], self.value_caches[layer]
+        kc, vc = self._pages(layer)
         scales = self._k_scales[layer], self._v_scales[layer]
         if not self._is_quantised:  # the writers want one element then
             scales = scales[0][:1], scales[1][:1]
@@ -248,8 +258,7 @@ class KVCache:
             value,
             cos_sin_cache,
             is_neox,
-            self.key_caches[layer],
-            self.value_caches[layer],
+            *self._pages(layer),
             slot_mapping,
             self.shape.layout,
             self._k_scales[layer] if self._is_quantised else None,
@@ -281,8 +290,7 @@ class KVCache:
             qkv,
             positions,
             cos_sin_cache,
-            self.key_caches[layer],
-            self.value_caches[layer],
+            *self._pages(layer),
             slot_mapping,
             block_tables,
             seq_lens,
@@ -316,8 +324,7 @@ class KVCache:
         over this layer's pages."""
         result = vllm_kernels.paged_attention(
             query,
-            self.key_caches[layer],
-            self.value_caches[layer],
+            *self._pages(layer),
             block_tables,
             seq_lens,
             scale=scale,
@@ -351,8 +358,7 @@ class KVCache:
         pages; as :meth:`attend` where ``plan`` has common blocks."""
         result = vllm_kernels.cascade_attention(
             query,
-            self.key_caches[layer],
-            self.value_caches[layer],
+            *self._pages(layer),
             block_tables,
             seq_lens,
             plan,
@@ -366,35 +372,48 @@ class KVCache:
         assert isinstance(result, Tensor)
         return result
 
-    # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination).
+    # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination), the
+    # array that its call returned, a tensor or a list.
 
-    def copy(self, pairs: Tensor) -> None:
-        """Copy-on-write: within the device, in every layer. ``pairs`` on the CPU, for no wait, or
-        on the device."""
+    def copy(self, pairs: Pairs) -> None:
+        """Copy-on-write: within the device, in every layer: ``cache.copy(manager.step(...))``.
+        ``pairs`` on the CPU, for no wait, or on the device."""
         if len(pairs):
-            vllm_kernels.copy_blocks(self._keys, self._values, pairs)
+            vllm_kernels.copy_blocks(self._keys, self._values, _mapping(pairs))
 
-    def swap_out(self, pairs: Tensor) -> None:
-        """From the device to the host. ``pairs`` on the CPU."""
-        self._refuse_without_host(pairs)
-        for device, host in self._device_and_host():
-            vllm_kernels.swap_blocks(device, host, pairs)
+    def swap_out(self, pairs: Pairs) -> None:
+        """From the device to the host: ``cache.swap_out(manager.swap_out(...))``. ``pairs`` on the
+        CPU."""
+        for device, host, mapping in self._swaps(pairs):
+            vllm_kernels.swap_blocks(device, host, mapping)
 
-    def swap_in(self, pairs: Tensor) -> None:
-        """From the host to the device. ``pairs`` on the CPU."""
-        self._refuse_without_host(pairs)
-        for device, host in self._device_and_host():
-            vllm_kernels.swap_blocks(host, device, pairs)
+    def swap_in(self, pairs: Pairs) -> None:
+        """From the host to the device: ``cache.swap_in(manager.swap_in(...))``. ``pairs`` on the
+        CPU."""
+        for device, host, mapping in self._swaps(pairs):
+            vllm_kernels.swap_blocks(host, device, mapping)
 
     # Inner workings.
 
-    def _device_and_host(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self._keys, self._host_keys)
-        yield from zip(self._values, self._host_values)
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Key cache and value cache of a layer."""
+        if not 0 <= layer < len(self.key_caches):
+            if self.is_freed:
+                raise RuntimeError("KVCache: it was freed: make a new one")
+            raise IndexError(
+                f"KVCache: layer: expected 0 to {len(self.key_caches) - 1}, got {layer}"
+            )
+        return self.key_caches[layer], self.value_caches[layer]
 
-    def _refuse_without_host(self, pairs: Tensor) -> None:
-        if len(pairs) and not self.num_host_blocks:
+    def _swaps(self, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For every tensor: it, its blocks on the host, and the pairs."""
+        if not len(pairs):
+            return
+        if not self.num_host_blocks:
             raise RuntimeError("KVCache: swap: there are no host blocks: give num_host_blocks")
+        mapping = _mapping(pairs)
+        for device, host in zip(self._keys + self._values, self._host_keys + self._host_values):
+            yield device, host, mapping
 
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
@@ -409,6 +428,15 @@ class KVCache:
         """A tensor a layer: [num_kv_heads]."""
         heads = self.shape.num_kv_heads
         scales = torch.as_tensor(scale, dtype=torch.float32)
+        if not self._is_quantised and not bool((scales == 1).all()):
+            raise ValueError(
+                f"KVCache: {name}: expected 1.0 (only 8-bit caches have scales, this one is "
+                f"{self.shape.stored_dtype}), got {short_repr(scale)}"
+            )
+        if not bool(((scales > 0) & scales.isfinite()).all()):
+            raise ValueError(
+                f"KVCache: {name}: expected more than 0 and finite, got {short_repr(scale)}"
+            )
         if scales.ndim == 0:
             scales = scales.expand(layers)
         if scales.shape not in ((layers,), (layers, heads)):
@@ -418,6 +446,16 @@ class KVCache:
             )
         scales = scales.reshape(layers, -1).expand(layers, heads)
         return list(scales.to(self.device).contiguous())
+
+
+def _mapping(pairs: Pairs) -> Tensor:
+    """What copy_blocks and swap_blocks take."""
+    if isinstance(pairs, Tensor):
+        return pairs
+    array = np.array(pairs)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"KVCache: pairs: expected integers, [n, 2], got {short_repr(pairs)}")
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def free_memory(device: torch.device) -> int:

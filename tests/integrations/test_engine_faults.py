@@ -28,7 +28,7 @@ from vllm_kernels.integrations.flight import Flight
 from vllm_kernels.integrations.packed import PackedModel
 from vllm_kernels.integrations.packed_pages import PackedStep
 from vllm_kernels.integrations.request import SamplingParams
-from vllm_kernels.integrations.transformers import PagedCache
+from vllm_kernels.integrations.transformers import PagedCache, use_paged_attention
 
 
 def test_a_pass_that_fails_is_run_again(
@@ -325,12 +325,42 @@ def test_sizes_that_do_not_fit() -> None:
         ({"num_blocks": None, "cache_bytes": 100}, "at least 2 blocks of 16,384 bytes, got 0"),
         ({"num_blocks": 2, "block_size": 4}, "room for 7 and 5 tokens, got 2 blocks"),
         ({"max_length": 7}, "max_length: expected at least 8, got 7"),
+        ({"max_length": 0}, "max_length: expected at least 8, got 0"),
+        ({"num_blocks": 3, "block_size": 2}, "cache: expected room for at least 8 tokens, got 3"),
+        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, got 0"),
+        ({"host_bytes": -1}, "host_bytes: expected at least 0, got -1"),
         ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens: expected at least 8"),
     ):
         model = tiny_model()
         with pytest.raises(ValueError, match=message):
             Engine(model, **({"num_blocks": 16} | sizes))
         assert model.config._attn_implementation == "sdpa"
+    for name in ("max_length", "host_bytes", "num_blocks", "max_batch_size"):
+        with pytest.raises(TypeError, match=f"Engine: {name}: expected an integer, got '1G'"):
+            Engine(tiny_model(), **{name: "1G"})
+
+
+def test_what_is_no_model_is_refused() -> None:
+    config = tiny_model().config
+    for call, name in (
+        (Engine, "Engine"),
+        (use_paged_attention, "use_paged_attention"),
+        (lambda model: PagedCache(model, 8), "PagedCache"),
+    ):
+        message = f"{name}: model: expected a model of transformers, got "
+        with pytest.raises(TypeError, match=f"{message}'meta.*AutoModelForCausalLM.from_pre"):
+            call("meta-llama/Llama")
+        with pytest.raises(TypeError, match=f"{message}LlamaConfig$"):
+            call(config)
+
+
+def test_scales_that_do_not_fit() -> None:
+    """The 8-bit cache is named, not the model."""
+    scales = {"k_scale": 30.0, "v_scale": 30.0, "num_blocks": 16}
+    with pytest.raises(ValueError, match=r"cache_dtype: int8: .* k_scale and v_scale .* / 127"):
+        Engine(tiny_model(), cache_dtype="int8", **scales)
+    with pytest.raises(ValueError, match=r"k_scale: expected 1.0 .only 8-bit caches"):
+        Engine(tiny_model(), **scales)
 
 
 @pytest.mark.parametrize("family", SERVED)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from vllm_kernels.integrations.op_counter import OpCounter
 from vllm_kernels.integrations.transformers import (
     NAME,
+    Engine,
     PagedCache,
     patched_layers,
     stop_paged_attention,
@@ -274,11 +275,15 @@ def test_pool_too_small_for_the_beams() -> None:
         expected = model.generate(**inputs, **GREEDY)
         assert torch.equal(generate_ours(model, inputs, cache, **GREEDY), expected)
         cache.reset()
-        with pytest.raises(OutOfBlocks):
+        with pytest.raises(OutOfBlocks, match=f"than {blocks} .PagedCache.blocks_needed") as caught:
             generate_ours(model, inputs, cache, num_beams=4, **GREEDY)
+        assert caught.value.needed > caught.value.free
         cache._batch.manager.check_integrity()
         cache.reset()
         assert cache.statistics().free_blocks == blocks
+    for sizes in ((-1, 8), (1, -8), (1, 8, 0)):
+        with pytest.raises(ValueError, match=r"blocks_needed: \w+: expected at least [01], got"):
+            PagedCache.blocks_needed(*sizes)
 
 
 def test_freed_cache_is_refused() -> None:
@@ -310,7 +315,7 @@ def test_masks_that_do_not_fit_the_cache_are_refused() -> None:
             model(token, past_key_values=cache)
         with pytest.raises(ValueError, match="differs from the one"):
             model(token, attention_mask=torch.ones(2, 10), past_key_values=cache)
-        with pytest.raises(ValueError, match=r"expected shape \[2, 10\]"):
+        with pytest.raises(ValueError, match=r"expected shape \[2, 10\].*got \[2, 12\]: reset"):
             model(token, attention_mask=torch.ones(2, 12), past_key_values=cache)
         with pytest.raises(NotImplementedError, match="got a custom mask"):
             model(token, attention_mask=torch.ones(2, 1, 1, 10), past_key_values=cache)
@@ -330,8 +335,14 @@ def test_other_caches_and_other_attention_are_refused() -> None:
         model.generate(**inputs, past_key_values=cache, **GREEDY)
     use_paged_attention(model)
     for settings in ({}, {"use_cache": False}):
-        with pytest.raises(NotImplementedError, match="expected a PagedCache"):
+        with pytest.raises(NotImplementedError, match=r"PagedCache, .*past_key_values=.*stop_pa"):
             model.generate(**inputs, **settings, **GREEDY)
+    stop_paged_attention(model)
+    with (
+        Engine(model, num_blocks=16),
+        pytest.raises(NotImplementedError, match=r"PagedCache, .*: an Engine has the model"),
+    ):
+        model.generate(**inputs, **GREEDY)
 
 
 @pytest.mark.parametrize("name", ["position_bias", "news"])

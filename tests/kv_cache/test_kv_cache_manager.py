@@ -99,6 +99,23 @@ def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
         BatchBuffers(**make_buffers(**changes))
 
 
+def test_what_are_no_buffers_is_refused() -> None:
+    manager = KVCacheManager(8, 4)
+    manager.allocate(1, 3)
+    message = "buffers: expected BatchBuffers, or a list of them, one a group of layers, got"
+    for buffers, got in (
+        (torch.zeros(3, 2), "Tensor"), (None, "NoneType"), ([None], "list of NoneType")
+    ):  # fmt: skip
+        for call in (manager.step, manager.build):
+            with pytest.raises(kv_cache.InvalidArgument, match=f"{message} {got}$"):
+                call([1], 1, buffers)
+    assert manager.num_tokens(1) == 3
+    for name, size in (("max_sequences", 0), ("max_blocks", -1), ("max_tokens", 1.5)):
+        sizes = {"max_sequences": 1, "max_blocks": 1, "max_tokens": 1, name: size}
+        with pytest.raises(kv_cache.InvalidArgument, match=f"{name}: .* at least 1, got {size}"):
+            BatchBuffers.zeros(**sizes)
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy", "strided rows", "no positions"])
 def test_step_writes_into_the_callers_memory(kind: str) -> None:
     arguments = make_buffers()
@@ -224,6 +241,14 @@ def test_pairs_are_copy_blocks_block_mapping() -> None:
 def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(kv_cache.InvalidArgument, match=r"expected .* got"):
         KVCacheManager(num_blocks, block_size)
+
+
+def test_a_watermark_of_the_whole_pool_is_refused() -> None:
+    for options, pool in (({}, 8), ({"null_block": True}, 7)):
+        KVCacheManager(8, 4, watermark_blocks=pool - 1, **options)
+        message = f"watermark_blocks: expected fewer than the {pool} blocks of the pool, got {pool}"
+        with pytest.raises(kv_cache.InvalidArgument, match=message):
+            KVCacheManager(8, 4, watermark_blocks=pool, **options)
 
 
 def test_errors_have_the_documented_bases() -> None:

@@ -55,6 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(self, **given: Any) -> None:
+        given["watermark"] = min(given["watermark"], given["num_blocks"] - 2)  # fewer than usable
         names = {"host": "num_host_blocks", "watermark": "watermark_blocks"}
         names |= {"caching": "prefix_caching"}
         arguments = {names.get(name, name): value for name, value in given.items()}

@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, toy_model: Path) -> None:
     add("--host-bytes", type=int, default=0, help="memory to swap sequences out to")
     add("--layout", choices=["vllm", "NHD", "HND"], default="vllm")
     add("--cache-dtype", choices=["auto", "fp8", "fp8_e5m2", "int8"], default="auto")
+    add("--k-scale", type=float, default=1.0, help="of an 8-bit cache: largest |K| / 127 for int8")
+    add("--v-scale", type=float, default=1.0, help="likewise, of |V|")
     add("--compile", action="store_true", help="call the model through torch.compile")
     add("--compare", action="store_true", help="run the requests by transformers as well")
     add("--plot", type=Path, metavar="FILE", help="picture of memory and batch size over time")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -12,14 +13,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 import vllm_kernels
-from vllm_kernels.bench.engine import compare, draw, print_comparison, print_replay, replay
+from vllm_kernels.bench.engine import (
+    WARM_UP,
+    compare,
+    draw,
+    print_comparison,
+    print_replay,
+    replay,
+)
 from vllm_kernels.bench.trace import TraceRequest, made_trace, read_trace
 from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.request import SamplingParams
 
 __all__ = ["BenchError", "run_bench"]
-
-_WARM_UP = [TraceRequest(0.0, [2, 3, 4], 4)] * 4
 
 
 class BenchError(Exception):
@@ -45,6 +51,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
             host_bytes=arguments.host_bytes,
             layout=arguments.layout,
             cache_dtype=arguments.cache_dtype,
+            k_scale=arguments.k_scale,
+            v_scale=arguments.v_scale,
             max_batch_size=arguments.max_batch_size,
             max_batch_tokens=arguments.max_batch_tokens,
             max_length=arguments.max_length,
@@ -62,15 +70,15 @@ def run_bench(arguments: argparse.Namespace) -> int:
         )
         engine.warm_up()
         quiet = Console(quiet=True)
-        replay(engine, _WARM_UP, params, quiet)
+        replay(engine, WARM_UP, params, quiet)
         engine.reset()
         result = replay(engine, trace, params, console)
     print_replay(console, result, arguments.block_size)
     if arguments.plot is not None:
         try:
             draw(arguments.plot, result)
-        except ModuleNotFoundError as error:
-            raise BenchError(f"--plot needs {error.name}: pip install matplotlib") from None
+        except (OSError, ValueError) as error:  # ValueError: a picture of no kind it knows
+            raise BenchError(f"--plot: {error}") from None
         console.print(f"drawn: {arguments.plot}")
     if not arguments.compare:
         return 0
@@ -80,7 +88,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses numbers of which no trace can be made."""
+    """Refuses numbers of which no trace can be made, and a picture that cannot be drawn."""
     for name, holds, expected in (
         ("requests", arguments.requests >= 1, "at least 1"),
         ("rate", arguments.rate > 0, "more than 0"),
@@ -91,6 +99,11 @@ def _check(arguments: argparse.Namespace) -> None:
         if not holds:
             got = getattr(arguments, name)
             raise BenchError(f"--{name.replace('_', '-')}: expected {expected}, got {got}")
+    if arguments.plot is not None:
+        if arguments.plot.is_dir() or not arguments.plot.parent.is_dir():
+            raise BenchError(f"--plot: expected a file in a folder, got {arguments.plot}")
+        if find_spec("matplotlib") is None:
+            raise BenchError("--plot needs matplotlib: pip install matplotlib")
 
 
 def _refuse_unservable(

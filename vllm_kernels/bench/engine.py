@@ -18,7 +18,10 @@ from vllm_kernels.integrations.engine import Engine
 from vllm_kernels.integrations.outputs import EngineStatistics
 from vllm_kernels.integrations.request import SamplingParams
 
-__all__ = ["Replay", "compare", "draw", "print_comparison", "print_replay", "replay"]
+__all__ = ["WARM_UP", "Replay", "compare", "draw", "print_comparison", "print_replay", "replay"]
+
+WARM_UP = [TraceRequest(0.0, [2, 3, 4], 4)] * 4
+"""What everything that is measured runs first."""
 
 
 @dataclass
@@ -174,7 +177,8 @@ class Comparison:
 def compare(
     model: PreTrainedModel, trace: list[TraceRequest], ours: Replay, batch_size: int
 ) -> list[Comparison]:
-    """Generates greedily by transformers, one request after the other and in padded batches.
+    """Generates greedily by transformers, one request after the other and in padded batches, each
+    warmed up as the engine was.
 
     Args:
         trace: with token ids for prompts.
@@ -189,12 +193,22 @@ def compare(
     return results
 
 
-@torch.inference_mode()
 def _by_transformers(
     name: str, model: PreTrainedModel, trace: list[TraceRequest], ours: Replay, batch_size: int
 ) -> Comparison:
-    tokens: list[list[int]] = []
+    _generate(model, WARM_UP, batch_size)
     start = time.perf_counter()
+    tokens = _generate(model, trace, batch_size)
+    seconds = time.perf_counter() - start
+    return Comparison(name, sum(map(len, tokens)) / seconds, tokens == ours.tokens)
+
+
+@torch.inference_mode()
+def _generate(
+    model: PreTrainedModel, trace: list[TraceRequest], batch_size: int
+) -> list[list[int]]:
+    """The tokens of each request's answer."""
+    tokens: list[list[int]] = []
     for at in range(0, len(trace), batch_size):
         batch = trace[at : at + batch_size]
         columns = max(len(request.prompt) for request in batch)
@@ -213,8 +227,7 @@ def _by_transformers(
         tokens += [
             row[columns : columns + request.max_tokens].tolist() for row, request in zip(out, batch)
         ]
-    seconds = time.perf_counter() - start
-    return Comparison(name, sum(map(len, tokens)) / seconds, tokens == ours.tokens)
+    return tokens
 
 
 def print_comparison(console: Console, results: list[Comparison]) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short_repr
 
 __all__ = ["TraceRequest", "made_trace", "read_trace"]
 
@@ -76,6 +77,7 @@ def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
 
     The prompt may be a list of token ids; arrival is in seconds. The other two may be left out, and
     stand for ``max_tokens`` and 0 then.
+    Other fields are refused, so that none is ignored.
 
     Raises:
         ValueError: naming the line and what is wrong with it.
@@ -85,19 +87,33 @@ def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            prompt = entry["prompt"]
-            if not isinstance(prompt, str):
-                prompt = [int(token) for token in prompt]
-            arrival = float(entry.get("arrival", 0))
-            if not 0 <= arrival < math.inf:
-                raise ValueError(f"arrival: expected seconds, 0 or more, got {arrival}")
-            request = TraceRequest(
-                arrival, prompt, int(entry.get("max_tokens", max_tokens)), number
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise ValueError(f"{file}:{number}: expected a prompt in JSON, got {error!r}") from None
-        requests.append(request)
+            requests.append(_request(line, max_tokens, number))
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: {error}") from None
     if not requests:
         raise ValueError(f"{file}: expected at least one request, got none")
     return sorted(requests, key=lambda request: request.arrival)
+
+
+def _request(line: str, max_tokens: int, number: int) -> TraceRequest:
+    """The request that a line stands for."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"expected a prompt in JSON, got {short_repr(line)}: {error}") from None
+    if not isinstance(entry, dict) or "prompt" not in entry:
+        raise ValueError(f"expected a prompt in JSON, got {short_repr(entry)}")
+    others = sorted(entry.keys() - {"prompt", "max_tokens", "arrival"})
+    if others:
+        raise ValueError(f"expected prompt, max_tokens and arrival, got {', '.join(others)}")
+    prompt = entry["prompt"]
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_tokens:
+        raise ValueError(f"prompt: expected text or a list of token ids, got {short_repr(prompt)}")
+    count = entry.get("max_tokens", max_tokens)
+    if type(count) is not int:
+        raise ValueError(f"max_tokens: expected an integer, got {short_repr(count)}")
+    arrival = entry.get("arrival", 0)
+    if type(arrival) not in (int, float) or not 0 <= arrival < math.inf:
+        raise ValueError(f"arrival: expected seconds, 0 or more, got {short_repr(arrival)}")
+    return TraceRequest(float(arrival), prompt, count, number)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import PathLike
+from reprlib import repr as short_repr
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +27,14 @@ from transformers.masking_utils import (
 from vllm_kernels.integrations.own_attention import bind_own_attention, unbind_own_attention
 from vllm_kernels.kv_tensors import KVShape
 
-__all__ = ["NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
-           "stop_paged_attention", "use_paged_attention"]  # fmt: skip
+__all__ = ["ENGINES", "NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
+           "refuse_no_model", "stop_paged_attention", "use_paged_attention"]  # fmt: skip
 
 NAME = "vllm_kernels"
 """Of the attention function and of the mask function in transformers' registries."""
+
+ENGINES: WeakKeyDictionary[PreTrainedModel, ref[Any]] = WeakKeyDictionary()
+"""The engine that a model belongs to, until it is closed or forgotten."""
 
 _HANDLE = "vllm_kernels_layer"  # attribute by which a key tensor carries its cache to attention
 _WINDOW = "vllm_kernels_window"  # attribute by which a mask says which window it is of
@@ -139,12 +145,24 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+def refuse_no_model(what: str, model: object) -> None:
+    """Raises TypeError for what is no model of transformers (nor a wrapper of one)."""
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return
+    path = isinstance(model, str | PathLike)
+    got = short_repr(model) if path else type(model).__name__
+    hint = ": load it with AutoModelForCausalLM.from_pretrained" if path else ""
+    raise TypeError(f"{what}: model: expected a model of transformers, got {got}{hint}")
+
+
 def use_paged_attention(model: PreTrainedModel) -> None:
     """Makes ``model`` attend through a cache of blocks; :func:`stop_paged_attention` undoes it.
 
     Raises:
         NotImplementedError: a model whose attention is its own and not known here.
+        TypeError: what is no model.
     """
+    refuse_no_model("use_paged_attention", model)
     before = model.config._attn_implementation
     if before == NAME:
         return
@@ -160,6 +178,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
 
 def stop_paged_attention(model: PreTrainedModel) -> None:
     """Gives ``model`` the attention back that it had before :func:`use_paged_attention`."""
+    refuse_no_model("stop_paged_attention", model)
     if model.config._attn_implementation != NAME:
         return
     before = getattr(model, _BEFORE, "eager")
@@ -249,7 +268,7 @@ def _attention(
     if layer is None:
         raise NotImplementedError(
             "vllm_kernels attention: past_key_values: expected a PagedCache, got another cache or "
-            "none"
+            f"none: {_without_cache(module)}"
         )
     _refuse_unserved(module, query, attention_mask, dropout, kwargs)
     pages = layer.pages
@@ -281,6 +300,17 @@ def _attention(
     )
     call = LayerCall(layer.index, query, key, value, attention_mask, options)
     return pages.forward(call), None
+
+
+def _without_cache(module: nn.Module) -> str:
+    """What to do where the attention layer ``module`` is called without blocks."""
+    for model, engine in ENGINES.items():
+        if engine() is not None and any(part is module for part in model.modules()):
+            return "an Engine has the model: ask that one to generate, or close() it"
+    return (
+        "call generate(..., past_key_values=PagedCache(model, num_blocks)), or "
+        "stop_paged_attention(model) for its own attention"
+    )
 
 
 def _mask(

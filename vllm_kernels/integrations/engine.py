@@ -15,8 +15,9 @@ from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
 from reprlib import repr as short_repr
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from vllm_kernels.integrations.attention import (
+    ENGINES,
     kv_shape,
+    refuse_no_model,
     stop_paged_attention,
     use_paged_attention,
 )
@@ -49,9 +52,6 @@ from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
 
 __all__ = ["Engine"]
-
-_ENGINES: WeakKeyDictionary[PreTrainedModel, ref[Engine]] = WeakKeyDictionary()
-"""The engine that a model belongs to, until it is closed or forgotten."""
 
 
 class Engine:
@@ -104,6 +104,7 @@ class Engine:
 
     Raises:
         NotImplementedError: a model that cannot be served, naming what is not.
+        TypeError: a model that is none, or a size that is no integer.
         ValueError: an argument that does not fit, or a model that another engine has.
     """
 
@@ -131,9 +132,17 @@ class Engine:
         fused: bool = True,
         check: bool = True,
     ) -> None:
+        refuse_no_model("Engine", model)
+        _refuse_sizes(
+            num_blocks=(num_blocks, None),
+            cache_bytes=(cache_bytes, None),
+            max_batch_tokens=(max_batch_tokens, 1),
+            max_length=(max_length, 8),
+        )
+        _refuse_sizes(False, host_bytes=(host_bytes, 0), max_batch_size=(max_batch_size, 1))
         if model.training:
             raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
-        other = _ENGINES.get(model)
+        other = ENGINES.get(model)
         if other is not None and other() is not None:
             raise ValueError("Engine: model: another engine has it: close() that one first")
         if model.get_output_embeddings() is None:
@@ -182,7 +191,10 @@ class Engine:
                 )
             max_length = min(max_length, num_blocks * block_size)
             if max_length < 8:
-                raise ValueError(f"Engine: max_length: expected at least 8, got {max_length}")
+                raise ValueError(
+                    f"Engine: cache: expected room for at least 8 tokens, got {num_blocks} blocks "
+                    f"of {block_size}"
+                )
             if positions > 0 and all(layer.alibi_slopes is None for layer in layers):
                 positions = _scaled_positions(config, positions)
                 if max_length > positions:
@@ -233,7 +245,7 @@ class Engine:
             if check:
                 with self._on_device:
                     verify(self._packed, self.manager)
-            _ENGINES[model] = ref(self)
+            ENGINES[model] = ref(self)
         except BaseException:
             if hasattr(self, "_packed"):
                 self._packed.close()
@@ -268,7 +280,7 @@ class Engine:
             self._flight = None
             self.cache.free()
             stop_paged_attention(self.model)
-            _ENGINES.pop(self.model, None)
+            ENGINES.pop(self.model, None)
 
     # Requests.
 
@@ -321,8 +333,11 @@ class Engine:
         return request.id
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its blocks are free. Raises KeyError for an id that is not there."""
-        request = self._requests.pop(request_id)
+        """Ends a request; its blocks are free. Raises KeyError for an id that is not there (any
+        more: it is finished)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
         self.scheduler.abort(request)
         for sequence in request.sequences:
             self._texts.pop(sequence.id, None)
@@ -484,7 +499,7 @@ class Engine:
 
     def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
-            getattr(self.cache, copies.kind)(torch.from_numpy(copies.pairs))
+            getattr(self.cache, copies.kind)(copies.pairs)
         return self._packed.run(plan, tokens_before)
 
     def _sample(self, plan: Plan, logits: Tensor) -> Flight:
@@ -564,6 +579,17 @@ class Engine:
             text += detokenizer.finish()
         sequence.text = detokenizer.text
         return text, FinishReason.STOP if detokenizer.is_stopped else reason
+
+
+def _refuse_sizes(optional: bool = True, **sizes: tuple[object, int | None]) -> None:
+    """Refuses what is no integer (or None, where ``optional``), or below the least."""
+    for name, (size, least) in sizes.items():
+        if optional and size is None:
+            continue
+        if not isinstance(size, Integral):
+            raise TypeError(f"Engine: {name}: expected an integer, got {short_repr(size)}")
+        if least is not None and size < least:
+            raise ValueError(f"Engine: {name}: expected at least {least}, got {size}")
 
 
 def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:

@@ -9,14 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
 from vllm_kernels.kv_tensors import KVCache, KVShape
 
 if TYPE_CHECKING:
     from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
+
+
+_RESET = "reset() it between unrelated batches"
 
 
 @dataclass
@@ -101,19 +106,19 @@ class PagedBatch:
         new = self._new_columns(batch_size, num_columns, attention_mask)
         buffers = self._buffers_for(batch_size, num_columns)
         if self._rows:
-            copies = self.manager.step(self._rows, new.sum(1), buffers)
+            copies = self._step(self._rows, new, buffers)
             self._is_token = torch.cat([self._is_token, new], 1)
         else:
             rows = self._new_ids(batch_size)
             self.manager.allocate_batch(rows, 0)
             try:
-                copies = self.manager.step(rows, new.sum(1), buffers)
+                copies = self._step(rows, new, buffers)
             except BaseException:
                 self.manager.free_batch(rows)
                 raise
             self._rows, self._is_token = rows, new
         self._written = set()
-        self.cache.copy(torch.from_numpy(copies))
+        self.cache.copy(copies)
         self._plan(new, buffers)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -204,7 +209,7 @@ class PagedBatch:
         if self._rows and batch_size != len(self._rows):
             raise ValueError(
                 f"PagedCache: it holds {len(self._rows)} sequences, got a batch of {batch_size}: "
-                "reset() it between unrelated batches"
+                f"{_RESET}"
             )
         if mask is None:
             if not self._is_token.all():
@@ -214,14 +219,26 @@ class PagedBatch:
         if mask.shape != expected:
             raise ValueError(
                 f"PagedCache: attention_mask: expected shape {list(expected)} (batch size, columns "
-                f"stored before + new), got {list(mask.shape)}"
+                f"stored before + new), got {list(mask.shape)}{f': {_RESET}' * bool(self._rows)}"
             )
         mask = mask.to(device="cpu", dtype=torch.bool)
         if self._rows and not torch.equal(mask[:, : self.length], self._is_token):
             raise ValueError(
-                "PagedCache: attention_mask: differs from the one that columns stored before had"
+                "PagedCache: attention_mask: differs from the one that columns stored before had: "
+                f"{_RESET}"
             )
         return mask[:, self.length :]
+
+    def _step(self, rows: list[int], new: Tensor, buffers: BatchBuffers) -> npt.NDArray[np.int64]:
+        """The manager's step by the new columns' tokens; want of blocks says what to do."""
+        try:
+            return self.manager.step(rows, new.sum(1), buffers)
+        except OutOfBlocks as error:
+            error.args = (
+                f"PagedCache: {error}: give more num_blocks than {self.manager.num_blocks} "
+                "(PagedCache.blocks_needed), beams are sequences too",
+            )
+            raise
 
     def _new_ids(self, count: int) -> list[int]:
         first, self._next_id = self._next_id, self._next_id + count

@@ -29,6 +29,7 @@ from vllm_kernels.integrations.attention import (
     NAME,
     PagedLayer,
     kv_shape,
+    refuse_no_model,
     stop_paged_attention,
     use_paged_attention,
 )
@@ -74,6 +75,7 @@ class PagedCache(Cache):
     Raises:
         NotImplementedError: a model with layers other than full or sliding-window attention, or
             with a head size or dtype that the kernels do not serve.
+        TypeError: a model that is none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class PagedCache(Cache):
         layout: str = "vllm",
         cache_dtype: str = "auto",
     ) -> None:
+        refuse_no_model("PagedCache", model)
         shape = kv_shape(model, block_size, layout, cache_dtype)
         self._batch = PagedBatch(shape, num_blocks, model.device)
         config = model.config.get_text_config(decoder=True)
@@ -94,6 +97,15 @@ class PagedCache(Cache):
     @staticmethod
     def blocks_needed(num_sequences: int, num_tokens: int, block_size: int = 16) -> int:
         """Blocks that surely suffice for ``num_sequences`` (times beams) of ``num_tokens`` each."""
+        for name, size, least in (
+            ("num_sequences", num_sequences, 0),
+            ("num_tokens", num_tokens, 0),
+            ("block_size", block_size, 1),
+        ):
+            if size < least:
+                raise ValueError(
+                    f"PagedCache.blocks_needed: {name}: expected at least {least}, got {size}"
+                )
         return num_sequences * -(-num_tokens // block_size)
 
     def __enter__(self) -> PagedCache:
@@ -113,7 +125,7 @@ class PagedCache(Cache):
     # transformers' Cache. Blocks are common to all layers, so these act once.
 
     def reset(self) -> None:
-        """Forgets every sequence and keeps the memory."""
+        """Forgets every sequence and keeps the memory: before an unrelated batch."""
         self._batch.reset()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -36,6 +36,7 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
 
     Raises:
         NotImplementedError: their logits differ.
+        ValueError: they differ, and the cache has 8 bits: its scales are likely to be wrong.
     """
     model = packed.model
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -56,6 +57,14 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
     for got, expected in zip(ours, theirs):
         error = (got - expected).norm() / (expected - expected.mean()).norm().clamp_min(1e-12)
         if not error <= tolerance:  # NaN, too
+            if shape.cache_dtype != "auto":
+                integral = not shape.stored_dtype.is_floating_point
+                largest = (torch.iinfo if integral else torch.finfo)(shape.stored_dtype).max
+                raise ValueError(
+                    f"Engine: cache_dtype: {shape.cache_dtype}: with these k_scale and v_scale the "
+                    f"logits are not those of the model (relative error {error:.2g}): give about "
+                    f"the largest |K| and |V| / {largest:g}, or cache_dtype='auto'"
+                )
             raise NotImplementedError(
                 f"Engine: model type: {model.config.model_type}: its logits differ from those of "
                 f"its own attention (relative error {error:.2g}): it is not served"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_kernels import _C
+from vllm_kernels._C import InvalidArgument
 
 __all__ = ["BatchBuffers"]
 
@@ -95,7 +97,19 @@ class BatchBuffers:
             max_blocks: of a sequence: its longest length / block_size, rounded up.
             max_tokens: query tokens of a batch, those of all sequences together.
             pin_memory: whether copies to a GPU need no wait.
+
+        Raises:
+            InvalidArgument: a size below 1.
         """
+        for name, size in (
+            ("max_sequences", max_sequences),
+            ("max_blocks", max_blocks),
+            ("max_tokens", max_tokens),
+        ):
+            if not isinstance(size, Integral) or size < 1:
+                raise InvalidArgument(
+                    f"BatchBuffers.zeros: {name}: expected an integer, at least 1, got {size!r}"
+                )
 
         def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)

@@ -36,7 +36,21 @@ class MultimodalItem(NamedTuple):
 def _natives(buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuffers]:
     if isinstance(buffers, BatchBuffers):
         return [buffers._native]
-    return [group._native for group in buffers]
+    try:
+        return [group._native for group in buffers]
+    except (AttributeError, TypeError):
+        raise InvalidArgument(
+            "buffers: expected BatchBuffers, or a list of them, one a group of layers, got "
+            f"{_kinds(buffers)}"
+        ) from None
+
+
+def _kinds(buffers: object) -> str:
+    """What they are, or what is in their list."""
+    name = type(buffers).__name__
+    if not isinstance(buffers, list | tuple):
+        return name
+    return f"{name} of {', '.join(type(one).__name__ for one in buffers[:4])}"
 
 
 class KVCacheManager:
@@ -121,6 +135,12 @@ class KVCacheManager:
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(
                 "KVCacheManager: null_block: expected None or True with a window, got False"
+            )
+        pool = num_blocks - self._native.has_null_block
+        if watermark_blocks >= max(pool, 1):
+            raise InvalidArgument(
+                f"KVCacheManager: watermark_blocks: expected fewer than the {pool} blocks of the "
+                f"pool, got {watermark_blocks}: nothing could be allocated"
             )
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
