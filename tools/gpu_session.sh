@@ -51,14 +51,14 @@ step_peers_prefill() {
 step_peers_rounds() {  # the same rows, candidates in turns
   # shellcheck disable=SC1091
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
-   OURS=benchmarks/peers_ours.py python3 benchmarks/peers_rounds.py --out "$OUT/rounds.json" ${ROUNDS_ARGS:-} 2>&1 | tee "$OUT/rounds.log" | tail -120)
+   OURS=benchmarks/peers_ours.py python3 benchmarks/peers_rounds.py --out "$OUT/rounds.json" ${ROUNDS_ARGS:-} 2>&1 | tee "$OUT/rounds.log" | tail -200)
 }
 step_peers_layer() {  # a layer's ops as one graph; a candidate that hangs ends the step, not the visit
   # shellcheck disable=SC1091
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    timeout 400 python3 -m benchmarks.bench_layer --out "$OUT/layer.json" ${LAYER_ARGS:-} 2>&1 | tee "$OUT/layer.log" | tail -90)
 }
-step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -90; }
+step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -200; }
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do
   echo "== $step"
