@@ -31,6 +31,7 @@ struct WorkShape {
   int row_shift;      // log2 of the query rows of a chunk, at most
   int stage_shift;    // log2 of the tokens of a stage
   int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
+  int merge_share;    // stages that the block which merges posted pieces has less than others
   int slots;          // of the workspace
   bool may_post;      // it has room for the pieces of an item a block to be posted
   float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
@@ -181,15 +182,17 @@ struct KeptIndices {
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
     const int last = p.num_seqs - 1;
     // Keeps no address from before.
-    const SequenceIndices first = load_indices(p, in_register(min(lane, last)), true);
-    seq_lens[0] = first.seq_len;
-    first_query = first.first_query;
-    end_query = first.end_query;
+    set(load_indices(p, in_register(min(lane, last)), true));
     if (kKept == 1 || one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
       seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
     }
+  }
+  __device__ __forceinline__ void set(const SequenceIndices& only) {
+    seq_lens[0] = only.seq_len;
+    first_query = only.first_query;
+    end_query = only.end_query;
   }
   __device__ __forceinline__ SequenceIndices of(int round) const {
     int32_t seq_len = seq_lens[0];
@@ -261,11 +264,15 @@ class WorkPlan {
   __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
                                         const Indices& now, int lane) const {
     bool same = true;
-    if (kKept == 1 || one_round(p)) {
+    if constexpr (kKept == 1) {
       const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
       same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
                                        work.first_query == work_.first_query &&
                                        work.query_len == work_.query_len;
+    } else if (one_round(p)) {
+      same = lane >= p.num_seqs || now.seq_lens[0] == kept_.seq_lens[0] &&
+                                       now.first_query == kept_.first_query &&
+                                       now.end_query == kept_.end_query;
     } else {
 #pragma unroll
       for (int i = 0; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
@@ -307,20 +314,28 @@ class WorkPlan {
                        .chunks = of_owner(work_.chunks)};
       const int local = static_cast<int>(index - before_) - of_owner(until - mine);
       int segment = local;
+      item.posts = shape.may_post && items_ <= gridDim.x;
       item.piece = 0;
       item.stage = 0;
       item.stages = item.sequence.stages;
       if (item.pieces > 1) {
-        segment = divide(local, item.pieces);
-        item.piece = local - segment * item.pieces;
+        // Posted: the last pieces in the last blocks, which start last where other blocks end late.
+        const int segments = item.sequence.chunks * heads;
+        const int first = divide(local, item.posts ? segments : item.pieces);
+        const int second = local - first * (item.posts ? segments : item.pieces);
+        segment = item.posts ? second : first;
+        item.piece = item.posts ? first : second;
+        int share = item.posts && split_ == 0 ? shape.merge_share : 0;
+        if (item.sequence.stages < 4 * share * item.pieces) share = 0;
         // The first `more` pieces have one stage more.
-        const int least = divide(item.sequence.stages, item.pieces);
-        const int more = item.sequence.stages - least * item.pieces;
+        const int stages = item.sequence.stages + share;
+        const int least = divide(stages, item.pieces);
+        const int more = stages - least * item.pieces;
         item.stage = item.piece * least + min(item.piece, more);
         item.stages = least + (item.piece < more ? 1 : 0);
+        if (item.piece + 1 == item.pieces) item.stages -= share;
       }
-      item.posts = shape.may_post && items_ <= gridDim.x;
-      item.slot = static_cast<int>(index) - item.piece;
+      item.slot = static_cast<int>(index) - local + segment * item.pieces;
       item.kv_head = segment;
       item.chunk = 0;
       if (item.sequence.chunks > 1) {
@@ -348,6 +363,7 @@ class WorkPlan {
     if (seq >= p.num_seqs) return;
     const SequenceIndices indices =
         in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+    if (kKept > 1 && first) kept_.set(indices);
     work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {

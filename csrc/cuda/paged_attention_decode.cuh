@@ -221,25 +221,46 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // As registers allow.
   using Plan = WorkPlan<kTeam || (Fresh::kAny && kBytes == 1) ? 1 : kBytes == 1 ? 4 : 8>;
   Plan plan;
-  uint32_t index = blockIdx.x;  // of the item at hand
+  uint32_t index = blockIdx.x;               // of the item at hand
+  const int first_row = member * warp_rows;  // this warp's
+  const void* query_rows[kTiles];            // this lane's of the item that the ring has next
   // Puts down item `index`, which this warp's ring has next.
   const auto take_item = [&](int now, bool guesses) {
     const WorkItem item = plan.find(p, shape.work, index, lane);
-    if constexpr (Fresh::kAny) fresh.aim(item, shape.work.group, guesses);
+    const ItemRows rows = item_rows(shape.work, item);
+    if constexpr (Fresh::kAny) {
+      fresh.aim(item, shape.work.group, guesses);
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int row = tile * 8 + lane / 4;
+        query_rows[tile] = nullptr;
+        if (first_row + row >= rows.count || row >= warp_rows) continue;
+        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
+        query_rows[tile] = static_cast<const char*>(p.query) +
+                           2 * ((item.sequence.first_query + place.token) * p.query_stride +
+                                static_cast<int64_t>(place.head) * head_size);
+      }
+    }
     if (threadIdx.x == 0) {
       items[now] = item;
-      items_rows[now] = item_rows(shape.work, item);
+      items_rows[now] = rows;
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
   };
+  const auto load_query = [&] { tile.load_query(query_rows, lane); };
+  // What an item's query rows are made of.
+  const auto load_rows = [&] {
+    if constexpr (!Fresh::kAny) load_query();
+  };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
   };
-  const auto fill_ring = [&] {
+  const auto fill_ring = [&](int stages) {
     int filled = 0;
 #pragma unroll 1
-    for (int i = 0; i < shape.ring.stages; ++i) filled += ring.fill(p.kv);
+    for (int i = 0; i < stages; ++i) filled += ring.fill(p.kv);
     return filled;
   };
 
@@ -257,28 +278,37 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       if (some) {
         load_fresh();
         ring.look_up();
-        fill_ring();
+        fill_ring(shape.ring.stages);
       }
       break;
     }
     const int32_t* looked_up = nullptr;
+    typename Ring::Copies copies = {};
     if (some) {
       looked_up = ring.guess();
-      ring.prefetch(p.kv, shape.ring.stages);
+      const bool few = plan.items() <= gridDim.x / 2;
+      ring.prefetch(p.kv, shape.ring.stages, few);
+      copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
     }
     wait_for_predecessor();
     if (some) load_fresh();
     typename Plan::Indices indices;
     indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    const int filled = some ? fill_ring() : 0;
-    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
+    ring.start_copies(copies);
+    const int filled = copies.stages > 0 ? copies.stages : some ? fill_ring(shape.ring.stages) : 0;
+    if (some) load_rows();
+    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) {
+      if (some) fill_ring(shape.ring.stages - filled);
+      break;
+    }
     ring.drain(filled);
   }
-  // The query and the workspace are touched from here on only.
+  // The query, where it is not there yet, and the workspace are touched from here on only.
   if (p.early_pages) wait_before(p);
-
   const uint32_t count = plan.items();
+  if (!guesses && index < count) load_rows();
+
   uint32_t next_parity = 0;
   bool merges = false;  // the item before it
 #pragma unroll 1
@@ -287,7 +317,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       take_item(now, false);
       load_fresh();
       ring.look_up();
-      fill_ring();
+      fill_ring(shape.ring.stages);
+      load_rows();
     }
     if (merges) {
       const WorkItem& item = items[last];
@@ -395,27 +426,21 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const WorkItem& item = items[now];
     const ItemRows rows = items_rows[now];
     if constexpr (Fresh::kAny) fresh.prepare(p, shape.cap, item, rows.count, now);
-    const int first_row = member * warp_rows;  // this warp's
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
-    const auto load_query = [&](auto tag) {
-      using Query = decltype(tag);
-      const auto start = [&](int row) -> const Query* {
-        if (first_row + row >= rows.count || row >= warp_rows) return nullptr;
-        if constexpr (Fresh::kAny) return fresh.template query_row<Query>(row);
-        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
-        return static_cast<const Query*>(p.query) +
-               (item.sequence.first_query + place.token) * p.query_stride +
-               static_cast<int64_t>(place.head) * head_size;
-      };
-      const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
-                                ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
-                                : 1.0f;
-      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, lane);
-    };
+    if constexpr (Fresh::kAny) {
+      const auto row = [&](int of) { return of < rows.count ? fresh.query_row(of) : nullptr; };
+      query_rows[0] = row(lane / 4);
+      load_query();
+    }
+    const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
+                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                              : 1.0f;
+    const float to_log2 = p.scale * k_scale * kLog2E;
     if constexpr (Tile::kWide) {
-      load_query(Cache{});
+      tile.template prepare_query<Cache>(to_log2, lane);
     } else {
-      p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
+      p.dtype == DType::kFloat16 ? tile.template prepare_query<Half>(to_log2, lane)
+                                 : tile.template prepare_query<BFloat16>(to_log2, lane);
     }
     tile.clear();
 
@@ -564,6 +589,7 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
       .row_shift = row_shift,
       .stage_shift = kShift,
       .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
+      .merge_share = warps >> shape.team_shift,
       .slots = workspace_slots(row_shift, kv.head_size),
       .may_post = may_post_pieces(device.multiprocessors * blocks, row_shift, kv.head_size),
       .piece_share = 0.25f * blocks,

@@ -368,6 +368,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
       .row_shift = row_shift,
       .stage_shift = kStageShift<kTeamTokens>,
       .least_piece = kTeams,
+      .merge_share = kTeams,
       .slots = workspace_slots(row_shift, kMaxHeadSize),
       .may_post = may_post_pieces(current_device_info().multiprocessors, row_shift, kMaxHeadSize),
       .piece_share = kTeamPieceShare,
