@@ -3,7 +3,8 @@
 // A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
 // that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or
 // several where it is split: pieces of almost equal length whose results are merged by the last to
-// finish. Each block of a fixed grid takes item number blockIdx.x first, then whatever comes next.
+// finish, or by that of the last piece. Each block of a fixed grid takes item number blockIdx.x
+// first, then whatever comes next.
 //
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
@@ -31,9 +32,9 @@ struct WorkShape {
   int row_shift;      // log2 of the query rows of a chunk, at most
   int stage_shift;    // log2 of the tokens of a stage
   int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
-  int merge_share;    // stages that the block which merges posted pieces has less than others
+  int merge_share;    // stages that a block which merges posted pieces may have less than others
   int slots;          // of the workspace
-  bool may_post;      // it has room for the pieces of an item a block to be posted
+  bool may_post;      // whether may_post_pieces()
   float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
 
@@ -75,6 +76,7 @@ inline int workspace_slots(int row_shift, int head_size) {
                                     (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
 }
 
+// Whether the workspace has room for an item a block to be posted (posted_pieces.cuh).
 inline bool may_post_pieces(int blocks, int row_shift, int head_size) {
   const int64_t rows = int64_t{blocks} << row_shift;
   return rows <= kPostedRows && rows * head_size * 4 <= kPostedOutBytes;
@@ -156,8 +158,8 @@ struct WorkItem {
   int chunk;
   int piece;   // of the segment
   int pieces;  // 1: not split
-  bool posts;  // how pieces meet: as posted_pieces.cuh has it, where no block has two items
-  int slot;    // of the segment's piece 0 in the workspace: that item's number
+  bool posts;  // its pieces, as posted_pieces.cuh has it; where no block has two items
+  int slot;    // of the segment's piece 0 in the workspace, followed by the others
   int stage;   // the item's first, from the sequence's first_stage on
   int stages;  // of the item
   SequenceWork sequence;
@@ -319,14 +321,20 @@ class WorkPlan {
       item.stage = 0;
       item.stages = item.sequence.stages;
       if (item.pieces > 1) {
-        // Posted: the last pieces in the last blocks, which start last where other blocks end late.
-        const int segments = item.sequence.chunks * heads;
-        const int first = divide(local, item.posts ? segments : item.pieces);
-        const int second = local - first * (item.posts ? segments : item.pieces);
-        segment = item.posts ? second : first;
-        item.piece = item.posts ? first : second;
-        int share = item.posts && split_ == 0 ? shape.merge_share : 0;
-        if (item.sequence.stages < 4 * share * item.pieces) share = 0;
+        int share = 0;
+        if (item.posts) {
+          // The last pieces go to the last blocks: where those of the launch before that merged
+          // end late, they begin late, too.
+          const int segments = item.sequence.chunks * heads;
+          item.piece = divide(local, segments);
+          segment = local - item.piece * segments;
+          // Others are to have at most about half a stage more for it.
+          share = split_ > 0 ? 0 : min(shape.merge_share, item.pieces / 2);
+          if (item.sequence.stages < 4 * share * item.pieces) share = 0;
+        } else {
+          segment = divide(local, item.pieces);
+          item.piece = local - segment * item.pieces;
+        }
         // The first `more` pieces have one stage more.
         const int stages = item.sequence.stages + share;
         const int least = divide(stages, item.pieces);

@@ -4,7 +4,7 @@
 // turn, each through a ring of its own (kv_ring.cuh). At the end each team starts to fill its ring
 // for the next item; then the teams' results are merged in shared memory and written: as output
 // where the item is a whole segment, else to the workspace, where the segment's last block to
-// finish merges all pieces in order.
+// finish, or that of its last piece (posted_pieces.cuh), merges all pieces in order.
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
@@ -309,10 +309,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const uint32_t count = plan.items();
   if (!guesses && index < count) load_rows();
 
-  uint32_t next_parity = 0;
   bool merges = false;  // the item before it
 #pragma unroll 1
-  for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
+  for (int turn = 0;; turn = turn == 5 ? 0 : turn + 1) {
+    const int now = turn < 3 ? turn : turn - 3, last = now == 0 ? 2 : now - 1;  // of `items`
     if (merges && index < count) {
       take_item(now, false);
       load_fresh();
@@ -428,8 +428,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     if constexpr (Fresh::kAny) fresh.prepare(p, shape.cap, item, rows.count, now);
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
     if constexpr (Fresh::kAny) {
-      const auto row = [&](int of) { return of < rows.count ? fresh.query_row(of) : nullptr; };
-      query_rows[0] = row(lane / 4);
+      query_rows[0] = lane / 4 < rows.count ? fresh.query_row(lane / 4) : nullptr;
       load_query();
     }
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
@@ -501,8 +500,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         barrier_arrive(shared_address(&next_known));
       }
     }
-    barrier_wait(shared_address(&next_known), next_parity);
-    next_parity ^= 1;
+    barrier_wait(shared_address(&next_known), turn & 1);
     index = next_index;
   }
 }

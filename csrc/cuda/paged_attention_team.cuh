@@ -23,11 +23,13 @@ constexpr int kItemQueue = 2;
 __host__ __device__ constexpr int team_threads(int max_tiles) {
   return 128 * (team_count(max_tiles) + 1);
 }
-// Registers of a thread, of 65536 in all: the teams need more than their even share.
-constexpr int kServantRegisters = 56;
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
+// Registers of a thread, of 65536 in all: the teams need more than their even share.
 __host__ __device__ constexpr int team_registers(int max_tiles) {
   return max_tiles <= 4 ? 152 : 224;
+}
+__host__ __device__ constexpr int servant_registers(int max_tiles) {
+  return 65536 / 128 - team_count(max_tiles) * team_registers(max_tiles);
 }
 
 struct TeamShape {
@@ -330,7 +332,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __syncthreads();  // the barriers, the zeros
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == kTeams) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(servant_registers(kMaxTiles)));
     const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
     if (team == kTeams) {
       queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);

@@ -114,7 +114,7 @@ struct TeamEnd {
       const int half = i / (tiles * 4), in_half = i % (tiles * 4);
       const int row = Tile::row_of(lane, in_half / 4, 0);
       float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
-      constexpr int kBatch = 8;  // pieces under way
+      constexpr int kBatch = Tile::kTiles == 8 ? 4 : 8;  // pieces under way, as registers allow
 #pragma unroll 1
       for (int first = 0; first < item.pieces; first += kBatch) {
         float4 pairs[kBatch], outs[kBatch];
