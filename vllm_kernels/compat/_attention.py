@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kernels.compat._checks import (
+    check_given_integers,
     check_integers,
     check_lengths,
     check_new,
@@ -41,6 +42,7 @@ class Options:
     q_descale: Tensor | None = None  # [batch, num_kv_heads], of 8-bit queries
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    returns_lse: bool = False
 
     def __post_init__(self) -> None:
         if self.window is None:
@@ -49,6 +51,8 @@ class Options:
             raise RuntimeError(
                 f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
             )
+        if self.is_plain:
+            return
         for name, shape in (
             ("alibi_slopes", "[num_heads] or [batch, num_heads]"), ("s_aux", "[num_heads]"),
             ("q_descale", "[batch, num_kv_heads]"), ("k_descale", "[batch, num_kv_heads]"),
@@ -60,8 +64,18 @@ class Options:
                     f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
                 )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no slopes, sinks and descales."""
+        return (
+            self.alibi_slopes is None and self.sinks is None and self.q_descale is None
+            and self.k_descale is None and self.v_descale is None
+        )  # fmt: skip
+
     def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
         """Slopes and descales are for so many sequences and heads."""
+        if self.is_plain:
+            return
         for name, heads in (
             ("alibi_slopes", num_heads), ("q_descale", num_kv_heads), ("k_descale", num_kv_heads),
             ("v_descale", num_kv_heads),
@@ -84,13 +98,11 @@ class Options:
         left, right = (-1 if side is None or side < 0 else int(side) for side in self.window)
         return left, 0 if self.causal else right
 
-    def shared(self) -> dict[str, object]:
-        """The arguments that are the same for every sequence."""
-        sinks = None if self.sinks is None else self.sinks.float().contiguous()
-        return {"softcap": self.softcap, "sinks": sinks}
-
-    def rows(self, batch: int) -> Iterator[tuple[slice, dict[str, object]]]:
-        """Sequences whose slopes and scales are one argument: all at once, or one by one."""
+    def rows(self, batch: int) -> Iterator[tuple[slice | None, dict[str, Tensor | None]]]:
+        """Sequences whose slopes and scales are one argument: all at once (None), or one by one."""
+        if self.is_plain:
+            yield None, dict.fromkeys(("alibi_slopes", "k_scale", "v_scale"))
+            return
         values = {
             "alibi_slopes": self.alibi_slopes,
             "k_scale": self.k_descale,
@@ -111,7 +123,7 @@ class Options:
         }
         shared = {name: _floats(value) for name, value in whole.items()}
         if not per_row:
-            yield slice(0, batch), shared
+            yield None, shared
             return
         for row in range(batch):
             mine = {name: _floats(value[row]) for name, value in per_row.items()}
@@ -171,15 +183,13 @@ def varlen(
     seqused_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
     block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H]); with a
+) -> tuple[Tensor, Tensor | None]:
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [H, T]); with a
     block_table [B, width] k and v are pages [blocks, page, Hk, D]."""
     name = options.function
-    check_tensors(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_integers(
-        name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        block_table=block_table,
-    )  # fmt: skip
+    check_tensors(name, q=q, k=k, v=v)
+    check_integers(name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_given_integers(name, seqused_k=seqused_k, block_table=block_table)
     if max_seqlen_q is None or (seqused_k is not None and max_seqlen_k is None):
         missing = "max_seqlen_q" if max_seqlen_q is None else "max_seqlen_k"
         raise RuntimeError(f"{name}: {missing}: expected the longest sequence's tokens, got None")
@@ -190,20 +200,22 @@ def varlen(
     if block_table is not None:
         check_pages(name, k, "k", block_table, "block_table", batch)
         table, lens = _int32_table(block_table), cu_seqlens_k.diff()
-        return paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
-    if seqused_k is None:
-        return ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
-    check_rows(name, batch, seqused_k=seqused_k)
-    # Of each sequence's keys only the first: pages of one token.
-    first = cu_seqlens_k[:-1, None]
-    table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-    value_size = v.shape[-1]
-    options = replace(options, scale=options.score_scale(q))  # before it is padded
-    q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
-    out, lse = paged(
-        q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
-    )
-    return out[..., :value_size], lse
+        out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
+    elif seqused_k is None:
+        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+    else:
+        check_rows(name, batch, seqused_k=seqused_k)
+        # Of each sequence's keys only the first: pages of one token.
+        first = cu_seqlens_k[:-1, None]
+        table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+        value_size = v.shape[-1]
+        options = replace(options, scale=options.score_scale(q))  # before it is padded
+        q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
+        out, lse = paged(
+            q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
+        )
+        out = _first(out, value_size)
+    return out, _by_head(lse)
 
 
 def ragged(
@@ -214,8 +226,8 @@ def ragged(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """:func:`varlen` of shapes that were checked, and int32 starts."""
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
     inference_only(options.function, q, k, v)
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     seqs = None
@@ -226,24 +238,28 @@ def ragged(
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), _rows_contiguous(k), _rows_contiguous(v)
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    shared = options.shared()
+    out, lse = _results(q, options)
+    sinks = _floats(options.sinks)
     left, right = options.sides()
-    for seqs, mine in options.rows(cu_seqlens_q.numel() - 1):
-        ends = slice(seqs.start, seqs.stop + 1)
-        library_ops.varlen_attention(
-            out, lse, q, k, v, cu_seqlens_q[ends], cu_seqlens_k[ends], scale,
-            mine["alibi_slopes"], left, right, shared["softcap"], shared["sinks"],
-            _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]), int(max_seqlen_q), None,
+    starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
+    for rows, mine in options.rows(cu_seqlens_q.numel() - 1):
+        if rows is not None:
+            ends = slice(rows.start, rows.stop + 1)
+            starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
+        library_ops.varlen_attention.default(
+            out, lse, q, k, v, starts_q, starts_k, scale, mine["alibi_slopes"], left, right,
+            options.softcap, sinks, _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]),
+            int(max_seqlen_q), None,
         )  # fmt: skip
-    return out[..., :value_size], lse
+    return _first(out, value_size), lse
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """With a head size that the kernels have, one for K and V: zeros change no product."""
     step = size_step(k)
     padded = max(32, -(-max(q.shape[-1], v.shape[-1]) // step) * step)
+    if q.shape[-1] == v.shape[-1] == padded:  # as k has q's
+        return q, k, v
     return tuple(_padded(rows, padded) for rows in (q, k, v))
 
 
@@ -254,6 +270,32 @@ def _padded(rows: Tensor, head_size: int) -> Tensor:
     if rows.dtype.itemsize == 1:  # torch pads no float8
         return torch.nn.functional.pad(rows.view(torch.uint8), (0, missing)).view(rows.dtype)
     return torch.nn.functional.pad(rows, (0, missing))
+
+
+def _first(rows: Tensor, head_size: int) -> Tensor:
+    """Without the padding."""
+    return rows if rows.shape[-1] == head_size else rows[..., :head_size]
+
+
+def _results(q: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Room for out like q [T, H, D], and for lse [T, H] where it is wanted."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
+
+
+def _by_head(lse: Tensor | None) -> Tensor | None:
+    """[T, H] -> [H, T]."""
+    return None if lse is None else lse.t().contiguous()
+
+
+def _by_batch(
+    out: Tensor, lse: Tensor | None, batch: int, length: int
+) -> tuple[Tensor, Tensor | None]:
+    """out [B * S, H, D], lse [B * S, H] -> [B, S, H, D], [B, H, S]."""
+    out = out.view(batch, length, *out.shape[1:])
+    if lse is not None:
+        lse = lse.view(batch, length, lse.shape[1]).transpose(1, 2).contiguous()
+    return out, lse
 
 
 def _scale_of(keys: Tensor, scale: Tensor | None) -> Tensor | None:
@@ -269,7 +311,7 @@ def paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
     options: Options,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H])."""
     inference_only(options.function, q, k_cache, v_cache)
     batch = seq_lens.numel()
@@ -280,23 +322,26 @@ def paged(
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
-    out = q.new_empty(q.shape)
-    lses = q.new_empty(q.shape[:2], dtype=torch.float32)
-    shared = options.shared()
+    out, lse = _results(q, options)
+    sinks = _floats(options.sinks)
     left, right = options.sides()
     for rows, mine in options.rows(batch):
-        starts, query, target, lse = cu_seqlens_q, q, out, lses
-        if cu_seqlens_q is not None:
-            starts = cu_seqlens_q[rows.start : rows.stop + 1]
-        elif rows != slice(0, batch):
-            query, target, lse = q[rows], out[rows], lses[rows]
-        library_ops.paged_attention(
-            target, lse, query, k_cache, v_cache, table[rows], seq_lens[rows], starts,
-            options.score_scale(q), mine["alibi_slopes"], left + 1, shared["softcap"],
-            shared["sinks"], _scale_of(k_cache, mine["k_scale"]),
-            _scale_of(k_cache, mine["v_scale"]), "NHD", int(max_seqlen_q), None, 0, False, right,
+        query, target, target_lse = q, out, lse
+        tables, lens, starts = table, seq_lens, cu_seqlens_q
+        if rows is not None:
+            tables, lens = table[rows], seq_lens[rows]
+            if cu_seqlens_q is not None:
+                starts = cu_seqlens_q[rows.start : rows.stop + 1]
+            else:
+                query, target = q[rows], out[rows]
+                target_lse = None if lse is None else lse[rows]
+        library_ops.paged_attention.default(
+            target, target_lse, query, k_cache, v_cache, tables, lens, starts,
+            options.score_scale(q), mine["alibi_slopes"], left + 1, options.softcap, sinks,
+            _scale_of(k_cache, mine["k_scale"]), _scale_of(k_cache, mine["v_scale"]), "NHD",
+            int(max_seqlen_q), None, 0, False, right,
         )  # fmt: skip
-    return out, lses
+    return out, lse
 
 
 @dataclass
@@ -469,7 +514,7 @@ def with_cache(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     table_name: str = "block_table",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """q [B, S, H, D] -> (out like q, lse [B, H, S]); with cu_seqlens_q q [T, H, D], lse [H, T]."""
     name = options.function
     if (k is None) != (v is None):
@@ -481,7 +526,7 @@ def with_cache(
             raise RuntimeError(
                 f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
             )
-    check_integers(
+    check_given_integers(
         name, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         **{table_name: block_table}, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
@@ -545,13 +590,10 @@ def with_cache(
     if cache_leftpad is not None:
         lengths = (lengths - cache_leftpad).clamp_min(0).int()
     out, lse = paged(tokens, pages.key, pages.value, pages.table, lengths, starts, longest, options)
-    if packed:
-        return out, lse.t().contiguous()
-    shape = (batch, longest)
-    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
+    return (out, _by_head(lse)) if packed else _by_batch(out, lse, batch, longest)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
     check_tensors(options.function, q=q, k=k, v=v)
     check_shapes(options.function, q, k, v, rank=4)
@@ -562,5 +604,4 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     ]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out, lse = ragged(*rows, *starts, length, options)
-    shape = (batch, length)
-    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
+    return _by_batch(out, lse, batch, length)

@@ -26,12 +26,17 @@ def check_tensors(function: str, **values: object) -> None:
 
 
 def check_integers(function: str, **values: object) -> None:
-    """Of lengths, starts, indices and tables; those that are None are not there."""
-    given = {name: value for name, value in values.items() if value is not None}
-    check_tensors(function, **given)
-    for name, value in given.items():
-        if value.dtype not in (torch.int32, torch.int64):
+    """Of lengths, starts, indices and tables."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            check_tensors(function, **{name: value})
+        elif value.dtype != torch.int32 and value.dtype != torch.int64:
             raise RuntimeError(f"{function}: {name}: expected int32 or int64, got {value.dtype}")
+
+
+def check_given_integers(function: str, **values: object) -> None:
+    """:func:`check_integers` of those that are not None."""
+    check_integers(function, **{name: x for name, x in values.items() if x is not None})
 
 
 def check_shapes(
