@@ -524,6 +524,25 @@ def test_defaults_in_force(fa, dtype):
         torch.set_default_device(None)
 
 
+def test_compiled_over_a_cache_without_pages(device):
+    """Caches of any length, without a graph break: how long their pages are follows the length."""
+
+    def call(q, caches, lens, new):
+        return FA2.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 64), (3, 24)):
+        q = random(batch, 1, 4, 64, device=device, dtype=torch.bfloat16)
+        caches = random(2, batch, length, 2, 64, device=device, dtype=torch.bfloat16)
+        new = random(2, batch, 1, 2, 64, device=device, dtype=torch.bfloat16)
+        lens = ints([16, 7, 12][:batch], device)
+        others = caches.clone()
+        want = call(q, caches, lens, new)
+        assert torch.equal(compiled(q, others, lens, new), want)
+        assert torch.equal(others, caches) and want.any()
+
+
 @pytest.mark.parametrize("page", [1, 256])
 def test_replayed_graphs(fa, device, page):
     """Decodes as clients capture them, appended in place; other lengths, and rows of nobody."""

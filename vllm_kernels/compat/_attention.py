@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -393,7 +392,8 @@ def pages_of(
         steps.append(row // token if rows > 1 else length)
     if steps[0] != steps[1]:
         raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
-    page = math.gcd(page, length, steps[0])
+    while length % page or steps[0] % page:  # torch.compile traces it, and no gcd
+        page //= 2
     blocks = ((rows - 1) * steps[0] + length) // page if rows else 0
     views = [
         cache.as_strided(
