@@ -430,9 +430,13 @@ class NewTokens:
 
     key: Tensor  # [tokens, Hk, D]
     value: Tensor
-    seqs: Tensor  # [tokens] int64, the sequence of each
-    index: Tensor  # [tokens] int64, its number among the sequence's new ones
     counts: Tensor  # [batch] int32
+    seqs: Tensor | None = None  # [tokens] int64, the sequence of each; None: one a sequence
+    index: Tensor | None = None  # [tokens] int64, its number among the sequence's new ones
+
+    def positions(self, lengths: Tensor) -> Tensor:
+        """[tokens], behind lengths [batch]."""
+        return lengths if self.seqs is None else lengths[self.seqs] + self.index
 
 
 def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
@@ -440,16 +444,19 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
     device = k.device
     if cu_seqlens is None:
         batch, count = k.shape[:2]
+        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
+        key, value = k.flatten(0, 1), v.flatten(0, 1)
+        if count == 1:
+            return NewTokens(key, value, counts)
         seqs = torch.arange(batch, dtype=torch.int64, device=device).repeat_interleave(
             count, output_size=batch * count
         )
         index = torch.arange(count, dtype=torch.int64, device=device).repeat(batch)
-        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
-        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), seqs, index, counts)
+        return NewTokens(key, value, counts, seqs, index)
     starts = _int32(cu_seqlens)
     seqs = _token_seqs(starts, k.shape[0])
     tokens = torch.arange(k.shape[0], dtype=torch.int64, device=device)
-    return NewTokens(k, v, seqs, tokens - starts[seqs], starts.diff())
+    return NewTokens(k, v, starts.diff(), seqs, tokens - starts[seqs])
 
 
 def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
@@ -460,24 +467,26 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
     """
     page, width = pages.key.shape[1], pages.table.shape[1]
     lengths = lengths.long()
-    ends = lengths.add(new.counts < 1, alpha=-1).clamp_min(0) // page
+    ends = lengths if new.seqs is None else lengths.add(new.counts < 1, alpha=-1)
+    ends = ends.clamp_min(0) // page
     first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
     real = (lengths >= 0) & (first >= 0) & (ends < width)
-    position = lengths[new.seqs] + new.index
-    column = (position // page).clamp(0, width - 1)
-    block = pages.table[new.seqs, column].long()
-    good = real[new.seqs] & (block >= 0) & (position // page < width)
-    good &= new.index < new.counts[new.seqs]
+    position = new.positions(lengths)
+    good, block = real, first.long()
+    if new.seqs is not None:
+        column = position // page
+        block = pages.table[new.seqs, column.clamp(0, width - 1)].long()
+        good = real[new.seqs] & (block >= 0) & (column < width)
+        good &= new.index < new.counts[new.seqs]
     slots = torch.where(good, block * page + position % page, -1)
     key, value = _rows_contiguous(new.key), _rows_contiguous(new.value)
     caches, stored = (pages.key, pages.value), pages.key.dtype
     if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
         key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
         stored = torch.bfloat16
+    one = torch.ones(1, dtype=torch.float32, device=key.device)
     scales = [
-        torch.ones(1, dtype=torch.float32, device=key.device)
-        if scale is None
-        else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
+        one if scale is None else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
         for scale in (options.k_descale, options.v_descale)
     ]
     name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
@@ -573,16 +582,14 @@ def with_cache(
     if new is not None:
         if turns:
             before = lengths.long().clamp_min(0)
-            new.key = rotated(new.key, before[new.seqs] + new.index, *rotary, rotary_interleaved)
-            seqs = (
-                _token_seqs(starts, tokens.shape[0])
-                if starts is not None
-                else torch.arange(batch, dtype=torch.int64, device=q.device)
-            )
-            position = before[seqs]
-            if starts is not None and (options.causal or options.sides() != (-1, -1)):
-                index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
-                position = position + index - starts[seqs]
+            new.key = rotated(new.key, new.positions(before), *rotary, rotary_interleaved)
+            position = before
+            if starts is not None:
+                seqs = _token_seqs(starts, tokens.shape[0])
+                position = before[seqs]
+                if options.causal or options.sides() != (-1, -1):
+                    index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
+                    position = position + index - starts[seqs]
             tokens = rotated(tokens, position, *rotary, rotary_interleaved)
         lengths = append(new, target, lengths, options)
     else:
