@@ -374,6 +374,20 @@ def test_eight_bit_tokens_are_appended(device):
     assert cache.float().count_nonzero() == rows.float().count_nonzero()
 
 
+def test_descales_of_keys_alone(device):
+    """One a head, where tokens are divided by them on their way into an 8-bit cache."""
+    rows = random(2, 1, 3, 2, 64, device=device, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 1, 16, 2, 64, device=device).to(torch.float8_e4m3fn)
+    descale = torch.tensor([2.0, 0.5], device=device)
+    out = FA3.flash_attn_with_kvcache(
+        rows[:1, 0], *cache, *rows, cache_seqlens=0, k_descale=descale, causal=True
+    )
+    want = torch.stack([rows[0].float() / descale[:, None], rows[1].float()])
+    assert torch.equal(cache[:, :, :3].float(), want.to(cache.dtype).float())
+    key, value = cache[:, 0, :3].double()
+    near(out[0], oracle.attention(rows[0, 0], key * descale[:, None], value, True)[0], 2.0)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])
 def test_not_causal_pages(fa, device, dtype, window):
     cache = Paged(device, dtype, [30, 5], 16)

@@ -484,12 +484,15 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
     if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
         key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
         stored = torch.bfloat16
-    one = torch.ones(1, dtype=torch.float32, device=key.device)
-    scales = [
-        one if scale is None else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
-        for scale in (options.k_descale, options.v_descale)
-    ]
     name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+    one = torch.ones(1, dtype=torch.float32, device=key.device)
+    scales = [one, one]
+    if stored in name:
+        heads = pages.key.shape[2]
+        scales = [
+            (one if scale is None else scale.float().reshape(-1)[:heads]).expand(heads).contiguous()
+            for scale in (options.k_descale, options.v_descale)
+        ]
     reshape_and_cache_flash(key, value, *caches, slots, name.get(stored, "auto"), *scales)
     return torch.where(real, lengths + new.counts, 0).int()
 
