@@ -374,18 +374,22 @@ def test_eight_bit_tokens_are_appended(device):
     assert cache.float().count_nonzero() == rows.float().count_nonzero()
 
 
-def test_descales_of_keys_alone(device):
-    """One a head, where tokens are divided by them on their way into an 8-bit cache."""
+@pytest.mark.parametrize("v_descale", [None, 4.0])
+def test_descales_of_unlike_sizes(device, v_descale):
+    """Tokens are divided by them on their way into an 8-bit cache."""
     rows = random(2, 1, 3, 2, 64, device=device, dtype=torch.bfloat16)
     cache = torch.zeros(2, 1, 16, 2, 64, device=device).to(torch.float8_e4m3fn)
     descale = torch.tensor([2.0, 0.5], device=device)
+    one = None if v_descale is None else torch.full((1,), v_descale, device=device)
     out = FA3.flash_attn_with_kvcache(
-        rows[:1, 0], *cache, *rows, cache_seqlens=0, k_descale=descale, causal=True
+        rows[:1, 0], *cache, *rows, cache_seqlens=0, k_descale=descale, v_descale=one, causal=True
     )
-    want = torch.stack([rows[0].float() / descale[:, None], rows[1].float()])
+    v_descale = v_descale or 1.0
+    want = torch.stack([rows[0].float() / descale[:, None], rows[1].float() / v_descale])
     assert torch.equal(cache[:, :, :3].float(), want.to(cache.dtype).float())
     key, value = cache[:, 0, :3].double()
-    near(out[0], oracle.attention(rows[0, 0], key * descale[:, None], value, True)[0], 2.0)
+    key, value = key * descale[:, None], value * v_descale
+    near(out[0], oracle.attention(rows[0, 0], key, value, True)[0], 2.0)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])

@@ -247,8 +247,7 @@ def ragged(
             starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
         library_ops.varlen_attention.default(
             out, lse, q, k, v, starts_q, starts_k, scale, mine["alibi_slopes"], left, right,
-            options.softcap, sinks, _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]),
-            int(max_seqlen_q), None,
+            options.softcap, sinks, *_scales(k, mine), int(max_seqlen_q), None,
         )  # fmt: skip
     return _first(out, value_size), lse
 
@@ -297,8 +296,14 @@ def _by_batch(
     return out, lse
 
 
-def _scale_of(keys: Tensor, scale: Tensor | None) -> Tensor | None:
-    return scale if keys.dtype.itemsize == 1 else None
+def _scales(keys: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """Of keys [.., Hk, D] and values, for 8-bit ones: as many elements of both."""
+    if keys.dtype.itemsize != 1:
+        return None, None
+    key, value = given["k_scale"], given["v_scale"]
+    if key is not None and value is not None and key.numel() != value.numel():
+        key, value = (scale.expand(keys.shape[-2]).contiguous() for scale in (key, value))
+    return key, value
 
 
 def paged(
@@ -337,8 +342,7 @@ def paged(
         library_ops.paged_attention.default(
             target, target_lse, query, k_cache, v_cache, tables, lens, starts,
             options.score_scale(q), mine["alibi_slopes"], left + 1, options.softcap, sinks,
-            _scale_of(k_cache, mine["k_scale"]), _scale_of(k_cache, mine["v_scale"]), "NHD",
-            int(max_seqlen_q), None, 0, False, right,
+            *_scales(k_cache, mine), "NHD", int(max_seqlen_q), None, 0, False, right,
         )  # fmt: skip
     return out, lse
 
