@@ -32,6 +32,7 @@ struct WorkShape {
   int stage_shift;    // log2 of the tokens of a stage
   int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
   int slots;          // of the workspace
+  bool may_post;      // it has room for the pieces of an item a block to be posted
   float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
 
@@ -71,6 +72,11 @@ inline void check_split(const PagedAttentionParams& p, const WorkShape& shape) {
 inline int workspace_slots(int row_shift, int head_size) {
   return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
                                     (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+}
+
+inline bool may_post_pieces(int blocks, int row_shift, int head_size) {
+  const int64_t rows = int64_t{blocks} << row_shift;
+  return rows <= kPostedRows && rows * head_size * 4 <= kPostedOutBytes;
 }
 
 struct SequenceWork {
@@ -149,6 +155,7 @@ struct WorkItem {
   int chunk;
   int piece;   // of the segment
   int pieces;  // 1: not split
+  bool posts;  // how pieces meet: as posted_pieces.cuh has it, where no block has two items
   int slot;    // of the segment's piece 0 in the workspace: that item's number
   int stage;   // the item's first, from the sequence's first_stage on
   int stages;  // of the item
@@ -312,6 +319,7 @@ class WorkPlan {
         item.stage = item.piece * least + min(item.piece, more);
         item.stages = least + (item.piece < more ? 1 : 0);
       }
+      item.posts = shape.may_post && items_ <= gridDim.x;
       item.slot = static_cast<int>(index) - item.piece;
       item.kv_head = segment;
       item.chunk = 0;

@@ -17,6 +17,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_team.cuh"
+#include "cuda/posted_pieces.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -54,21 +55,28 @@ struct RowState {
     out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
     add(exp2_approx(score - updated), 1.0f, value);
   }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step], which load() reads, kBatch
-  // parts at a time.
-  template <int kBatch, typename Load>
-  __device__ __forceinline__ void merge(int parts, const float2* stats, uint32_t stats_step,
-                                        const float4* outs, uint32_t out_step, const Load& load) {
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]; kBatch at a time.
+  template <int kBatch, typename Source>
+  __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
+                                        uint32_t out_step, const Source& source) {
 #pragma unroll 1
     for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
       float4 o[kBatch];
+      bool there;
+#pragma unroll 1
+      do {
+        there = true;
+        const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t part = min(first + i, parts - 1);
-        s[i] = load(stats + part * stats_step);
-        o[i] = load(outs + part * out_step);
-      }
+        for (int i = 0; i < kBatch; ++i) {
+          const uint32_t part = min(begin + i, parts - 1);
+          s[i] = source.load(stats + part * stats_step);
+          o[i] = source.load(outs + part * out_step);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) there &= source.there(s[i].x) & source.there(o[i].x);
+      } while (!there);
       float updated = maximum;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
@@ -83,7 +91,34 @@ struct RowState {
         const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
         add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
       }
+      const int begin = in_register(first);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        source.take(outs + static_cast<uint32_t>(min(begin + i, parts - 1)) * out_step);
+      }
     }
+  }
+};
+
+// Where RowState::merge() finds its parts: in shared memory,
+struct SharedParts {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return *from;
+  }
+  __device__ __forceinline__ bool there(float) const { return true; }
+  __device__ __forceinline__ void take(float4*) const {}
+};
+// or in the workspace.
+struct WorkspaceParts {
+  bool posted;
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return load_relaxed(from);
+  }
+  __device__ __forceinline__ bool there(float x) const { return !posted || is_posted(x); }
+  __device__ __forceinline__ void take(float4* from) const {
+    if (posted) take_back(from);
   }
 };
 
@@ -259,8 +294,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
       const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
-      const auto in_workspace = [&](int piece, int row) {
+      const bool posts = item.posts;
+      const PieceResults& pieces = posts ? workspace.posted : workspace.counted;
+      const auto place = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
+      };
+      const auto out_at = [&](int64_t at) {
+        return reinterpret_cast<float4*>(&pieces.out[at * head_size + d]);
       };
       // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
       // at a time of each member.
@@ -287,46 +327,59 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           const int at = of * merge_rows + own;
           const uint32_t part_rows = merge_rows << team_shift;
           state.merge<8>(teams, &warp_stats[at], part_rows,
-                         reinterpret_cast<const float4*>(results + at * pitch + d),
-                         part_rows * pitch / 4, [](const auto* from) { return *from; });
+                         reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
+                         SharedParts{});
           if constexpr (Fresh::kAny) {
             if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
           }
           if (whole) {
             write_row(p, shape.work, item, rows, row, d, state);
+            return;
+          }
+          const int64_t to = place(item.piece, row);
+          const float2 stats = {state.maximum, state.sum};
+          if (posts) {
+            post(out_at(to), state.out);
+            if (d == 0) post(&pieces.stats[to], stats);
           } else {
-            const int64_t to = in_workspace(item.piece, row);
-            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+            *out_at(to) = state.out;
+            if (d == 0) pieces.stats[to] = stats;
           }
         });
       }
-      if (!whole) {
+      bool merges_pieces = !whole && posts && item.piece + 1 == item.pieces;
+      if (!whole && !posts) {
         __syncthreads();
         if (threadIdx.x == 0) {
           is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        if (is_last) {
+        merges_pieces = is_last;
+      }
+      if (merges_pieces) {
 #pragma unroll 1
-          for (int first = 0; first < most; first += merge_rows) {
-            each_row(first, [&](int, int row) {
-              RowState state;
-              const int64_t at = in_workspace(0, row);
-              const auto merge_pieces = [&](auto batch) {
-                state.merge<decltype(batch)::value>(
-                    item.pieces, &workspace.stats[at], 1u << shape.work.row_shift,
-                    reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
-                    fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
-              };
-              if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
-                merge_pieces(std::integral_constant<int, 8>{});
-              } else {
-                merge_pieces(std::integral_constant<int, 16>{});
-              }
-              write_row(p, shape.work, item, rows, row, d, state);
-            });
+        for (int first = 0; first < most; first += merge_rows) {
+          each_row(first, [&](int, int row) {
+            RowState state;
+            const int64_t at = place(0, row);
+            const auto merge_pieces = [&](auto batch) {
+              state.merge<decltype(batch)::value>(
+                  item.pieces, &pieces.stats[at], 1u << shape.work.row_shift, out_at(at),
+                  fours << shape.work.row_shift, WorkspaceParts{posts});
+            };
+            if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
+              merge_pieces(std::integral_constant<int, 8>{});
+            } else {
+              merge_pieces(std::integral_constant<int, 16>{});
+            }
+            write_row(p, shape.work, item, rows, row, d, state);
+          });
+        }
+        if (posts) {
+          __syncthreads();  // all have read the maxima
+          for (int i = threadIdx.x; i < item.pieces << shape.work.row_shift; i += blockDim.x) {
+            take_back(&pieces.stats[place(0, i)]);
           }
         }
       }
@@ -506,13 +559,15 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
-  shape.work = {.group = group,
-                .row_shift = row_shift,
-                .stage_shift = kShift,
-                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
-                .slots = workspace_slots(row_shift, kv.head_size),
-                .piece_share = 0.25f * blocks,
-                .group_divisor = FastDivisor(group)};
+  shape.work = {
+      .group = group,
+      .row_shift = row_shift,
+      .stage_shift = kShift,
+      .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
+      .slots = workspace_slots(row_shift, kv.head_size),
+      .may_post = may_post_pieces(device.multiprocessors * blocks, row_shift, kv.head_size),
+      .piece_share = 0.25f * blocks,
+      .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),

@@ -363,13 +363,15 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   TeamShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv, shape.ring, shape.tile);
-  shape.work = {.group = group,
-                .row_shift = row_shift,
-                .stage_shift = kStageShift<kTeamTokens>,
-                .least_piece = kTeams,
-                .slots = workspace_slots(row_shift, kMaxHeadSize),
-                .piece_share = kTeamPieceShare,
-                .group_divisor = FastDivisor(group)};
+  shape.work = {
+      .group = group,
+      .row_shift = row_shift,
+      .stage_shift = kStageShift<kTeamTokens>,
+      .least_piece = kTeams,
+      .slots = workspace_slots(row_shift, kMaxHeadSize),
+      .may_post = may_post_pieces(current_device_info().multiprocessors, row_shift, kMaxHeadSize),
+      .piece_share = kTeamPieceShare,
+      .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
