@@ -25,8 +25,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_kernels.compat import _attention, bert_padding
-from vllm_kernels.compat._attention import Options
 from vllm_kernels.compat._checks import check_tensors, refuse
+from vllm_kernels.compat._options import Options
 
 __all__ = [
     "flash_attn_func",
