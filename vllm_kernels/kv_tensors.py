@@ -452,10 +452,10 @@ def _mapping(pairs: Pairs) -> Tensor:
     """What copy_blocks and swap_blocks take."""
     if isinstance(pairs, Tensor):
         return pairs
-    array = np.array(pairs)
+    array = np.asarray(pairs)
     if array.dtype.kind not in "iu":
         raise TypeError(f"KVCache: pairs: expected integers, [n, 2], got {short_repr(pairs)}")
-    return torch.from_numpy(array.astype(np.int64))
+    return torch.from_numpy(array.astype(np.int64))  # a copy, as arrays may be read-only
 
 
 def free_memory(device: torch.device) -> int:

@@ -374,6 +374,24 @@ def test_eight_bit_tokens_are_appended(device):
     assert cache.float().count_nonzero() == rows.float().count_nonzero()
 
 
+@pytest.mark.parametrize("v_descale", [None, 4.0])
+def test_descales_of_unlike_sizes(device, v_descale):
+    """Tokens are divided by them on their way into an 8-bit cache."""
+    rows = random(2, 1, 3, 2, 64, device=device, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 1, 16, 2, 64, device=device).to(torch.float8_e4m3fn)
+    descale = torch.tensor([2.0, 0.5], device=device)
+    one = None if v_descale is None else torch.full((1,), v_descale, device=device)
+    out = FA3.flash_attn_with_kvcache(
+        rows[:1, 0], *cache, *rows, cache_seqlens=0, k_descale=descale, v_descale=one, causal=True
+    )
+    v_descale = v_descale or 1.0
+    want = torch.stack([rows[0].float() / descale[:, None], rows[1].float() / v_descale])
+    assert torch.equal(cache[:, :, :3].float(), want.to(cache.dtype).float())
+    key, value = cache[:, 0, :3].double()
+    key, value = key * descale[:, None], value * v_descale
+    near(out[0], oracle.attention(rows[0, 0], key, value, True)[0], 2.0)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (6, 2), (0, -1)])
 def test_not_causal_pages(fa, device, dtype, window):
     cache = Paged(device, dtype, [30, 5], 16)
@@ -522,6 +540,25 @@ def test_defaults_in_force(fa, dtype):
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
+
+
+def test_compiled_over_a_cache_without_pages(device):
+    """Caches of any length, without a graph break: how long their pages are follows the length."""
+
+    def call(q, caches, lens, new):
+        return FA2.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 64), (3, 24)):
+        q = random(batch, 1, 4, 64, device=device, dtype=torch.bfloat16)
+        caches = random(2, batch, length, 2, 64, device=device, dtype=torch.bfloat16)
+        new = random(2, batch, 1, 2, 64, device=device, dtype=torch.bfloat16)
+        lens = ints([16, 7, 12][:batch], device)
+        others = caches.clone()
+        want = call(q, caches, lens, new)
+        assert torch.equal(compiled(q, others, lens, new), want)
+        assert torch.equal(others, caches) and want.any()
 
 
 @pytest.mark.parametrize("page", [1, 256])

@@ -243,6 +243,22 @@ def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
         KVCacheManager(num_blocks, block_size)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_blocks": "a"}, "num_blocks: expected an integer of 64 bits, got 'a'"),
+        ({"num_blocks": 2**63}, f"num_blocks: expected an integer of 64 bits, got {2**63}"),
+        ({"block_size": 4.0}, r"block_size: expected an integer of 64 bits, got 4\.0"),
+        ({"watermark_blocks": None}, "watermark_blocks: expected an integer of 64 bits, got None"),
+        ({"windows": 5}, "windows: expected a list of integers or None, .* got 5"),
+        ({"windows": ("a", None)}, r"windows: expected a list .* got \('a', None\)"),
+    ],
+)
+def test_sizes_that_are_no_integers_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(kv_cache.InvalidArgument, match=f"^KVCacheManager: {message}$"):
+        KVCacheManager(**{"num_blocks": 8, "block_size": 4, **arguments})
+
+
 def test_a_watermark_of_the_whole_pool_is_refused() -> None:
     for options, pool in (({}, 8), ({"null_block": True}, 7)):
         KVCacheManager(8, 4, watermark_blocks=pool - 1, **options)

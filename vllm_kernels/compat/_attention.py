@@ -2,117 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from vllm_kernels.compat._checks import (
+    check_given_integers,
+    check_integers,
+    check_lengths,
+    check_new,
+    check_pages,
+    check_places,
+    check_rotary,
+    check_rows,
+    check_shapes,
+    check_tensors,
+    sequences,
+    size_step,
+    wrong,
+)
+from vllm_kernels.compat._options import Options, floats
 from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
 from vllm_kernels.ops._common import inference_only, library_ops
-
-
-def refuse(function: str, **unsupported: object) -> None:
-    """Raises NotImplementedError for the first argument that is neither None, 0 nor False."""
-    for name, value in unsupported.items():
-        if value is not None and not (isinstance(value, (int, float)) and not value):
-            raise NotImplementedError(f"{function}: {name}: not supported, got {value!r:.60}")
-
-
-@dataclass
-class Options:
-    """Scores and what becomes of them, in FlashAttention's words."""
-
-    function: str
-    scale: float | None = None
-    causal: bool = False
-    window: tuple[int, int] | None = (-1, -1)
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
-    sinks: Tensor | None = None  # [num_heads]
-    q_descale: Tensor | None = None  # [batch, num_kv_heads], of 8-bit queries
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is None:
-            self.window = (-1, -1)
-        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
-            raise RuntimeError(
-                f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
-            )
-        for name, shape in (
-            ("alibi_slopes", "[num_heads] or [batch, num_heads]"), ("s_aux", "[num_heads]"),
-            ("q_descale", "[batch, num_kv_heads]"), ("k_descale", "[batch, num_kv_heads]"),
-            ("v_descale", "[batch, num_kv_heads]"),
-        ):  # fmt: skip
-            value = self.sinks if name == "s_aux" else getattr(self, name)
-            if value is not None and not isinstance(value, Tensor):
-                raise RuntimeError(
-                    f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
-                )
-
-    def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
-        """Slopes and descales are for so many sequences and heads."""
-        for name, heads in (
-            ("alibi_slopes", num_heads), ("q_descale", num_kv_heads), ("k_descale", num_kv_heads),
-            ("v_descale", num_kv_heads),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is None or value.shape == (batch, heads) or value.shape == (heads,):
-                continue
-            # One descale, or one row of slopes or descales, for all.
-            one = name != "alibi_slopes" and value.numel() == 1 and value.dim() <= 2
-            if not one and value.shape != (1, heads):
-                want = f"shape [{heads}] or [{batch}, {heads}], a row for each sequence of q"
-                raise _wrong(self.function, name, want, value)
-
-    def score_scale(self, query: Tensor) -> float:
-        """Of query . key."""
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    def sides(self) -> tuple[int, int]:
-        """Tokens before and after a query token's position that it sees; -1: all."""
-        left, right = (-1 if side is None or side < 0 else int(side) for side in self.window)
-        return left, 0 if self.causal else right
-
-    def shared(self) -> dict[str, object]:
-        """The arguments that are the same for every sequence."""
-        sinks = None if self.sinks is None else self.sinks.float().contiguous()
-        return {"softcap": self.softcap, "sinks": sinks}
-
-    def rows(self, batch: int) -> Iterator[tuple[slice, dict[str, object]]]:
-        """Sequences whose slopes and scales are one argument: all at once, or one by one."""
-        values = {
-            "alibi_slopes": self.alibi_slopes,
-            "k_scale": self.k_descale,
-            "v_scale": self.v_descale,
-        }
-        per_row = {
-            name: value
-            for name, value in values.items()
-            if value is not None
-            and value.dim() == 2
-            and value.shape[0] > 1
-            and value.stride(0) != 0
-        }
-        whole = {
-            name: None if value is None or not batch else value[0] if value.dim() == 2 else value
-            for name, value in values.items()
-            if name not in per_row
-        }
-        shared = {name: _floats(value) for name, value in whole.items()}
-        if not per_row:
-            yield slice(0, batch), shared
-            return
-        for row in range(batch):
-            mine = {name: _floats(value[row]) for name, value in per_row.items()}
-            yield slice(row, row + 1), {**shared, **mine}
-
-
-def _floats(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.float().contiguous()
 
 
 def _int32(values: Tensor) -> Tensor:
@@ -153,112 +65,6 @@ def _token_seqs(starts: Tensor, num_tokens: int) -> Tensor:
     return seqs.clamp(0, max(0, starts.numel() - 2))
 
 
-def _wrong(function: str, name: str, want: str, got: Tensor) -> RuntimeError:
-    return RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
-
-
-def check_shapes(
-    function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rank: int,
-    cache: str = "",
-    names: tuple[str, str] = ("k", "v"),
-) -> None:
-    """Of dense (rank 4) or ragged (3) q, and of keys that lie like it, or in a cache, whose first
-    dimensions the caller calls ``cache``. Texts are made only where they are raised."""
-    # Plain tuples: slices of a torch.Size cost several times as much.
-    q_shape, k_shape, v_shape = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    key, value = names
-    name, got = key, k
-    size = q_shape[-1] if q_shape else 0
-    k_rank = 4 if cache else rank
-    if len(q_shape) != rank:
-        lead = "batch, seqlen_q" if rank == 4 else "total_q"
-        name, want, got = "q", f"shape [{lead}, num_heads, head_size]", q
-    elif (
-        len(k_shape) != k_rank
-        or k_shape[-1] != size
-        or (not cache and rank == 4 and k_shape[0] != q_shape[0])
-    ):
-        lead = cache or (f"{q_shape[0]}, seqlen_k" if rank == 4 else "total_k")
-        want = f"shape [{lead}, num_kv_heads, {size}]"
-    elif len(v_shape) != k_rank or v_shape[:-1] != k_shape[:-1]:
-        name, got = value, v
-        last = size if cache else "head_size_v"
-        want = f"shape [{', '.join(map(str, k_shape[:-1]))}, {last}]"
-    elif cache and v_shape[-1] != size:
-        raise NotImplementedError(
-            f"{function}: {value}: not supported with a head size of its own, {v_shape[-1]} beside "
-            f"{size}"
-        )
-    elif k_shape[-2] == 0 or q_shape[-2] % k_shape[-2] != 0:
-        name, got = "q", q
-        want = f"num_heads to be a multiple of num_kv_heads = {k_shape[-2]} (from {key})"
-    elif cache and (not 32 <= size <= 256 or size % _size_step(k) != 0):
-        name, got = "q", q
-        want = f"a head size of 32 to 256 in steps of {_size_step(k)} (that of caches)"
-    elif size > 256 or v_shape[-1] > 256:
-        name, got = ("q", q) if size > 256 else (value, v)
-        want = "a head size up to 256"
-    else:
-        return
-    raise _wrong(function, name, want, got)
-
-
-def _size_step(keys: Tensor) -> int:
-    """Head sizes that the kernels have are multiples of it."""
-    return 16 if keys.dtype.itemsize == 1 else 8
-
-
-def check_pages(
-    function: str, k: Tensor, name: str, table: Tensor, table_name: str, batch: int
-) -> None:
-    """Of pages of checked shapes, and of their table."""
-    page = k.shape[1]
-    if not 1 <= page <= 256 or page & (page - 1):
-        raise _wrong(function, name, "pages of 1, 2, 4, .. 256 tokens (dimension 1)", k)
-    if table.dim() != 2 or table.shape[0] != batch:
-        want = f"shape [{batch}, pages_per_seq], a row for each sequence of q"
-        raise _wrong(function, table_name, want, table)
-
-
-def check_tensors(function: str, **values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            kind = "None" if value is None else type(value).__name__
-            raise RuntimeError(f"{function}: {name}: expected a tensor, got {kind}")
-
-
-def check_integers(function: str, **values: object) -> None:
-    """Of lengths, starts, indices and tables; those that are None are not there."""
-    given = {name: value for name, value in values.items() if value is not None}
-    check_tensors(function, **given)
-    for name, value in given.items():
-        if value.dtype not in (torch.int32, torch.int64):
-            raise RuntimeError(f"{function}: {name}: expected int32 or int64, got {value.dtype}")
-
-
-def check_rows(function: str, batch: int, **values: object) -> None:
-    """Of arguments with one element for each sequence."""
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.shape != (batch,):
-            want = f"shape [{batch}], an element for each sequence of q"
-            raise _wrong(function, name, want, value)
-
-
-def sequences(function: str, cu_seqlens_q: Tensor, **others: Tensor | None) -> int:
-    """How many cu_seqlens_q has; the others are to have as many."""
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
-        raise _wrong(function, "cu_seqlens_q", "shape [batch + 1]", cu_seqlens_q)
-    for name, starts in others.items():
-        if starts is not None and starts.shape != cu_seqlens_q.shape:
-            want = f"shape {list(cu_seqlens_q.shape)} (from cu_seqlens_q)"
-            raise _wrong(function, name, want, starts)
-    return cu_seqlens_q.shape[0] - 1
-
-
 def varlen(
     q: Tensor,
     k: Tensor,
@@ -270,15 +76,13 @@ def varlen(
     seqused_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
     block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [T, H]); with a
+) -> tuple[Tensor, Tensor | None]:
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> (out [T, H, Dv], lse [H, T]); with a
     block_table [B, width] k and v are pages [blocks, page, Hk, D]."""
     name = options.function
-    check_tensors(name, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_integers(
-        name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        block_table=block_table,
-    )  # fmt: skip
+    check_tensors(name, q=q, k=k, v=v)
+    check_integers(name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_given_integers(name, seqused_k=seqused_k, block_table=block_table)
     if max_seqlen_q is None or (seqused_k is not None and max_seqlen_k is None):
         missing = "max_seqlen_q" if max_seqlen_q is None else "max_seqlen_k"
         raise RuntimeError(f"{name}: {missing}: expected the longest sequence's tokens, got None")
@@ -289,20 +93,22 @@ def varlen(
     if block_table is not None:
         check_pages(name, k, "k", block_table, "block_table", batch)
         table, lens = _int32_table(block_table), cu_seqlens_k.diff()
-        return paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
-    if seqused_k is None:
-        return ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
-    check_rows(name, batch, seqused_k=seqused_k)
-    # Of each sequence's keys only the first: pages of one token.
-    first = cu_seqlens_k[:-1, None]
-    table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-    value_size = v.shape[-1]
-    options = replace(options, scale=options.score_scale(q))  # before it is padded
-    q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
-    out, lse = paged(
-        q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
-    )
-    return out[..., :value_size], lse
+        out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
+    elif seqused_k is None:
+        out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
+    else:
+        check_rows(name, batch, seqused_k=seqused_k)
+        # Of each sequence's keys only the first: pages of one token.
+        first = cu_seqlens_k[:-1, None]
+        table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+        value_size = v.shape[-1]
+        options = replace(options, scale=options.score_scale(q))  # before it is padded
+        q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
+        out, lse = paged(
+            q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
+        )
+        out = _first(out, value_size)
+    return out, _by_head(lse)
 
 
 def ragged(
@@ -313,8 +119,8 @@ def ragged(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """:func:`varlen` of shapes that were checked, and int32 starts."""
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`varlen` of shapes that were checked, and int32 starts, but lse [T, H]."""
     inference_only(options.function, q, k, v)
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     seqs = None
@@ -325,24 +131,27 @@ def ragged(
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), _rows_contiguous(k), _rows_contiguous(v)
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    shared = options.shared()
+    out, lse = _results(q, options)
+    sinks = floats(options.sinks)
     left, right = options.sides()
-    for seqs, mine in options.rows(cu_seqlens_q.numel() - 1):
-        ends = slice(seqs.start, seqs.stop + 1)
-        library_ops.varlen_attention(
-            out, lse, q, k, v, cu_seqlens_q[ends], cu_seqlens_k[ends], scale,
-            mine["alibi_slopes"], left, right, shared["softcap"], shared["sinks"],
-            _scale_of(k, mine["k_scale"]), _scale_of(k, mine["v_scale"]), int(max_seqlen_q), None,
+    starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
+    for rows, mine in options.rows(cu_seqlens_q.numel() - 1):
+        if rows is not None:
+            ends = slice(rows.start, rows.stop + 1)
+            starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
+        library_ops.varlen_attention.default(
+            out, lse, q, k, v, starts_q, starts_k, scale, mine["alibi_slopes"], left, right,
+            options.softcap, sinks, *_scales(k, mine), int(max_seqlen_q), None,
         )  # fmt: skip
-    return out[..., :value_size], lse
+    return _first(out, value_size), lse
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """With a head size that the kernels have, one for K and V: zeros change no product."""
-    step = _size_step(k)
+    step = size_step(k)
     padded = max(32, -(-max(q.shape[-1], v.shape[-1]) // step) * step)
+    if q.shape[-1] == v.shape[-1] == padded:  # as k has q's
+        return q, k, v
     return tuple(_padded(rows, padded) for rows in (q, k, v))
 
 
@@ -355,8 +164,40 @@ def _padded(rows: Tensor, head_size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, missing))
 
 
-def _scale_of(keys: Tensor, scale: Tensor | None) -> Tensor | None:
-    return scale if keys.dtype.itemsize == 1 else None
+def _first(rows: Tensor, head_size: int) -> Tensor:
+    """Without the padding."""
+    return rows if rows.shape[-1] == head_size else rows[..., :head_size]
+
+
+def _results(q: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Room for out like q [T, H, D], and for lse [T, H] where it is wanted."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
+
+
+def _by_head(lse: Tensor | None) -> Tensor | None:
+    """[T, H] -> [H, T]."""
+    return None if lse is None else lse.t().contiguous()
+
+
+def _by_batch(
+    out: Tensor, lse: Tensor | None, batch: int, length: int
+) -> tuple[Tensor, Tensor | None]:
+    """out [B * S, H, D], lse [B * S, H] -> [B, S, H, D], [B, H, S]."""
+    out = out.view(batch, length, *out.shape[1:])
+    if lse is not None:
+        lse = lse.view(batch, length, lse.shape[1]).transpose(1, 2).contiguous()
+    return out, lse
+
+
+def _scales(keys: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """Of keys [.., Hk, D] and values, for 8-bit ones: as many elements of both."""
+    if keys.dtype.itemsize != 1:
+        return None, None
+    key, value = given["k_scale"], given["v_scale"]
+    if key is not None and value is not None and key.numel() != value.numel():
+        key, value = (scale.expand(keys.shape[-2]).contiguous() for scale in (key, value))
+    return key, value
 
 
 def paged(
@@ -368,7 +209,7 @@ def paged(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
     options: Options,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """q [T, H, D], pages [blocks, page, Hk, D] -> (out [T, H, D], lse [T, H])."""
     inference_only(options.function, q, k_cache, v_cache)
     batch = seq_lens.numel()
@@ -379,23 +220,25 @@ def paged(
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
-    out = q.new_empty(q.shape)
-    lses = q.new_empty(q.shape[:2], dtype=torch.float32)
-    shared = options.shared()
+    out, lse = _results(q, options)
+    sinks = floats(options.sinks)
     left, right = options.sides()
     for rows, mine in options.rows(batch):
-        starts, query, target, lse = cu_seqlens_q, q, out, lses
-        if cu_seqlens_q is not None:
-            starts = cu_seqlens_q[rows.start : rows.stop + 1]
-        elif rows != slice(0, batch):
-            query, target, lse = q[rows], out[rows], lses[rows]
-        library_ops.paged_attention(
-            target, lse, query, k_cache, v_cache, table[rows], seq_lens[rows], starts,
-            options.score_scale(q), mine["alibi_slopes"], left + 1, shared["softcap"],
-            shared["sinks"], _scale_of(k_cache, mine["k_scale"]),
-            _scale_of(k_cache, mine["v_scale"]), "NHD", int(max_seqlen_q), None, 0, False, right,
+        query, target, target_lse = q, out, lse
+        tables, lens, starts = table, seq_lens, cu_seqlens_q
+        if rows is not None:
+            tables, lens = table[rows], seq_lens[rows]
+            if cu_seqlens_q is not None:
+                starts = cu_seqlens_q[rows.start : rows.stop + 1]
+            else:
+                query, target = q[rows], out[rows]
+                target_lse = None if lse is None else lse[rows]
+        library_ops.paged_attention.default(
+            target, target_lse, query, k_cache, v_cache, tables, lens, starts,
+            options.score_scale(q), mine["alibi_slopes"], left + 1, options.softcap, sinks,
+            *_scales(k_cache, mine), "NHD", int(max_seqlen_q), None, 0, False, right,
         )  # fmt: skip
-    return out, lses
+    return out, lse
 
 
 @dataclass
@@ -432,9 +275,9 @@ def pages_of(
     rows, length = k_cache.shape[:2]
     if cache_batch_idx is None and rows < batch:
         want = f"{batch} rows or more, one for each sequence of q"
-        raise _wrong(function, "k_cache", want, k_cache)
+        raise wrong(function, "k_cache", want, k_cache)
     if length == 0:
-        raise _wrong(function, "k_cache", "rows of at least one token", k_cache)
+        raise wrong(function, "k_cache", "rows of at least one token", k_cache)
     page = 1 if cache_leftpad is not None else 256
     steps = []
     for cache in (k_cache, v_cache):
@@ -447,7 +290,8 @@ def pages_of(
         steps.append(row // token if rows > 1 else length)
     if steps[0] != steps[1]:
         raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
-    page = math.gcd(page, length, steps[0])
+    while length % page or steps[0] % page:  # torch.compile traces it, and no gcd
+        page //= 2
     blocks = ((rows - 1) * steps[0] + length) // page if rows else 0
     views = [
         cache.as_strided(
@@ -484,9 +328,13 @@ class NewTokens:
 
     key: Tensor  # [tokens, Hk, D]
     value: Tensor
-    seqs: Tensor  # [tokens] int64, the sequence of each
-    index: Tensor  # [tokens] int64, its number among the sequence's new ones
     counts: Tensor  # [batch] int32
+    seqs: Tensor | None = None  # [tokens] int64, the sequence of each; None: one a sequence
+    index: Tensor | None = None  # [tokens] int64, its number among the sequence's new ones
+
+    def positions(self, lengths: Tensor) -> Tensor:
+        """[tokens], behind lengths [batch]."""
+        return lengths if self.seqs is None else lengths[self.seqs] + self.index
 
 
 def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
@@ -494,96 +342,19 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
     device = k.device
     if cu_seqlens is None:
         batch, count = k.shape[:2]
+        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
+        key, value = k.flatten(0, 1), v.flatten(0, 1)
+        if count == 1:
+            return NewTokens(key, value, counts)
         seqs = torch.arange(batch, dtype=torch.int64, device=device).repeat_interleave(
             count, output_size=batch * count
         )
         index = torch.arange(count, dtype=torch.int64, device=device).repeat(batch)
-        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
-        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), seqs, index, counts)
+        return NewTokens(key, value, counts, seqs, index)
     starts = _int32(cu_seqlens)
     seqs = _token_seqs(starts, k.shape[0])
     tokens = torch.arange(k.shape[0], dtype=torch.int64, device=device)
-    return NewTokens(k, v, seqs, tokens - starts[seqs], starts.diff())
-
-
-def check_new(
-    options: Options, k: Tensor, v: Tensor, batch: int, packed: bool, k_cache: Tensor
-) -> None:
-    """Of tokens that are put into a cache."""
-    function = options.function
-    rank = 3 if packed else 4
-    lead = k.shape[: rank - 2] if packed else (batch, *k.shape[1:2])
-    if k.dim() != rank or k.shape != (*lead, *k_cache.shape[2:]):
-        first = "total_new" if packed else f"{batch}, seqlen_new"
-        want = f"shape [{first}, {k_cache.shape[2]}, {k_cache.shape[3]}] (from q and k_cache)"
-        raise _wrong(function, "k", want, k)
-    if v.shape != k.shape:
-        raise _wrong(function, "v", f"shape {list(k.shape)} (from k)", v)
-    for name, rows in (("k", k), ("v", v)):
-        if rows.dtype == k_cache.dtype:
-            continue
-        descale = getattr(options, f"{name}_descale")
-        if rows.dtype.itemsize == 1 or k_cache.dtype.itemsize != 1:
-            raise RuntimeError(
-                f"{function}: {name}: expected {k_cache.dtype} (from k_cache), got {rows.dtype}"
-            )
-        if descale is not None and descale.dim() == 2 and len(descale) > 1 and descale.stride(0):
-            raise NotImplementedError(
-                f"{function}: {name}_descale: not supported with a row for each sequence where "
-                f"{name} of {rows.dtype} is put into a cache of {k_cache.dtype}"
-            )
-
-
-def check_rotary(
-    function: str, cos: Tensor, sin: Tensor, k: Tensor | None, head_size: int, capacity: int
-) -> None:
-    """Of the cosines and sines of a cache of so many tokens."""
-    if k is None:
-        raise RuntimeError(f"{function}: rotary_cos: expected k and v with it, got None")
-    check_tensors(function, rotary_cos=cos, rotary_sin=sin)
-    if cos.dim() != 2 or cos.shape[0] < capacity or not 0 < 2 * cos.shape[1] <= head_size:
-        want = f"shape [positions, rotary_dim / 2], a row for each of {capacity} tokens of a cache"
-        raise _wrong(function, "rotary_cos", f"{want}, rotary_dim at most {head_size}", cos)
-    if sin.shape != cos.shape:
-        raise _wrong(function, "rotary_sin", f"shape {list(cos.shape)} (from rotary_cos)", sin)
-
-
-def check_places(
-    function: str, batch_idx: Tensor | None, leftpad: Tensor | None, k_cache: Tensor
-) -> None:
-    """Refuses rows and paddings outside the cache where they are on a CPU."""
-    if torch.compiler.is_compiling():
-        return
-    for name, values, most in (
-        ("cache_batch_idx", batch_idx, k_cache.shape[0] - 1),
-        ("cache_leftpad", leftpad, k_cache.shape[1]),
-    ):
-        if values is None or values.device.type != "cpu":
-            continue
-        outside = (values < 0) | (values > most)
-        if outside.any():
-            row = int(outside.nonzero()[0])
-            raise RuntimeError(
-                f"{function}: {name}[{row}] = {int(values[row])}: expected 0 to {most}"
-            )
-
-
-def check_lengths(
-    function: str, lengths: Tensor, new: NewTokens | None, table: Tensor, capacity: int
-) -> None:
-    """Refuses lengths past the cache where they are on a CPU: elsewhere looking would wait."""
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    counts = torch.zeros_like(lengths) if new is None else new.counts
-    past = (lengths > capacity - counts) & (lengths >= 0)  # below 0: rows of nobody
-    if capacity:
-        past &= table[:, 0] >= 0
-    if past.any():
-        row = int(past.nonzero()[0])
-        raise RuntimeError(
-            f"{function}: cache_seqlens[{row}] = {int(lengths[row])}: expected a length that fits "
-            f"a cache of {capacity} tokens with {int(counts[row])} new ones"
-        )
+    return NewTokens(k, v, starts.diff(), seqs, tokens - starts[seqs])
 
 
 def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
@@ -594,27 +365,32 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
     """
     page, width = pages.key.shape[1], pages.table.shape[1]
     lengths = lengths.long()
-    ends = lengths.add(new.counts < 1, alpha=-1).clamp_min(0) // page
+    ends = lengths if new.seqs is None else lengths.add(new.counts < 1, alpha=-1)
+    ends = ends.clamp_min(0) // page
     first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
     real = (lengths >= 0) & (first >= 0) & (ends < width)
-    position = lengths[new.seqs] + new.index
-    column = (position // page).clamp(0, width - 1)
-    block = pages.table[new.seqs, column].long()
-    good = real[new.seqs] & (block >= 0) & (position // page < width)
-    good &= new.index < new.counts[new.seqs]
+    position = new.positions(lengths)
+    good, block = real, first.long()
+    if new.seqs is not None:
+        column = position // page
+        block = pages.table[new.seqs, column.clamp(0, width - 1)].long()
+        good = real[new.seqs] & (block >= 0) & (column < width)
+        good &= new.index < new.counts[new.seqs]
     slots = torch.where(good, block * page + position % page, -1)
     key, value = _rows_contiguous(new.key), _rows_contiguous(new.value)
     caches, stored = (pages.key, pages.value), pages.key.dtype
     if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
         key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
         stored = torch.bfloat16
-    scales = [
-        torch.ones(1, dtype=torch.float32, device=key.device)
-        if scale is None
-        else scale.float().reshape(-1)[: pages.key.shape[2]].contiguous()
-        for scale in (options.k_descale, options.v_descale)
-    ]
     name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+    one = torch.ones(1, dtype=torch.float32, device=key.device)
+    scales = [one, one]
+    if stored in name:
+        heads = pages.key.shape[2]
+        scales = [
+            (one if scale is None else scale.float().reshape(-1)[:heads]).expand(heads).contiguous()
+            for scale in (options.k_descale, options.v_descale)
+        ]
     reshape_and_cache_flash(key, value, *caches, slots, name.get(stored, "auto"), *scales)
     return torch.where(real, lengths + new.counts, 0).int()
 
@@ -648,7 +424,7 @@ def with_cache(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     table_name: str = "block_table",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """q [B, S, H, D] -> (out like q, lse [B, H, S]); with cu_seqlens_q q [T, H, D], lse [H, T]."""
     name = options.function
     if (k is None) != (v is None):
@@ -660,7 +436,7 @@ def with_cache(
             raise RuntimeError(
                 f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
             )
-    check_integers(
+    check_given_integers(
         name, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         **{table_name: block_table}, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
@@ -691,9 +467,11 @@ def with_cache(
         name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch, table_name
     )
     if k is not None:
-        check_new(options, k, v, batch, starts_new is not None, k_cache)
+        check_new(
+            name, k, v, batch, starts_new is not None, k_cache, options.k_descale, options.v_descale
+        )
         if block_table is not None and block_table.shape[1] == 0:
-            raise _wrong(name, table_name, "pages for k and v", block_table)
+            raise wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
     turns = any(table is not None for table in rotary)
     if turns:
@@ -701,20 +479,18 @@ def with_cache(
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
     new = None if k is None else new_tokens(k, v, starts_new)
-    check_lengths(name, lengths, new, pages.table, capacity)
+    check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
         if turns:
             before = lengths.long().clamp_min(0)
-            new.key = rotated(new.key, before[new.seqs] + new.index, *rotary, rotary_interleaved)
-            seqs = (
-                _token_seqs(starts, tokens.shape[0])
-                if starts is not None
-                else torch.arange(batch, dtype=torch.int64, device=q.device)
-            )
-            position = before[seqs]
-            if starts is not None and (options.causal or options.sides() != (-1, -1)):
-                index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
-                position = position + index - starts[seqs]
+            new.key = rotated(new.key, new.positions(before), *rotary, rotary_interleaved)
+            position = before
+            if starts is not None:
+                seqs = _token_seqs(starts, tokens.shape[0])
+                position = before[seqs]
+                if options.causal or options.sides() != (-1, -1):
+                    index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
+                    position = position + index - starts[seqs]
             tokens = rotated(tokens, position, *rotary, rotary_interleaved)
         lengths = append(new, target, lengths, options)
     else:
@@ -722,13 +498,10 @@ def with_cache(
     if cache_leftpad is not None:
         lengths = (lengths - cache_leftpad).clamp_min(0).int()
     out, lse = paged(tokens, pages.key, pages.value, pages.table, lengths, starts, longest, options)
-    if packed:
-        return out, lse.t().contiguous()
-    shape = (batch, longest)
-    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
+    return (out, _by_head(lse)) if packed else _by_batch(out, lse, batch, longest)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> (out [B, S, H, Dv], lse [B, H, S])."""
     check_tensors(options.function, q=q, k=k, v=v)
     check_shapes(options.function, q, k, v, rank=4)
@@ -739,5 +512,4 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     ]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out, lse = ragged(*rows, *starts, length, options)
-    shape = (batch, length)
-    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2).contiguous()
+    return _by_batch(out, lse, batch, length)

@@ -25,7 +25,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_kernels.compat import _attention, bert_padding
-from vllm_kernels.compat._attention import Options, check_tensors, refuse
+from vllm_kernels.compat._checks import check_tensors, refuse
+from vllm_kernels.compat._options import Options
 
 __all__ = [
     "flash_attn_func",
@@ -44,8 +45,8 @@ _ = bert_padding
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
-def _result(out: Tensor, lse: Tensor, wanted: bool) -> Result:
-    return (out, lse, None) if wanted else out
+def _result(out: Tensor, lse: Tensor | None) -> Result:
+    return out if lse is None else (out, lse, None)
 
 
 def flash_attn_func(
@@ -68,9 +69,10 @@ def flash_attn_func(
     """
     refuse("flash_attn_func", dropout_p=dropout_p)
     options = Options(
-        "flash_attn_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
-    )
-    return _result(*_attention.dense(q, k, v, options), return_attn_probs)
+        "flash_attn_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
+        returns_lse=return_attn_probs,
+    )  # fmt: skip
+    return _result(*_attention.dense(q, k, v, options))
 
 
 def flash_attn_varlen_func(
@@ -98,12 +100,13 @@ def flash_attn_varlen_func(
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p)
     options = Options(
-        "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
-    )
+        "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
+        returns_lse=return_attn_probs,
+    )  # fmt: skip
     out, lse = _attention.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, block_table=block_table
     )
-    return _result(out, lse.t().contiguous(), return_attn_probs)
+    return _result(out, lse)
 
 
 def flash_attn_with_kvcache(
@@ -133,14 +136,15 @@ def flash_attn_with_kvcache(
     With return_softmax_lse (out, lse [B, H, S]). num_splits is left to the kernels.
     """
     options = Options(
-        "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
-    )
+        "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
+        returns_lse=return_softmax_lse,
+    )  # fmt: skip
     rotary = (rotary_cos, rotary_sin)
     out, lse = _attention.with_cache(
         q, k_cache, v_cache, k, v, rotary, rotary_interleaved, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, options,
     )  # fmt: skip
-    return (out, lse) if return_softmax_lse else out
+    return out if lse is None else (out, lse)
 
 
 def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> tuple[Tensor, ...]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_kernels.compat import _attention
-from vllm_kernels.compat._attention import Options, refuse
+from vllm_kernels.compat._checks import refuse
+from vllm_kernels.compat._options import Options
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -48,9 +49,10 @@ def flash_attn_func(
     options = Options(
         "flash_attn_func", softmax_scale, causal, window_size, softcap, None,
         s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+        return_attn_probs or return_softmax_lse,
     )  # fmt: skip
     out, lse = _attention.dense(q, k, v, options)
-    return (out, lse) if return_attn_probs or return_softmax_lse else out
+    return out if lse is None else (out, lse)
 
 
 def flash_attn_varlen_func(
@@ -87,11 +89,12 @@ def flash_attn_varlen_func(
     options = Options(
         "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, None,
         s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+        return_attn_probs or return_softmax_lse,
     )  # fmt: skip
     out, lse = _attention.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options, seqused_k, max_seqlen_k
     )
-    return (out, lse.t().contiguous()) if return_attn_probs or return_softmax_lse else out
+    return out if lse is None else (out, lse)
 
 
 def flash_attn_with_kvcache(
@@ -141,6 +144,7 @@ def flash_attn_with_kvcache(
     options = Options(
         "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, None,
         s_aux if sinks is None else sinks, q_descale, k_descale, v_descale,
+        return_softmax_lse,
     )  # fmt: skip
     rotary = (rotary_cos, rotary_sin)
     out, lse = _attention.with_cache(
@@ -148,4 +152,4 @@ def flash_attn_with_kvcache(
         cache_leftpad, page_table, options, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q,
         "page_table",
     )  # fmt: skip
-    return (out, lse) if return_softmax_lse else out
+    return out if lse is None else (out, lse)

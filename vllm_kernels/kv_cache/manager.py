@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -53,6 +54,23 @@ def _kinds(buffers: object) -> str:
     return f"{name} of {', '.join(type(one).__name__ for one in buffers[:4])}"
 
 
+def _refuse_kinds(windows: object, **integers: object) -> None:
+    """Says which argument of the manager is no integer. To be called where the module has refused
+    them, in the words of its signature."""
+    for name, value in integers.items():
+        if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
+            raise InvalidArgument(
+                f"KVCacheManager: {name}: expected an integer of 64 bits, got {value!r:.40}"
+            ) from None
+    if not isinstance(windows, Iterable) or not all(
+        isinstance(window, Integral | None) for window in windows
+    ):
+        raise InvalidArgument(
+            "KVCacheManager: windows: expected a list of integers or None, one a group of layers, "
+            f"got {windows!r:.40}"
+        ) from None
+
+
 class KVCacheManager:
     """Block tables for many sequences over one pool of blocks.
 
@@ -97,7 +115,7 @@ class KVCacheManager:
         hash_bits: bits of the hash that are used, 1 to 128; fewer than 128 only in tests.
 
     Raises:
-        InvalidArgument: a value out of range, or more slots than an int64 can number.
+        InvalidArgument: a value out of range or no integer, or more slots than an int64 can number.
         MemoryError: no memory for the pool's 16 bytes a block.
     """
 
@@ -118,20 +136,32 @@ class KVCacheManager:
         hash_key: bytes | None = None,
         hash_bits: int = 128,
     ) -> None:
-        self.windows = tuple(window or 0 for window in windows)
-        self._native = _C.KVCacheManager(
-            num_blocks,
-            block_size,
-            num_host_blocks=num_host_blocks,
-            watermark_blocks=watermark_blocks,
-            windows=list(self.windows),
-            prefix_caching=prefix_caching,
-            null_block=bool(null_block),
-            events=events,
-            max_references=max_references,
-            hash_key=hash_key,
-            hash_bits=hash_bits,
-        )
+        try:
+            self.windows = tuple(window or 0 for window in windows)
+            self._native = _C.KVCacheManager(
+                num_blocks,
+                block_size,
+                num_host_blocks=num_host_blocks,
+                watermark_blocks=watermark_blocks,
+                windows=list(self.windows),
+                prefix_caching=prefix_caching,
+                null_block=bool(null_block),
+                events=events,
+                max_references=max_references,
+                hash_key=hash_key,
+                hash_bits=hash_bits,
+            )
+        except TypeError:
+            _refuse_kinds(
+                windows,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_host_blocks=num_host_blocks,
+                watermark_blocks=watermark_blocks,
+                max_references=max_references,
+                hash_bits=hash_bits,
+            )
+            raise
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(
                 "KVCacheManager: null_block: expected None or True with a window, got False"

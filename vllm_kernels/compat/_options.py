@@ -1,0 +1,116 @@
+"""What a call wants beside its tensors of tokens, and what of it is one argument of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kernels.compat._checks import wrong
+
+
+@dataclass
+class Options:
+    """Scores and what becomes of them, in FlashAttention's words."""
+
+    function: str
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[int, int] | None = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
+    sinks: Tensor | None = None  # [num_heads]
+    q_descale: Tensor | None = None  # [batch, num_kv_heads], of 8-bit queries
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    returns_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window is None:
+            self.window = (-1, -1)
+        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+            raise RuntimeError(
+                f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
+            )
+        if self.is_plain:
+            return
+        for name, shape in (
+            ("alibi_slopes", "[num_heads] or [batch, num_heads]"), ("s_aux", "[num_heads]"),
+            ("q_descale", "[batch, num_kv_heads]"), ("k_descale", "[batch, num_kv_heads]"),
+            ("v_descale", "[batch, num_kv_heads]"),
+        ):  # fmt: skip
+            value = self.sinks if name == "s_aux" else getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise RuntimeError(
+                    f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
+                )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no slopes, sinks and descales."""
+        return (
+            self.alibi_slopes is None and self.sinks is None and self.q_descale is None
+            and self.k_descale is None and self.v_descale is None
+        )  # fmt: skip
+
+    def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
+        """Slopes and descales are for so many sequences and heads."""
+        if self.is_plain:
+            return
+        for name, heads in (
+            ("alibi_slopes", num_heads), ("q_descale", num_kv_heads), ("k_descale", num_kv_heads),
+            ("v_descale", num_kv_heads),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None or value.shape == (batch, heads) or value.shape == (heads,):
+                continue
+            # One descale, or one row of slopes or descales, for all.
+            one = name != "alibi_slopes" and value.numel() == 1 and value.dim() <= 2
+            if not one and value.shape != (1, heads):
+                want = f"shape [{heads}] or [{batch}, {heads}], a row for each sequence of q"
+                raise wrong(self.function, name, want, value)
+
+    def score_scale(self, query: Tensor) -> float:
+        """Of query . key."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def sides(self) -> tuple[int, int]:
+        """Tokens before and after a query token's position that it sees; -1: all."""
+        left, right = (-1 if side is None or side < 0 else int(side) for side in self.window)
+        return left, 0 if self.causal else right
+
+    def rows(self, batch: int) -> Iterator[tuple[slice | None, dict[str, Tensor | None]]]:
+        """Sequences whose slopes and scales are one argument: all at once (None), or one by one."""
+        if self.is_plain:
+            yield None, dict.fromkeys(("alibi_slopes", "k_scale", "v_scale"))
+            return
+        values = {
+            "alibi_slopes": self.alibi_slopes,
+            "k_scale": self.k_descale,
+            "v_scale": self.v_descale,
+        }
+        per_row = {
+            name: value
+            for name, value in values.items()
+            if value is not None
+            and value.dim() == 2
+            and value.shape[0] > 1
+            and value.stride(0) != 0
+        }
+        whole = {
+            name: None if value is None or not batch else value[0] if value.dim() == 2 else value
+            for name, value in values.items()
+            if name not in per_row
+        }
+        shared = {name: floats(value) for name, value in whole.items()}
+        if not per_row:
+            yield None, shared
+            return
+        for row in range(batch):
+            mine = {name: floats(value[row]) for name, value in per_row.items()}
+            yield slice(row, row + 1), {**shared, **mine}
+
+
+def floats(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.float().contiguous()
