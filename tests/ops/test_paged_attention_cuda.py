@@ -100,12 +100,40 @@ def test_workspace():
         assert torch.equal(case.with_options(workspace=workspace).run(), want)
     for bad in (workspace[:4096], workspace[1:]):
         with raises(
-            r"^paged_attention: workspace: expected at least 33554432 bytes, aligned to 256"
+            r"^paged_attention: workspace: expected at least 41943040 bytes, aligned to 256"
         ):
             case.with_options(workspace=bad).run()
     with raises(r"^paged_attention: (out and workspace|workspace and out) overlap"):
         out = workspace[: case.query.numel() * 2].view(BF16).view(case.query.shape)
         vllm_kernels.paged_attention(*case.tensors(), out=out, workspace=workspace)
+
+
+@pytest.mark.parametrize("heads", [8, 32], ids=["warps", "teams"])
+def test_pieces_of_zeros_arrive(heads):
+    """Where no block has two items a piece says by words that are not 0 that it is there."""
+    case = make_case("cuda", BF16, [9000, 3], heads=heads, kv_heads=2, head_size=128)
+    for cache in (case.key_cache, case.value_cache):
+        cache.zero_()
+    out, lse = case.run_with_lse()
+    assert not out.any()
+    torch.testing.assert_close(lse, case.seq_lens.float().log()[:, None].expand_as(lse))
+
+
+def test_pieces_are_taken_back():
+    """A workspace serves batches of other shapes as a new one does: nothing is left in it."""
+    shapes = [
+        ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64),
+        ([700] * 90, 8, 4, 128), ([6000], 24, 8, 256),
+    ]  # fmt: skip
+    cases = [
+        make_case("cuda", BF16, lens, heads=heads, kv_heads=kv_heads, head_size=head_size)
+        for lens, heads, kv_heads, head_size in shapes
+    ]
+    new = lambda: vllm_kernels.paged_attention_workspace("cuda")  # noqa: E731
+    want = [case.with_options(workspace=new()).run() for case in cases]
+    shared = new()
+    for index in (0, 1, 0, 2, 3, 4, 3, 1, 2, 0):
+        assert torch.equal(cases[index].with_options(workspace=shared).run(), want[index])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -242,7 +242,9 @@ def paged_attention(
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
             sequence's end, before its window) are ignored.
-        seq_lens: [num_seqs] int32, in tokens, the query tokens included.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA neither these nor
+            query_start_loc may change while the call runs: its blocks might wait for pieces that
+            nobody makes.
         scale: of the product; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
@@ -522,7 +524,7 @@ def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int,
 
 
 def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
-    """Scratch on a CUDA device: uint8, 32 MiB, zeros.
+    """Scratch on a CUDA device: uint8, 40 MiB, zeros.
 
     For one :func:`paged_attention` or :func:`fused_decode_attention` at a time.
     Every call leaves it zero where that matters, so it is made once.
