@@ -183,8 +183,8 @@ class KvRing {
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
   };
-  // Fills a new ring's first stages in two steps: all that may be done before the predecessor has
-  // ended, then the copies. All lanes, after guess().
+  // Fills an empty ring's first stages in two steps: all that may be done before the predecessor
+  // has ended, then the copies. All lanes, after guess().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
     if constexpr (kForm != PageForm::kPages || kShared) return copies;
@@ -192,7 +192,7 @@ class KvRing {
     const int shift = layout_.split_shift, count = min(stages, to_fill_);
     const bool mine = lane_ < count << shift;
     const bool good = static_cast<uint32_t>(blocks_) < static_cast<uint32_t>(kv.num_blocks);
-    // Where pages lack, or a lane has none for each page, fill() knows what to do.
+    // Where pages lack, or are more than lanes, fill() knows what to do.
     if (count << shift > 32 || __any_sync(0xffffffffu, mine && !good)) return copies;
     const int page = lane_ & (1 << shift) - 1;
     int stage = fill_stage_ + (lane_ >> shift);

@@ -249,10 +249,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
   };
-  const auto load_query = [&] { tile.load_query(query_rows, lane); };
-  // What an item's query rows are made of.
-  const auto load_rows = [&] {
-    if constexpr (!Fresh::kAny) load_query();
+  const auto load_query = [&] {
+    if constexpr (!Fresh::kAny) tile.load_query(query_rows, lane);
   };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
@@ -286,6 +284,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     typename Ring::Copies copies = {};
     if (some) {
       looked_up = ring.guess();
+      // Blocks of few items begin while the predecessor runs, and have time. With many, all stages
+      // at once would hold up the indices and the query, which are asked for behind them.
       const bool few = plan.items() <= gridDim.x / 2;
       ring.prefetch(p.kv, shape.ring.stages, few);
       copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
@@ -297,7 +297,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
     ring.start_copies(copies);
     const int filled = copies.stages > 0 ? copies.stages : some ? fill_ring(shape.ring.stages) : 0;
-    if (some) load_rows();
+    if (some) load_query();
     if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) {
       if (some) fill_ring(shape.ring.stages - filled);
       break;
@@ -307,7 +307,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // The query, where it is not there yet, and the workspace are touched from here on only.
   if (p.early_pages) wait_before(p);
   const uint32_t count = plan.items();
-  if (!guesses && index < count) load_rows();
+  if (!guesses && index < count) load_query();
 
   bool merges = false;  // the item before it
 #pragma unroll 1
@@ -318,7 +318,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       load_fresh();
       ring.look_up();
       fill_ring(shape.ring.stages);
-      load_rows();
+      load_query();
     }
     if (merges) {
       const WorkItem& item = items[last];
@@ -429,7 +429,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
     if constexpr (Fresh::kAny) {
       query_rows[0] = lane / 4 < rows.count ? fresh.query_row(lane / 4) : nullptr;
-      load_query();
+      tile.load_query(query_rows, lane);
     }
     const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
                               ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]

@@ -15,8 +15,8 @@ struct PieceResults {
 struct DecodeWorkspace {
   uint32_t* next;      // items handed out; 0 before and after every launch
   uint32_t* finished;  // [slots] pieces done of the segment whose piece 0 has that slot; likewise 0
-  PieceResults counted;  // that are there once `finished` says so
-  PieceResults posted;   // that say so themselves (posted_pieces.cuh)
+  PieceResults counted;  // of pieces that are there once `finished` says so
+  PieceResults posted;   // of those that say so themselves (posted_pieces.cuh): [kPostedRows]
 };
 #endif
 
