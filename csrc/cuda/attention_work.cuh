@@ -33,7 +33,7 @@ struct WorkShape {
   int stage_shift;    // log2 of the tokens of a stage
   int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
   int merge_share;    // stages that a block which merges posted pieces may have less than others
-  int slots;          // of the workspace
+  int slots;          // of the workspace, for pieces that are counted
   bool may_post;      // whether may_post_pieces()
   float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
@@ -323,8 +323,8 @@ class WorkPlan {
       if (item.pieces > 1) {
         int share = 0;
         if (item.posts) {
-          // The last pieces go to the last blocks: where those of the launch before that merged
-          // end late, they begin late, too.
+          // The last piece's block has a segment's highest number, for it waits for the others.
+          // Last pieces go to the last blocks: where the launch before merged these begin late.
           const int segments = item.sequence.chunks * heads;
           item.piece = divide(local, segments);
           segment = local - item.piece * segments;
@@ -371,7 +371,7 @@ class WorkPlan {
     if (seq >= p.num_seqs) return;
     const SequenceIndices indices =
         in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
-    if (kKept > 1 && first) kept_.set(indices);
+    if (kKept > 1 && first && one_round(p)) kept_.set(indices);
     work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {

@@ -183,8 +183,8 @@ class KvRing {
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
   };
-  // Fills an empty ring's first stages in two steps: all that may be done before the predecessor
-  // has ended, then the copies. All lanes, after guess().
+  // Fills the first stages of a ring that was never filled in two steps: all that may be done
+  // before the predecessor has ended, then the copies. All lanes, after guess().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
     if constexpr (kForm != PageForm::kPages || kShared) return copies;
@@ -194,9 +194,7 @@ class KvRing {
     const bool good = static_cast<uint32_t>(blocks_) < static_cast<uint32_t>(kv.num_blocks);
     // Where pages lack, or are more than lanes, fill() knows what to do.
     if (count << shift > 32 || __any_sync(0xffffffffu, mine && !good)) return copies;
-    const int page = lane_ & (1 << shift) - 1;
-    int stage = fill_stage_ + (lane_ >> shift);
-    if (stage >= layout_.stages) stage -= layout_.stages;
+    const int page = lane_ & (1 << shift) - 1, stage = lane_ >> shift;
     copies.stages = count;
     copies.any = mine;
     copies.value_to = storage_ + stage * layout_.stage_bytes + page * layout_.page_bytes;
@@ -205,13 +203,11 @@ class KvRing {
     copies.barrier = barriers_ + stage * 8;
     copies.key = key_page(blocks_);
     copies.value = value_page(blocks_);
-    incomplete_ = 0;
     if (mine && page == 0) barrier_expect(copies.barrier, 2 * layout_.page_bytes << shift);
     to_fill_ -= count;
     next_page_ = count << shift;
     first_token_ += count * token_step_;
-    fill_stage_ += count;
-    if (fill_stage_ >= layout_.stages) fill_stage_ -= layout_.stages;
+    fill_stage_ = count < layout_.stages ? count : 0;
 #endif
     return copies;
   }

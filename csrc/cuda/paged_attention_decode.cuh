@@ -63,10 +63,10 @@ struct RowState {
     for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
       float4 o[kBatch];
-      bool there;
+      bool all_there;
 #pragma unroll 1
       do {
-        there = true;
+        all_there = true;
         const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -75,8 +75,10 @@ struct RowState {
           o[i] = source.load(outs + part * out_step);
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) there &= source.there(s[i].x) & source.there(o[i].x);
-      } while (!there);
+        for (int i = 0; i < kBatch; ++i) {
+          all_there &= source.there(s[i].x) & source.there(o[i].x);
+        }
+      } while (!all_there);
       float updated = maximum;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);

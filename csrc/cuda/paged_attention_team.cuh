@@ -24,12 +24,17 @@ __host__ __device__ constexpr int team_threads(int max_tiles) {
   return 128 * (team_count(max_tiles) + 1);
 }
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
-// Registers of a thread, of 65536 in all: the teams need more than their even share.
+// Registers of a thread. All of a block share what its launch has of 65536; the teams need more
+// than the even share.
+__host__ __device__ constexpr int launch_registers(int max_tiles) {
+  return 65536 / team_threads(max_tiles) / 8 * 8;
+}
 __host__ __device__ constexpr int team_registers(int max_tiles) {
-  return max_tiles <= 4 ? 152 : 224;
+  return max_tiles <= 4 ? 152 : 216;
 }
 __host__ __device__ constexpr int servant_registers(int max_tiles) {
-  return 65536 / 128 - team_count(max_tiles) * team_registers(max_tiles);
+  const int teams = team_count(max_tiles);
+  return launch_registers(max_tiles) * (teams + 1) - team_registers(max_tiles) * teams;
 }
 
 struct TeamShape {

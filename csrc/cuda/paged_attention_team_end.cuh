@@ -118,22 +118,25 @@ struct TeamEnd {
 #pragma unroll 1
       for (int first = 0; first < item.pieces; first += kBatch) {
         float4 pairs[kBatch], outs[kBatch];
-        bool there;
+        bool all_there;
 #pragma unroll 1
         do {
-          there = true;
+          all_there = true;
           const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
             const int piece = min(begin + b, item.pieces - 1);
-            pairs[b] = load_relaxed(reinterpret_cast<const float4*>(stats_of(piece, row)));
+            // As they were posted.
+            const float2 first_row = load_relaxed(stats_of(piece, row));
+            const float2 second_row = load_relaxed(stats_of(piece, row + 1));
+            pairs[b] = {first_row.x, first_row.y, second_row.x, second_row.y};
             outs[b] = load_relaxed(outs_of(piece, half, in_half));
           }
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
-            there &= is_posted(pairs[b].x) & is_posted(pairs[b].z) & is_posted(outs[b].x);
+            all_there &= is_posted(pairs[b].x) & is_posted(pairs[b].z) & is_posted(outs[b].x);
           }
-        } while (item.posts && !there);
+        } while (item.posts && !all_there);
         float updated[2] = {maximum[0], maximum[1]};
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {

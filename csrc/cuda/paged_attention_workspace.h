@@ -21,11 +21,11 @@ struct DecodeWorkspace {
 #endif
 
 constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 2) + 255) / 256 * 256;
-// Of 65536 query rows: the rest has room for about as many where heads have 128 dimensions.
+// Of 65536 query rows; kDecodeOutBytes are about as many where heads have 128 dimensions.
 constexpr int64_t kDecodeStatsBytes = int64_t{65536} * 8;
 constexpr int64_t kPostedRows = 16384;
 constexpr int64_t kPostedStatsBytes = kPostedRows * 8;
-constexpr int64_t kPostedOutBytes = int64_t{8} << 20;
+constexpr int64_t kPostedOutBytes = (int64_t{8} << 20) - kPostedStatsBytes;
 constexpr int64_t kDecodeOutBytes = kPagedAttentionWorkspaceBytes - kDecodeCounterBytes -
                                     kDecodeStatsBytes - kPostedStatsBytes - kPostedOutBytes;
 

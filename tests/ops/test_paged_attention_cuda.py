@@ -132,8 +132,41 @@ def test_pieces_are_taken_back():
     new = lambda: vllm_kernels.paged_attention_workspace("cuda")  # noqa: E731
     want = [case.with_options(workspace=new()).run() for case in cases]
     shared = new()
+    posted = shared[-(8 << 20) :].view(torch.int32)  # 16384 rows' maxima and sums, then outputs
+    first_words = posted[: 2 * 16384 : 2], posted[2 * 16384 :: 4]
     for index in (0, 1, 0, 2, 3, 4, 3, 1, 2, 0):
         assert torch.equal(cases[index].with_options(workspace=shared).run(), want[index])
+        assert not any(words.any() for words in first_words)
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_size"),
+    [([3000] * 3, 8, 64), ([8000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
+    ids=["few_pieces", "warps", "16_rows", "32_rows"],
+)
+def test_last_pieces_are_shorter(lens, heads, head_size):
+    """Those whose blocks merge the others, where segments are long."""
+    case = make_case("cuda", BF16, lens, heads=heads, kv_heads=8, head_size=head_size)
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "stored"),
+    [(8, 128, None), (8, 128, FP8), (32, 64, None), (96, 128, None), (32, 256, None)],
+    ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams"],
+)
+def test_posted_and_counted_pieces_are_merged_alike(heads, head_size, stored):
+    """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
+    lens = [9000] + [300] * 100
+    case = make_case(
+        "cuda", BF16, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
+        split_tokens=256,
+    )  # fmt: skip
+    among = case.run()
+    alone = replace(
+        case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
+    )
+    assert torch.equal(alone.run()[0], among[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -242,9 +242,8 @@ def paged_attention(
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
             sequence's end, before its window) are ignored.
-        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA neither these nor
-            query_start_loc may change while the call runs: its blocks might wait for pieces that
-            nobody makes.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA a call whose
+            seq_lens or query_start_loc change while it runs may not end.
         scale: of the product; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
@@ -271,9 +270,10 @@ def paged_attention(
             the longest sequence. A CPU then leaves sequences uncut.
         early_pages: lets CUDA read tables, lengths, starts and pages before the kernels before it
             have ended. Only for callers who know that nothing that may still be running writes any
-            of them: not behind the cache writer of the same layer. (This library's kernels let
-            their successor start early, so several in a row may be running; a copy or one of
-            torch's own kernels ends such a row.) By default results depend on nothing that is read
+            of them: not behind the cache writer of the same layer, and a call whose lengths or
+            starts change after all may not end. (This library's kernels let their successor start
+            early, so several in a row may be running; a copy or one of torch's own kernels ends
+            such a row.) By default results depend on nothing that is read
             before all of them have ended: indices of up to 256 sequences are looked at early, to
             guess which pages will be asked for, and read again after; a wrong guess costs time.
         causal: False: a query token also sees tokens after its position p, up to p + window_right.
