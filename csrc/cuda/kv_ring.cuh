@@ -163,60 +163,16 @@ class KvRing {
     return at;
   }
 
-  // Asks the second-level cache for the first `stages` stages' pages where many more come, or where
-  // there is `time`. They are not read, so this may be done before the predecessor has ended.
-  __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages, bool time) const {
-    if (!may_prefetch<kForm, kTokens>(layout_)) return;
-    if (!time && to_fill_ < kPrefetchLength * stages) return;
+  // Asks the second-level cache for the first `stages` stages' pages where many more come. They are
+  // not read, so this may be done before the predecessor has ended.
+  __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages) const {
+    if (!may_prefetch<kForm, kTokens>(layout_) || to_fill_ < kPrefetchLength * stages) return;
 #pragma unroll 1
-    for (int i = 0; i < min(stages, to_fill_) << layout_.split_shift; ++i) {
+    for (int i = 0; i < stages << layout_.split_shift; ++i) {
       const uint32_t block = __shfl_sync(0xffffffffu, blocks_, i);
       if (block >= kv.num_blocks) continue;
       prefetch_page<Cache, kForm>(kv, layout_, key_page(block), value_page(block), lane_);
     }
-  }
-
-  // A lane's part of filling several stages.
-  struct Copies {
-    int stages;  // 0: nothing is prepared
-    bool any;
-    uint32_t key_to, value_to, barrier;
-    const char *key, *value;
-  };
-  // Fills the first stages of a ring that was never filled in two steps: all that may be done
-  // before the predecessor has ended, then the copies. All lanes, after guess().
-  __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
-    Copies copies = {.stages = 0};
-    if constexpr (kForm != PageForm::kPages || kShared) return copies;
-#if defined(VLLM_KERNELS_HAS_SM90)
-    const int shift = layout_.split_shift, count = min(stages, to_fill_);
-    const bool mine = lane_ < count << shift;
-    const bool good = static_cast<uint32_t>(blocks_) < static_cast<uint32_t>(kv.num_blocks);
-    // Where pages lack, or are more than lanes, fill() knows what to do.
-    if (count << shift > 32 || __any_sync(0xffffffffu, mine && !good)) return copies;
-    const int page = lane_ & (1 << shift) - 1, stage = lane_ >> shift;
-    copies.stages = count;
-    copies.any = mine;
-    copies.value_to = storage_ + stage * layout_.stage_bytes + page * layout_.page_bytes;
-    copies.key_to =
-        storage_ + stage * layout_.stage_bytes + layout_.key_offset + page * layout_.page_stride;
-    copies.barrier = barriers_ + stage * 8;
-    copies.key = key_page(blocks_);
-    copies.value = value_page(blocks_);
-    if (mine && page == 0) barrier_expect(copies.barrier, 2 * layout_.page_bytes << shift);
-    to_fill_ -= count;
-    next_page_ = count << shift;
-    first_token_ += count * token_step_;
-    fill_stage_ = count < layout_.stages ? count : 0;
-#endif
-    return copies;
-  }
-  __device__ __forceinline__ void start_copies(const Copies& copies) const {
-#if defined(VLLM_KERNELS_HAS_SM90)
-    if (!copies.any) return;
-    bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
-    bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);
-#endif
   }
 
   // Starts filling the next stage, if there is one. All lanes; the stage must have been released.

@@ -4,7 +4,7 @@
 // turn, each through a ring of its own (kv_ring.cuh). At the end each team starts to fill its ring
 // for the next item; then the teams' results are merged in shared memory and written: as output
 // where the item is a whole segment, else to the workspace, where the segment's last block to
-// finish, or that of its last piece (posted_pieces.cuh), merges all pieces in order.
+// finish merges all pieces in order.
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
@@ -17,7 +17,6 @@
 #include "cuda/launch.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_team.cuh"
-#include "cuda/posted_pieces.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -55,30 +54,21 @@ struct RowState {
     out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
     add(exp2_approx(score - updated), 1.0f, value);
   }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]; kBatch at a time.
-  template <int kBatch, typename Source>
-  __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
-                                        uint32_t out_step, const Source& source) {
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step], which load() reads, kBatch
+  // parts at a time.
+  template <int kBatch, typename Load>
+  __device__ __forceinline__ void merge(int parts, const float2* stats, uint32_t stats_step,
+                                        const float4* outs, uint32_t out_step, const Load& load) {
 #pragma unroll 1
     for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
       float4 o[kBatch];
-      bool all_there;
-#pragma unroll 1
-      do {
-        all_there = true;
-        const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const uint32_t part = min(begin + i, parts - 1);
-          s[i] = source.load(stats + part * stats_step);
-          o[i] = source.load(outs + part * out_step);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          all_there &= source.there(s[i].x) & source.there(o[i].x);
-        }
-      } while (!all_there);
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t part = min(first + i, parts - 1);
+        s[i] = load(stats + part * stats_step);
+        o[i] = load(outs + part * out_step);
+      }
       float updated = maximum;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
@@ -93,34 +83,7 @@ struct RowState {
         const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
         add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
       }
-      const int begin = in_register(first);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        source.take(outs + static_cast<uint32_t>(min(begin + i, parts - 1)) * out_step);
-      }
     }
-  }
-};
-
-// Where RowState::merge() finds its parts: in shared memory,
-struct SharedParts {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return *from;
-  }
-  __device__ __forceinline__ bool there(float) const { return true; }
-  __device__ __forceinline__ void take(float4*) const {}
-};
-// or in the workspace.
-struct WorkspaceParts {
-  bool posted;
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return load_relaxed(from);
-  }
-  __device__ __forceinline__ bool there(float x) const { return !posted || is_posted(x); }
-  __device__ __forceinline__ void take(float4* from) const {
-    if (posted) take_back(from);
   }
 };
 
@@ -223,44 +186,25 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // As registers allow.
   using Plan = WorkPlan<kTeam || (Fresh::kAny && kBytes == 1) ? 1 : kBytes == 1 ? 4 : 8>;
   Plan plan;
-  uint32_t index = blockIdx.x;               // of the item at hand
-  const int first_row = member * warp_rows;  // this warp's
-  const void* query_rows[kTiles];            // this lane's of the item that the ring has next
+  uint32_t index = blockIdx.x;  // of the item at hand
   // Puts down item `index`, which this warp's ring has next.
   const auto take_item = [&](int now, bool guesses) {
     const WorkItem item = plan.find(p, shape.work, index, lane);
-    const ItemRows rows = item_rows(shape.work, item);
-    if constexpr (Fresh::kAny) {
-      fresh.aim(item, shape.work.group, guesses);
-    } else {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int row = tile * 8 + lane / 4;
-        query_rows[tile] = nullptr;
-        if (first_row + row >= rows.count || row >= warp_rows) continue;
-        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
-        query_rows[tile] = static_cast<const char*>(p.query) +
-                           2 * ((item.sequence.first_query + place.token) * p.query_stride +
-                                static_cast<int64_t>(place.head) * head_size);
-      }
-    }
+    if constexpr (Fresh::kAny) fresh.aim(item, shape.work.group, guesses);
     if (threadIdx.x == 0) {
       items[now] = item;
-      items_rows[now] = rows;
+      items_rows[now] = item_rows(shape.work, item);
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
   };
-  const auto load_query = [&] {
-    if constexpr (!Fresh::kAny) tile.load_query(query_rows, lane);
-  };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
   };
-  const auto fill_ring = [&](int stages) {
+  const auto fill_ring = [&] {
     int filled = 0;
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) filled += ring.fill(p.kv);
+    for (int i = 0; i < shape.ring.stages; ++i) filled += ring.fill(p.kv);
     return filled;
   };
 
@@ -278,62 +222,45 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       if (some) {
         load_fresh();
         ring.look_up();
-        fill_ring(shape.ring.stages);
+        fill_ring();
       }
       break;
     }
     const int32_t* looked_up = nullptr;
-    typename Ring::Copies copies = {};
     if (some) {
       looked_up = ring.guess();
-      // Blocks of few items begin while the predecessor runs, and have time. With many, all stages
-      // at once would hold up the indices and the query, which are asked for behind them.
-      const bool few = plan.items() <= gridDim.x / 2;
-      ring.prefetch(p.kv, shape.ring.stages, few);
-      copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
+      ring.prefetch(p.kv, shape.ring.stages);
     }
     wait_for_predecessor();
     if (some) load_fresh();
     typename Plan::Indices indices;
     indices.load(p, lane);
     const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    ring.start_copies(copies);
-    const int filled = copies.stages > 0 ? copies.stages : some ? fill_ring(shape.ring.stages) : 0;
-    if (some) load_query();
-    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) {
-      if (some) fill_ring(shape.ring.stages - filled);
-      break;
-    }
+    const int filled = some ? fill_ring() : 0;
+    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
     ring.drain(filled);
   }
-  // The query, where it is not there yet, and the workspace are touched from here on only.
+  // The query and the workspace are touched from here on only.
   if (p.early_pages) wait_before(p);
-  const uint32_t count = plan.items();
-  if (!guesses && index < count) load_query();
 
+  const uint32_t count = plan.items();
+  uint32_t next_parity = 0;
   bool merges = false;  // the item before it
 #pragma unroll 1
-  for (int turn = 0;; turn = turn == 5 ? 0 : turn + 1) {
-    const int now = turn < 3 ? turn : turn - 3, last = now == 0 ? 2 : now - 1;  // of `items`
+  for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
     if (merges && index < count) {
       take_item(now, false);
       load_fresh();
       ring.look_up();
-      fill_ring(shape.ring.stages);
-      load_query();
+      fill_ring();
     }
     if (merges) {
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
       const bool whole = item.pieces == 1;
       const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
-      const bool posts = item.posts;
-      const PieceResults& pieces = posts ? workspace.posted : workspace.counted;
-      const auto place = [&](int piece, int row) {
+      const auto in_workspace = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
-      };
-      const auto out_at = [&](int64_t at) {
-        return reinterpret_cast<float4*>(&pieces.out[at * head_size + d]);
       };
       // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
       // at a time of each member.
@@ -360,59 +287,46 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           const int at = of * merge_rows + own;
           const uint32_t part_rows = merge_rows << team_shift;
           state.merge<8>(teams, &warp_stats[at], part_rows,
-                         reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
-                         SharedParts{});
+                         reinterpret_cast<const float4*>(results + at * pitch + d),
+                         part_rows * pitch / 4, [](const auto* from) { return *from; });
           if constexpr (Fresh::kAny) {
             if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
           }
           if (whole) {
             write_row(p, shape.work, item, rows, row, d, state);
-            return;
-          }
-          const int64_t to = place(item.piece, row);
-          const float2 stats = {state.maximum, state.sum};
-          if (posts) {
-            post(out_at(to), state.out);
-            if (d == 0) post(&pieces.stats[to], stats);
           } else {
-            *out_at(to) = state.out;
-            if (d == 0) pieces.stats[to] = stats;
+            const int64_t to = in_workspace(item.piece, row);
+            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
+            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
           }
         });
       }
-      bool merges_pieces = !whole && posts && item.piece + 1 == item.pieces;
-      if (!whole && !posts) {
+      if (!whole) {
         __syncthreads();
         if (threadIdx.x == 0) {
           is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        merges_pieces = is_last;
-      }
-      if (merges_pieces) {
+        if (is_last) {
 #pragma unroll 1
-        for (int first = 0; first < most; first += merge_rows) {
-          each_row(first, [&](int, int row) {
-            RowState state;
-            const int64_t at = place(0, row);
-            const auto merge_pieces = [&](auto batch) {
-              state.merge<decltype(batch)::value>(
-                  item.pieces, &pieces.stats[at], 1u << shape.work.row_shift, out_at(at),
-                  fours << shape.work.row_shift, WorkspaceParts{posts});
-            };
-            if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
-              merge_pieces(std::integral_constant<int, 8>{});
-            } else {
-              merge_pieces(std::integral_constant<int, 16>{});
-            }
-            write_row(p, shape.work, item, rows, row, d, state);
-          });
-        }
-        if (posts) {
-          __syncthreads();  // all have read the maxima
-          for (int i = threadIdx.x; i < item.pieces << shape.work.row_shift; i += blockDim.x) {
-            take_back(&pieces.stats[place(0, i)]);
+          for (int first = 0; first < most; first += merge_rows) {
+            each_row(first, [&](int, int row) {
+              RowState state;
+              const int64_t at = in_workspace(0, row);
+              const auto merge_pieces = [&](auto batch) {
+                state.merge<decltype(batch)::value>(
+                    item.pieces, &workspace.stats[at], 1u << shape.work.row_shift,
+                    reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
+                    fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
+              };
+              if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
+                merge_pieces(std::integral_constant<int, 8>{});
+              } else {
+                merge_pieces(std::integral_constant<int, 16>{});
+              }
+              write_row(p, shape.work, item, rows, row, d, state);
+            });
           }
         }
       }
@@ -428,20 +342,27 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     const WorkItem& item = items[now];
     const ItemRows rows = items_rows[now];
     if constexpr (Fresh::kAny) fresh.prepare(p, shape.cap, item, rows.count, now);
+    const int first_row = member * warp_rows;  // this warp's
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
-    if constexpr (Fresh::kAny) {
-      query_rows[0] = lane / 4 < rows.count ? fresh.query_row(lane / 4) : nullptr;
-      tile.load_query(query_rows, lane);
-    }
-    const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
-                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
-                              : 1.0f;
-    const float to_log2 = p.scale * k_scale * kLog2E;
+    const auto load_query = [&](auto tag) {
+      using Query = decltype(tag);
+      const auto start = [&](int row) -> const Query* {
+        if (first_row + row >= rows.count || row >= warp_rows) return nullptr;
+        if constexpr (Fresh::kAny) return fresh.template query_row<Query>(row);
+        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
+        return static_cast<const Query*>(p.query) +
+               (item.sequence.first_query + place.token) * p.query_stride +
+               static_cast<int64_t>(place.head) * head_size;
+      };
+      const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
+                                ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                                : 1.0f;
+      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, lane);
+    };
     if constexpr (Tile::kWide) {
-      tile.template prepare_query<Cache>(to_log2, lane);
+      load_query(Cache{});
     } else {
-      p.dtype == DType::kFloat16 ? tile.template prepare_query<Half>(to_log2, lane)
-                                 : tile.template prepare_query<BFloat16>(to_log2, lane);
+      p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
     }
     tile.clear();
 
@@ -502,7 +423,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         barrier_arrive(shared_address(&next_known));
       }
     }
-    barrier_wait(shared_address(&next_known), turn & 1);
+    barrier_wait(shared_address(&next_known), next_parity);
+    next_parity ^= 1;
     index = next_index;
   }
 }
@@ -584,16 +506,13 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kShift,
-      .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
-      .merge_share = warps >> shape.team_shift,
-      .slots = workspace_slots(row_shift, kv.head_size),
-      .may_post = may_post_pieces(device.multiprocessors * blocks, row_shift, kv.head_size),
-      .piece_share = 0.25f * blocks,
-      .group_divisor = FastDivisor(group)};
+  shape.work = {.group = group,
+                .row_shift = row_shift,
+                .stage_shift = kShift,
+                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
+                .slots = workspace_slots(row_shift, kv.head_size),
+                .piece_share = 0.25f * blocks,
+                .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),

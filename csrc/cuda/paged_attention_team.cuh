@@ -23,18 +23,11 @@ constexpr int kItemQueue = 2;
 __host__ __device__ constexpr int team_threads(int max_tiles) {
   return 128 * (team_count(max_tiles) + 1);
 }
+// Registers of a thread, of 65536 in all: the teams need more than their even share.
+constexpr int kServantRegisters = 56;
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
-// Registers of a thread. All of a block share what its launch has of 65536; the teams need more
-// than the even share.
-__host__ __device__ constexpr int launch_registers(int max_tiles) {
-  return 65536 / team_threads(max_tiles) / 8 * 8;
-}
 __host__ __device__ constexpr int team_registers(int max_tiles) {
-  return max_tiles <= 4 ? 152 : 216;
-}
-__host__ __device__ constexpr int servant_registers(int max_tiles) {
-  const int teams = team_count(max_tiles);
-  return launch_registers(max_tiles) * (teams + 1) - team_registers(max_tiles) * teams;
+  return max_tiles <= 4 ? 152 : 224;
 }
 
 struct TeamShape {
@@ -337,7 +330,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __syncthreads();  // the barriers, the zeros
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == kTeams) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(servant_registers(kMaxTiles)));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
     const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
     if (team == kTeams) {
       queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
@@ -370,16 +363,13 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   TeamShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv, shape.ring, shape.tile);
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kStageShift<kTeamTokens>,
-      .least_piece = kTeams,
-      .merge_share = kTeams,
-      .slots = workspace_slots(row_shift, kMaxHeadSize),
-      .may_post = may_post_pieces(current_device_info().multiprocessors, row_shift, kMaxHeadSize),
-      .piece_share = kTeamPieceShare,
-      .group_divisor = FastDivisor(group)};
+  shape.work = {.group = group,
+                .row_shift = row_shift,
+                .stage_shift = kStageShift<kTeamTokens>,
+                .least_piece = kTeams,
+                .slots = workspace_slots(row_shift, kMaxHeadSize),
+                .piece_share = kTeamPieceShare,
+                .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;

@@ -100,73 +100,12 @@ def test_workspace():
         assert torch.equal(case.with_options(workspace=workspace).run(), want)
     for bad in (workspace[:4096], workspace[1:]):
         with raises(
-            r"^paged_attention: workspace: expected at least 41943040 bytes, aligned to 256"
+            r"^paged_attention: workspace: expected at least 33554432 bytes, aligned to 256"
         ):
             case.with_options(workspace=bad).run()
     with raises(r"^paged_attention: (out and workspace|workspace and out) overlap"):
         out = workspace[: case.query.numel() * 2].view(BF16).view(case.query.shape)
         vllm_kernels.paged_attention(*case.tensors(), out=out, workspace=workspace)
-
-
-@pytest.mark.parametrize("heads", [8, 32], ids=["warps", "teams"])
-def test_pieces_of_zeros_arrive(heads):
-    """Where no block has two items a piece says by words that are not 0 that it is there."""
-    case = make_case("cuda", BF16, [9000, 3], heads=heads, kv_heads=2, head_size=128)
-    for cache in (case.key_cache, case.value_cache):
-        cache.zero_()
-    out, lse = case.run_with_lse()
-    assert not out.any()
-    torch.testing.assert_close(lse, case.seq_lens.float().log()[:, None].expand_as(lse))
-
-
-def test_pieces_are_taken_back():
-    """A workspace serves batches of other shapes as a new one does: nothing is left in it."""
-    shapes = [
-        ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64),
-        ([700] * 90, 8, 4, 128), ([6000], 24, 8, 256),
-    ]  # fmt: skip
-    cases = [
-        make_case("cuda", BF16, lens, heads=heads, kv_heads=kv_heads, head_size=head_size)
-        for lens, heads, kv_heads, head_size in shapes
-    ]
-    new = lambda: vllm_kernels.paged_attention_workspace("cuda")  # noqa: E731
-    want = [case.with_options(workspace=new()).run() for case in cases]
-    shared = new()
-    posted = shared[-(8 << 20) :].view(torch.int32)  # 16384 rows' maxima and sums, then outputs
-    first_words = posted[: 2 * 16384 : 2], posted[2 * 16384 :: 4]
-    for index in (0, 1, 0, 2, 3, 4, 3, 1, 2, 0):
-        assert torch.equal(cases[index].with_options(workspace=shared).run(), want[index])
-        assert not any(words.any() for words in first_words)
-
-
-@pytest.mark.parametrize(
-    ("lens", "heads", "head_size"),
-    [([3000] * 3, 8, 64), ([8000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
-    ids=["few_pieces", "warps", "16_rows", "32_rows"],
-)
-def test_last_pieces_are_shorter(lens, heads, head_size):
-    """Those whose blocks merge the others, where segments are long."""
-    case = make_case("cuda", BF16, lens, heads=heads, kv_heads=8, head_size=head_size)
-    check(case)
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_size", "stored"),
-    [(8, 128, None), (8, 128, FP8), (32, 64, None), (96, 128, None), (32, 256, None)],
-    ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams"],
-)
-def test_posted_and_counted_pieces_are_merged_alike(heads, head_size, stored):
-    """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
-    lens = [2000] + [300] * 40
-    case = make_case(
-        "cuda", BF16, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
-        split_tokens=256,
-    )  # fmt: skip
-    among = case.run()
-    alone = replace(
-        case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
-    )
-    assert torch.equal(alone.run()[0], among[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
