@@ -133,6 +133,25 @@ def test_bad_rows_are_contained(layout):
         assert not got[1].isnan().any()
 
 
+@pytest.mark.parametrize(
+    ("heads", "query_len"), [(8, 1), (32, 2), (32, 200)], ids=["warps", "teams", "prefill"]
+)
+@pytest.mark.parametrize("end", [-5, -(2**31)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_starts_are_contained(layout, end, heads, query_len):
+    """A sequence that begins behind the query and ends before it has no tokens."""
+    shapes = {"heads": heads, "kv_heads": 2, "head_size": 128, "layout": layout}
+    queries = [query_len] * 3 + [1]  # with 200, the last one has a launch beside the others'
+    case = make_case("cuda", BF16, [250, 300, 4000, 700], queries, **shapes)
+    want = case.run()
+    starts = case.options["query_start_loc"].clone()
+    starts[:2] = torch.tensor([2**31 - 1, end])
+    broken = case.with_options(query_start_loc=starts)
+    got = vllm_kernels.paged_attention(*broken.tensors(), **broken.options, max_query_len=query_len)
+    bound = {"rtol": 2**-6, "atol": 2**-6}  # other pieces
+    torch.testing.assert_close(got[2 * query_len :], want[2 * query_len :], **bound)
+
+
 def test_split_tokens_need_slots():
     """Whether every piece has one follows from the table's width: lengths are on the device."""
     case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(split_tokens=16)
@@ -193,13 +212,22 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
     "heads, kv_heads, lens",
     [
         (8, 2, [900, 33, 4000]),
+        (8, 2, [240] * 4),
         (32, 8, [26000, 33, 4000]),
         (32, 2, [26000, 33, 4000]),
         (64, 2, [900, 33, 4000]),
         (32, 8, [700] * 32),
         (8, 2, [100 + i for i in range(250)]),
     ],
-    ids=["8_rows", "8_rows_long", "32_rows_long", "64_rows", "8_rows_of_32", "8_rows_of_250"],
+    ids=[
+        "8_rows",
+        "8_rows_few",
+        "8_rows_long",
+        "32_rows_long",
+        "64_rows",
+        "8_rows_of_32",
+        "8_rows_of_250",
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_behind_a_kernel_that_writes_the_indices(layout, heads, kv_heads, lens, stale):
