@@ -39,7 +39,7 @@ constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not wo
 
 // The query token of a sequence, which has at most one; -1 where it has none.
 inline int32_t query_token(const PagedAttentionParams& p, int32_t seq) {
-  const QueryRange range = query_range(p, seq);
+  const RowRange range = query_range(p, seq);
   return range.count > 0 ? range.first : -1;
 }
 

@@ -45,7 +45,7 @@ struct AttentionTile {
   int32_t first_token;     // of query
   int32_t queries;         // query tokens
   int32_t first_position;  // of its first query token in the sequence; may be negative
-  KeyRange keys;           // of the sequence
+  RowRange keys;           // of the sequence
   int32_t begin, end;      // tokens of the sequence that any of its rows sees
   int64_t first_unit;
   int64_t units;
@@ -66,8 +66,8 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   const int64_t rows = static_cast<int64_t>(p.kv.num_kv_heads) * work.head_chunks;
   int64_t unit = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
-    const QueryRange range = query_range(p, seq);
-    const KeyRange keys = key_range(p, seq);
+    const RowRange range = query_range(p, seq);
+    const RowRange keys = key_range(p, seq);
     for (int32_t query = 0; query < range.count; query += work.queries_per_tile) {
       AttentionTile tile{};
       tile.seq = seq;

@@ -184,10 +184,10 @@ class PrefillPlan {
     const int seq = round * 32 + lane;
     chunks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
-    const KeyRange keys = key_range(p, seq);
+    const RowRange keys = key_range(p, seq);
     first_key_ = keys.first;
     seq_len_ = keys.count;
-    const QueryRange queries = query_range(p, seq);
+    const RowRange queries = query_range(p, seq);
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;

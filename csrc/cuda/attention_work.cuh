@@ -137,9 +137,9 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
                                                       const SequenceIndices& indices) {
   SequenceWork work;
   work.seq_len = usable_length(p, indices.seq_len);
-  const QueryRange queries = p.query_start_loc == nullptr
-                                 ? QueryRange{.first = seq, .count = 1}
-                                 : query_range(p, indices.first_query, indices.end_query);
+  const RowRange queries = p.query_start_loc == nullptr
+                               ? RowRange{.first = seq, .count = 1}
+                               : query_range(p, indices.first_query, indices.end_query);
   work.first_query = queries.first;
   work.query_len = queries.count;
   // The first query token's window decides where to begin.

@@ -66,8 +66,8 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
     }
     seq = low;
   }
-  const QueryRange queries = query_range(p, seq);
-  const KeyRange keys = key_range(p, seq);
+  const RowRange queries = query_range(p, seq);
+  const RowRange keys = key_range(p, seq);
   TokenRange range = {.seq = seq, .partition = 0, .seq_len = keys.count, .first_key = keys.first};
   const int index = query - queries.first;
   range.query = index >= 0 && index < queries.count ? query : -1;

@@ -136,7 +136,8 @@ struct TeamEnd {
           for (int b = 0; b < kBatch; ++b) {
             all_there &= is_posted(pairs[b].x) & is_posted(pairs[b].z) & is_posted(outs[b].x);
           }
-        } while (item.posts && !all_there);
+          // All lanes at once: parted ones would meet neither in write() nor at the next barrier.
+        } while (item.posts && !__all_sync(0xffffffffu, all_there));
         float updated[2] = {maximum[0], maximum[1]};
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {

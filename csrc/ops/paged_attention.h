@@ -91,21 +91,29 @@ struct PagedAttentionParams {
   bool beside = false;
 };
 
-// A sequence's query tokens: never outside of query, never more than the caller's bound.
-struct QueryRange {
+// What there is of rows [first, end), any numbers, among `size` rows.
+struct RowRange {
   int32_t first = 0;
   int32_t count = 0;
 };
-VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,
-                                                              int32_t first, int32_t end) {
-  first = first < 0 ? 0 : first;
-  end = end > p.num_tokens ? p.num_tokens : end;
-  int32_t count = end > first ? end - first : 0;
-  if (count > p.max_query_len) count = p.beside ? 0 : p.max_query_len;
-  return {.first = first, .count = count};
+VLLM_KERNELS_HOST_DEVICE static inline RowRange row_range(int32_t first, int32_t end,
+                                                          int64_t size) {
+  // The difference must not overflow, asked for or not: nvcc computes max(end - first, 0).
+  const int32_t bound = static_cast<int32_t>(size < INT32_MAX ? size : INT32_MAX);
+  first = first < 0 ? 0 : first > bound ? bound : first;
+  end = end < first ? first : end > bound ? bound : end;
+  return {.first = first, .count = end - first};
 }
-VLLM_KERNELS_HOST_DEVICE static inline QueryRange query_range(const PagedAttentionParams& p,
-                                                              int32_t seq) {
+
+// A sequence's query tokens: never outside of query, never more than the caller's bound.
+VLLM_KERNELS_HOST_DEVICE static inline RowRange query_range(const PagedAttentionParams& p,
+                                                            int32_t first, int32_t end) {
+  RowRange range = row_range(first, end, p.num_tokens);
+  if (range.count > p.max_query_len) range.count = p.beside ? 0 : p.max_query_len;
+  return range;
+}
+VLLM_KERNELS_HOST_DEVICE static inline RowRange query_range(const PagedAttentionParams& p,
+                                                            int32_t seq) {
   if (p.query_start_loc == nullptr) return {.first = seq, .count = 1};
   return query_range(p, p.query_start_loc[seq], p.query_start_loc[seq + 1]);
 }
@@ -124,17 +132,10 @@ VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttenti
 }
 
 // A sequence's keys: `first` is a row of contiguous keys, 0 of pages.
-struct KeyRange {
-  int32_t first = 0;
-  int32_t count = 0;
-};
-VLLM_KERNELS_HOST_DEVICE static inline KeyRange key_range(const PagedAttentionParams& p,
+VLLM_KERNELS_HOST_DEVICE static inline RowRange key_range(const PagedAttentionParams& p,
                                                           int32_t seq) {
   if (p.key_start_loc == nullptr) return {.first = 0, .count = usable_seq_len(p, seq)};
-  int32_t first = p.key_start_loc[seq], end = p.key_start_loc[seq + 1];
-  first = first < 0 ? 0 : first;
-  end = end > p.max_seq_len ? static_cast<int32_t>(p.max_seq_len) : end;
-  return {.first = first, .count = end > first ? end - first : 0};
+  return row_range(p.key_start_loc[seq], p.key_start_loc[seq + 1], p.max_seq_len);
 }
 
 // The tokens [begin, end) of `length` that query tokens at positions low .. high see together.

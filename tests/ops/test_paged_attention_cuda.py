@@ -194,6 +194,24 @@ def test_bad_rows_are_contained(layout):
         assert not got[1].isnan().any()
 
 
+@pytest.mark.parametrize(
+    ("heads", "query_len"), [(8, 1), (32, 2), (32, 200)], ids=["warps", "teams", "prefill"]
+)
+@pytest.mark.parametrize("end", [-5, -(2**31)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_starts_are_contained(layout, end, heads, query_len):
+    """A sequence that begins behind the query and ends before it has no tokens."""
+    shapes = {"heads": heads, "kv_heads": 2, "head_size": 128, "layout": layout}
+    case = make_case("cuda", BF16, [250, 300, 4000, 700], [query_len] * 4, **shapes)
+    want = case.run()
+    starts = case.options["query_start_loc"].clone()
+    starts[:2] = torch.tensor([2**31 - 1, end])
+    broken = case.with_options(query_start_loc=starts)
+    got = vllm_kernels.paged_attention(*broken.tensors(), **broken.options, max_query_len=query_len)
+    bound = {"rtol": 2**-6, "atol": 2**-6}  # other pieces
+    torch.testing.assert_close(got[2 * query_len :], want[2 * query_len :], **bound)
+
+
 def test_split_tokens_need_slots():
     """Whether every piece has one follows from the table's width: lengths are on the device."""
     case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(split_tokens=16)
