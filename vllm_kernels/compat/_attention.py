@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from vllm_kernels.compat._cache import append, lengths_of, new_tokens, pages_of, rotated
 from vllm_kernels.compat._checks import (
     check_given_integers,
     check_integers,
@@ -23,16 +24,8 @@ from vllm_kernels.compat._checks import (
     wrong,
 )
 from vllm_kernels.compat._options import Options, floats
-from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
+from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
 from vllm_kernels.ops._common import inference_only, library_ops
-
-
-def _int32(values: Tensor) -> Tensor:
-    return values.int().contiguous()
-
-
-def _int32_table(table: Tensor) -> Tensor:
-    return _rows_contiguous(table).int()
 
 
 def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
@@ -52,17 +45,6 @@ def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> 
 def _contiguous_heads(query: Tensor) -> Tensor:
     heads = query.shape[1] == 1 or query.stride(1) == query.shape[2]
     return query if query.stride(2) == 1 and heads else query.contiguous()
-
-
-def _rows_contiguous(rows: Tensor) -> Tensor:
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _token_seqs(starts: Tensor, num_tokens: int) -> Tensor:
-    """The sequence of every token."""
-    tokens = torch.arange(num_tokens, dtype=starts.dtype, device=starts.device)
-    seqs = torch.searchsorted(starts, tokens, right=True) - 1
-    return seqs.clamp(0, max(0, starts.numel() - 2))
 
 
 def varlen(
@@ -89,10 +71,10 @@ def varlen(
     pages = "" if block_table is None else "num_blocks, page_size"
     check_shapes(name, q, k, v, 3, pages)
     batch = sequences(name, cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    cu_seqlens_q, cu_seqlens_k = _int32(cu_seqlens_q), _int32(cu_seqlens_k)
+    cu_seqlens_q, cu_seqlens_k = int32(cu_seqlens_q), int32(cu_seqlens_k)
     if block_table is not None:
         check_pages(name, k, "k", block_table, "block_table", batch)
-        table, lens = _int32_table(block_table), cu_seqlens_k.diff()
+        table, lens = int32_table(block_table), cu_seqlens_k.diff()
         out, lse = paged(q, k, v, table, lens, cu_seqlens_q, max_seqlen_q, options)
     elif seqused_k is None:
         out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
@@ -103,9 +85,9 @@ def varlen(
         table = first + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
         value_size = v.shape[-1]
         options = replace(options, scale=options.score_scale(q))  # before it is padded
-        q, k, v = (_rows_contiguous(rows) for rows in _of_one_size(q, k, v))
+        q, k, v = (rows_contiguous(rows) for rows in _of_one_size(q, k, v))
         out, lse = paged(
-            q, k[:, None], v[:, None], table, _int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
+            q, k[:, None], v[:, None], table, int32(seqused_k), cu_seqlens_q, max_seqlen_q, options
         )
         out = _first(out, value_size)
     return out, _by_head(lse)
@@ -125,12 +107,12 @@ def ragged(
     options.check(cu_seqlens_q.numel() - 1, q.shape[1], k.shape[1])
     seqs = None
     if q.dtype.itemsize == 1:
-        seqs = _token_seqs(cu_seqlens_q, q.shape[0])
+        seqs = token_seqs(cu_seqlens_q, q.shape[0])
     q = _dequantized(q, options.q_descale, seqs)
     scale = options.score_scale(q)  # before it is padded
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
-    q, k, v = _contiguous_heads(q), _rows_contiguous(k), _rows_contiguous(v)
+    q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
     out, lse = _results(q, options)
     sinks = floats(options.sinks)
     left, right = options.sides()
@@ -216,7 +198,7 @@ def paged(
     options.check(batch, q.shape[1], k_cache.shape[2])
     seqs = None
     if q.dtype.itemsize == 1 and cu_seqlens_q is not None:
-        seqs = _token_seqs(cu_seqlens_q, q.shape[0])
+        seqs = token_seqs(cu_seqlens_q, q.shape[0])
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
@@ -239,172 +221,6 @@ def paged(
             *_scales(k_cache, mine), "NHD", int(max_seqlen_q), None, 0, False, right,
         )  # fmt: skip
     return out, lse
-
-
-@dataclass
-class Pages:
-    key: Tensor  # [blocks, page, Hk, D]
-    value: Tensor
-    table: Tensor  # [batch, width] int32
-
-
-def pages_of(
-    function: str,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    batch: int,
-    table_name: str,
-) -> tuple[Pages, Pages]:
-    """As it is written, and as it is read.
-
-    A cache [batch_cache, length, Hk, D] is written as pages of ``length`` tokens, and read, from
-    the padding on, as pages of as many tokens as the kernels have and its strides let.
-    """
-    if block_table is not None:
-        for name, value in (
-            ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
-        ):  # fmt: skip
-            if value is not None:
-                raise RuntimeError(f"{function}: {name}: expected None with a block table")
-        check_pages(function, k_cache, "k_cache", block_table, table_name, batch)
-        pages = Pages(k_cache, v_cache, _int32_table(block_table))
-        return pages, pages
-    rows, length = k_cache.shape[:2]
-    if cache_batch_idx is None and rows < batch:
-        want = f"{batch} rows or more, one for each sequence of q"
-        raise wrong(function, "k_cache", want, k_cache)
-    if length == 0:
-        raise wrong(function, "k_cache", "rows of at least one token", k_cache)
-    page = 1 if cache_leftpad is not None else 256
-    steps = []
-    for cache in (k_cache, v_cache):
-        row, token = cache.stride()[:2]
-        if rows > 1 and row % token != 0:
-            raise RuntimeError(
-                f"{function}: expected caches whose rows are whole numbers of tokens apart, got "
-                f"strides {list(cache.stride())}"
-            )
-        steps.append(row // token if rows > 1 else length)
-    if steps[0] != steps[1]:
-        raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
-    while length % page or steps[0] % page:  # torch.compile traces it, and no gcd
-        page //= 2
-    blocks = ((rows - 1) * steps[0] + length) // page if rows else 0
-    views = [
-        cache.as_strided(
-            (blocks, page, *cache.shape[2:]), (page * cache.stride(1), *cache.stride()[1:])
-        )
-        for cache in (k_cache, v_cache)
-    ]  # fmt: skip
-    device = k_cache.device
-    index = cache_batch_idx
-    if index is None:
-        index = torch.arange(batch, dtype=torch.int32, device=device)
-    first = index.int() * (steps[0] // page)
-    if cache_leftpad is not None:
-        first = first + cache_leftpad.int()
-    columns = torch.arange(length // page, dtype=torch.int32, device=device)
-    target = Pages(k_cache, v_cache, index.int()[:, None])
-    return target, Pages(*views, first[:, None] + columns)
-
-
-def lengths_of(
-    cache_seqlens: int | Tensor | None, length: int, batch: int, device: torch.device
-) -> Tensor:
-    """[batch] int32."""
-    if cache_seqlens is None:
-        cache_seqlens = length
-    if isinstance(cache_seqlens, int):
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
-    return _int32(cache_seqlens)
-
-
-@dataclass
-class NewTokens:
-    """Tokens that a call puts behind what the cache holds."""
-
-    key: Tensor  # [tokens, Hk, D]
-    value: Tensor
-    counts: Tensor  # [batch] int32
-    seqs: Tensor | None = None  # [tokens] int64, the sequence of each; None: one a sequence
-    index: Tensor | None = None  # [tokens] int64, its number among the sequence's new ones
-
-    def positions(self, lengths: Tensor) -> Tensor:
-        """[tokens], behind lengths [batch]."""
-        return lengths if self.seqs is None else lengths[self.seqs] + self.index
-
-
-def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
-    """k, v [batch, tokens, Hk, D], or with cu_seqlens [tokens, Hk, D]."""
-    device = k.device
-    if cu_seqlens is None:
-        batch, count = k.shape[:2]
-        counts = torch.full((batch,), count, dtype=torch.int32, device=device)
-        key, value = k.flatten(0, 1), v.flatten(0, 1)
-        if count == 1:
-            return NewTokens(key, value, counts)
-        seqs = torch.arange(batch, dtype=torch.int64, device=device).repeat_interleave(
-            count, output_size=batch * count
-        )
-        index = torch.arange(count, dtype=torch.int64, device=device).repeat(batch)
-        return NewTokens(key, value, counts, seqs, index)
-    starts = _int32(cu_seqlens)
-    seqs = _token_seqs(starts, k.shape[0])
-    tokens = torch.arange(k.shape[0], dtype=torch.int64, device=device)
-    return NewTokens(k, v, starts.diff(), seqs, tokens - starts[seqs])
-
-
-def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> Tensor:
-    """Writes the tokens to their pages; the sequences' lengths with them, 0 where a row is padded.
-
-    A row is padded where its length is negative or its table has no page for the first new token,
-    or where none is new for the last one: behind that the table may end.
-    """
-    page, width = pages.key.shape[1], pages.table.shape[1]
-    lengths = lengths.long()
-    ends = lengths if new.seqs is None else lengths.add(new.counts < 1, alpha=-1)
-    ends = ends.clamp_min(0) // page
-    first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
-    real = (lengths >= 0) & (first >= 0) & (ends < width)
-    position = new.positions(lengths)
-    good, block = real, first.long()
-    if new.seqs is not None:
-        column = position // page
-        block = pages.table[new.seqs, column.clamp(0, width - 1)].long()
-        good = real[new.seqs] & (block >= 0) & (column < width)
-        good &= new.index < new.counts[new.seqs]
-    slots = torch.where(good, block * page + position % page, -1)
-    key, value = _rows_contiguous(new.key), _rows_contiguous(new.value)
-    caches, stored = (pages.key, pages.value), pages.key.dtype
-    if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
-        key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
-        stored = torch.bfloat16
-    name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
-    one = torch.ones(1, dtype=torch.float32, device=key.device)
-    scales = [one, one]
-    if stored in name:
-        heads = pages.key.shape[2]
-        scales = [
-            (one if scale is None else scale.float().reshape(-1)[:heads]).expand(heads).contiguous()
-            for scale in (options.k_descale, options.v_descale)
-        ]
-    reshape_and_cache_flash(key, value, *caches, slots, name.get(stored, "auto"), *scales)
-    return torch.where(real, lengths + new.counts, 0).int()
-
-
-def rotated(rows: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """A copy of rows [tokens, heads, D], turned; cos, sin [positions, rotary_dim / 2]. Positions
-    past the table are those of rows that are left out."""
-    rows = rows.clone(memory_format=torch.contiguous_format)
-    table = torch.cat([cos, sin], dim=-1).to(rows.dtype)
-    rotary_embedding(
-        positions.clamp(0, cos.shape[0] - 1), rows.flatten(1), None, rows.shape[-1], table,
-        not interleaved,
-    )  # fmt: skip
-    return rows
 
 
 def with_cache(
@@ -448,17 +264,17 @@ def with_cache(
     starts_new = cu_seqlens_k_new if packed and k is not None else None
     if packed:
         batch = sequences(name, cu_seqlens_q, cu_seqlens_k_new=starts_new)
-        starts = _int32(cu_seqlens_q)
+        starts = int32(cu_seqlens_q)
         longest = max_seqlen_q or q.shape[0]
     else:
         batch, longest = q.shape[:2]
         starts = None
-        if longest != 1:
+        if longest == 0:
+            starts = torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+        elif longest > 1:
             starts = torch.arange(
-                0, (batch + 1) * longest, max(1, longest), dtype=torch.int32, device=q.device
+                0, (batch + 1) * longest, longest, dtype=torch.int32, device=q.device
             )
-            if longest == 0:
-                starts = torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
     check_rows(
         name, batch, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -482,16 +298,16 @@ def with_cache(
     check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
         if turns:
-            before = lengths.long().clamp_min(0)
-            new.key = rotated(new.key, new.positions(before), *rotary, rotary_interleaved)
+            before, table = lengths.long().clamp_min(0), torch.cat(rotary, dim=-1)
+            new.key = rotated(new.key, new.positions(before), table, rotary_interleaved)
             position = before
             if starts is not None:
-                seqs = _token_seqs(starts, tokens.shape[0])
+                seqs = token_seqs(starts, tokens.shape[0])
                 position = before[seqs]
                 if options.causal or options.sides() != (-1, -1):
                     index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
                     position = position + index - starts[seqs]
-            tokens = rotated(tokens, position, *rotary, rotary_interleaved)
+            tokens = rotated(tokens, position, table, rotary_interleaved)
         lengths = append(new, target, lengths, options)
     else:
         lengths = lengths.clamp_min(0)
