@@ -526,8 +526,10 @@ def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int,
 def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
     """Scratch on a CUDA device: uint8, 40 MiB, zeros.
 
-    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time.
-    Every call leaves it zero where that matters, so it is made once.
+    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time; two that share it
+    at once give wrong results, or wait for each other for ever. (A CUDA graph has that of the
+    stream it was captured on: replays that overlap need one each.) Every call leaves it zero where
+    that matters, so it is made once.
     """
     return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
 
