@@ -176,34 +176,55 @@ class KvRing {
     }
   }
 
-  // A lane's part of filling several stages.
+  // A lane's part of filling several stages: form kPages, K and V of a page; kRows, one column of
+  // either.
   struct Copies {
     int stages;  // 0: nothing is prepared
     bool any;
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
+    int column, token, block;
   };
-  // Fills the first stages of a ring that was never filled in two steps: all that may be done
+  // Fills up to `stages` stages of a ring that was never filled in two steps: all that may be done
   // before the predecessor has ended, then the copies. All lanes, after guess().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
-    if constexpr (kForm != PageForm::kPages || kShared) return copies;
+    if constexpr (kForm == PageForm::kParts || kShared) return copies;
 #if defined(VLLM_KERNELS_HAS_SM90)
-    const int shift = layout_.split_shift, count = min(stages, to_fill_);
-    const bool mine = lane_ < count << shift;
-    const bool good = static_cast<uint32_t>(blocks_) < static_cast<uint32_t>(kv.num_blocks);
-    // Where pages lack, or are more than lanes, fill() knows what to do.
-    if (count << shift > 32 || __any_sync(0xffffffffu, mine && !good)) return copies;
-    const int page = lane_ & (1 << shift) - 1, stage = lane_ >> shift;
+    if (!bulk(layout_)) return copies;
+    constexpr bool kWhole = kForm == PageForm::kPages;
+    const int shift = layout_.split_shift;
+    const int lanes = (kWhole ? 1 : 2 * layout_.columns) << shift;  // of a stage
+    const int stage = kWhole ? lane_ >> shift : lane_ / lanes;
+    const int of_stage = lane_ - stage * lanes;
+    const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
+    const int count = min(min(stages, to_fill_), kWhole ? 32 >> shift : 32 / lanes);
+    const bool mine = stage < count;
+    const int32_t block =
+        kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
+    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
+    if (__any_sync(0xffffffffu, mine && !good)) return copies;  // fill() knows what to do
     copies.stages = count;
     copies.any = mine;
-    copies.value_to = storage_ + stage * layout_.stage_bytes + page * layout_.page_bytes;
-    copies.key_to =
-        storage_ + stage * layout_.stage_bytes + layout_.key_offset + page * layout_.page_stride;
     copies.barrier = barriers_ + stage * 8;
-    copies.key = key_page(blocks_);
-    copies.value = value_page(blocks_);
-    if (mine && page == 0) barrier_expect(copies.barrier, 2 * layout_.page_bytes << shift);
+    copies.value_to = storage_ + stage * layout_.stage_bytes;
+    copies.key_to = copies.value_to + layout_.key_offset;
+    uint32_t bytes = 2 * layout_.page_bytes;
+    if constexpr (kWhole) {
+      copies.value_to += page * layout_.page_bytes;
+      copies.key_to += page * layout_.page_stride;
+      copies.key = key_page(block);
+      copies.value = value_page(block);
+    } else {
+      bytes = box_bytes() * 2 * layout_.columns;
+      copies.column = of_stage >> 1 >> shift;
+      copies.token = first_token_ + stage * token_step_ & (1 << layout_.page_shift) - 1;
+      copies.block = block;
+      const uint32_t at = copies.column * kColumnStride<kTokens> + page * box_bytes();
+      copies.value_to += at;
+      copies.key_to += at;
+    }
+    if (mine && of_stage == 0) barrier_expect(copies.barrier, bytes << shift);
     to_fill_ -= count;
     next_page_ = count << shift;
     first_token_ += count * token_step_;
@@ -214,8 +235,15 @@ class KvRing {
   __device__ __forceinline__ void start_copies(const Copies& copies) const {
 #if defined(VLLM_KERNELS_HAS_SM90)
     if (!copies.any) return;
-    bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
-    bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);
+    if constexpr (kForm == PageForm::kPages) {
+      bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
+      bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);
+    } else if constexpr (kForm == PageForm::kRows) {
+      const bool is_value = lane_ & 1;
+      bulk_copy_box(is_value ? copies.value_to : copies.key_to,
+                    is_value ? &maps_.value : &maps_.key, copies.column * (kColumnBytes / 2),
+                    copies.token, kv_head_, copies.block, copies.barrier, policy_);
+    }
 #endif
   }
 
@@ -321,6 +349,10 @@ class KvRing {
 #endif
   }
 
+  // Form kRows: of one column of K or V of a page, or of a stage where that is shorter.
+  __device__ __forceinline__ uint32_t box_bytes() const {
+    return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>);
+  }
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int part_shift() const {
     return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kPartTokens<Cache, kTokens>>;
@@ -386,15 +418,14 @@ class KvRing {
     if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, good);
 #if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies one column of K or V of one page.
-    const int shift = min(layout_.page_shift, kStageShift<kTokens>);
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.split_shift;
     const bool copies = good && column < layout_.columns;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
-    if (lane_ == 0) barrier_expect(barrier, count * (kColumnBytes << shift));
+    if (lane_ == 0) barrier_expect(barrier, count * box_bytes());
     if (copies) {
       bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
-                        page * (kColumnBytes << shift),
+                        page * box_bytes(),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
                     policy_);
