@@ -120,32 +120,45 @@ def test_pieces_of_zeros_arrive(heads):
 
 
 def test_pieces_are_taken_back():
-    """A workspace serves batches of other shapes as a new one does: nothing is left in it."""
-    shapes = [
-        ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64),
-        ([700] * 90, 8, 4, 128), ([6000], 24, 8, 256),
+    """A workspace serves batches of other shapes as a new one does: no piece is left in it."""
+    posted = [
+        ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64), ([6000], 24, 8, 256),
+        ([5000], 24, 2, 128), ([5000], 96, 2, 128), ([5000], 32, 2, 64), ([5000], 32, 2, 256),
     ]  # fmt: skip
+    counted = [([700] * 90, 8, 4, 128)]
     cases = [
         make_case("cuda", BF16, lens, heads=heads, kv_heads=kv_heads, head_size=head_size)
-        for lens, heads, kv_heads, head_size in shapes
+        for lens, heads, kv_heads, head_size in posted + counted
     ]
-    new = lambda: vllm_kernels.paged_attention_workspace("cuda")  # noqa: E731
-    want = [case.with_options(workspace=new()).run() for case in cases]
-    shared = new()
-    posted = shared[-(8 << 20) :].view(torch.int32)  # 16384 rows' maxima and sums, then outputs
-    first_words = posted[: 2 * 16384 : 2], posted[2 * 16384 :: 4]
-    for index in (0, 1, 0, 2, 3, 4, 3, 1, 2, 0):
+    shape = {"heads": 8, "kv_heads": 2, "head_size": 128}
+    cases.append(make_case("cuda", BF16, [9000], stored=FP8, **shape))
+
+    def parts(workspace):  # words of 16384 rows' maxima and sums, then outputs
+        words = workspace[-(8 << 20) :].view(torch.int32)
+        return words[: 2 * 16384], words[2 * 16384 :]
+
+    want = []
+    for index, case in enumerate(cases):
+        workspace = vllm_kernels.paged_attention_workspace("cuda")
+        want.append(case.with_options(workspace=workspace).run())
+        stats, _ = parts(workspace)
+        assert stats[1::2].any() == (index != len(posted)), "sums of posted pieces stay"
+    shared = vllm_kernels.paged_attention_workspace("cuda")
+    stats, out = parts(shared)
+    order = [*range(len(cases)), *reversed(range(len(cases))), 0, 2, 0]
+    for index in order:
         assert torch.equal(cases[index].with_options(workspace=shared).run(), want[index])
-        assert not any(words.any() for words in first_words)
+        assert not stats[::2].any()
+        assert not out[::4].any()
 
 
 @pytest.mark.parametrize(
     ("lens", "heads", "head_size"),
-    [([3000] * 3, 8, 64), ([8000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
+    [([3000] * 3, 8, 64), ([9000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
     ids=["few_pieces", "warps", "16_rows", "32_rows"],
 )
 def test_last_pieces_are_shorter(lens, heads, head_size):
-    """Those whose blocks merge the others, where segments are long."""
+    """Those whose blocks merge the others, where segments are long: no token is left out."""
     case = make_case("cuda", BF16, lens, heads=heads, kv_heads=8, head_size=head_size)
     check(case)
 
@@ -157,7 +170,7 @@ def test_last_pieces_are_shorter(lens, heads, head_size):
 )
 def test_posted_and_counted_pieces_are_merged_alike(heads, head_size, stored):
     """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
-    lens = [1000] + [300] * 40
+    lens = [5000] + [1200] * 24
     case = make_case(
         "cuda", BF16, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
         split_tokens=256,
@@ -202,7 +215,8 @@ def test_bad_rows_are_contained(layout):
 def test_bad_starts_are_contained(layout, end, heads, query_len):
     """A sequence that begins behind the query and ends before it has no tokens."""
     shapes = {"heads": heads, "kv_heads": 2, "head_size": 128, "layout": layout}
-    case = make_case("cuda", BF16, [250, 300, 4000, 700], [query_len] * 4, **shapes)
+    queries = [query_len] * 3 + [1]  # with 200, the last one has a launch beside the others'
+    case = make_case("cuda", BF16, [250, 300, 4000, 700], queries, **shapes)
     want = case.run()
     starts = case.options["query_start_loc"].clone()
     starts[:2] = torch.tensor([2**31 - 1, end])
@@ -272,13 +286,22 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
     "heads, kv_heads, lens",
     [
         (8, 2, [900, 33, 4000]),
+        (8, 2, [240] * 4),
         (32, 8, [26000, 33, 4000]),
         (32, 2, [26000, 33, 4000]),
         (64, 2, [900, 33, 4000]),
         (32, 8, [700] * 32),
         (8, 2, [100 + i for i in range(250)]),
     ],
-    ids=["8_rows", "8_rows_long", "32_rows_long", "64_rows", "8_rows_of_32", "8_rows_of_250"],
+    ids=[
+        "8_rows",
+        "8_rows_few",
+        "8_rows_long",
+        "32_rows_long",
+        "64_rows",
+        "8_rows_of_32",
+        "8_rows_of_250",
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_behind_a_kernel_that_writes_the_indices(layout, heads, kv_heads, lens, stale):
