@@ -36,6 +36,9 @@ struct RingLayout {
   int chunks;       // form kRows: of 16 bytes, of a row
   bool by_lanes;    // form kRows, sm_90 on: a warp's own ring uses no boxes
   FastDivisor chunk_divisor;
+  int copy_stages;  // that a warp's lanes can start together, but in form kParts
+  int copy_lanes;   // of one: form kPages, a page each; kRows, a column of K or V of a page
+  FastDivisor lane_divisor;  // by copy_lanes
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
@@ -97,18 +100,18 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayou
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
  public:
-  // mbarriers of a ring.
-  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
   using Bits = TokenBits<kTokens>;  // one a token of a stage
+  // In shared memory, of 8 bytes: mbarriers, then the tokens that there are of each stage.
+  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
+  static constexpr int kWords = kBarriers + kMaxRingStages * sizeof(Bits) / 8;
 
   // `fills`: whether this warp is its team's first.
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint32_t barriers, uint32_t present, bool fills, int lane)
+                                    uint32_t words, bool fills, int lane)
       : layout_(layout),
         maps_(maps),
         storage_(in_register(storage)),
-        barriers_(in_register(barriers)),
-        present_(in_register(present)),
+        barriers_(in_register(words)),
         lane_(lane),
         fills_(fills) {
 #if defined(VLLM_KERNELS_HAS_SM90)
@@ -118,12 +121,12 @@ class KvRing {
 
   // One thread, before any warp of the team uses the ring.
   static __device__ __forceinline__ void init(const RingLayout& layout, const RowMaps& maps,
-                                              uint32_t barriers, int members) {
+                                              uint32_t words, int members) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
-      barrier_init(barriers + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
+      barrier_init(words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
       if constexpr (kShared)
-        barrier_init(barriers + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
+        barrier_init(words + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
@@ -194,11 +197,10 @@ class KvRing {
     if (!bulk(layout_)) return copies;
     constexpr bool kWhole = kForm == PageForm::kPages;
     const int shift = layout_.split_shift;
-    const int lanes = (kWhole ? 1 : 2 * layout_.columns) << shift;  // of a stage
-    const int stage = kWhole ? lane_ >> shift : lane_ / lanes;
-    const int of_stage = lane_ - stage * lanes;
+    const int stage = layout_.lane_divisor.divide(lane_);
+    const int of_stage = lane_ - stage * layout_.copy_lanes;
     const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
-    const int count = min(min(stages, to_fill_), kWhole ? 32 >> shift : 32 / lanes);
+    const int count = min(min(stages, to_fill_), layout_.copy_stages);
     const bool mine = stage < count;
     const int32_t block =
         kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
@@ -280,7 +282,7 @@ class KvRing {
           }
         }
       }
-      if (lane_ == 0) store_shared(present_ + fill_stage_ * sizeof(Bits), present);
+      if (lane_ == 0) store_shared(present_of(fill_stage_), present);
     }
     if constexpr (kForm == PageForm::kPages) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
@@ -306,9 +308,8 @@ class KvRing {
     return storage_ + drain_stage_ * layout_.stage_bytes;
   }
   __device__ __forceinline__ Bits present() const {
-    return kShared || incomplete_ >> drain_stage_ & 1
-               ? load_shared<Bits>(present_ + drain_stage_ * sizeof(Bits))
-               : kAllTokens<kTokens>;
+    return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared<Bits>(present_of(drain_stage_))
+                                                      : kAllTokens<kTokens>;
   }
 
   // All lanes: whether the blocks were guessed right, `block` being the lane's.
@@ -360,10 +361,13 @@ class KvRing {
   __device__ __forceinline__ uint32_t drained(int stage) const {
     return barriers_ + (kMaxRingStages + stage) * 8;
   }
+  __device__ __forceinline__ uint32_t present_of(int stage) const {
+    return barriers_ + kBarriers * 8 + stage * sizeof(Bits);
+  }
   // All lanes, after their 16-byte copies.
   __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {
     barrier_arrive_copies(barrier);
-    if (kShared && lane_ == 0) barrier_arrive(barrier);  // present_ is written
+    if (kShared && lane_ == 0) barrier_arrive(barrier);  // the stage's present_of() is written
   }
 
   static __device__ __forceinline__ uint64_t units(const void* pointer) {
@@ -501,7 +505,6 @@ class KvRing {
   const RowMaps& maps_;
   uint32_t storage_;
   uint32_t barriers_;
-  uint32_t present_;
   int lane_;
   bool fills_;
   // where it fills from
@@ -519,7 +522,7 @@ class KvRing {
   int drain_stage_ = 0;
   uint32_t parity_ = 0;
   uint32_t fill_parity_ = 1;  // a fresh barrier's phase before the first has ended
-  uint32_t incomplete_ = 0;   // bit s: present_[s] says what there is of stage s
+  uint32_t incomplete_ = 0;   // bit s: present_of(s) says what there is of it
 #if defined(VLLM_KERNELS_HAS_SM90)
   uint64_t policy_;
 #endif
@@ -539,6 +542,9 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.chunks = kv.head_size * kBytes / 16;
   ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
   ring.by_lanes = kv.head_size * kBytes < kColumnBytes;
+  ring.copy_lanes = (kForm == PageForm::kPages ? 1 : 2 * ring.columns) << ring.split_shift;
+  ring.copy_stages = 32 / ring.copy_lanes;
+  ring.lane_divisor = FastDivisor(ring.copy_lanes);
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
   if (kForm == PageForm::kRows) {

@@ -168,6 +168,13 @@ constexpr int kTokenTiles =
 template <typename Cache, int kMaxHeadSize, bool kTeam>
 constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kTeam && kMaxHeadSize <= 128 ? 384 : 256;
 
+// Registers of a thread. 16-bit pages: as many as leave room on a multiprocessor for a block of 256
+// threads of 40, such as the next launch's cache writer, which then begins before this one ends.
+template <typename Cache, int kMaxHeadSize, bool kTeam>
+constexpr int kDecodeRegisters = kDecodeThreads<Cache, kMaxHeadSize, kTeam> > 256 ? 168
+                                 : kMaxHeadSize <= 128                            ? 216
+                                                                                  : 255;
+
 // `fresh`: NothingFresh, or fused_decode_attention's FreshToken.
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, typename Fresh>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
@@ -179,8 +186,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
   using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
   extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
-  __shared__ uint64_t barriers[kMaxDecodeWarps * Ring::kBarriers];
-  __shared__ uint32_t present[kMaxDecodeWarps * kMaxRingStages];
+  __shared__ uint64_t ring_words[kMaxDecodeWarps][Ring::kWords];
   __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
@@ -198,10 +204,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int head_size = p.kv.head_size, fours = head_size / 4;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-            shared_address(barriers) + team * Ring::kBarriers * 8,
-            shared_address(present) + team * kMaxRingStages * 4, member == 0, lane);
+            shared_address(ring_words[team]), member == 0, lane);
   if (member == 0 && lane == 0) {
-    Ring::init(shape.ring, maps, shared_address(barriers) + team * Ring::kBarriers * 8, members);
+    Ring::init(shape.ring, maps, shared_address(ring_words[team]), members);
   }
   __syncwarp();
   float* results = reinterpret_cast<float*>(shared + teams * ring_bytes);
@@ -508,7 +513,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 }
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
-__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
+__global__ void __maxnreg__((kDecodeRegisters<Cache, kMaxHeadSize, kTeam>))
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
                                   const __grid_constant__ RowMaps maps,

@@ -305,19 +305,20 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   constexpr int kTeams = team_count(kMaxTiles);
   using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
-  __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
+  __shared__ uint64_t ring_words[kTeams][Ring::kWords];
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
   __shared__ ItemQueue queue;
   __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
   // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
-  static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
+  static_assert(sizeof(ring_words) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <=
+                3072);
   launch_dependents();
   const int lane = threadIdx.x % 32;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
-    Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
+    Ring::init(shape.ring, maps, shared_address(ring_words[threadIdx.x]), 4);
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
@@ -343,16 +344,14 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
       queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
     } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-                shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-                true, lane);
+                shared_address(ring_words[team]), true, lane);
       fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
     const int team = warpgroup;
     Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-              shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-              false, lane);
+              shared_address(ring_words[team]), false, lane);
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
         p, shape, workspace, ring, queue, stats, shared_address(row_scales), is_last,
         TeamsBarrier{shared_address(&teams_barrier), lane},
