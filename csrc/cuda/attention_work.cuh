@@ -169,7 +169,9 @@ struct WorkItem {
 __device__ __forceinline__ int divide(int a, int b) {
   int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
   int rest = a - quotient * b;
+#pragma unroll 1
   for (; rest < 0; rest += b) --quotient;
+#pragma unroll 1
   for (; rest >= b; rest -= b) ++quotient;
   return quotient;
 }

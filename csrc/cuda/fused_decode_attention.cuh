@@ -7,7 +7,7 @@
 namespace vllm_kernels::cuda {
 
 template <typename Cache, int kMaxHeadSize>
-__global__ void __maxnreg__((kDecodeRegisters<Cache, kMaxHeadSize, false>))
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
     fused_decode_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
                                   const __grid_constant__ RowMaps maps,

@@ -21,8 +21,6 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxDecodeWarps = 12;
-
 struct DecodeShape {
   WorkShape work;
   RingLayout ring;
@@ -55,10 +53,12 @@ struct RowState {
     out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
     add(exp2_approx(score - updated), 1.0f, value);
   }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]; kBatch at a time.
-  template <int kBatch, typename Source>
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]. kGroups of 8 are loaded at
+  // a time, and merged one after the other: the result does not depend on kGroups.
+  template <int kGroups, typename Source>
   __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
                                         uint32_t out_step, const Source& source) {
+    constexpr int kBatch = 8 * kGroups;
 #pragma unroll 1
     for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
@@ -79,19 +79,22 @@ struct RowState {
           all_there &= source.there(s[i].x) & source.there(o[i].x);
         }
       } while (!all_there);
-      float updated = maximum;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
-      const float factor = exp2_approx(maximum - updated);
-      maximum = updated;
-      sum *= factor;
-      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+      for (int group = 0; group < kBatch; group += 8) {
+        float updated = maximum;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        // No branches: they would part what may go on at the same time.
-        const bool there = first + i < parts;
-        const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
-        add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
+        for (int i = group; i < group + 8; ++i) updated = fmaxf(updated, s[i].x);
+        const float factor = exp2_approx(maximum - updated);
+        maximum = updated;
+        sum *= factor;
+        out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+#pragma unroll
+        for (int i = group; i < group + 8; ++i) {
+          // No branches: they would part what may go on at the same time.
+          const bool there = first + i < parts;
+          const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+          add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
+        }
       }
       const int begin = in_register(first);
 #pragma unroll
@@ -111,17 +114,20 @@ struct SharedParts {
   __device__ __forceinline__ bool there(float) const { return true; }
   __device__ __forceinline__ void take(float4*) const {}
 };
-// or in the workspace.
-struct WorkspaceParts {
-  bool posted;
+// or in the workspace, where they are, or will be.
+struct CountedParts : SharedParts {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return __ldcg(from);
+  }
+};
+struct PostedParts {
   template <typename T>
   __device__ __forceinline__ T load(const T* from) const {
     return load_relaxed(from);
   }
-  __device__ __forceinline__ bool there(float x) const { return !posted || is_posted(x); }
-  __device__ __forceinline__ void take(float4* from) const {
-    if (posted) take_back(from);
-  }
+  __device__ __forceinline__ bool there(float x) const { return is_posted(x); }
+  __device__ __forceinline__ void take(float4* from) const { take_back(from); }
 };
 
 template <typename T>
@@ -168,13 +174,6 @@ constexpr int kTokenTiles =
 template <typename Cache, int kMaxHeadSize, bool kTeam>
 constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kTeam && kMaxHeadSize <= 128 ? 384 : 256;
 
-// Registers of a thread. 16-bit pages: as many as leave room on a multiprocessor for a block of 256
-// threads of 40, such as the next launch's cache writer, which then begins before this one ends.
-template <typename Cache, int kMaxHeadSize, bool kTeam>
-constexpr int kDecodeRegisters = kDecodeThreads<Cache, kMaxHeadSize, kTeam> > 256 ? 168
-                                 : kMaxHeadSize <= 128                            ? 216
-                                                                                  : 255;
-
 // `fresh`: NothingFresh, or fused_decode_attention's FreshToken.
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm, typename Fresh>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
@@ -186,8 +185,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
   using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
   extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
-  __shared__ uint64_t ring_words[kMaxDecodeWarps][Ring::kWords];
-  __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
+  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
+  __shared__ uint64_t ring_words[kWarps][Ring::kWords];
+  __shared__ float2 warp_stats[kWarps * 8];
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
   __shared__ ItemRows items_rows[3];
@@ -269,70 +269,67 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     return filled;
   };
 
-  // The first item. That of a small batch, and its blocks, are guessed before the predecessor has
-  // ended, from lengths and tables that it may be writing; then both are read again, with the first
-  // pages under way. Where they differ all is done once more.
+  // The first item of a small batch, and its blocks, are guessed before the predecessor has ended,
+  // from lengths and tables that it may be writing; then both are read again, with the first pages
+  // under way. Where they differ all is done once more. (One place of the code takes first items
+  // and others: a block that has one waits for every line that it runs.)
   bool guesses = !kTeam && Plan::may_guess(p);
   if (!guesses && !p.early_pages) wait_before(p);
-#pragma unroll 1
-  for (;; guesses = false) {
-    plan.make(p, shape.work, lane);
-    const bool some = index < plan.items();
-    if (some) take_item(0, guesses);
-    if (!guesses) {
-      if (some) {
-        load_fresh();
-        ring.look_up();
-        fill_ring(shape.ring.stages);
-      }
-      break;
-    }
-    const int32_t* looked_up = nullptr;
-    typename Ring::Copies copies = {};
-    if (some) {
-      looked_up = ring.guess();
-      // Blocks of few items begin while the predecessor runs, and have time. With many, all stages
-      // at once would hold up the indices and the query, which are asked for behind them.
-      const bool few = plan.items() <= gridDim.x / 2;
-      ring.prefetch(p.kv, shape.ring.stages, few);
-      copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
-    }
-    wait_for_predecessor();
-    if (some) load_fresh();
-    typename Plan::Indices indices;
-    indices.load(p, lane);
-    const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    ring.start_copies(copies);
-    const int filled = copies.stages > 0 ? copies.stages : some ? fill_ring(shape.ring.stages) : 0;
-    if (some) load_query();
-    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) {
-      if (some) fill_ring(shape.ring.stages - filled);
-      break;
-    }
-    ring.drain(filled);
-  }
-  // The query, where it is not there yet, and the workspace are touched from here on only.
-  if (p.early_pages) wait_before(p);
-  const uint32_t count = plan.items();
-  if (!guesses && index < count) load_query();
-
-  bool merges = false;  // the item before it
+  uint32_t count = UINT32_MAX;  // of all items, once there is a plan
+  bool merges = false;          // the item before this
 #pragma unroll 1
   for (int turn = 0;; turn = turn == 5 ? 0 : turn + 1) {
     const int now = turn < 3 ? turn : turn - 3, last = now == 0 ? 2 : now - 1;  // of `items`
-    if (merges && index < count) {
-      take_item(now, false);
-      load_fresh();
-      ring.look_up();
-      fill_ring(shape.ring.stages);
-      load_query();
+    if (index < count) {
+      int filled = 0;  // stages
+#pragma unroll 1
+      for (;;) {
+        if (!merges) {
+          plan.make(p, shape.work, lane);
+          count = plan.items();
+        }
+        const bool some = index < count;
+        if (some) take_item(now, guesses);
+        if (!guesses) {
+          if (some) {
+            load_fresh();
+            ring.look_up();
+          }
+          break;
+        }
+        const int32_t* looked_up = nullptr;
+        typename Ring::Copies copies = {};
+        if (some) {
+          looked_up = ring.guess();
+          // Blocks of few items begin while the predecessor runs, and have time. With many, all
+          // stages at once would hold up the indices and the query, which are asked for after them.
+          const bool few = count <= gridDim.x / 2;
+          ring.prefetch(p.kv, shape.ring.stages, few);
+          copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
+        }
+        wait_for_predecessor();
+        if (some) load_fresh();
+        typename Plan::Indices indices;
+        indices.load(p, lane);
+        const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+        ring.start_copies(copies);
+        filled = copies.stages;
+        if (some && kForm == PageForm::kParts) filled = fill_ring(shape.ring.stages);
+        guesses = false;
+        if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
+        ring.drain(filled);
+        filled = 0;
+      }
+      if (index < count) fill_ring(shape.ring.stages - filled);
+      // The query and the workspace are touched from here on only.
+      if (!merges && p.early_pages) wait_before(p);
+      if (index < count) load_query();
     }
     if (merges) {
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
-      const bool whole = item.pieces == 1;
+      const bool whole = item.pieces == 1, posts = item.posts;
       const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
-      const bool posts = item.posts;
       const PieceResults& pieces = posts ? workspace.posted : workspace.counted;
       const auto place = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
@@ -364,7 +361,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           RowState state;
           const int at = of * merge_rows + own;
           const uint32_t part_rows = merge_rows << team_shift;
-          state.merge<8>(teams, &warp_stats[at], part_rows,
+          state.merge<1>(teams, &warp_stats[at], part_rows,
                          reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
                          SharedParts{});
           if constexpr (Fresh::kAny) {
@@ -385,7 +382,19 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           }
         });
       }
-      bool merges_pieces = !whole && posts && item.piece + 1 == item.pieces;
+      const auto merge_pieces = [&](auto groups, const auto& source) {
+#pragma unroll 1
+        for (int first = 0; first < most; first += merge_rows) {
+          each_row(first, [&](int, int row) {
+            RowState state;
+            const int64_t at = place(0, row);
+            state.merge<decltype(groups)::value>(item.pieces, &pieces.stats[at],
+                                                 1u << shape.work.row_shift, out_at(at),
+                                                 fours << shape.work.row_shift, source);
+            write_row(p, shape.work, item, rows, row, d, state);
+          });
+        }
+      };
       if (!whole && !posts) {
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -393,40 +402,26 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        merges_pieces = is_last;
+        if (is_last) merge_pieces(std::integral_constant<int, 1>{}, CountedParts{});
       }
-      if (merges_pieces) {
-#pragma unroll 1
-        for (int first = 0; first < most; first += merge_rows) {
-          each_row(first, [&](int, int row) {
-            RowState state;
-            const int64_t at = place(0, row);
-            const auto merge_pieces = [&](auto batch) {
-              state.merge<decltype(batch)::value>(
-                  item.pieces, &pieces.stats[at], 1u << shape.work.row_shift, out_at(at),
-                  fours << shape.work.row_shift, WorkspaceParts{posts});
-            };
-            if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
-              merge_pieces(std::integral_constant<int, 8>{});
-            } else {
-              merge_pieces(std::integral_constant<int, 16>{});
-            }
-            write_row(p, shape.work, item, rows, row, d, state);
-          });
-        }
-        if (posts) {
+      if (index >= count) {
+        // Blocks that post have no other item: here nothing else is in registers.
+        if (!whole && posts && item.piece + 1 == item.pieces) {
+          if (item.pieces <= 8) {
+            merge_pieces(std::integral_constant<int, 1>{}, PostedParts{});
+          } else {
+            merge_pieces(std::integral_constant<int, 2>{}, PostedParts{});
+          }
           __syncthreads();  // all have read the maxima
           for (int i = threadIdx.x; i < item.pieces << shape.work.row_shift; i += blockDim.x) {
             take_back(&pieces.stats[place(0, i)]);
           }
         }
+        break;
       }
     } else {
       __syncthreads();  // items[now] is there
-    }
-    if (index >= count) {
-      wait_after(p);
-      return;
+      if (index >= count) break;
     }
     merges = true;
 
@@ -510,10 +505,11 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     barrier_wait(shared_address(&next_known), turn & 1);
     index = next_index;
   }
+  wait_after(p);
 }
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
-__global__ void __maxnreg__((kDecodeRegisters<Cache, kMaxHeadSize, kTeam>))
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kTeam>, 1)
     paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
                                   const __grid_constant__ RowMaps maps,
