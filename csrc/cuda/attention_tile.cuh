@@ -51,37 +51,47 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
     return tile * 8 + (lane % 4) * 2 + j;
   }
 
-  // `start(row)` points to a query row of type Query, null where there is none. `to_log2`: from
-  // query times stored key to log2 units.
-  template <typename Query, typename Start>
-  __device__ __forceinline__ void load_query(const Start& start, float to_log2, int lane) {
+  // This lane's part of query rows 8 * tile + lane / 4, null where there is none, as they are.
+  __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const Query* row = start(tile * 8 + lane / 4);
-      if constexpr (kWide) {
-        const auto* pairs = reinterpret_cast<const uint32_t*>(row) + lane % 4;
-        const int limit = row == nullptr ? 0 : head_size - (lane % 4) * 2;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) query[tile][k] = {0, 0};
+      if (rows[tile] == nullptr) continue;
+      // Two pairs a step; 8-bit: four elements in a row, of a head size of multiples of 16.
+      const auto* pairs = static_cast<const uint32_t*>(rows[tile]) + lane % 4;
+      const auto* fours = static_cast<const uint2*>(rows[tile]) + lane % 4;
+      const int limit = head_size - (lane % 4) * (kWide ? 2 : 4);
+      const auto load = [&](auto all) {  // no tests where the head has all dimensions
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          uint2 pair = {0, 0};
-          if (k * 16 < limit) pair.x = pairs[k * 8];
-          if (k * 16 + 8 < limit) pair.y = pairs[k * 8 + 4];
-          query[tile][k] = pair;
+          if constexpr (kWide) {
+            if (all() || k * 16 < limit) query[tile][k].x = pairs[k * 8];
+            if (all() || k * 16 + 8 < limit) query[tile][k].y = pairs[k * 8 + 4];
+          } else {
+            if (all() || k * 16 < limit) query[tile][k] = fours[k * 4];
+          }
         }
+      };
+      if (head_size == kMaxHeadSize) {
+        load(std::true_type{});
+      } else {
+        load(std::false_type{});
+      }
+    }
+  }
+
+  // Makes them operands. Query: their type; `to_log2`: from query times stored key to log2 units.
+  template <typename Query>
+  __device__ __forceinline__ void prepare_query(float to_log2, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if constexpr (kWide) {
         scale[tile][0] = scale[tile][1] = to_log2;
       } else {
-        // Four elements a step, of a head size of multiples of 16.
-        const auto* fours = reinterpret_cast<const uint2*>(row) + lane % 4;
-        const int limit = row == nullptr ? 0 : head_size - (lane % 4) * 4;
-        uint2 loaded[kSteps];
         float largest = 0.0f;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          loaded[k] = {0, 0};
-          if (k * 16 < limit) loaded[k] = fours[k * 4];
-        }
         const auto at = [&](int k, int j) {
-          const uint32_t pair = j < 2 ? loaded[k].x : loaded[k].y;
+          const uint32_t pair = j < 2 ? query[tile][k].x : query[tile][k].y;
           return to_float(bits_as<Query>(static_cast<uint16_t>(j & 1 ? pair >> 16 : pair)));
         };
 #pragma unroll

@@ -3,7 +3,8 @@
 // A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
 // that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or
 // several where it is split: pieces of almost equal length whose results are merged by the last to
-// finish. Each block of a fixed grid takes item number blockIdx.x first, then whatever comes next.
+// finish, or by that of the last piece. Each block of a fixed grid takes item number blockIdx.x
+// first, then whatever comes next.
 //
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
@@ -31,7 +32,9 @@ struct WorkShape {
   int row_shift;      // log2 of the query rows of a chunk, at most
   int stage_shift;    // log2 of the tokens of a stage
   int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
-  int slots;          // of the workspace
+  int merge_share;    // stages that a block which merges posted pieces may have less than others
+  int slots;          // of the workspace, for pieces that are counted
+  bool may_post;      // whether may_post_pieces()
   float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
 
@@ -71,6 +74,12 @@ inline void check_split(const PagedAttentionParams& p, const WorkShape& shape) {
 inline int workspace_slots(int row_shift, int head_size) {
   return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
                                     (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+}
+
+// Whether the workspace has room for an item a block to be posted (posted_pieces.cuh).
+inline bool may_post_pieces(int blocks, int row_shift, int head_size) {
+  const int64_t rows = int64_t{blocks} << row_shift;
+  return rows <= kPostedRows && rows * head_size * 4 <= kPostedOutBytes;
 }
 
 struct SequenceWork {
@@ -149,7 +158,8 @@ struct WorkItem {
   int chunk;
   int piece;   // of the segment
   int pieces;  // 1: not split
-  int slot;    // of the segment's piece 0 in the workspace: that item's number
+  bool posts;  // its pieces, as posted_pieces.cuh has it; where no block has two items
+  int slot;    // of the segment's piece 0 in the workspace, followed by the others
   int stage;   // the item's first, from the sequence's first_stage on
   int stages;  // of the item
   SequenceWork sequence;
@@ -159,7 +169,9 @@ struct WorkItem {
 __device__ __forceinline__ int divide(int a, int b) {
   int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
   int rest = a - quotient * b;
+#pragma unroll 1
   for (; rest < 0; rest += b) --quotient;
+#pragma unroll 1
   for (; rest >= b; rest -= b) ++quotient;
   return quotient;
 }
@@ -174,15 +186,17 @@ struct KeptIndices {
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
     const int last = p.num_seqs - 1;
     // Keeps no address from before.
-    const SequenceIndices first = load_indices(p, in_register(min(lane, last)), true);
-    seq_lens[0] = first.seq_len;
-    first_query = first.first_query;
-    end_query = first.end_query;
+    set(load_indices(p, in_register(min(lane, last)), true));
     if (kKept == 1 || one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
       seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
     }
+  }
+  __device__ __forceinline__ void set(const SequenceIndices& only) {
+    seq_lens[0] = only.seq_len;
+    first_query = only.first_query;
+    end_query = only.end_query;
   }
   __device__ __forceinline__ SequenceIndices of(int round) const {
     int32_t seq_len = seq_lens[0];
@@ -254,11 +268,15 @@ class WorkPlan {
   __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
                                         const Indices& now, int lane) const {
     bool same = true;
-    if (kKept == 1 || one_round(p)) {
+    if constexpr (kKept == 1) {
       const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
       same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
                                        work.first_query == work_.first_query &&
                                        work.query_len == work_.query_len;
+    } else if (one_round(p)) {
+      same = lane >= p.num_seqs || now.seq_lens[0] == kept_.seq_lens[0] &&
+                                       now.first_query == kept_.first_query &&
+                                       now.end_query == kept_.end_query;
     } else {
 #pragma unroll
       for (int i = 0; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
@@ -300,19 +318,34 @@ class WorkPlan {
                        .chunks = of_owner(work_.chunks)};
       const int local = static_cast<int>(index - before_) - of_owner(until - mine);
       int segment = local;
+      item.posts = shape.may_post && items_ <= gridDim.x;
       item.piece = 0;
       item.stage = 0;
       item.stages = item.sequence.stages;
       if (item.pieces > 1) {
-        segment = divide(local, item.pieces);
-        item.piece = local - segment * item.pieces;
+        int share = 0;
+        if (item.posts) {
+          // The last piece's block has a segment's highest number, for it waits for the others.
+          // Last pieces go to the last blocks: where the launch before merged these begin late.
+          const int segments = item.sequence.chunks * heads;
+          item.piece = divide(local, segments);
+          segment = local - item.piece * segments;
+          // Others are to have at most about half a stage more for it.
+          share = split_ > 0 ? 0 : min(shape.merge_share, item.pieces / 2);
+          if (item.sequence.stages < 4 * share * item.pieces) share = 0;
+        } else {
+          segment = divide(local, item.pieces);
+          item.piece = local - segment * item.pieces;
+        }
         // The first `more` pieces have one stage more.
-        const int least = divide(item.sequence.stages, item.pieces);
-        const int more = item.sequence.stages - least * item.pieces;
+        const int stages = item.sequence.stages + share;
+        const int least = divide(stages, item.pieces);
+        const int more = stages - least * item.pieces;
         item.stage = item.piece * least + min(item.piece, more);
         item.stages = least + (item.piece < more ? 1 : 0);
+        if (item.piece + 1 == item.pieces) item.stages -= share;
       }
-      item.slot = static_cast<int>(index) - item.piece;
+      item.slot = static_cast<int>(index) - local + segment * item.pieces;
       item.kv_head = segment;
       item.chunk = 0;
       if (item.sequence.chunks > 1) {
@@ -340,6 +373,7 @@ class WorkPlan {
     if (seq >= p.num_seqs) return;
     const SequenceIndices indices =
         in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+    if (kKept > 1 && first && one_round(p)) kept_.set(indices);
     work_ = sequence_work(p, shape, seq, indices);
   }
   __device__ __forceinline__ int pieces_of_lane() const {

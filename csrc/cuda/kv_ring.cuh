@@ -36,6 +36,9 @@ struct RingLayout {
   int chunks;       // form kRows: of 16 bytes, of a row
   bool by_lanes;    // form kRows, sm_90 on: a warp's own ring uses no boxes
   FastDivisor chunk_divisor;
+  int copy_stages;  // that a warp's lanes can start together, but in form kParts
+  int copy_lanes;   // of one: form kPages, a page each; kRows, a column of K or V of a page
+  FastDivisor lane_divisor;  // by copy_lanes
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
@@ -97,18 +100,18 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayou
 template <typename Cache, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
  public:
-  // mbarriers of a ring.
-  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
   using Bits = TokenBits<kTokens>;  // one a token of a stage
+  // In shared memory, of 8 bytes: mbarriers, then the tokens that there are of each stage.
+  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
+  static constexpr int kWords = kBarriers + kMaxRingStages * sizeof(Bits) / 8;
 
   // `fills`: whether this warp is its team's first.
   __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint32_t barriers, uint32_t present, bool fills, int lane)
+                                    uint32_t words, bool fills, int lane)
       : layout_(layout),
         maps_(maps),
         storage_(in_register(storage)),
-        barriers_(in_register(barriers)),
-        present_(in_register(present)),
+        barriers_(in_register(words)),
         lane_(lane),
         fills_(fills) {
 #if defined(VLLM_KERNELS_HAS_SM90)
@@ -118,12 +121,12 @@ class KvRing {
 
   // One thread, before any warp of the team uses the ring.
   static __device__ __forceinline__ void init(const RingLayout& layout, const RowMaps& maps,
-                                              uint32_t barriers, int members) {
+                                              uint32_t words, int members) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
-      barrier_init(barriers + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
+      barrier_init(words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
       if constexpr (kShared)
-        barrier_init(barriers + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
+        barrier_init(words + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
@@ -163,16 +166,87 @@ class KvRing {
     return at;
   }
 
-  // Asks the second-level cache for the first `stages` stages' pages where many more come. They are
-  // not read, so this may be done before the predecessor has ended.
-  __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages) const {
-    if (!may_prefetch<kForm, kTokens>(layout_) || to_fill_ < kPrefetchLength * stages) return;
+  // Asks the second-level cache for the first `stages` stages' pages where many more come, or where
+  // there is `time`. They are not read, so this may be done before the predecessor has ended.
+  __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages, bool time) const {
+    if (!may_prefetch<kForm, kTokens>(layout_)) return;
+    if (!time && to_fill_ < kPrefetchLength * stages) return;
 #pragma unroll 1
-    for (int i = 0; i < stages << layout_.split_shift; ++i) {
+    for (int i = 0; i < min(stages, to_fill_) << layout_.split_shift; ++i) {
       const uint32_t block = __shfl_sync(0xffffffffu, blocks_, i);
       if (block >= kv.num_blocks) continue;
       prefetch_page<Cache, kForm>(kv, layout_, key_page(block), value_page(block), lane_);
     }
+  }
+
+  // A lane's part of filling several stages: form kPages, K and V of a page; kRows, one column of
+  // either.
+  struct Copies {
+    int stages;  // 0: nothing is prepared
+    bool any;
+    uint32_t key_to, value_to, barrier;
+    const char *key, *value;
+    int column, token, block;
+  };
+  // Fills up to `stages` stages of a ring that was never filled in two steps: all that may be done
+  // before the predecessor has ended, then the copies. All lanes, after guess().
+  __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
+    Copies copies = {.stages = 0};
+    if constexpr (kForm == PageForm::kParts || kShared) return copies;
+#if defined(VLLM_KERNELS_HAS_SM90)
+    if (!bulk(layout_)) return copies;
+    constexpr bool kWhole = kForm == PageForm::kPages;
+    const int shift = layout_.split_shift;
+    const int stage = layout_.lane_divisor.divide(lane_);
+    const int of_stage = lane_ - stage * layout_.copy_lanes;
+    const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
+    const int count = min(min(stages, to_fill_), layout_.copy_stages);
+    const bool mine = stage < count;
+    const int32_t block =
+        kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
+    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
+    if (__any_sync(0xffffffffu, mine && !good)) return copies;  // fill() knows what to do
+    copies.stages = count;
+    copies.any = mine;
+    copies.barrier = barriers_ + stage * 8;
+    copies.value_to = storage_ + stage * layout_.stage_bytes;
+    copies.key_to = copies.value_to + layout_.key_offset;
+    uint32_t bytes = 2 * layout_.page_bytes;
+    if constexpr (kWhole) {
+      copies.value_to += page * layout_.page_bytes;
+      copies.key_to += page * layout_.page_stride;
+      copies.key = key_page(block);
+      copies.value = value_page(block);
+    } else {
+      bytes = box_bytes() * 2 * layout_.columns;
+      copies.column = of_stage >> 1 >> shift;
+      copies.token = first_token_ + stage * token_step_ & (1 << layout_.page_shift) - 1;
+      copies.block = block;
+      const uint32_t at = copies.column * kColumnStride<kTokens> + page * box_bytes();
+      copies.value_to += at;
+      copies.key_to += at;
+    }
+    if (mine && of_stage == 0) barrier_expect(copies.barrier, bytes << shift);
+    to_fill_ -= count;
+    next_page_ = count << shift;
+    first_token_ += count * token_step_;
+    fill_stage_ = count < layout_.stages ? count : 0;
+#endif
+    return copies;
+  }
+  __device__ __forceinline__ void start_copies(const Copies& copies) const {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    if (!copies.any) return;
+    if constexpr (kForm == PageForm::kPages) {
+      bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
+      bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);
+    } else if constexpr (kForm == PageForm::kRows) {
+      const bool is_value = lane_ & 1;
+      bulk_copy_box(is_value ? copies.value_to : copies.key_to,
+                    is_value ? &maps_.value : &maps_.key, copies.column * (kColumnBytes / 2),
+                    copies.token, kv_head_, copies.block, copies.barrier, policy_);
+    }
+#endif
   }
 
   // Starts filling the next stage, if there is one. All lanes; the stage must have been released.
@@ -208,7 +282,7 @@ class KvRing {
           }
         }
       }
-      if (lane_ == 0) store_shared(present_ + fill_stage_ * sizeof(Bits), present);
+      if (lane_ == 0) store_shared(present_of(fill_stage_), present);
     }
     if constexpr (kForm == PageForm::kPages) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
@@ -234,9 +308,8 @@ class KvRing {
     return storage_ + drain_stage_ * layout_.stage_bytes;
   }
   __device__ __forceinline__ Bits present() const {
-    return kShared || incomplete_ >> drain_stage_ & 1
-               ? load_shared<Bits>(present_ + drain_stage_ * sizeof(Bits))
-               : kAllTokens<kTokens>;
+    return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared<Bits>(present_of(drain_stage_))
+                                                      : kAllTokens<kTokens>;
   }
 
   // All lanes: whether the blocks were guessed right, `block` being the lane's.
@@ -277,6 +350,10 @@ class KvRing {
 #endif
   }
 
+  // Form kRows: of one column of K or V of a page, or of a stage where that is shorter.
+  __device__ __forceinline__ uint32_t box_bytes() const {
+    return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>);
+  }
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int part_shift() const {
     return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kPartTokens<Cache, kTokens>>;
@@ -284,10 +361,13 @@ class KvRing {
   __device__ __forceinline__ uint32_t drained(int stage) const {
     return barriers_ + (kMaxRingStages + stage) * 8;
   }
+  __device__ __forceinline__ uint32_t present_of(int stage) const {
+    return barriers_ + kBarriers * 8 + stage * sizeof(Bits);
+  }
   // All lanes, after their 16-byte copies.
   __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {
     barrier_arrive_copies(barrier);
-    if (kShared && lane_ == 0) barrier_arrive(barrier);  // present_ is written
+    if (kShared && lane_ == 0) barrier_arrive(barrier);  // the stage's present_of() is written
   }
 
   static __device__ __forceinline__ uint64_t units(const void* pointer) {
@@ -342,15 +422,14 @@ class KvRing {
     if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, good);
 #if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies one column of K or V of one page.
-    const int shift = min(layout_.page_shift, kStageShift<kTokens>);
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.split_shift;
     const bool copies = good && column < layout_.columns;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
-    if (lane_ == 0) barrier_expect(barrier, count * (kColumnBytes << shift));
+    if (lane_ == 0) barrier_expect(barrier, count * box_bytes());
     if (copies) {
       bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
-                        page * (kColumnBytes << shift),
+                        page * box_bytes(),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
                     first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
                     policy_);
@@ -426,7 +505,6 @@ class KvRing {
   const RowMaps& maps_;
   uint32_t storage_;
   uint32_t barriers_;
-  uint32_t present_;
   int lane_;
   bool fills_;
   // where it fills from
@@ -444,7 +522,7 @@ class KvRing {
   int drain_stage_ = 0;
   uint32_t parity_ = 0;
   uint32_t fill_parity_ = 1;  // a fresh barrier's phase before the first has ended
-  uint32_t incomplete_ = 0;   // bit s: present_[s] says what there is of stage s
+  uint32_t incomplete_ = 0;   // bit s: present_of(s) says what there is of it
 #if defined(VLLM_KERNELS_HAS_SM90)
   uint64_t policy_;
 #endif
@@ -464,6 +542,9 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.chunks = kv.head_size * kBytes / 16;
   ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
   ring.by_lanes = kv.head_size * kBytes < kColumnBytes;
+  ring.copy_lanes = (kForm == PageForm::kPages ? 1 : 2 * ring.columns) << ring.split_shift;
+  ring.copy_stages = 32 / ring.copy_lanes;
+  ring.lane_divisor = FastDivisor(ring.copy_lanes);
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
   if (kForm == PageForm::kRows) {

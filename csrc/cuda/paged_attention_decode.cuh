@@ -4,7 +4,7 @@
 // turn, each through a ring of its own (kv_ring.cuh). At the end each team starts to fill its ring
 // for the next item; then the teams' results are merged in shared memory and written: as output
 // where the item is a whole segment, else to the workspace, where the segment's last block to
-// finish merges all pieces in order.
+// finish, or that of its last piece (posted_pieces.cuh), merges all pieces in order.
 //
 // A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
 // 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
@@ -17,10 +17,9 @@
 #include "cuda/launch.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_team.cuh"
+#include "cuda/posted_pieces.cuh"
 
 namespace vllm_kernels::cuda {
-
-constexpr int kMaxDecodeWarps = 12;
 
 struct DecodeShape {
   WorkShape work;
@@ -39,52 +38,100 @@ struct RowState {
   float sum = 0.0f;
   float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // of 4 dimensions
 
+  // Roundings are spelt out: which product of a sum is fused would be the compiler's choice, and
+  // another one where pieces are posted than where they are counted.
   __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
-    sum += weight * other_sum;
-    out.x += weight * other.x;
-    out.y += weight * other.y;
-    out.z += weight * other.z;
-    out.w += weight * other.w;
+    sum = __fmaf_rn(weight, other_sum, sum);
+    out.x = __fmaf_rn(weight, other.x, out.x);
+    out.y = __fmaf_rn(weight, other.y, out.y);
+    out.z = __fmaf_rn(weight, other.z, out.z);
+    out.w = __fmaf_rn(weight, other.w, out.w);
+  }
+  // From here on relative to `updated`.
+  __device__ __forceinline__ void raise(float updated) {
+    const float factor = exp2_approx(maximum - updated);
+    maximum = updated;
+    sum = __fmul_rn(sum, factor);
+    out = {__fmul_rn(out.x, factor), __fmul_rn(out.y, factor), __fmul_rn(out.z, factor),
+           __fmul_rn(out.w, factor)};
   }
   // One more token.
   __device__ __forceinline__ void add_token(float score, float4 value) {
-    const float updated = fmaxf(maximum, score), factor = exp2_approx(maximum - updated);
-    maximum = updated;
-    sum *= factor;
-    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
-    add(exp2_approx(score - updated), 1.0f, value);
+    raise(fmaxf(maximum, score));
+    add(exp2_approx(score - maximum), 1.0f, value);
   }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step], which load() reads, kBatch
-  // parts at a time.
-  template <int kBatch, typename Load>
-  __device__ __forceinline__ void merge(int parts, const float2* stats, uint32_t stats_step,
-                                        const float4* outs, uint32_t out_step, const Load& load) {
+  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]. kGroups of 8 are loaded at
+  // a time, and merged one after the other: the result does not depend on kGroups.
+  template <int kGroups, typename Source>
+  __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
+                                        uint32_t out_step, const Source& source) {
+    constexpr int kBatch = 8 * kGroups;
 #pragma unroll 1
     for (int first = 0; first < parts; first += kBatch) {
       float2 s[kBatch];
       float4 o[kBatch];
+      bool all_there;
+#pragma unroll 1
+      do {
+        all_there = true;
+        const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t part = min(first + i, parts - 1);
-        s[i] = load(stats + part * stats_step);
-        o[i] = load(outs + part * out_step);
+        for (int i = 0; i < kBatch; ++i) {
+          const uint32_t part = min(begin + i, parts - 1);
+          s[i] = source.load(stats + part * stats_step);
+          o[i] = source.load(outs + part * out_step);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          all_there &= source.there(s[i].x) & source.there(o[i].x);
+        }
+      } while (!all_there);
+#pragma unroll
+      for (int group = 0; group < kBatch; group += 8) {
+        float updated = maximum;
+#pragma unroll
+        for (int i = group; i < group + 8; ++i) updated = fmaxf(updated, s[i].x);
+        raise(updated);
+#pragma unroll
+        for (int i = group; i < group + 8; ++i) {
+          // No branches: they would part what may go on at the same time.
+          const bool there = first + i < parts;
+          const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+          add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
+        }
       }
-      float updated = maximum;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) updated = fmaxf(updated, s[i].x);
-      const float factor = exp2_approx(maximum - updated);
-      maximum = updated;
-      sum *= factor;
-      out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+      const int begin = in_register(first);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        // No branches: they would part what may go on at the same time.
-        const bool there = first + i < parts;
-        const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
-        add(there ? exp2_approx(s[i].x - maximum) : 0.0f, s[i].y, there ? o[i] : zero);
+        source.take(outs + static_cast<uint32_t>(min(begin + i, parts - 1)) * out_step);
       }
     }
   }
+};
+
+// Where RowState::merge() finds its parts: in shared memory,
+struct SharedParts {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return *from;
+  }
+  __device__ __forceinline__ bool there(float) const { return true; }
+  __device__ __forceinline__ void take(float4*) const {}
+};
+// or in the workspace, where they are, or will be.
+struct CountedParts : SharedParts {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return __ldcg(from);
+  }
+};
+struct PostedParts {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return load_relaxed(from);
+  }
+  __device__ __forceinline__ bool there(float x) const { return is_posted(x); }
+  __device__ __forceinline__ void take(float4* from) const { take_back(from); }
 };
 
 template <typename T>
@@ -142,9 +189,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
   using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
   extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
-  __shared__ uint64_t barriers[kMaxDecodeWarps * Ring::kBarriers];
-  __shared__ uint32_t present[kMaxDecodeWarps * kMaxRingStages];
-  __shared__ float2 warp_stats[kMaxDecodeWarps * 8];
+  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
+  __shared__ uint64_t ring_words[kWarps][Ring::kWords];
+  __shared__ float2 warp_stats[kWarps * 8];
   // Three items: some threads may still write out the last one when the next but one is put down.
   __shared__ WorkItem items[3];
   __shared__ ItemRows items_rows[3];
@@ -161,10 +208,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   const int head_size = p.kv.head_size, fours = head_size / 4;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-            shared_address(barriers) + team * Ring::kBarriers * 8,
-            shared_address(present) + team * kMaxRingStages * 4, member == 0, lane);
+            shared_address(ring_words[team]), member == 0, lane);
   if (member == 0 && lane == 0) {
-    Ring::init(shape.ring, maps, shared_address(barriers) + team * Ring::kBarriers * 8, members);
+    Ring::init(shape.ring, maps, shared_address(ring_words[team]), members);
   }
   __syncwarp();
   float* results = reinterpret_cast<float*>(shared + teams * ring_bytes);
@@ -186,81 +232,115 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   // As registers allow.
   using Plan = WorkPlan<kTeam || (Fresh::kAny && kBytes == 1) ? 1 : kBytes == 1 ? 4 : 8>;
   Plan plan;
-  uint32_t index = blockIdx.x;  // of the item at hand
+  uint32_t index = blockIdx.x;               // of the item at hand
+  const int first_row = member * warp_rows;  // this warp's
+  const void* query_rows[kTiles];            // this lane's of the item that the ring has next
   // Puts down item `index`, which this warp's ring has next.
   const auto take_item = [&](int now, bool guesses) {
     const WorkItem item = plan.find(p, shape.work, index, lane);
-    if constexpr (Fresh::kAny) fresh.aim(item, shape.work.group, guesses);
+    const ItemRows rows = item_rows(shape.work, item);
+    if constexpr (Fresh::kAny) {
+      fresh.aim(item, shape.work.group, guesses);
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int row = tile * 8 + lane / 4;
+        query_rows[tile] = nullptr;
+        if (first_row + row >= rows.count || row >= warp_rows) continue;
+        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
+        query_rows[tile] = static_cast<const char*>(p.query) +
+                           2 * ((item.sequence.first_query + place.token) * p.query_stride +
+                                static_cast<int64_t>(place.head) * head_size);
+      }
+    }
     if (threadIdx.x == 0) {
       items[now] = item;
-      items_rows[now] = item_rows(shape.work, item);
+      items_rows[now] = rows;
     }
     ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
   };
+  const auto load_query = [&] {
+    if constexpr (!Fresh::kAny) tile.load_query(query_rows, lane);
+  };
   const auto load_fresh = [&] {
     if constexpr (Fresh::kAny) fresh.load(p);
   };
-  const auto fill_ring = [&] {
+  const auto fill_ring = [&](int stages) {
     int filled = 0;
 #pragma unroll 1
-    for (int i = 0; i < shape.ring.stages; ++i) filled += ring.fill(p.kv);
+    for (int i = 0; i < stages; ++i) filled += ring.fill(p.kv);
     return filled;
   };
 
-  // The first item. That of a small batch, and its blocks, are guessed before the predecessor has
-  // ended, from lengths and tables that it may be writing; then both are read again, with the first
-  // pages under way. Where they differ all is done once more.
+  // The first item of a small batch, and its blocks, are guessed before the predecessor has ended,
+  // from lengths and tables that it may be writing; then both are read again, with the first pages
+  // under way. Where they differ all is done once more. (One place of the code takes first items
+  // and others: a block that has one waits for every line that it runs.)
   bool guesses = !kTeam && Plan::may_guess(p);
   if (!guesses && !p.early_pages) wait_before(p);
+  uint32_t count = UINT32_MAX;  // of all items, once there is a plan
+  bool merges = false;          // the item before this
 #pragma unroll 1
-  for (;; guesses = false) {
-    plan.make(p, shape.work, lane);
-    const bool some = index < plan.items();
-    if (some) take_item(0, guesses);
-    if (!guesses) {
-      if (some) {
-        load_fresh();
-        ring.look_up();
-        fill_ring();
+  for (int turn = 0;; turn = turn == 5 ? 0 : turn + 1) {
+    const int now = turn < 3 ? turn : turn - 3, last = now == 0 ? 2 : now - 1;  // of `items`
+    if (index < count) {
+      int filled = 0;  // stages
+#pragma unroll 1
+      for (;;) {
+        if (!merges) {
+          plan.make(p, shape.work, lane);
+          count = plan.items();
+        }
+        const bool some = index < count;
+        if (some) take_item(now, guesses);
+        if (!guesses) {
+          if (some) {
+            load_fresh();
+            ring.look_up();
+          }
+          break;
+        }
+        const int32_t* looked_up = nullptr;
+        typename Ring::Copies copies = {};
+        if (some) {
+          looked_up = ring.guess();
+          // Blocks of few items begin while the predecessor runs, and have time. With many, all
+          // stages at once would hold up the indices, which are asked for after them.
+          const bool few = count <= gridDim.x / 2;
+          ring.prefetch(p.kv, shape.ring.stages, few);
+          copies = ring.prepare_copies(p.kv, few ? shape.ring.stages : 1);
+        }
+        wait_for_predecessor();
+        if (some) load_fresh();
+        typename Plan::Indices indices;
+        indices.load(p, lane);
+        const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+        ring.start_copies(copies);
+        filled = copies.stages;
+        if (some && filled == 0) filled = fill_ring(shape.ring.stages);
+        guesses = false;
+        if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
+        ring.drain(filled);
+        filled = 0;
       }
-      break;
-    }
-    const int32_t* looked_up = nullptr;
-    if (some) {
-      looked_up = ring.guess();
-      ring.prefetch(p.kv, shape.ring.stages);
-    }
-    wait_for_predecessor();
-    if (some) load_fresh();
-    typename Plan::Indices indices;
-    indices.load(p, lane);
-    const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-    const int filled = some ? fill_ring() : 0;
-    if (plan.holds(p, shape.work, indices, lane) && (!some || ring.holds(block))) break;
-    ring.drain(filled);
-  }
-  // The query and the workspace are touched from here on only.
-  if (p.early_pages) wait_before(p);
-
-  const uint32_t count = plan.items();
-  uint32_t next_parity = 0;
-  bool merges = false;  // the item before it
-#pragma unroll 1
-  for (int now = 0, last = 2;; last = now, now = now == 2 ? 0 : now + 1) {
-    if (merges && index < count) {
-      take_item(now, false);
-      load_fresh();
-      ring.look_up();
-      fill_ring();
+      if (index < count) fill_ring(shape.ring.stages - filled);
+      // The query and the workspace are touched from here on only: the query is there before the
+      // first pages all the same.
+      if (!merges && p.early_pages) wait_before(p);
+      if (index < count) load_query();
     }
     if (merges) {
       const WorkItem& item = items[last];
       const ItemRows& rows = items_rows[last];
-      const bool whole = item.pieces == 1;
+      const bool whole = item.pieces == 1, posts = item.posts;
       const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
-      const auto in_workspace = [&](int piece, int row) {
+      const PieceResults& pieces = posts ? workspace.posted : workspace.counted;
+      const auto place = [&](int piece, int row) {
         return (static_cast<int64_t>(item.slot + piece) << shape.work.row_shift) + row;
+      };
+      const auto out_at = [&](int64_t at) {
+        return reinterpret_cast<float4*>(&pieces.out[at * head_size + d]);
       };
       // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
       // at a time of each member.
@@ -286,83 +366,87 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
           RowState state;
           const int at = of * merge_rows + own;
           const uint32_t part_rows = merge_rows << team_shift;
-          state.merge<8>(teams, &warp_stats[at], part_rows,
-                         reinterpret_cast<const float4*>(results + at * pitch + d),
-                         part_rows * pitch / 4, [](const auto* from) { return *from; });
+          state.merge<1>(teams, &warp_stats[at], part_rows,
+                         reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
+                         SharedParts{});
           if constexpr (Fresh::kAny) {
             if (fresh.counts(last)) state.add_token(fresh.score(last, row), fresh.value(last, d));
           }
           if (whole) {
             write_row(p, shape.work, item, rows, row, d, state);
+            return;
+          }
+          const int64_t to = place(item.piece, row);
+          const float2 stats = {state.maximum, state.sum};
+          if (posts) {
+            post(out_at(to), state.out);
+            if (d == 0) post(&pieces.stats[to], stats);
           } else {
-            const int64_t to = in_workspace(item.piece, row);
-            *reinterpret_cast<float4*>(&workspace.out[to * head_size + d]) = state.out;
-            if (d == 0) workspace.stats[to] = {state.maximum, state.sum};
+            *out_at(to) = state.out;
+            if (d == 0) pieces.stats[to] = stats;
           }
         });
       }
-      if (!whole) {
+      const auto merge_pieces = [&](auto groups, const auto& source) {
+#pragma unroll 1
+        for (int first = 0; first < most; first += merge_rows) {
+          each_row(first, [&](int, int row) {
+            RowState state;
+            const int64_t at = place(0, row);
+            state.merge<decltype(groups)::value>(item.pieces, &pieces.stats[at],
+                                                 1u << shape.work.row_shift, out_at(at),
+                                                 fours << shape.work.row_shift, source);
+            write_row(p, shape.work, item, rows, row, d, state);
+          });
+        }
+      };
+      if (!whole && !posts) {
         __syncthreads();
         if (threadIdx.x == 0) {
           is_last = atomic_inc_acquire_release(&workspace.finished[item.slot], item.pieces - 1) ==
                     static_cast<uint32_t>(item.pieces - 1);
         }
         __syncthreads();
-        if (is_last) {
-#pragma unroll 1
-          for (int first = 0; first < most; first += merge_rows) {
-            each_row(first, [&](int, int row) {
-              RowState state;
-              const int64_t at = in_workspace(0, row);
-              const auto merge_pieces = [&](auto batch) {
-                state.merge<decltype(batch)::value>(
-                    item.pieces, &workspace.stats[at], 1u << shape.work.row_shift,
-                    reinterpret_cast<const float4*>(&workspace.out[at * head_size + d]),
-                    fours << shape.work.row_shift, [](const auto* from) { return __ldcg(from); });
-              };
-              if (kBytes == 1 || item.pieces <= 8) {  // 8-bit: all registers are in use
-                merge_pieces(std::integral_constant<int, 8>{});
-              } else {
-                merge_pieces(std::integral_constant<int, 16>{});
-              }
-              write_row(p, shape.work, item, rows, row, d, state);
-            });
+        if (is_last) merge_pieces(std::integral_constant<int, 1>{}, CountedParts{});
+      }
+      if (index >= count) {
+        // Blocks that post have no other item: here nothing else is in registers.
+        if (!whole && posts && item.piece + 1 == item.pieces) {
+          if (item.pieces <= 8) {
+            merge_pieces(std::integral_constant<int, 1>{}, PostedParts{});
+          } else {
+            merge_pieces(std::integral_constant<int, 2>{}, PostedParts{});
+          }
+          __syncthreads();  // all have read the maxima
+          for (int i = threadIdx.x; i < item.pieces << shape.work.row_shift; i += blockDim.x) {
+            take_back(&pieces.stats[place(0, i)]);
           }
         }
+        break;
       }
     } else {
       __syncthreads();  // items[now] is there
-    }
-    if (index >= count) {
-      wait_after(p);
-      return;
+      if (index >= count) break;
     }
     merges = true;
 
     const WorkItem& item = items[now];
     const ItemRows rows = items_rows[now];
     if constexpr (Fresh::kAny) fresh.prepare(p, shape.cap, item, rows.count, now);
-    const int first_row = member * warp_rows;  // this warp's
     tile.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
-    const auto load_query = [&](auto tag) {
-      using Query = decltype(tag);
-      const auto start = [&](int row) -> const Query* {
-        if (first_row + row >= rows.count || row >= warp_rows) return nullptr;
-        if constexpr (Fresh::kAny) return fresh.template query_row<Query>(row);
-        const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
-        return static_cast<const Query*>(p.query) +
-               (item.sequence.first_query + place.token) * p.query_stride +
-               static_cast<int64_t>(place.head) * head_size;
-      };
-      const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
-                                ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
-                                : 1.0f;
-      tile.template load_query<Query>(start, p.scale * k_scale * kLog2E, lane);
-    };
+    if constexpr (Fresh::kAny) {
+      query_rows[0] = lane / 4 < rows.count ? fresh.query_row(lane / 4) : nullptr;
+      tile.load_query(query_rows, lane);
+    }
+    const float k_scale = !Tile::kWide && p.kv.k_scale != nullptr
+                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                              : 1.0f;
+    const float to_log2 = p.scale * k_scale * kLog2E;
     if constexpr (Tile::kWide) {
-      load_query(Cache{});
+      tile.template prepare_query<Cache>(to_log2, lane);
     } else {
-      p.dtype == DType::kFloat16 ? load_query(Half{}) : load_query(BFloat16{});
+      p.dtype == DType::kFloat16 ? tile.template prepare_query<Half>(to_log2, lane)
+                                 : tile.template prepare_query<BFloat16>(to_log2, lane);
     }
     tile.clear();
 
@@ -423,10 +507,10 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         barrier_arrive(shared_address(&next_known));
       }
     }
-    barrier_wait(shared_address(&next_known), next_parity);
-    next_parity ^= 1;
+    barrier_wait(shared_address(&next_known), turn & 1);
     index = next_index;
   }
+  wait_after(p);
 }
 
 template <typename Cache, int kMaxHeadSize, bool kTeam, PageForm kForm>
@@ -506,13 +590,16 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
       std::min({most_rows, (memory - rings) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
   const int bytes = rings + warps * shape.merge_rows * row_bytes;
 
-  shape.work = {.group = group,
-                .row_shift = row_shift,
-                .stage_shift = kShift,
-                .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
-                .slots = workspace_slots(row_shift, kv.head_size),
-                .piece_share = 0.25f * blocks,
-                .group_divisor = FastDivisor(group)};
+  shape.work = {
+      .group = group,
+      .row_shift = row_shift,
+      .stage_shift = kShift,
+      .least_piece = std::max(1, (warps >> shape.team_shift) >> (kShift - 4)),
+      .merge_share = warps >> shape.team_shift,
+      .slots = workspace_slots(row_shift, kv.head_size),
+      .may_post = may_post_pieces(device.multiprocessors * blocks, row_shift, kv.head_size),
+      .piece_share = 0.25f * blocks,
+      .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),

@@ -74,11 +74,8 @@ class FreshToken {
     }
   }
 
-  // Query row `row` of the item at hand.
-  template <typename Query>
-  __device__ __forceinline__ const Query* query_row(int row) const {
-    return reinterpret_cast<const Query*>(memory_.query[row]);
-  }
+  // Query row `row` of the item at hand, of 16-bit elements.
+  __device__ __forceinline__ const void* query_row(int row) const { return memory_.query[row]; }
   __device__ __forceinline__ bool counts(int side) const { return memory_.counts[side]; }
   __device__ __forceinline__ float score(int side, int row) const {
     return memory_.score[side][row];
@@ -126,6 +123,15 @@ class FreshToken {
     return kind_ == kValue ? rope.value : kind_ == kKey ? rope.key : rope.query;
   }
 
+  // What comes late is not worth its registers before.
+  __device__ __forceinline__ void forget() {
+    guess_ = -1;
+    position_ = -1;
+    x_[0] = x_[1] = cosines_ = sines_ = {};
+    slot_ = -1;
+    last_block_ = -1;
+  }
+
   __device__ __forceinline__ void load_row(const PagedAttentionParams& p) {
     const RopeAndCacheParams& rope = fresh_.rope;
     if (stores_ && token_ < rope.num_slots) slot_ = rope.slot_mapping[token_];
@@ -162,7 +168,10 @@ class FreshToken {
   __device__ __forceinline__ void prepare_of(const PagedAttentionParams& p, const ScoreCap& cap,
                                              const WorkItem& item, int group, int side) {
     set_row(item, group);  // again: it is not worth its registers in between
-    if constexpr (!kEarly) load_row(p);
+    if constexpr (!kEarly) {
+      forget();
+      load_row(p);
+    }
     if (!stores_ && threadIdx.x == 0) memory_.counts[side] = false;
     const int rows = stores_ ? group + 2 : group;
     const bool has_rows = (threadIdx.x & ~31) >> fresh_.lane_shift < rows;  // this warp
@@ -261,7 +270,7 @@ class FreshToken {
       float sum = 0.0f;
       for (int d = lane * 4; d < p.kv.head_size; d += 128) {
         float query[4];
-        widen(*reinterpret_cast<const Pack<T, 4>*>(query_row<T>(row) + d), query);
+        widen(*reinterpret_cast<const Pack<T, 4>*>(&memory_.query[row][d]), query);
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum += query[j] * memory_.key[d + j];
       }

@@ -23,11 +23,18 @@ constexpr int kItemQueue = 2;
 __host__ __device__ constexpr int team_threads(int max_tiles) {
   return 128 * (team_count(max_tiles) + 1);
 }
-// Registers of a thread, of 65536 in all: the teams need more than their even share.
-constexpr int kServantRegisters = 56;
 constexpr float kTeamPieceShare = 0.5f;  // WorkShape::piece_share
+// Registers of a thread. All of a block share what its launch has of 65536; the teams need more
+// than the even share.
+__host__ __device__ constexpr int launch_registers(int max_tiles) {
+  return 65536 / team_threads(max_tiles) / 8 * 8;
+}
 __host__ __device__ constexpr int team_registers(int max_tiles) {
-  return max_tiles <= 4 ? 152 : 224;
+  return max_tiles <= 4 ? 152 : 216;
+}
+__host__ __device__ constexpr int servant_registers(int max_tiles) {
+  const int teams = team_count(max_tiles);
+  return launch_registers(max_tiles) * (teams + 1) - team_registers(max_tiles) * teams;
 }
 
 struct TeamShape {
@@ -298,19 +305,20 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   constexpr int kTeams = team_count(kMaxTiles);
   using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
-  __shared__ uint64_t barriers[kTeams][Ring::kBarriers + kMaxRingStages];
+  __shared__ uint64_t ring_words[kTeams][Ring::kWords];
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
   __shared__ ItemQueue queue;
   __shared__ uint64_t teams_barrier;
   __shared__ bool is_last;
   // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
-  static_assert(sizeof(barriers) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <= 3072);
+  static_assert(sizeof(ring_words) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <=
+                3072);
   launch_dependents();
   const int lane = threadIdx.x % 32;
   const int ring_bytes = shape.ring.stages * shape.ring.stage_bytes;
   if (threadIdx.x < kTeams) {
-    Ring::init(shape.ring, maps, shared_address(barriers[threadIdx.x]), 4);
+    Ring::init(shape.ring, maps, shared_address(ring_words[threadIdx.x]), 4);
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kItemQueue; ++slot) {
@@ -330,22 +338,20 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
   __syncthreads();  // the barriers, the zeros
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == kTeams) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kServantRegisters));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(servant_registers(kMaxTiles)));
     const int team = same_in_warp(threadIdx.x / 32) - 4 * kTeams;
     if (team == kTeams) {
       queue_items<Cache, kForm, kTeams>(p, shape, queue, workspace.next, lane);
     } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-                shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-                true, lane);
+                shared_address(ring_words[team]), true, lane);
       fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
     const int team = warpgroup;
     Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
-              shared_address(barriers[team]), shared_address(&barriers[team][Ring::kBarriers]),
-              false, lane);
+              shared_address(ring_words[team]), false, lane);
     attend<Cache, kMaxHeadSize, kMaxTiles, kForm>(
         p, shape, workspace, ring, queue, stats, shared_address(row_scales), is_last,
         TeamsBarrier{shared_address(&teams_barrier), lane},
@@ -363,13 +369,16 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   TeamShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kTeamTokens, kForm>(p.kv, shape.ring, shape.tile);
-  shape.work = {.group = group,
-                .row_shift = row_shift,
-                .stage_shift = kStageShift<kTeamTokens>,
-                .least_piece = kTeams,
-                .slots = workspace_slots(row_shift, kMaxHeadSize),
-                .piece_share = kTeamPieceShare,
-                .group_divisor = FastDivisor(group)};
+  shape.work = {
+      .group = group,
+      .row_shift = row_shift,
+      .stage_shift = kStageShift<kTeamTokens>,
+      .least_piece = kTeams,
+      .merge_share = kTeams,
+      .slots = workspace_slots(row_shift, kMaxHeadSize),
+      .may_post = may_post_pieces(current_device_info().multiprocessors, row_shift, kMaxHeadSize),
+      .piece_share = kTeamPieceShare,
+      .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
   const int scratch = team_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
   const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;

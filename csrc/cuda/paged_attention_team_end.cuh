@@ -2,11 +2,13 @@
 //
 // They put their results down, half a head at a time, and merge them, each warp some fragments of
 // 16 dimensions x 8 rows. They are written as output where the item is a whole segment, else to the
-// workspace, where the segment's last block to finish merges all pieces in order.
+// workspace, where the segment's last block to finish, or that of its last piece
+// (posted_pieces.cuh), merges all pieces in order.
 #pragma once
 #include "cuda/attention_team.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_workspace.h"
+#include "cuda/posted_pieces.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -72,6 +74,8 @@ struct TeamEnd {
     float scale = 1.0f;
     if (item.pieces == 1) {
       scale = finish_row(row, maximum, sum, true);
+    } else if (item.posts) {
+      post(stats_of(item.piece, row), {maximum, sum});
     } else {
       *stats_of(item.piece, row) = {maximum, sum};
     }
@@ -95,6 +99,8 @@ struct TeamEnd {
       }
       if (item.pieces == 1) {
         write(half, i, values);
+      } else if (item.posts) {
+        post(outs_of(item.piece, half, i), {values[0], values[1], values[2], values[3]});
       } else {
         *outs_of(item.piece, half, i) = {values[0], values[1], values[2], values[3]};
       }
@@ -108,16 +114,30 @@ struct TeamEnd {
       const int half = i / (tiles * 4), in_half = i % (tiles * 4);
       const int row = Tile::row_of(lane, in_half / 4, 0);
       float maximum[2] = {kNoMaximum, kNoMaximum}, sum[2] = {}, values[4] = {};
-      constexpr int kBatch = 8;  // pieces under way
+      constexpr int kBatch = Tile::kTiles == 8 ? 4 : 8;  // pieces under way, as registers allow
 #pragma unroll 1
       for (int first = 0; first < item.pieces; first += kBatch) {
         float4 pairs[kBatch], outs[kBatch];
+        bool all_there;
+#pragma unroll 1
+        do {
+          all_there = true;
+          const int begin = in_register(first);  // keeps no addresses
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int piece = min(first + b, item.pieces - 1);
-          pairs[b] = __ldcg(reinterpret_cast<const float4*>(stats_of(piece, row)));
-          outs[b] = __ldcg(outs_of(piece, half, in_half));
-        }
+          for (int b = 0; b < kBatch; ++b) {
+            const int piece = min(begin + b, item.pieces - 1);
+            // As they were posted.
+            const float2 first_row = load_relaxed(stats_of(piece, row));
+            const float2 second_row = load_relaxed(stats_of(piece, row + 1));
+            pairs[b] = {first_row.x, first_row.y, second_row.x, second_row.y};
+            outs[b] = load_relaxed(outs_of(piece, half, in_half));
+          }
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) {
+            all_there &= is_posted(pairs[b].x) & is_posted(pairs[b].z) & is_posted(outs[b].x);
+          }
+          // All lanes at once: parted ones would meet neither in write() nor at the next barrier.
+        } while (item.posts && !__all_sync(0xffffffffu, all_there));
         float updated[2] = {maximum[0], maximum[1]};
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
@@ -145,6 +165,13 @@ struct TeamEnd {
               {there ? out.x : 0.0f, there ? out.y : 0.0f, there ? out.z : 0.0f,
                there ? out.w : 0.0f});
         }
+        if (item.posts) {
+          const int begin = in_register(first);
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) {
+            take_back(outs_of(min(begin + b, item.pieces - 1), half, in_half));
+          }
+        }
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -153,6 +180,13 @@ struct TeamEnd {
         values[j + 2] *= scale;
       }
       write(half, in_half, values);
+    }
+  }
+
+  // Where maxima were posted: zeros, once all have read them.
+  __device__ __forceinline__ void take_stats_back() const {
+    for (int i = warp * 32 + lane; i < item.pieces << shape.row_shift; i += 128 * kTeams) {
+      take_back(stats_of(0, i));
     }
   }
 
@@ -179,14 +213,17 @@ struct TeamEnd {
     values[3] += weight.y * out.w;
   }
   // In the workspace.
+  __device__ __forceinline__ const PieceResults& results() const {
+    return item.posts ? workspace.posted : workspace.counted;
+  }
   __device__ __forceinline__ float4* outs_of(int piece, int half, int i) const {
     const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.row_shift;
     const int place = (half * tiles * 4 + i) * 32 + lane;
-    return reinterpret_cast<float4*>(&workspace.out[slot * (Tile::kHalves * 64) + place * 4]);
+    return reinterpret_cast<float4*>(&results().out[slot * (Tile::kHalves * 64) + place * 4]);
   }
   __device__ __forceinline__ float2* stats_of(int piece, int row) const {
     const int64_t slot = static_cast<int64_t>(item.slot + piece) << shape.row_shift;
-    return &workspace.stats[slot + row];
+    return &results().stats[slot + row];
   }
 
   // Fragment i = 4 t + member of half a head, final.
@@ -234,6 +271,14 @@ __device__ __forceinline__ void finish_item(const TeamEnd<Tile>& end, Tile& tile
     end.merge_teams(1);
   }
   if (item.pieces == 1) return;
+  if (item.posts) {
+    if (item.piece + 1 != item.pieces) return;
+    end.merge_pieces();
+    barrier.sync<0>();
+    end.take_stats_back();
+    barrier.sync<1>();
+    return;
+  }
   barrier.sync<0>();
   if (end.warp == 0 && end.lane == 0) {
     end.is_last = atomic_inc_acquire_release(&end.workspace.finished[item.slot], item.pieces - 1) ==

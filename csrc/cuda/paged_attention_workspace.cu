@@ -51,10 +51,17 @@ void* stream_workspace(void* stream) {
 DecodeWorkspace decode_workspace(void* memory, void* stream) {
   char* bytes = static_cast<char*>(memory == nullptr ? stream_workspace(stream) : memory);
   uint32_t* counters = reinterpret_cast<uint32_t*>(bytes);
+  const auto take = [&](int64_t size) { return std::exchange(bytes, bytes + size); };
+  take(kDecodeCounterBytes);
+  const auto results = [&](int64_t stats_bytes, int64_t out_bytes) -> PieceResults {
+    float2* stats = reinterpret_cast<float2*>(take(stats_bytes));
+    return {.stats = stats, .out = reinterpret_cast<float*>(take(out_bytes))};
+  };
+  const PieceResults counted = results(kDecodeStatsBytes, kDecodeOutBytes);
   return {.next = counters,
           .finished = counters + 1,
-          .stats = reinterpret_cast<float2*>(bytes + kDecodeCounterBytes),
-          .out = reinterpret_cast<float*>(bytes + kDecodeCounterBytes + kDecodeStatsBytes)};
+          .counted = counted,
+          .posted = results(kPostedStatsBytes, kPostedOutBytes)};
 }
 
 }  // namespace vllm_kernels::cuda

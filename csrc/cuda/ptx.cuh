@@ -108,6 +108,46 @@ __device__ __forceinline__ uint32_t atomic_inc_acquire_release(uint32_t* counter
   return before;
 }
 
+// Past the first-level cache, not parted, and in no order with others.
+__device__ __forceinline__ float2 load_relaxed(const float2* at) {
+  uint64_t x;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
+  return {__uint_as_float(static_cast<uint32_t>(x)),
+          __uint_as_float(static_cast<uint32_t>(x >> 32))};
+}
+__device__ __forceinline__ float4 load_relaxed(const float4* at) {
+  uint64_t low, high;
+  asm volatile(
+      "{.reg .b128 x;\n"
+      "ld.relaxed.gpu.global.b128 x, [%2];\n"
+      "mov.b128 {%0, %1}, x;}"
+      : "=l"(low), "=l"(high)
+      : "l"(at)
+      : "memory");
+  return {__uint_as_float(static_cast<uint32_t>(low)),
+          __uint_as_float(static_cast<uint32_t>(low >> 32)),
+          __uint_as_float(static_cast<uint32_t>(high)),
+          __uint_as_float(static_cast<uint32_t>(high >> 32))};
+}
+__device__ __forceinline__ uint64_t pair_bits(float low, float high) {
+  return __float_as_uint(low) | static_cast<uint64_t>(__float_as_uint(high)) << 32;
+}
+__device__ __forceinline__ void store_relaxed(float* at, float x) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(at), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(float2* at, float2 x) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(pair_bits(x.x, x.y))
+               : "memory");
+}
+__device__ __forceinline__ void store_relaxed(float4* at, float4 x) {
+  asm volatile(
+      "{.reg .b128 x;\n"
+      "mov.b128 x, {%1, %2};\n"
+      "st.relaxed.gpu.global.b128 [%0], x;}" ::"l"(at),
+      "l"(pair_bits(x.x, x.y)), "l"(pair_bits(x.z, x.w))
+      : "memory");
+}
+
 // The 8x8 matrix of 16-bit elements spread over the warp, transposed.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;

@@ -39,8 +39,8 @@ struct BlockSparse {
   }
 };
 
-// Scratch of one launch on CUDA, zero at first and between launches.
-constexpr int64_t kPagedAttentionWorkspaceBytes = int64_t{32} << 20;
+// Scratch of one launch on CUDA, zero at first.
+constexpr int64_t kPagedAttentionWorkspaceBytes = int64_t{40} << 20;
 
 struct PagedAttentionParams {
   void* out;                    // [num_tokens, num_heads, head_size], contiguous heads

@@ -90,7 +90,7 @@ def test_workspace(device):
     if device == "cuda":
         for bad in (workspace[:4096], workspace[1:]):
             ours = case.with_options(workspace=bad).copy()
-            with raises(r"^fused_decode_attention: workspace: expected at least 33554432 bytes, "):
+            with raises(r"^fused_decode_attention: workspace: expected at least 41943040 bytes, "):
                 ours.run()
             assert torch.equal(ours.qkv, case.qkv), "written before it was refused"
             assert torch.equal(bits(ours.key_cache), bits(case.key_cache))

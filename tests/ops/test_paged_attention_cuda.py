@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
 )
 BF16 = torch.bfloat16
+F16 = torch.float16
 FP8 = torch.float8_e4m3fn
 
 
@@ -100,12 +101,93 @@ def test_workspace():
         assert torch.equal(case.with_options(workspace=workspace).run(), want)
     for bad in (workspace[:4096], workspace[1:]):
         with raises(
-            r"^paged_attention: workspace: expected at least 33554432 bytes, aligned to 256"
+            r"^paged_attention: workspace: expected at least 41943040 bytes, aligned to 256"
         ):
             case.with_options(workspace=bad).run()
     with raises(r"^paged_attention: (out and workspace|workspace and out) overlap"):
         out = workspace[: case.query.numel() * 2].view(BF16).view(case.query.shape)
         vllm_kernels.paged_attention(*case.tensors(), out=out, workspace=workspace)
+
+
+@pytest.mark.parametrize("heads", [8, 32], ids=["warps", "teams"])
+def test_pieces_of_zeros_arrive(heads):
+    """Where no block has two items a piece says by words that are not 0 that it is there."""
+    case = make_case("cuda", BF16, [9000, 3], heads=heads, kv_heads=2, head_size=128)
+    for cache in (case.key_cache, case.value_cache):
+        cache.zero_()
+    out, lse = case.run_with_lse()
+    assert not out.any()
+    torch.testing.assert_close(lse, case.seq_lens.float().log()[:, None].expand_as(lse))
+
+
+def test_pieces_are_taken_back():
+    """A workspace serves batches of other shapes as a new one does: no piece is left in it."""
+    posted = [
+        ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64), ([6000], 24, 8, 256),
+        ([5000], 24, 2, 128), ([5000], 96, 2, 128), ([5000], 32, 2, 64), ([5000], 32, 2, 256),
+    ]  # fmt: skip
+    counted = [([700] * 90, 8, 4, 128)]
+    cases = [
+        make_case("cuda", BF16, lens, heads=heads, kv_heads=kv_heads, head_size=head_size)
+        for lens, heads, kv_heads, head_size in posted + counted
+    ]
+    shape = {"heads": 8, "kv_heads": 2, "head_size": 128}
+    cases.append(make_case("cuda", BF16, [9000], stored=FP8, **shape))
+
+    def parts(workspace):  # words of 16384 rows' maxima and sums, then outputs
+        words = workspace[-(8 << 20) :].view(torch.int32)
+        return words[: 2 * 16384], words[2 * 16384 :]
+
+    want = []
+    for index, case in enumerate(cases):
+        workspace = vllm_kernels.paged_attention_workspace("cuda")
+        want.append(case.with_options(workspace=workspace).run())
+        stats, _ = parts(workspace)
+        assert stats[1::2].any() == (index != len(posted)), "sums of posted pieces stay"
+    shared = vllm_kernels.paged_attention_workspace("cuda")
+    stats, out = parts(shared)
+    order = [*range(len(cases)), *reversed(range(len(cases))), 0, 2, 0]
+    for index in order:
+        assert torch.equal(cases[index].with_options(workspace=shared).run(), want[index])
+        assert not stats[::2].any()
+        assert not out[::4].any()
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_size"),
+    [([3000] * 3, 8, 64), ([9000], 32, 128), ([20000], 128, 128), ([20000], 256, 128)],
+    ids=["few_pieces", "warps", "16_rows", "32_rows"],
+)
+def test_last_pieces_are_shorter(lens, heads, head_size):
+    """Those whose blocks merge the others, where segments are long: no token is left out."""
+    case = make_case("cuda", BF16, lens, heads=heads, kv_heads=8, head_size=head_size)
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_size", "stored"),
+    [
+        (F16, 8, 128, None), (BF16, 8, 128, FP8), (F16, 32, 64, None), (F16, 96, 128, None),
+        (F16, 32, 256, None),
+    ],
+    ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams"],
+)  # fmt: skip
+def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, stored):
+    """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
+    lens = [5000, 4500, 4000, 3500] + [1300] * 10  # pieces that a workspace holds of 64 rows
+    case = make_case(
+        "cuda", dtype, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
+        split_tokens=256,
+    )  # fmt: skip
+    among = case.run_with_lse()
+    for i in range(4):
+        one = slice(i, i + 1)
+        alone = replace(
+            case, query=case.query[one], block_tables=case.block_tables[one],
+            seq_lens=case.seq_lens[one],
+        )  # fmt: skip
+        for got, want in zip(alone.run_with_lse(), among, strict=True):
+            assert torch.equal(got[0], want[i])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

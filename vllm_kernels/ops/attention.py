@@ -242,7 +242,8 @@ def paged_attention(
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
             sequence's end, before its window) are ignored.
-        seq_lens: [num_seqs] int32, in tokens, the query tokens included.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA a call whose
+            seq_lens or query_start_loc change while it runs may not end.
         scale: of the product; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
@@ -269,9 +270,10 @@ def paged_attention(
             the longest sequence. A CPU then leaves sequences uncut.
         early_pages: lets CUDA read tables, lengths, starts and pages before the kernels before it
             have ended. Only for callers who know that nothing that may still be running writes any
-            of them: not behind the cache writer of the same layer. (This library's kernels let
-            their successor start early, so several in a row may be running; a copy or one of
-            torch's own kernels ends such a row.) By default results depend on nothing that is read
+            of them: not behind the cache writer of the same layer, and a call whose lengths or
+            starts change after all may not end. (This library's kernels let their successor start
+            early, so several in a row may be running; a copy or one of torch's own kernels ends
+            such a row.) By default results depend on nothing that is read
             before all of them have ended: indices of up to 256 sequences are looked at early, to
             guess which pages will be asked for, and read again after; a wrong guess costs time.
         causal: False: a query token also sees tokens after its position p, up to p + window_right.
@@ -522,10 +524,12 @@ def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int,
 
 
 def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
-    """Scratch on a CUDA device: uint8, 32 MiB, zeros.
+    """Scratch on a CUDA device: uint8, 40 MiB, zeros.
 
-    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time.
-    Every call leaves it zero where that matters, so it is made once.
+    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time; two that share it
+    at once give wrong results, or wait for each other for ever. (A CUDA graph has that of the
+    stream it was captured on: replays that overlap need one each.) Every call leaves it zero where
+    that matters, so it is made once.
     """
     return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
 
