@@ -31,8 +31,8 @@ constexpr float kMaximumSlack = 8.0f;
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
 struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
   using Addresses = TileAddresses<Cache, 16 * kDepth, kForm>;
-  using Addresses::dimension_of, Addresses::key_at, Addresses::token_of, Addresses::value_at,
-      Addresses::value_masks;
+  using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_weights,
+      Addresses::token_of, Addresses::value_at, Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
@@ -191,12 +191,7 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
     for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
       uint32_t loaded[4];
       // Past the head size: anything, for it gives outputs that nobody asks for.
-      const uint32_t from = value + value_at(k);
-      if constexpr (kRows) {
-        load_transposed(loaded, from);
-      } else {
-        load_matrices(loaded, from);
-      }
+      load_value(loaded, value + value_at(k));
       if constexpr (kMasked) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) loaded[i] &= masks[kWide ? i / 2 : i % 2];
@@ -301,8 +296,12 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
         for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - maximum[tile][j & 1]);
         sum[tile][0] += weight[0] + weight[2];
         sum[tile][1] += weight[1] + weight[3];
-        weights[i][tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
-        weights[i][tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
+        uint32_t (&packed)[2] = weights[i][tile];
+        packed[0] = pack2<Element>(weight[0], weight[1]);
+        packed[1] = pack2<Element>(weight[2], weight[3]);
+        order_weights(packed[0], packed[1], lane);
+        packed[0] = transpose_matrix(packed[0]);
+        packed[1] = transpose_matrix(packed[1]);
       }
     }
     uint32_t masks[2] = {};
