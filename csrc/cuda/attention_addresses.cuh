@@ -96,13 +96,16 @@ struct TileAddresses {
     } else if constexpr (kWide) {
       // K matrices: (rows 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
       const int chunk_bytes = page_tokens * 16;
-      const int token = page_token(row, second), page = token / page_tokens;
-      key_row = upper * chunk_bytes + token % page_tokens * 16 + page * layout.page_stride;
+      // Of 8 tokens, the second 8 lie in the next page.
+      const int within = page_tokens - 1, next_page = page_tokens == 8 ? 1 : 0;
+      const int token = page_token(row, second);
+      key_row = upper * chunk_bytes + (token & within) * 16 +
+                (token >> 3 & next_page) * layout.page_stride;
       key_step = 2 * chunk_bytes;
       // V: 4 tokens of dimension lane / 4, and of that + 8, as ldmatrix' rows would conflict.
       const int four = lane % 4 * 4;
-      value_row = lane / 4 * page_tokens * 2 + four % page_tokens * 2 +
-                  four / page_tokens * layout.page_bytes;
+      value_row = lane / 4 * page_tokens * 2 + (four & within) * 2 +
+                  (four >> 3 & next_page) * layout.page_bytes;
       value_step = 16 * page_tokens * 2;
     } else {
       // K matrices: (rows 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
@@ -111,6 +114,15 @@ struct TileAddresses {
       // V matrices: 32 rows of 16 tokens, two steps at once.
       value_row = lane * page_tokens;
       value_step = 16 * page_tokens;
+    }
+  }
+  // Else the compiler would compute them again for every stage.
+  __device__ __forceinline__ void keep_addresses() {
+    key_row = in_register(key_row);
+    value_row = in_register(value_row);
+    if constexpr (!kRows) {
+      key_step = in_register(key_step);
+      value_step = in_register(value_step);
     }
   }
   // This lane's address for step k, from the stage's K or V on.

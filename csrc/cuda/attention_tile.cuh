@@ -10,10 +10,11 @@
 // bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
 // operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
 // slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In pages that holds for
-// V's tokens, too: K's token rows are permuted the same way, so that P comes out in V's order. In
-// rows ldmatrix moves pairs of dimensions, so an output tile's rows are 8 even dimensions,
-// then the 8 odd ones.
+// V's tokens, too, of 16 bits as well: K's token rows are permuted, so that P comes out in V's
+// order (page_token() in attention_addresses.cuh). In rows ldmatrix moves pairs of dimensions, so
+// an output tile's rows are 8 even dimensions, then the 8 odd ones.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/attention_addresses.cuh"
@@ -134,7 +135,7 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
   template <int kUsed>
   __device__ __forceinline__ void scores(float (&c)[kUsed][4], uint32_t key) const {
     // Products that follow on each other wait for each other: four chains of them, at least.
-    constexpr int kChains = kDepth * kUsed >= 4 ? 1 : 2;
+    constexpr int kChains = std::max(1, 4 / (kDepth * kUsed));
     float chain[kChains][kUsed][4];
 #pragma unroll
     for (int i = 0; i < kChains; ++i) {
@@ -171,8 +172,12 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
     for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        c[tile][j] =
-            kChains == 1 ? chain[0][tile][j] : chain[0][tile][j] + chain[kChains - 1][tile][j];
+        c[tile][j] = chain[0][tile][j];
+        if constexpr (kChains == 2) c[tile][j] += chain[1][tile][j];
+        if constexpr (kChains == 4) {
+          c[tile][j] += chain[1][tile][j];
+          c[tile][j] += chain[2][tile][j] + chain[3][tile][j];
+        }
       }
     }
   }
