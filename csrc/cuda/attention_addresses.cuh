@@ -49,8 +49,9 @@ struct TileLayout {
   int key_half, value_half;
 };
 
-// What a lane of a warp loads of 16 tokens of a stage of kTokens.
-template <typename Cache, int kTokens, PageForm kForm>
+// What a lane of a warp loads of 16 tokens of a stage of kTokens. kSpread: in pages no two of 8
+// tokens of K lie in the same banks, and order_weights() has something to do.
+template <typename Cache, int kTokens, PageForm kForm, bool kSpread = true>
 struct TileAddresses {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
@@ -67,14 +68,14 @@ struct TileAddresses {
   }
   // Pages: the token in row `row` of the first or the second 8 rows of K. A lane's slots
   // {2j, 2j+1, 2j+8, 2j+9} of V's product are tokens 4j .. 4j+3, which lie in a row; of K, the
-  // later two come first where j > 1, so that no two of 8 tokens lie in the same banks.
+  // later two come first where j > 1, for other banks (kSpread).
   static __device__ __forceinline__ int page_token(int row, int second) {
-    return (row >> 1) * 4 + (row & 1) + 2 * (second ^ row >> 2);
+    return (row >> 1) * 4 + (row & 1) + 2 * (second ^ (kSpread ? row >> 2 : 0));
   }
   // So weights of the first and the second 8 rows change places before that product in these lanes.
   static __device__ __forceinline__ void order_weights(uint32_t& first, uint32_t& second,
                                                        int lane) {
-    if (kRows || lane < 16) return;
+    if (kRows || !kSpread || lane < 16) return;
     const uint32_t kept = first;
     first = second;
     second = kept;

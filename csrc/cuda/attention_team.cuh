@@ -36,8 +36,9 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 
 // kMaxTiles: of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
-  using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
+struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
+  // (8 bits have no registers left to change weights' places.)
+  using Addresses = TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2>;
   using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
       Addresses::value_masks;
   static constexpr int kTokens = kTeamTokens;
