@@ -49,8 +49,9 @@ struct TileLayout {
   int key_half, value_half;
 };
 
-// What a lane of a warp loads of 16 tokens of a stage of kTokens.
-template <typename Cache, int kTokens, PageForm kForm>
+// What a lane of a warp loads of 16 tokens of a stage of kTokens. kSpread: in pages no two of 8
+// tokens of K lie in the same banks, and order_weights() has something to do.
+template <typename Cache, int kTokens, PageForm kForm, bool kSpread = true>
 struct TileAddresses {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
@@ -63,7 +64,21 @@ struct TileAddresses {
   // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
   static __device__ __forceinline__ int token_of(int lane, int j) {
     const int row = lane / 4, high = j >> 1;
-    return kWide || kRows ? row + 8 * high : (row >> 1) * 4 + (row & 1) + 2 * high;
+    return kRows ? row + 8 * high : page_token(row, high);
+  }
+  // Pages: the token in row `row` of the first or the second 8 rows of K. A lane's slots
+  // {2j, 2j+1, 2j+8, 2j+9} of V's product are tokens 4j .. 4j+3, which lie in a row; of K, the
+  // later two come first where j > 1, for other banks (kSpread).
+  static __device__ __forceinline__ int page_token(int row, int second) {
+    return (row >> 1) * 4 + (row & 1) + 2 * (second ^ (kSpread ? row >> 2 : 0));
+  }
+  // So weights of the first and the second 8 rows change places before that product in these lanes.
+  static __device__ __forceinline__ void order_weights(uint32_t& first, uint32_t& second,
+                                                       int lane) {
+    if (kRows || !kSpread || lane < 16) return;
+    const uint32_t kept = first;
+    first = second;
+    second = kept;
   }
   static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
     return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
@@ -80,23 +95,35 @@ struct TileAddresses {
       value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;
       value_chunk = kWide ? (second ^ row) * 16 : key_chunk;
     } else if constexpr (kWide) {
-      // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
+      // K matrices: (rows 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
       const int chunk_bytes = page_tokens * 16;
-      const int second_key = page_tokens == 8 ? layout.page_stride : 8 * 16;
-      key_row = upper * chunk_bytes + row * 16 + second * second_key;
+      // Of 8 tokens, the second 8 lie in the next page.
+      const int within = page_tokens - 1, next_page = page_tokens == 8 ? 1 : 0;
+      const int token = page_token(row, second);
+      key_row = upper * chunk_bytes + (token & within) * 16 +
+                (token >> 3 & next_page) * layout.page_stride;
       key_step = 2 * chunk_bytes;
-      // V matrices: (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-      const int second_value = page_tokens == 8 ? layout.page_bytes : 16;
-      value_row = (second * 8 + row) * page_tokens * 2 + upper * second_value;
+      // V: 4 tokens of dimension lane / 4, and of that + 8, as ldmatrix' rows would conflict.
+      const int four = lane % 4 * 4;
+      value_row = lane / 4 * page_tokens * 2 + (four & within) * 2 +
+                  (four >> 3 & next_page) * layout.page_bytes;
       value_step = 16 * page_tokens * 2;
     } else {
-      // K matrices: (slots 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
-      const int token = (row >> 1) * 4 + (row & 1) + second * 2;
-      key_row = upper * page_tokens * 16 + token * 16;
+      // K matrices: (rows 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 16 dimensions.
+      key_row = upper * page_tokens * 16 + page_token(row, second) * 16;
       key_step = page_tokens * 16;
       // V matrices: 32 rows of 16 tokens, two steps at once.
       value_row = lane * page_tokens;
       value_step = 16 * page_tokens;
+    }
+  }
+  // Else the compiler would compute them again for every stage.
+  __device__ __forceinline__ void keep_addresses() {
+    key_row = in_register(key_row);
+    value_row = in_register(value_row);
+    if constexpr (!kRows) {
+      key_step = in_register(key_step);
+      value_step = in_register(value_step);
     }
   }
   // This lane's address for step k, from the stage's K or V on.
@@ -113,6 +140,21 @@ struct TileAddresses {
     return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
   }
 
+  // This lane's 16 dimensions x 16 tokens of V, from its address of a step on.
+  __device__ __forceinline__ void load_value(uint32_t (&loaded)[4], uint32_t from) const {
+    if constexpr (kRows) {
+      load_transposed(loaded, from);
+    } else if constexpr (kWide) {
+      const uint2 low = load_shared<uint2>(from), high = load_shared<uint2>(from + value_step / 2);
+      loaded[0] = low.x;
+      loaded[1] = high.x;
+      loaded[2] = low.y;
+      loaded[3] = high.y;
+    } else {
+      load_matrices(loaded, from);
+    }
+  }
+
   // V of tokens that do not count must not reach a product, whatever lies there: 0 * NaN is NaN.
   // Bits to keep of what a lane loads of V of 16 tokens, of which those of `tokens` count.
   static __device__ __forceinline__ void value_masks(uint32_t (&masks)[2], uint32_t tokens,
@@ -120,8 +162,9 @@ struct TileAddresses {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       masks[i] = 0;
-      if constexpr (kWide || kRows) {  // tokens 2j and 2j + 1 of the first 8, of the second 8
-        const uint32_t pair = tokens >> (lane % 4 * 2 + 8 * i);
+      if constexpr (kWide || kRows) {
+        // Rows: tokens 2j and 2j + 1 of the first 8, of the second 8; pages: 4j on, 4j + 2 on.
+        const uint32_t pair = tokens >> (kRows ? lane % 4 * 2 + 8 * i : lane % 4 * 4 + 2 * i);
         masks[i] = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
       } else {  // tokens 4j .. 4j + 3
         const uint32_t four = tokens >> (lane % 4 * 4);

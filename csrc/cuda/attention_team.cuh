@@ -36,9 +36,11 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 
 // kMaxTiles: of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
-  using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
-  using Addresses::key_at, Addresses::token_of, Addresses::value_masks;
+struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
+  // (8 bits have no registers left to change weights' places.)
+  using Addresses = TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2>;
+  using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
+      Addresses::value_masks;
   static constexpr int kTokens = kTeamTokens;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
@@ -275,11 +277,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       } else {
         at += value_group(layout, first + (kHalves == 2 ? i : 2 * i));
       }
-      if constexpr (kRows) {
-        load_transposed(values.data[i], at);
-      } else {
-        load_matrices(values.data[i], at);
-      }
+      load_value(values.data[i], at);
     }
   }
   template <int kCount>
@@ -377,6 +375,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
         sums[t + u][1] = weight[1] + weight[3];
         packed[u][0] = pack2<Element>(weight[0], weight[1]);
         packed[u][1] = pack2<Element>(weight[2], weight[3]);
+        order_weights(packed[u][0], packed[u][1], lane);
         most = larger(most, larger(packed[u][0], packed[u][1]));
       }
       // Matrices: (rows 8t on, tokens 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).

@@ -10,10 +10,11 @@
 // bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
 // operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
 // slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In pages that holds for
-// V's tokens, too: K's token rows are permuted the same way, so that P comes out in V's order. In
-// rows ldmatrix moves pairs of dimensions, so an output tile's rows are 8 even dimensions,
-// then the 8 odd ones.
+// V's tokens, too, of 16 bits as well: K's token rows are permuted, so that P comes out in V's
+// order (page_token() in attention_addresses.cuh). In rows ldmatrix moves pairs of dimensions, so
+// an output tile's rows are 8 even dimensions, then the 8 odd ones.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/attention_addresses.cuh"
@@ -31,8 +32,8 @@ constexpr float kMaximumSlack = 8.0f;
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
 struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
   using Addresses = TileAddresses<Cache, 16 * kDepth, kForm>;
-  using Addresses::dimension_of, Addresses::key_at, Addresses::token_of, Addresses::value_at,
-      Addresses::value_masks;
+  using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_weights,
+      Addresses::token_of, Addresses::value_at, Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
   static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
   using Element = std::conditional_t<kWide, Cache, __half>;
@@ -134,7 +135,7 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
   template <int kUsed>
   __device__ __forceinline__ void scores(float (&c)[kUsed][4], uint32_t key) const {
     // Products that follow on each other wait for each other: four chains of them, at least.
-    constexpr int kChains = kDepth * kUsed >= 4 ? 1 : 2;
+    constexpr int kChains = std::max(1, 4 / (kDepth * kUsed));
     float chain[kChains][kUsed][4];
 #pragma unroll
     for (int i = 0; i < kChains; ++i) {
@@ -171,8 +172,12 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
     for (int tile = 0; tile < kUsed; ++tile) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        c[tile][j] =
-            kChains == 1 ? chain[0][tile][j] : chain[0][tile][j] + chain[kChains - 1][tile][j];
+        c[tile][j] = chain[0][tile][j];
+        if constexpr (kChains == 2) c[tile][j] += chain[1][tile][j];
+        if constexpr (kChains == 4) {
+          c[tile][j] += chain[1][tile][j];
+          c[tile][j] += chain[2][tile][j] + chain[3][tile][j];
+        }
       }
     }
   }
@@ -191,12 +196,7 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
     for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
       uint32_t loaded[4];
       // Past the head size: anything, for it gives outputs that nobody asks for.
-      const uint32_t from = value + value_at(k);
-      if constexpr (kRows) {
-        load_transposed(loaded, from);
-      } else {
-        load_matrices(loaded, from);
-      }
+      load_value(loaded, value + value_at(k));
       if constexpr (kMasked) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) loaded[i] &= masks[kWide ? i / 2 : i % 2];
@@ -301,8 +301,12 @@ struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
         for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - maximum[tile][j & 1]);
         sum[tile][0] += weight[0] + weight[2];
         sum[tile][1] += weight[1] + weight[3];
-        weights[i][tile][0] = transpose_matrix(pack2<Element>(weight[0], weight[1]));
-        weights[i][tile][1] = transpose_matrix(pack2<Element>(weight[2], weight[3]));
+        uint32_t (&packed)[2] = weights[i][tile];
+        packed[0] = pack2<Element>(weight[0], weight[1]);
+        packed[1] = pack2<Element>(weight[2], weight[3]);
+        order_weights(packed[0], packed[1], lane);
+        packed[0] = transpose_matrix(packed[0]);
+        packed[1] = transpose_matrix(packed[1]);
       }
     }
     uint32_t masks[2] = {};

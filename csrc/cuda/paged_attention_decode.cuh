@@ -219,6 +219,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   Tile tile;
   tile.head_size = head_size;
   tile.set_addresses(shape.tile, lane);
+  tile.keep_addresses();
   if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
     for (int i = threadIdx.x * 16; i < teams * ring_bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};

@@ -67,6 +67,11 @@ __device__ __forceinline__ T load_shared(uint32_t address) {
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                  : "r"(address)
                  : "memory");
+  } else if constexpr (std::is_same_v<T, uint2>) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "r"(address)
+                 : "memory");
   } else if constexpr (std::is_same_v<T, float>) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   } else if constexpr (sizeof(T) == 8) {
