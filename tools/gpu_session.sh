@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One scripted visit to a GPU machine: builds `_C` beside the carried libraries, then runs the steps
-# named on the command line. Usage: tools/gpu_session.sh cuda_tests|memcheck|peers_small|... [...]
+# named on the command line. Usage: tools/gpu_session.sh cuda_tests|memcheck|peers_small|compare|... [...]
 # Results go to $OUT (default /tmp/out). Each step prints a summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -57,6 +57,20 @@ step_peers_layer() {  # a layer's ops as one graph; a candidate that hangs ends 
   # shellcheck disable=SC1091
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    timeout 400 python3 -m benchmarks.bench_layer --out "$OUT/layer.json" ${LAYER_ARGS:-} 2>&1 | tee "$OUT/layer.log" | tail -90)
+}
+# Builds of the CUDA library (LIBS, a folder of .so files) in turns: what differs by 1% shows only so.
+# The one that was there is put back.
+step_compare() {
+  local library=vllm_kernels/libvllm_kernels_cuda.so turn build
+  cp "$library" "$OUT/kept.so"
+  for turn in 1 2; do
+    for build in "${LIBS:-.stage/libs}"/*.so; do
+      cp "$build" "$library"
+      echo "== $(basename "$build" .so), turn $turn"
+      DECODE_ARGS="--peers ours_pa* ${COMPARE_ARGS:-}" step_peers_decode | grep -E "^(-- |ours|GRAPH)"
+    done
+  done
+  mv "$OUT/kept.so" "$library"
 }
 step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -200; }
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
