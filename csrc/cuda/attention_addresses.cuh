@@ -103,7 +103,8 @@ struct TileAddresses {
       key_row = upper * chunk_bytes + (token & within) * 16 +
                 (token >> 3 & next_page) * layout.page_stride;
       key_step = 2 * chunk_bytes;
-      // V: 4 tokens of dimension lane / 4, and of that + 8, as ldmatrix' rows would conflict.
+      // V: 4 tokens of dimension lane / 4, and of that + 8. Rows of 16 tokens lie in half of the
+      // banks for ldmatrix; those of pages of 8 would not, and conflict this way.
       const int four = lane % 4 * 4;
       value_row = lane / 4 * page_tokens * 2 + (four & within) * 2 +
                   (four >> 3 & next_page) * layout.page_bytes;

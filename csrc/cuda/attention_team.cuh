@@ -378,7 +378,7 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
         order_weights(packed[u][0], packed[u][1], lane);
         most = larger(most, larger(packed[u][0], packed[u][1]));
       }
-      // Matrices: (rows 8t on, tokens 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
+      // Matrices: (rows 8t on, slots 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
       const uint32_t to = to_weights + (2 * member + (lane >> 4)) * kChunk +
                           (t + (lane >> 3 & 1)) * 128 + lane % 8 * 16;
       store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);

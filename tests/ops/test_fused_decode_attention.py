@@ -31,7 +31,11 @@ def test_dtypes(device, dtype, layout, eight, bias, norm):
 def test_block_sizes(device, layout, block_size):
     b = block_size
     lens = [1, max(b - 1, 1), b, b + 1, 2 * b + 5, 300]
-    for dtype, stored in ((torch.float32, None), (torch.bfloat16, torch.int8)):
+    for dtype, stored in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.int8),
+    ):
         check(make_case(device, dtype, lens, block_size=b, stored=stored, layout=layout))
 
 

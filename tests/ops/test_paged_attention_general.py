@@ -25,10 +25,17 @@ def test_dtypes(device, dtype, layout, eight):
 def test_block_sizes(device, layout, block_size):
     b = block_size
     lens = [1, max(b - 1, 1), b, b + 1, 2 * b + 5, 300]
-    for dtype, stored in ((torch.float32, None), (torch.bfloat16, torch.int8)):
+    queries = [1, 1, min(b, 6), 4, 9, 2]
+    for dtype, stored in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.int8),
+    ):
         check(make_case(device, dtype, lens, block_size=b, stored=stored, layout=layout))
-        queries = [1, 1, min(b, 6), 4, 9, 2]
         check(make_case(device, dtype, lens, queries, block_size=b, stored=stored, layout=layout))
+    shapes = {"block_size": b, "head_size": 128, "layout": layout}
+    check(make_case(device, torch.float16, lens, **shapes))
+    check(make_case(device, torch.float16, lens, queries, **shapes))
 
 
 @pytest.mark.parametrize("head_size", [32, 40, 64, 72, 80, 96, 128, 192, 256])
