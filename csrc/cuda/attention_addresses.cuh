@@ -33,6 +33,11 @@ using TokenBits = std::conditional_t<kTokens == 64, uint64_t, uint32_t>;
 template <int kTokens>
 constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 16 ? 16 : 0);
 
+// Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
+// bytes would be slow to copy.
+template <typename Cache, int kTokens>
+constexpr int kPartTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
+
 // Columns of a row.
 __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
   return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
@@ -49,12 +54,15 @@ struct TileLayout {
   int key_half, value_half;
 };
 
-// What a lane of a warp loads of 16 tokens of a stage of kTokens. kSpread: in pages no two of 8
-// tokens of K lie in the same banks, and order_weights() has something to do.
-template <typename Cache, int kTokens, PageForm kForm, bool kSpread = true>
+// What a lane of a warp loads of 16 tokens of a stage of kTokens.
+template <typename Cache, int kTokens, PageForm kForm>
 struct TileAddresses {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
+  // Pages: their tokens in a stage; 0 where only the layout knows (8 or 16).
+  static constexpr int kPageTokens = kForm == PageForm::kParts ? kPartTokens<Cache, kTokens>
+                                     : kWide                   ? 0
+                                                               : 16;
 
   // Rows of a page that this lane addresses for ldmatrix.
   uint32_t key_row, value_row;      // byte offsets inside a stage
@@ -68,14 +76,14 @@ struct TileAddresses {
   }
   // Pages: the token in row `row` of the first or the second 8 rows of K. A lane's slots
   // {2j, 2j+1, 2j+8, 2j+9} of V's product are tokens 4j .. 4j+3, which lie in a row; of K, the
-  // later two come first where j > 1, for other banks (kSpread).
+  // later two come first where j > 1, so that no two of 8 tokens lie in the same banks.
   static __device__ __forceinline__ int page_token(int row, int second) {
-    return (row >> 1) * 4 + (row & 1) + 2 * (second ^ (kSpread ? row >> 2 : 0));
+    return (row >> 1) * 4 + (row & 1) + 2 * (second ^ row >> 2);
   }
   // So weights of the first and the second 8 rows change places before that product in these lanes.
   static __device__ __forceinline__ void order_weights(uint32_t& first, uint32_t& second,
                                                        int lane) {
-    if (kRows || !kSpread || lane < 16) return;
+    if (kRows || lane < 16) return;
     const uint32_t kept = first;
     first = second;
     second = kept;
@@ -84,7 +92,7 @@ struct TileAddresses {
     return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
   }
   __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
-    const int page_tokens = layout.page_tokens;
+    const int page_tokens = kPageTokens > 0 ? kPageTokens : layout.page_tokens;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
@@ -122,7 +130,7 @@ struct TileAddresses {
   __device__ __forceinline__ void keep_addresses() {
     key_row = in_register(key_row);
     value_row = in_register(value_row);
-    if constexpr (!kRows) {
+    if constexpr (!kRows && kPageTokens == 0) {
       key_step = in_register(key_step);
       value_step = in_register(value_step);
     }

@@ -36,9 +36,8 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 
 // kMaxTiles: of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
-  // (8 bits have no registers left to change weights' places.)
-  using Addresses = TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2>;
+struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
+  using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
   using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
       Addresses::value_masks;
   static constexpr int kTokens = kTeamTokens;
@@ -51,6 +50,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
   static constexpr int kGroups = kTokens / 16;
   // Registers suffice for V during the first product, shared memory for two P^T in turn.
   static constexpr bool kEarly = kMaxTiles <= 4;
+  // Of 8 bits: what is widened at once, while that before is multiplied, as registers allow.
+  static constexpr int kPartLoads = kEarly ? 2 : 4;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -302,38 +303,45 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
                                              int first) {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t a[kCount][kHalves][4];
+    const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    settle(out);
+    constexpr int kLoads = Values<kCount>::kLoads,
+                  kPart = kWide ? kLoads : std::min(kLoads, kPartLoads);
 #pragma unroll
-    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
-      const uint32_t (&from)[4] = values.data[i];
-      if constexpr (kWide) {
+    for (int begin = 0; begin < kLoads; begin += kPart) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) a[i / kHalves][i % kHalves][w] = from[w];
-      } else {
+      for (int i = begin; i < begin + kPart; ++i) {
+        const uint32_t (&from)[4] = values.data[i];
+        if constexpr (kWide) {
+          uint32_t (&to)[4] = a[i / kHalves][i % kHalves];
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
-          if constexpr (kRows) {
-            // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
-            const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
-            const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
-            widen4<Cache>(low, to[0], to[1]);
-            widen4<Cache>(high, to[2], to[3]);
-          } else {
-            widen4<Cache>(from[2 * part], to[0], to[2]);
-            widen4<Cache>(from[2 * part + 1], to[1], to[3]);
+          for (int w = 0; w < 4; ++w) to[w] = from[w];
+          settle(to);
+        } else {
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
+            if constexpr (kRows) {
+              // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
+              const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
+              const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
+              widen4<Cache>(low, to[0], to[1]);
+              widen4<Cache>(high, to[2], to[3]);
+            } else {
+              widen4<Cache>(from[2 * part], to[0], to[2]);
+              widen4<Cache>(from[2 * part + 1], to[1], to[3]);
+            }
+            settle(to);
           }
         }
       }
-    }
-    const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
-    settle(a);
-    settle(out);
-    wgmma_fence();
+      wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+      for (int i = kCount * begin / kLoads; i < kCount * (begin + kPart) / kLoads; ++i) {
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        wgmma<Element, kUsed>(out[h], a[i][h], columns + i * (2 * kChunk >> 4), true);
+        for (int h = 0; h < kHalves; ++h) {
+          wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
+        }
       }
     }
     wgmma_commit();
@@ -412,32 +420,38 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
     constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or tokens, of all rows
     uint32_t stored = weights;                // this step's
     if constexpr (kEarly) {
-      stored = same_in_warp(weights + turn * (kUsed * 8 * kTeamTokens * 2));
+      stored = weights + turn * (kUsed * 8 * kTeamTokens * 2);
       turn ^= 1;
     }
     float c[kUsed][4];
     uint32_t a[kSteps][4];
+    const uint64_t queries = core_matrices(query, kChunk, 128);
+    constexpr int kPart = kWide ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
 #pragma unroll
-    for (int i = 0; i < Keys::kLoads; ++i) {
-      const uint32_t (&from)[4] = keys.data[i];
-      if constexpr (kWide) {
+    for (int first = 0; first < Keys::kLoads; first += kPart) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) a[i][w] = from[w];
-      } else {
+      for (int i = first; i < first + kPart; ++i) {
+        const uint32_t (&from)[4] = keys.data[i];
+        if constexpr (kWide) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t (&to)[4] = a[2 * i + half];
-          widen4<Cache>(from[2 * half], to[0], to[2]);
-          widen4<Cache>(from[2 * half + 1], to[1], to[3]);
+          for (int w = 0; w < 4; ++w) a[i][w] = from[w];
+          settle(a[i]);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t (&to)[4] = a[2 * i + half];
+            widen4<Cache>(from[2 * half], to[0], to[2]);
+            widen4<Cache>(from[2 * half + 1], to[1], to[3]);
+            settle(to);
+          }
         }
       }
-    }
-    const uint64_t queries = core_matrices(query, kChunk, 128);
-    settle(a);
-    wgmma_fence();
+      wgmma_fence();
+      constexpr int kEach = kSteps / Keys::kLoads;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      wgmma<Element, kUsed>(c, a[k], queries + k * (2 * kChunk >> 4), k > 0);
+      for (int k = first * kEach; k < (first + kPart) * kEach; ++k) {
+        wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
+      }
     }
     wgmma_commit();
     Values<kEarly ? kGroups : kGroups / 2> values;
@@ -538,10 +552,11 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm, sizeof(Cache) == 2> {
   // `to`: shared memory, [tiles][128 threads] of 16 bytes.
   template <int kHalf>
   __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
+    const int used = in_register(tiles);  // keeps no comparisons from before the steps
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
       const float (&values)[4] = out[kHalf][t];
-      if (t < tiles) {
+      if (t < used) {
         store_shared(to + (t * 128 + thread) * 16,
                      float4{values[0], values[1], values[2], values[3]});
       }

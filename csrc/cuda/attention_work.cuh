@@ -9,7 +9,8 @@
 // With at least as many blocks as segments the items are about as many as the blocks. With more
 // segments nothing is gained by equal parts, for memory is the limit and every block's share of it
 // grows when others are done: long segments are split in pieces of half or a quarter of a block's
-// share, and items of long sequences come first, so that what comes last is short. How a segment is
+// share, and items of long sequences come first, so that what comes last is short. (Very short ones
+// come among longer ones: nothing but those at the end would leave memory idle.) How a segment is
 // split follows from seq_lens alone, so a batch gives the same result every time. With split_tokens
 // it follows from the segment's own length alone: any batch gives the same result.
 //
@@ -44,7 +45,9 @@ struct WorkShape {
 
 // With more segments than blocks: tokens of a piece, at least.
 constexpr int kLeastTokens = 1024;
-constexpr int kLengthClasses = 4;  // sequences longer than 1/2, 1/4, 1/8 of the longest; the rest
+// Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order, the rest with class 2:
+// an item of theirs is mostly latency, which the copies of others hide.
+constexpr int kLengthClasses = 6, kShortestClass = 2;
 
 // Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
 __host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
@@ -258,8 +261,7 @@ class WorkPlan {
       pieces_a_stage_ = 0.0f;
       items_ = segments;
     }
-    // One class of lengths suffices where no block takes two items.
-    class_ = items_ <= gridDim.x ? kLengthClasses - 1 : 0;
+    class_ = 0;
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -293,9 +295,11 @@ class WorkPlan {
       load(p, shape, round_, lane, false);
       const int pieces = pieces_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
-      const bool longer = stages > longest_ >> class_ && class_ > 0 && items_ > gridDim.x;
-      const bool shorter = stages <= longest_ >> (class_ + 1) && class_ < kLengthClasses - 1;
-      const uint32_t mine = longer || shorter ? 0 : items_of_lane() * heads;
+      // Where no block takes two items all are of one class.
+      const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
+                            (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
+                            items_ <= gridDim.x;
+      const uint32_t mine = of_class ? items_of_lane() * heads : 0;
       const uint32_t until = inclusive_sum(mine, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {

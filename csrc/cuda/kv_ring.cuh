@@ -64,11 +64,6 @@ struct RowMaps {
 // predecessor more than it saves.
 constexpr int kPrefetchLength = 4;
 
-// Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
-// bytes would be slow to copy.
-template <typename Cache, int kTokens>
-constexpr int kPartTokens = sizeof(Cache) == 1 ? std::min(kTokens, 32) : 16;
-
 // Whether a stage has whole pages that prefetch_page() knows.
 template <PageForm kForm, int kTokens>
 __device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {

@@ -184,8 +184,8 @@ __device__ __forceinline__ void attend(
   tile.team = team;
   tile.member = same_in_warp(thread / 32);
   tile.query = scratch;
-  tile.weights = scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
-                 team * weight_bytes(shape.work.rows());
+  tile.weights = in_register(scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
+                             team * weight_bytes(shape.work.rows()));
   tile.set_addresses(shape.tile, lane);
   wait_before(p);
   barrier.arrive();

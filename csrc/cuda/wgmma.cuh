@@ -16,6 +16,12 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t alo
          static_cast<uint64_t>(along_columns >> 4) << 32;
 }
 
+// The same, `bytes` further on: no carry leaves the address.
+__device__ __forceinline__ uint64_t further(uint64_t matrices, uint32_t bytes) {
+  return (matrices & ~uint64_t{0xffffffff}) |
+         static_cast<uint32_t>(static_cast<uint32_t>(matrices) + (bytes >> 4));
+}
+
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // Registers, or arrays of them, that products under way read or write. Named ahead of wgmma_fence()
