@@ -45,10 +45,9 @@ struct WorkShape {
 
 // With more segments than blocks: tokens of a piece, at least.
 constexpr int kLeastTokens = 1024;
-// Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order. The rest, and what has
-// no more tokens than these, comes with class 2: an item of theirs is mostly latency, which the
-// copies of others hide.
-constexpr int kLengthClasses = 6, kShortClass = 2, kShortTokens = 512;
+// Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order, the rest with class 2:
+// an item of theirs is mostly latency, which the copies of others hide.
+constexpr int kLengthClasses = 6, kShortestClass = 2;
 
 // Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
 __host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
@@ -262,7 +261,7 @@ class WorkPlan {
       pieces_a_stage_ = 0.0f;
       items_ = segments;
     }
-    class_ = longest_ <= short_stages(shape) ? kShortClass : 0;
+    class_ = 0;
   }
 
   __device__ __forceinline__ uint32_t items() const { return items_; }
@@ -296,11 +295,11 @@ class WorkPlan {
       load(p, shape, round_, lane, false);
       const int pieces = pieces_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
-      const bool of_class = stages <= short_stages(shape)
-                                ? class_ == kShortClass
-                                : stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1);
       // Where no block takes two items all are of one class.
-      const uint32_t mine = of_class || items_ <= gridDim.x ? items_of_lane() * heads : 0;
+      const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
+                            (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
+                            items_ <= gridDim.x;
+      const uint32_t mine = of_class ? items_of_lane() * heads : 0;
       const uint32_t until = inclusive_sum(mine, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {
@@ -380,9 +379,6 @@ class WorkPlan {
         in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
     if (kKept > 1 && first && one_round(p)) kept_.set(indices);
     work_ = sequence_work(p, shape, seq, indices);
-  }
-  __device__ __forceinline__ uint32_t short_stages(const WorkShape& shape) const {
-    return max(longest_ >> kLengthClasses, uint32_t{kShortTokens} >> shape.stage_shift);
   }
   __device__ __forceinline__ int pieces_of_lane() const {
     if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
