@@ -22,6 +22,16 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
+# PTX 8.3: 16-byte registers (.b128).
+execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE nvcc_version)
+if(nvcc_version MATCHES "release ([0-9.]+)" AND CMAKE_MATCH_1 VERSION_LESS 12.3)
+  if(VLLM_KERNELS_CUDA STREQUAL "on")
+    message(FATAL_ERROR "vllm_kernels: VLLM_KERNELS_CUDA=on: expected nvcc 12.3 or newer, got ${CMAKE_MATCH_1} (${CMAKE_CUDA_COMPILER})")
+  endif()
+  set(CUDA_PLAN "off (nvcc 12.3 or newer is needed, ${CMAKE_CUDA_COMPILER} is ${CMAKE_MATCH_1})")
+  return()
+endif()
+
 # TORCH_CUDA_ARCH_LIST in torch's words: "8.0;9.0a;12.0+PTX". Default: what an H100 or H200 runs.
 set(CUDA_ARCHITECTURES "")
 if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")

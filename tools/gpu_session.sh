@@ -59,19 +59,23 @@ step_peers_layer() {  # a layer's ops as one graph; a candidate that hangs ends 
    timeout 400 python3 -m benchmarks.bench_layer --out "$OUT/layer.json" ${LAYER_ARGS:-} 2>&1 | tee "$OUT/layer.log" | tail -90)
 }
 # Builds of the CUDA library (LIBS, a folder of .so files) in turns: what differs by 1% shows only so.
-# The one that was there is put back.
-step_compare() {
-  local library=vllm_kernels/libvllm_kernels_cuda.so turn build
-  cp "$library" "$OUT/kept.so"
+# The one that was there is put back, also where time runs out. Each turn's files stay in $OUT.
+step_compare() (
+  library=vllm_kernels/libvllm_kernels_cuda.so kept=$(mktemp) folder=${LIBS:-.stage/libs}
+  compgen -G "$folder/*.so" > /dev/null || { echo "no .so in $folder"; return 1; }
+  cp "$library" "$kept"
+  trap 'mv "$kept" "$library"' EXIT
+  trap 'exit 1' INT TERM
   for turn in 1 2; do
-    for build in "${LIBS:-.stage/libs}"/*.so; do
+    for build in "$folder"/*.so; do
+      name=$(basename "$build" .so)
       cp "$build" "$library"
-      echo "== $(basename "$build" .so), turn $turn"
+      echo "== $name, turn $turn"
       DECODE_ARGS="--peers ours_pa* ${COMPARE_ARGS:-}" step_peers_decode | grep -E "^(-- |ours|GRAPH)"
+      for file in json log; do mv "$OUT/decode.$file" "$OUT/${name}_$turn.$file"; done
     done
   done
-  mv "$OUT/kept.so" "$library"
-}
+)
 step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -200; }
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do

@@ -64,7 +64,7 @@ struct TileAddresses {
                                      : kWide                   ? 0
                                                                : 16;
 
-  // Rows of a page that this lane addresses for ldmatrix.
+  // Rows of a page that this lane addresses for ldmatrix, or loads V of 16-bit pages from.
   uint32_t key_row, value_row;      // byte offsets inside a stage
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
   uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
@@ -149,7 +149,8 @@ struct TileAddresses {
     return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
   }
 
-  // This lane's 16 dimensions x 16 tokens of V, from its address of a step on.
+  // This lane's part of 16 dimensions x 16 tokens of V from its address of a step on; of 8-bit
+  // pages, of 32 bytes in each of 16 rows.
   __device__ __forceinline__ void load_value(uint32_t (&loaded)[4], uint32_t from) const {
     if constexpr (kRows) {
       load_transposed(loaded, from);

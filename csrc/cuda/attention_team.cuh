@@ -2,7 +2,7 @@
 // warpgroup products.
 //
 // As in attention_tile.cuh both products are swapped and A comes from registers, so that every form
-// of cache, 8-bit ones widened, takes the same way: ldmatrix, then the product:
+// of cache, 8-bit ones widened, takes the same way: loads of fragments, then the product:
 //   S^T [64 tokens, rows] = K [64, D] Q^T [D, rows]      a warp has 16 tokens
 //   O^T [64, rows]       += V^T [64, 64] P^T [64, rows]  a warp has 16 of each 64 dimensions
 // Queries and P^T lie in shared memory. A step has one barrier of the team, behind the weights: it

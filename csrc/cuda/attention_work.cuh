@@ -364,7 +364,7 @@ class WorkPlan {
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
-  // Whether kept_ has this batch's. (Of one round work_ stays.)
+  // Whether rounds after the first are read from kept_. (Of one round work_ stays.)
   static __device__ __forceinline__ bool in_registers(const PagedAttentionParams& p) {
     return kKept > 1 && !one_round(p) && keeps(p);
   }

@@ -36,7 +36,7 @@ struct RingLayout {
   int chunks;       // form kRows: of 16 bytes, of a row
   bool by_lanes;    // form kRows, sm_90 on: a warp's own ring uses no boxes
   FastDivisor chunk_divisor;
-  int copy_stages;  // that a warp's lanes can start together, but in form kParts
+  int copy_stages;  // that a warp's lanes can start together; unused in form kParts
   int copy_lanes;   // of one: form kPages, a page each; kRows, a column of K or V of a page
   FastDivisor lane_divisor;  // by copy_lanes
   // Strides in units of 16 bytes.
@@ -178,13 +178,15 @@ class KvRing {
   // either.
   struct Copies {
     int stages;  // 0: nothing is prepared
-    bool any;
+    bool mine;   // whether this lane copies
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
     int column, token, block;
   };
   // Fills up to `stages` stages of a ring that was never filled in two steps: all that may be done
-  // before the predecessor has ended, then the copies. All lanes, after guess().
+  // before the predecessor has ended, then the copies. From then on the ring counts them as filled
+  // (only shared rings have a parity of fills, and those prepare nothing). All lanes, after
+  // guess().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
     if constexpr (kForm == PageForm::kParts || kShared) return copies;
@@ -202,7 +204,7 @@ class KvRing {
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
     if (__any_sync(0xffffffffu, mine && !good)) return copies;  // fill() knows what to do
     copies.stages = count;
-    copies.any = mine;
+    copies.mine = mine;
     copies.barrier = barriers_ + stage * 8;
     copies.value_to = storage_ + stage * layout_.stage_bytes;
     copies.key_to = copies.value_to + layout_.key_offset;
@@ -231,7 +233,7 @@ class KvRing {
   }
   __device__ __forceinline__ void start_copies(const Copies& copies) const {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    if (!copies.any) return;
+    if (!copies.mine) return;
     if constexpr (kForm == PageForm::kPages) {
       bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
       bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);

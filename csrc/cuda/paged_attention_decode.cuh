@@ -71,6 +71,8 @@ struct RowState {
       float2 s[kBatch];
       float4 o[kBatch];
       bool all_there;
+      // Lanes may part here: behind a merge of posted pieces there is nothing of a warp and no
+      // mbarrier, only a barrier of the block (TeamEnd::merge_pieces keeps its warps together).
 #pragma unroll 1
       do {
         all_there = true;
@@ -244,14 +246,14 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       fresh.aim(item, shape.work.group, guesses);
     } else {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int row = tile * 8 + lane / 4;
-        query_rows[tile] = nullptr;
+      for (int t = 0; t < kTiles; ++t) {
+        const int row = t * 8 + lane / 4;
+        query_rows[t] = nullptr;
         if (first_row + row >= rows.count || row >= warp_rows) continue;
         const RowPlace place = place_of_row(shape.work, item, rows, first_row + row);
-        query_rows[tile] = static_cast<const char*>(p.query) +
-                           2 * ((item.sequence.first_query + place.token) * p.query_stride +
-                                static_cast<int64_t>(place.head) * head_size);
+        query_rows[t] = static_cast<const char*>(p.query) +
+                        2 * ((item.sequence.first_query + place.token) * p.query_stride +
+                             static_cast<int64_t>(place.head) * head_size);
       }
     }
     if (threadIdx.x == 0) {

@@ -250,7 +250,8 @@ def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
         ({"num_blocks": 2**63}, f"num_blocks: expected an integer of 64 bits, got {2**63}"),
         ({"block_size": 4.0}, r"block_size: expected an integer of 64 bits, got 4\.0"),
         ({"watermark_blocks": None}, "watermark_blocks: expected an integer of 64 bits, got None"),
-        ({"windows": 5}, "windows: expected a list of integers or None, .* got 5"),
+        ({"windows": 5}, "windows: expected a list of integers of 64 bits or None, .* got 5"),
+        ({"windows": [2**63]}, r"windows: expected a list of integers of 64 bits .* got \[9223.*"),
         ({"windows": ("a", None)}, r"windows: expected a list .* got \('a', None\)"),
     ],
 )

@@ -126,7 +126,7 @@ def test_pieces_are_taken_back():
         ([9000], 8, 2, 128), ([5000, 70], 32, 2, 128), ([3000] * 3, 8, 8, 64), ([6000], 24, 8, 256),
         ([5000], 24, 2, 128), ([5000], 96, 2, 128), ([5000], 32, 2, 64), ([5000], 32, 2, 256),
     ]  # fmt: skip
-    counted = [([700] * 90, 8, 4, 128)]
+    counted = [([20000] + [700] * 90, 8, 4, 128)]  # 91 x 4 segments: blocks have several items
     cases = [
         make_case("cuda", BF16, lens, heads=heads, kv_heads=kv_heads, head_size=head_size)
         for lens, heads, kv_heads, head_size in posted + counted

@@ -57,17 +57,21 @@ def _kinds(buffers: object) -> str:
 def _refuse_kinds(windows: object, **integers: object) -> None:
     """Says which argument of the manager is no integer. To be called where the module has refused
     them, in the words of its signature."""
+
+    def fits(value: object) -> bool:
+        return isinstance(value, Integral) and -(2**63) <= value < 2**63
+
     for name, value in integers.items():
-        if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
+        if not fits(value):
             raise InvalidArgument(
                 f"KVCacheManager: {name}: expected an integer of 64 bits, got {value!r:.40}"
             ) from None
     if not isinstance(windows, Iterable) or not all(
-        isinstance(window, Integral | None) for window in windows
+        window is None or fits(window) for window in windows
     ):
         raise InvalidArgument(
-            "KVCacheManager: windows: expected a list of integers or None, one a group of layers, "
-            f"got {windows!r:.40}"
+            "KVCacheManager: windows: expected a list of integers of 64 bits or None, one a "
+            f"group of layers, got {windows!r:.40}"
         ) from None
 
 

@@ -462,7 +462,8 @@ def fused_decode_attention(
         slot_mapping: [num_seqs] int64; -1: the token is not stored, and attention reads what the
             cache holds.
         block_tables: [num_seqs, max_blocks_per_seq] int32.
-        seq_lens: [num_seqs] int32, in tokens, the new one included.
+        seq_lens: [num_seqs] int32, in tokens, the new one included. On CUDA a call whose seq_lens
+            change while it runs may not end.
         scale: of the product; head_size ** -0.5 by default.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
