@@ -6,7 +6,9 @@
 //             them, V [D][tokens] is V^T already (forms kPages and kParts)
 //   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
 //             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
-//             lie in different banks (form kRows); V is transposed by ldmatrix
+//             lie in different banks (form kRows); V is transposed by ldmatrix. Dense rows of 64
+//             bytes lie two a line of 128, as they are in memory, permuted by line % 8: a copy
+//             engine takes as long for half a line as for all of it.
 #pragma once
 #include <type_traits>
 
@@ -43,6 +45,11 @@ __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) 
   return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
 }
 
+// Form kRows: whether dense rows are so short that two share a column's line.
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+constexpr bool kMayPairRows =
+    kForm == PageForm::kRows && kMaxHeadSize * sizeof(Cache) == kColumnBytes / 2;
+
 // How pages lie in a stage.
 struct TileLayout {
   int page_tokens;  // 8, 16 or 32
@@ -67,7 +74,7 @@ struct TileAddresses {
   // Rows of a page that this lane addresses for ldmatrix, or loads V of 16-bit pages from.
   uint32_t key_row, value_row;      // byte offsets inside a stage
   uint32_t key_step, value_step;    // pages: bytes from one step to the next
-  uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk
+  uint32_t key_chunk, value_chunk;  // rows: byte offset of step 0's chunk in a line
 
   // The token (0 .. 15) of this lane's score element j, and the dimension of output element j.
   static __device__ __forceinline__ int token_of(int lane, int j) {
@@ -96,8 +103,11 @@ struct TileAddresses {
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
-      key_row = (row + second * 8) * kColumnBytes;
-      key_chunk = (upper ^ row) * 16;
+      // log2 of the tokens of a line
+      const int line_shift = !kWide && layout.key_step < 16 * kColumnBytes ? 1 : 0;
+      const int token = row + second * 8, line = token >> line_shift;
+      key_row = line * kColumnBytes;
+      key_chunk = ((token & line_shift) * 4 + upper ^ line % 8) * 16;
       // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
       // (8-15, 8-15); 8-bit as K's.
       value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;

@@ -82,9 +82,8 @@ struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
       value_base = this->value_row + member * this->value_step;
       value_half = 4 * this->value_step;
     } else if constexpr (kRows) {
-      const int row = lane & 7;
       const int chunk = kHalves == 2 ? member + 4 * upper : member;
-      value_base = this->value_row + ((chunk ^ row) * 16);
+      value_base = this->value_row + (this->value_chunk ^ (upper ^ chunk) * 16);
     } else {
       const int dimension = member * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
       value_base = dimension * layout.page_tokens;

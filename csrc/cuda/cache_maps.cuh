@@ -40,19 +40,22 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
 }
 
 // Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
-// `tokens` tokens. What lies behind the head, or the page, is read as zero.
+// `tokens` tokens, or half as many lines of 1 << line_shift tokens. What lies behind the head, or
+// the page, is read as zero.
 inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
                            int64_t block_stride, int tokens,
-                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           int line_shift = 0) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype);
   return cache_map<4>(
       base,
-      {unsign(kv.head_size * bytes / 2), unsign(kv.block_size), unsign(kv.num_kv_heads),
-       unsign(kv.num_blocks)},
-      {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
-      promotion);
+      {unsign(kv.head_size * bytes / 2 << line_shift), unsign(kv.block_size >> line_shift),
+       unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+      {unsign(token_stride * bytes << line_shift), unsign(head_stride * bytes),
+       unsign(block_stride * bytes)},
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens >> line_shift), 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
@@ -81,16 +84,16 @@ inline RowMaps part_maps(const PagedKv& kv, int tokens) {
 
 // Those that a ring of stages of kTokens needs on the current device.
 template <typename Cache, int kTokens, PageForm kForm>
-RowMaps cache_maps(const PagedKv& kv) {
+RowMaps cache_maps(const PagedKv& kv, int line_shift) {
   if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
   // Read once: the second-level cache must not fetch more than a row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
   return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                         tokens, kPromotion),
+                         tokens, kPromotion, line_shift),
           .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                           kv.value_block_stride, tokens, kPromotion)};
+                           kv.value_block_stride, tokens, kPromotion, line_shift)};
 }
 
 }  // namespace vllm_kernels::cuda

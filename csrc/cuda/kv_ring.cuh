@@ -25,16 +25,17 @@ namespace vllm_kernels::cuda {
 constexpr int kMaxRingStages = 8;
 
 struct RingLayout {
-  int stages;       // of a ring, 2 .. kMaxRingStages
-  int key_offset;   // bytes from a stage's V to its K
-  int stage_bytes;  // a multiple of 128, of 1024 in form kRows
-  int page_shift;   // log2 of the tokens of a page
-  int split_shift;  // log2 of the pages of a stage
-  int page_bytes;   // form kPages: of K, of one page of one head
-  int page_stride;  // form kPages: bytes from one page's K to the next
-  int columns;      // form kRows: of 128 bytes, of a row
-  int chunks;       // form kRows: of 16 bytes, of a row
-  bool by_lanes;    // form kRows, sm_90 on: a warp's own ring uses no boxes
+  int stages;          // of a ring, 2 .. kMaxRingStages
+  int key_offset;      // bytes from a stage's V to its K
+  int stage_bytes;     // a multiple of 128, of 1024 in form kRows
+  int page_shift;      // log2 of the tokens of a page
+  int split_shift;     // log2 of the pages of a stage
+  int page_bytes;      // form kPages: of K, of one page of one head
+  int page_stride;     // form kPages: bytes from one page's K to the next
+  int columns;         // form kRows: of 128 bytes, of a row
+  int chunks;          // form kRows: of 16 bytes, of a row
+  bool by_lanes;       // form kRows, sm_90 on: a warp's own ring uses no boxes
+  uint8_t line_shift;  // form kRows: log2 of the tokens of a column's line, 0 or 1 (kMayPairRows)
   FastDivisor chunk_divisor;
   int copy_stages;  // that a warp's lanes can start together; unused in form kParts
   int copy_lanes;   // of one: form kPages, a page each; kRows, a column of K or V of a page
@@ -92,7 +93,7 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayou
 }
 
 // kTokens: of a stage, 16, 32 or 64.
-template <typename Cache, int kTokens, PageForm kForm, bool kShared>
+template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm, bool kShared>
 class KvRing {
  public:
   using Bits = TokenBits<kTokens>;  // one a token of a stage
@@ -181,7 +182,7 @@ class KvRing {
     bool mine;   // whether this lane copies
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
-    int column, token, block;
+    int column, line, block;
   };
   // Fills up to `stages` stages of a ring that was never filled in two steps: all that may be done
   // before the predecessor has ended, then the copies. From then on the ring counts them as filled
@@ -217,7 +218,7 @@ class KvRing {
     } else {
       bytes = box_bytes() * 2 * layout_.columns;
       copies.column = of_stage >> 1 >> shift;
-      copies.token = first_token_ + stage * token_step_ & (1 << layout_.page_shift) - 1;
+      copies.line = line_of(first_token_ + stage * token_step_);
       copies.block = block;
       const uint32_t at = copies.column * kColumnStride<kTokens> + page * box_bytes();
       copies.value_to += at;
@@ -241,7 +242,7 @@ class KvRing {
       const bool is_value = lane_ & 1;
       bulk_copy_box(is_value ? copies.value_to : copies.key_to,
                     is_value ? &maps_.value : &maps_.key, copies.column * (kColumnBytes / 2),
-                    copies.token, kv_head_, copies.block, copies.barrier, policy_);
+                    copies.line, kv_head_, copies.block, copies.barrier, policy_);
     }
 #endif
   }
@@ -349,7 +350,14 @@ class KvRing {
 
   // Form kRows: of one column of K or V of a page, or of a stage where that is shorter.
   __device__ __forceinline__ uint32_t box_bytes() const {
-    return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>);
+    return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>) - line_shift();
+  }
+  // Form kRows: the line of a page at which a token begins.
+  __device__ __forceinline__ int line_of(int token) const {
+    return (token & (1 << layout_.page_shift) - 1) >> line_shift();
+  }
+  __device__ __forceinline__ int line_shift() const {
+    return kMayPairRows<Cache, kMaxHeadSize, kForm> ? layout_.line_shift : 0;
   }
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int part_shift() const {
@@ -428,8 +436,7 @@ class KvRing {
       bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
                         page * box_bytes(),
                     is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
-                    first_token_ & (1 << layout_.page_shift) - 1, kv_head_, block, barrier,
-                    policy_);
+                    line_of(first_token_), kv_head_, block, barrier, policy_);
     }
 #endif
   }
@@ -525,6 +532,14 @@ class KvRing {
 #endif
 };
 
+// RingLayout's. Past the head size columns are read, too: they would be the next token's.
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+uint8_t line_shift(const PagedKv& kv) {
+  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize &&
+         kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size &&
+         current_device_info().architecture >= 90;
+}
+
 // All of the two but the number of stages.
 template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
 void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
@@ -538,17 +553,18 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.columns = row_columns(kv.head_size, kBytes);
   ring.chunks = kv.head_size * kBytes / 16;
   ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
-  ring.by_lanes = kv.head_size * kBytes < kColumnBytes;
+  ring.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
+  ring.by_lanes = kv.head_size * kBytes << ring.line_shift < kColumnBytes;
   ring.copy_lanes = (kForm == PageForm::kPages ? 1 : 2 * ring.columns) << ring.split_shift;
   ring.copy_stages = 32 / ring.copy_lanes;
   ring.lane_divisor = FastDivisor(ring.copy_lanes);
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
   if (kForm == PageForm::kRows) {
-    tile.key_step = tile.value_step = 16 * kColumnBytes;
-    tile.key_half = tile.value_half = 32 * kColumnBytes;
-    ring.key_offset = ring.columns * kColumnStride<kTokens>;
-    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens>;
+    tile.key_step = tile.value_step = 16 * kColumnBytes >> ring.line_shift;
+    tile.key_half = tile.value_half = 32 * kColumnBytes >> ring.line_shift;
+    ring.key_offset = ring.columns * kColumnStride<kTokens> >> ring.line_shift;
+    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> ring.line_shift;
   } else {
     const bool within = tile.page_tokens == 32;  // the next 16 tokens are in the same page
     tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / tile.page_tokens;

@@ -189,7 +189,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   using Tile =
       AttentionTile<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kTeam>, kForm>;
   constexpr int kTokens = Tile::kTokens, kShift = kStageShift<kTokens>;
-  using Ring = KvRing<Cache, kTokens, kForm, kTeam>;
+  using Ring = KvRing<Cache, kMaxHeadSize, kTokens, kForm, kTeam>;
   extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kTeam> / 32;
   __shared__ uint64_t ring_words[kWarps][Ring::kWords];
@@ -604,7 +604,7 @@ bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& 
       .piece_share = 0.25f * blocks,
       .group_divisor = FastDivisor(group)};
   check_split(p, shape.work);
-  const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv);
+  const RowMaps maps = cache_maps<Cache, kTokens, kForm>(kv, ring.line_shift);
   launch_kernel("paged_attention", kKernel, dim3(device.multiprocessors * blocks), dim3(warps * 32),
                 bytes, stream, p, shape, maps, workspace, more...);
   return true;

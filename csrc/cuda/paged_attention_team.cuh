@@ -55,6 +55,8 @@ __host__ __device__ constexpr int team_scratch_bytes(int max_tiles, int rows, in
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 using TeamPlan = WorkPlan<1>;
+template <typename Cache, int kMaxHeadSize, PageForm kForm>
+using TeamRing = KvRing<Cache, kMaxHeadSize, kTeamTokens, kForm, true>;
 
 struct ItemQueue {
   WorkItem items[kItemQueue];
@@ -145,10 +147,9 @@ __device__ __forceinline__ void queue_items(const PagedAttentionParams& p, const
 }
 
 // One warp a team: the pages of those items.
-template <typename Cache, PageForm kForm>
+template <typename Ring>
 __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQueue& queue,
-                                          KvRing<Cache, kTeamTokens, kForm, true>& ring, int team,
-                                          int teams, int lane) {
+                                          Ring& ring, int team, int teams, int lane) {
   if (!p.early_pages) wait_before(p);
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
@@ -170,11 +171,13 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
 }
 
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-__device__ __forceinline__ void attend(
-    const PagedAttentionParams& p, const TeamShape& shape, const DecodeWorkspace& workspace,
-    KvRing<Cache, kTeamTokens, kForm, true>& ring, ItemQueue& queue,
-    TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales, bool& is_last,
-    const TeamsBarrier& barrier, uint32_t scratch, int team, int thread) {
+__device__ __forceinline__ void attend(const PagedAttentionParams& p, const TeamShape& shape,
+                                       const DecodeWorkspace& workspace,
+                                       TeamRing<Cache, kMaxHeadSize, kForm>& ring, ItemQueue& queue,
+                                       TeamStats<team_count(kMaxTiles), kMaxTiles * 8>& stats,
+                                       uint32_t row_scales, bool& is_last,
+                                       const TeamsBarrier& barrier, uint32_t scratch, int team,
+                                       int thread) {
   using Tile = TeamTile<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kTeams = Tile::kTeams;
   constexpr int kShift = kStageShift<kTeamTokens>;
@@ -303,7 +306,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
                                 const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   constexpr int kTeams = team_count(kMaxTiles);
-  using Ring = KvRing<Cache, kTeamTokens, kForm, true>;
+  using Ring = TeamRing<Cache, kMaxHeadSize, kForm>;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
   __shared__ uint64_t ring_words[kTeams][Ring::kWords];
   __shared__ __align__(16) TeamStats<kTeams, kMaxTiles * 8> stats;
@@ -345,7 +348,7 @@ __global__ void __launch_bounds__(team_threads(kMaxTiles), 1)
     } else if (team < kTeams) {
       Ring ring(shape.ring, maps, shared_address(shared) + team * ring_bytes,
                 shared_address(ring_words[team]), true, lane);
-      fill_ring<Cache, kForm>(p, queue, ring, team, kTeams, lane);
+      fill_ring(p, queue, ring, team, kTeams, lane);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(team_registers(kMaxTiles)));
@@ -386,7 +389,7 @@ void launch_team(const PagedAttentionParams& p, int row_shift, const DecodeWorks
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().multiprocessors),
                 dim3(team_threads(kMaxTiles)),
                 kTeams * shape.ring.stages * shape.ring.stage_bytes + scratch, stream, p, shape,
-                cache_maps<Cache, kTeamTokens, kForm>(p.kv), workspace);
+                cache_maps<Cache, kTeamTokens, kForm>(p.kv, shape.ring.line_shift), workspace);
 }
 
 template <typename Cache, int kMaxHeadSize, PageForm kForm>

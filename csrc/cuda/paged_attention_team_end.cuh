@@ -69,7 +69,7 @@ struct TeamEnd {
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
       weights[team] = exp2_approx(stats.maxima[team][row] - maximum);
-      sum += weights[team] * stats.sums[team][row];
+      sum = __fmaf_rn(weights[team], stats.sums[team][row], sum);
     }
     float scale = 1.0f;
     if (item.pieces == 1) {
@@ -148,9 +148,9 @@ struct TeamEnd {
         for (int j = 0; j < 2; ++j) {
           const float factor = exp2_approx(maximum[j] - updated[j]);
           maximum[j] = updated[j];
-          sum[j] *= factor;
-          values[j] *= factor;
-          values[j + 2] *= factor;
+          sum[j] = __fmul_rn(sum[j], factor);
+          values[j] = __fmul_rn(values[j], factor);
+          values[j + 2] = __fmul_rn(values[j + 2], factor);
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
@@ -158,8 +158,8 @@ struct TeamEnd {
           const bool there = first + b < item.pieces;
           const float2 weight = {there ? exp2_approx(pairs[b].x - maximum[0]) : 0.0f,
                                  there ? exp2_approx(pairs[b].z - maximum[1]) : 0.0f};
-          sum[0] += weight.x * pairs[b].y;
-          sum[1] += weight.y * pairs[b].w;
+          sum[0] = __fmaf_rn(weight.x, pairs[b].y, sum[0]);
+          sum[1] = __fmaf_rn(weight.y, pairs[b].w, sum[1]);
           const float4 out = outs[b];  // times 0 it may be NaN
           add(values, weight,
               {there ? out.x : 0.0f, there ? out.y : 0.0f, there ? out.z : 0.0f,
@@ -206,11 +206,12 @@ struct TeamEnd {
   __device__ __forceinline__ float2 row_pair(const float* of_rows, int t) const {
     return *reinterpret_cast<const float2*>(&of_rows[Tile::row_of(lane, t, 0)]);
   }
+  // Roundings are spelt out, as RowState's are, and for its reason.
   static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
-    values[0] += weight.x * out.x;
-    values[1] += weight.y * out.y;
-    values[2] += weight.x * out.z;
-    values[3] += weight.y * out.w;
+    values[0] = __fmaf_rn(weight.x, out.x, values[0]);
+    values[1] = __fmaf_rn(weight.y, out.y, values[1]);
+    values[2] = __fmaf_rn(weight.x, out.z, values[2]);
+    values[3] = __fmaf_rn(weight.y, out.w, values[3]);
   }
   // In the workspace.
   __device__ __forceinline__ const PieceResults& results() const {

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import LAYOUTS, raises
+from late_indices import STALE, LateIndices
 from paged_attention_general_cases import Case, assert_right, check, make_case
 
 import vllm_kernels
@@ -165,19 +166,22 @@ def test_last_pieces_are_shorter(lens, heads, head_size):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_size", "stored"),
+    ("dtype", "heads", "head_size", "stored", "layout"),
     [
-        (F16, 8, 128, None), (BF16, 8, 128, FP8), (F16, 32, 64, None), (F16, 96, 128, None),
-        (F16, 32, 256, None),
+        (F16, 8, 128, None, "vllm"), (BF16, 8, 128, FP8, "vllm"), (F16, 32, 64, None, "vllm"),
+        (F16, 96, 128, None, "vllm"), (F16, 32, 256, None, "vllm"), (BF16, 8, 128, None, "NHD"),
+        (BF16, 8, 64, FP8, "HND"), (BF16, 32, 64, FP8, "HND"), (BF16, 32, 128, FP8, "vllm"),
+        (BF16, 96, 128, FP8, "NHD"), (BF16, 32, 128, None, "NHD"),
     ],
-    ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams"],
+    ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams", "warps_nhd", "fp8_lines",
+         "16_rows_lines", "16_rows_fp8", "48_rows_fp8", "16_rows_nhd"],
 )  # fmt: skip
-def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, stored):
+def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, stored, layout):
     """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
     lens = [5000, 4500, 4000, 3500] + [1300] * 10  # pieces that a workspace holds of 64 rows
     case = make_case(
         "cuda", dtype, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
-        split_tokens=256,
+        layout=layout, split_tokens=256,
     )  # fmt: skip
     among = case.run_with_lse()
     for i in range(4):
@@ -287,19 +291,20 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
         assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("stale", ["seq_lens", "block_tables", "query_start_loc", STALE])
 @pytest.mark.parametrize(
-    "stale", ["seq_lens", "block_tables", "query_start_loc", "garbage in all of them"]
-)
-@pytest.mark.parametrize(
-    "heads, kv_heads, lens",
+    "heads, kv_heads, lens, head_size, stored",
     [
-        (8, 2, [900, 33, 4000]),
-        (8, 2, [240] * 4),
-        (32, 8, [26000, 33, 4000]),
-        (32, 2, [26000, 33, 4000]),
-        (64, 2, [900, 33, 4000]),
-        (32, 8, [700] * 32),
-        (8, 2, [100 + i for i in range(250)]),
+        (8, 2, [900, 33, 4000], 128, None),
+        (8, 2, [240] * 4, 128, None),
+        (32, 8, [26000, 33, 4000], 128, None),
+        (32, 2, [26000, 33, 4000], 128, None),
+        (64, 2, [900, 33, 4000], 128, None),
+        (32, 8, [700] * 32, 128, None),
+        (8, 2, [100 + i for i in range(250)], 128, None),
+        (8, 2, [900, 33, 4000], 64, FP8),
+        (32, 8, [26000, 33, 4000], 128, FP8),
+        (8, 2, [100 + i for i in range(120)], 128, FP8),
     ],
     ids=[
         "8_rows",
@@ -309,45 +314,38 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
         "64_rows",
         "8_rows_of_32",
         "8_rows_of_250",
+        "fp8",
+        "fp8_long",
+        "fp8_of_120",
     ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_behind_a_kernel_that_writes_the_indices(layout, heads, kv_heads, lens, stale):
+def test_behind_a_kernel_that_writes_the_indices(
+    layout, heads, kv_heads, lens, head_size, stored, stale
+):
     """A batch's work is guessed early, from indices that a long copy replaces at its end."""
     queries = [2 if i == 1 else 1 for i in range(len(lens))]
     if len(lens) > 32:  # more are guessed only where each has one query token
         queries = None
     case = make_case(
-        "cuda", BF16, lens, queries, heads=heads, kv_heads=kv_heads, head_size=128, layout=layout
-    )
+        "cuda", BF16, lens, queries, heads=heads, kv_heads=kv_heads, head_size=head_size,
+        layout=layout, stored=stored,
+    )  # fmt: skip
     want = case.run()
     new = {"seq_lens": case.seq_lens, "block_tables": case.block_tables}
     if queries is not None:
         new["query_start_loc"] = case.options["query_start_loc"]
-    sizes = [value.numel() for value in new.values()]
-    pairs = torch.zeros(2, 16 << 20, dtype=torch.int32, device="cuda")  # copied in about 30 us
-    source, target = (block[-sum(sizes) :].split(sizes) for block in pairs)
-    views = {name: part.view(new[name].shape) for name, part in zip(new, target, strict=True)}
-    for part, value in zip(source, new.values(), strict=True):
-        part.copy_(value.flatten())
+    late = LateIndices(new)
     old = {name: value.flip(0) for name, value in new.items() if name == stale}
     if "query_start_loc" in old:
         old[stale] = new[stale].clamp(max=len(lens)) + 1
-    if not old:
-        old = {name: torch.full_like(value, -5) for name, value in new.items()}
-        for value in old.values():
-            value.view(-1)[::2] = torch.iinfo(torch.int32).max
     behind = replace(
-        case, seq_lens=views["seq_lens"], block_tables=views["block_tables"]
-    ).with_options(**{name: views[name] for name in new if name in case.options})
-    other, mapping = torch.empty_like(pairs), torch.tensor([[0, 1]])
+        case, seq_lens=late.views["seq_lens"], block_tables=late.views["block_tables"]
+    ).with_options(**{name: late.views[name] for name in new if name in case.options})
     for _ in range(5):
-        for name, value in {**new, **old}.items():
-            views[name].copy_(value)
         out = torch.full_like(case.query, float("nan"))
-        torch.cuda.synchronize()
-        vllm_kernels.copy_blocks([pairs], [other], mapping)  # and no kernel in between
-        vllm_kernels.paged_attention(
+        late.begin_copy(old or late.garbage())
+        vllm_kernels.paged_attention(  # and no kernel in between
             *behind.tensors(), **behind.options, max_query_len=behind.max_query_len, out=out
         )
         assert torch.equal(out, want)
