@@ -62,7 +62,7 @@ struct TileLayout {
 };
 
 // What a lane of a warp loads of 16 tokens of a stage of kTokens.
-template <typename Cache, int kTokens, PageForm kForm>
+template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
 struct TileAddresses {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
   static constexpr bool kRows = kForm == PageForm::kRows;
@@ -103,8 +103,9 @@ struct TileAddresses {
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
     if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
-      // log2 of the tokens of a line
-      const int line_shift = !kWide && layout.key_step < 16 * kColumnBytes ? 1 : 0;
+      const bool paired =
+          kMayPairRows<Cache, kMaxHeadSize, kForm> && layout.key_step < 16 * kColumnBytes;
+      const int line_shift = paired ? 1 : 0;
       const int token = row + second * 8, line = token >> line_shift;
       key_row = line * kColumnBytes;
       key_chunk = ((token & line_shift) * 4 + upper ^ line % 8) * 16;

@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t value_swizzle(uint32_t d) {
 template <typename Config>
 struct PrefillMmaTile {
   using T = typename Config::T;
-  using Addresses = TileAddresses<T, Config::kTokens, PageForm::kRows>;
+  using Addresses = TileAddresses<T, Config::kHeadSize, Config::kTokens, PageForm::kRows>;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kSteps = Config::kHeadSize / 16, kHeldSteps = Config::kHeldSteps;
   static constexpr int kOutTiles = Config::kHeadSize / 8;

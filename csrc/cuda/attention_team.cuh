@@ -36,8 +36,8 @@ __host__ __device__ constexpr int weight_bytes(int rows) {
 
 // kMaxTiles: of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kTeamTokens, kForm> {
-  using Addresses = TileAddresses<Cache, kTeamTokens, kForm>;
+struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
+  using Addresses = TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm>;
   using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
       Addresses::value_masks;
   static constexpr int kTokens = kTeamTokens;

@@ -30,8 +30,8 @@ constexpr float kMaximumSlack = 8.0f;
 
 // kTiles: of 8 query rows; kDepth: of 16 tokens.
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
-struct AttentionTile : TileAddresses<Cache, 16 * kDepth, kForm> {
-  using Addresses = TileAddresses<Cache, 16 * kDepth, kForm>;
+struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
+  using Addresses = TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
   using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_weights,
       Addresses::token_of, Addresses::value_at, Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
