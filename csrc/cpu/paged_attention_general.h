@@ -57,6 +57,10 @@ inline int32_t smaller(int64_t a, int64_t b) {
   return static_cast<int32_t>(a < b ? a : b);
 }
 
+inline int32_t larger(int32_t a, int32_t b) {
+  return a > b ? a : b;
+}
+
 // Calls body(tile) for the tiles that have one of the units [begin, end), in order. Returns the
 // number of units it walked over: with end behind all of them, that of the batch.
 template <typename Body>
