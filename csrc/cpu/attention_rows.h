@@ -5,10 +5,10 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kTileTokens = 128;  // at most; scores of a tile are kept while its V is read
+constexpr int kTileTokens = 256;  // at most: the largest page; scores are kept while V is read
 constexpr int kMinBlockSize = 8;
 constexpr int kMaxTilePages = kTileTokens / kMinBlockSize;
-constexpr int kOpenPages = 32;  // 1% faster than 8 to 16, as fast as 64
+constexpr int kOpenTokens = 512;  // pages of 16: 1% faster than 128 to 256, as fast as 1024
 constexpr int kMemoryPage = 4096;
 
 inline int32_t least(int64_t a, int64_t b) {
@@ -167,7 +167,7 @@ class Tiles {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
     const int64_t bytes = element * kv.head_size * kv.block_size;
-    opened_ = least(segment_.end, token_ + int64_t{kOpenPages} * kv.block_size);
+    opened_ = least(segment_.end, int64_t{token_} + kOpenTokens);
     for (int32_t token = token_; token < opened_; token += kv.block_size) {
       const int64_t block = table[token / kv.block_size];
       const char* key =

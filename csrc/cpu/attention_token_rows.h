@@ -27,7 +27,7 @@ template <typename T, int H, bool kPrefetch>
 inline void score_token_rows(const TokenRows<T>& keys, const TokenRows<T>& ahead, int begin,
                              int end, int head_size, const float* query, int query_stride,
                              float* scores) {
-  constexpr int kTokens = kLanes / H;  // at once; kLanes sums
+  constexpr int kTokens = kLanes / H;                       // at once; kLanes sums
   constexpr int kFetch = 64 / static_cast<int>(sizeof(T));  // elements of a line
   const int whole = head_size / kLanes * kLanes;
   for (int token = begin; token < end; token += kTokens) {
@@ -85,7 +85,8 @@ inline void add_token_rows(const TokenRows<T>& values, const TokenRows<T>& ahead
     }
   }
   for (int token = begin; token < end; ++token) {
-    if constexpr (kPrefetch) ahead.prefetch(token, d, kPartial ? 1 : kVectors * kLanes * static_cast<int>(sizeof(T)));
+    if constexpr (kPrefetch)
+      ahead.prefetch(token, d, kPartial ? 1 : kVectors * kLanes * static_cast<int>(sizeof(T)));
     const T* row = values.rows[token] + d;
     Vec value[kVectors];
 #pragma GCC unroll 4

@@ -14,7 +14,8 @@ namespace {
 
 // K of a tile, at most: with its V and the next K it stays in the second-level cache.
 constexpr size_t kTileBytes = 32 << 10;
-constexpr int kMinTileTokens = 32;  // the largest page
+constexpr int kMostTileTokens = 128;  // where pages are not larger
+constexpr int kMinTileTokens = 32;
 
 // Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
 template <typename Body>
@@ -51,10 +52,11 @@ class Attention {
 
   void run() {
     Tile tiles[2];
-    int tile_tokens = kTileTokens;
+    int tile_tokens = kMostTileTokens;
     while (tile_tokens > kMinTileTokens && tile_tokens * head_size_ * sizeof(Cache) > kTileBytes) {
       tile_tokens /= 2;
     }
+    if (tile_tokens < block_size_) tile_tokens = block_size_;
     Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), tile_tokens);
     bool more = from.next(tiles[0]);
     if (more) prefetch_keys(tiles[0]);

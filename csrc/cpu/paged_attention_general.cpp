@@ -140,9 +140,9 @@ class GeneralAttention {
     pieces_.template find_rows<false>(tile, piece, values_);
     pieces_.template find_rows<true>(tile, next, next_keys_);
     for_row_blocks(0, rows, [&](auto block, auto fetches, int row) {
-      score_token_rows<Cache, block, fetches>(
-          keys_, values_, any.begin / kLanes * kLanes, any.end, head_size_,
-          query_ + row * stride_, stride_, weights_ + row * kPieceTokens);
+      score_token_rows<Cache, block, fetches>(keys_, values_, any.begin / kLanes * kLanes, any.end,
+                                              head_size_, query_ + row * stride_, stride_,
+                                              weights_ + row * kPieceTokens);
     });
     for (int row = 0; row < rows; ++row) {
       const int query = row / tile.heads;
