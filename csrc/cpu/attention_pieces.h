@@ -66,19 +66,20 @@ class AttentionPieces {
     });
   }
 
-  // The rows of a piece's tokens: K's or V's. Not of layout vllm.
-  template <bool keys, typename Rows>
-  void find_rows(const AttentionTile& tile, Piece piece, Rows& found) const {
+  // The rows of a piece's tokens, K's or V's, and the last again up to whole vectors. Not of layout
+  // vllm.
+  template <bool keys>
+  void find_rows(const AttentionTile& tile, Piece piece, const char** rows) const {
     const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);
     const int64_t token_stride = keys ? kv_.key_token_stride : kv_.value_token_stride;
-    found.count = piece.count;
     for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
       const Cache* from = all + (keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
                                       : kv_.value_offset(block, tile.kv_head, slot, 0));
-      for (int i = 0; i < slots; ++i) found.rows[at + i] = from + i * token_stride;
+      for (int i = 0; i < slots; ++i)
+        rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
     });
     const int last = (piece.count + kLanes - 1) / kLanes * kLanes;
-    for (int i = piece.count; i < last; ++i) found.rows[i] = found.rows[piece.count - 1];
+    for (int i = piece.count; i < last; ++i) rows[i] = rows[piece.count - 1];
   }
 
   // A row of the query or of K, with zeros up to words. (wide has had none but such rows.)

@@ -139,11 +139,15 @@ class GeneralAttention {
     pieces_.template find_rows<true>(tile, piece, keys_);
     pieces_.template find_rows<false>(tile, piece, values_);
     pieces_.template find_rows<true>(tile, next, next_keys_);
+    const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
+    LineFetch values(values_, piece.count, bytes), next_keys(next_keys_, next.count, bytes);
+    const int begin = any.begin / kLanes * kLanes;
     for_row_blocks(0, rows, [&](auto block, auto fetches, int row) {
-      score_token_rows<Cache, block, fetches>(keys_, values_, any.begin / kLanes * kLanes, any.end,
-                                              head_size_, query_ + row * stride_, stride_,
-                                              weights_ + row * kPieceTokens);
+      score_token_rows<FloatTokenLanes<Cache>, block, fetches>(
+          keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
+          values, weights_ + row * kPieceTokens + begin, kPieceTokens);
     });
+    values.rest();
     for (int row = 0; row < rows; ++row) {
       const int query = row / tile.heads;
       if (sees_any(query)) weigh_row(tile, query, row % tile.heads, piece.first);
@@ -153,11 +157,13 @@ class GeneralAttention {
       const Seen seen = seen_[first / tile.heads];
       if (seen.begin >= seen.end) continue;
       for_row_blocks(first, first + together, [&](auto block, auto fetches, int row) {
-        add_token_rows<Cache, block, fetches>(values_, next_keys_, seen.begin, seen.end, head_size_,
-                                              weights_ + row * kPieceTokens, decay_ + row,
-                                              out_ + row * stride_, stride_);
+        add_token_rows<FloatTokenLanes<Cache>, block, fetches>(
+            values_ + seen.begin, 0, seen.end - seen.begin, head_size_,
+            weights_ + row * kPieceTokens + seen.begin, kPieceTokens, decay_ + row, next_keys,
+            out_ + row * stride_, stride_);
       });
     }
+    next_keys.rest();
   }
 
   // Calls body(integral_constant of 4, 2 or 1 rows, whether they are the first, row) for blocks
@@ -445,7 +451,9 @@ class GeneralAttention {
   float sum_[kTileRows];
   float decay_[kTileRows];
   Seen seen_[kTileRows];
-  TokenRows<Cache> keys_, values_, next_keys_;  // of the piece, and of the next
+  const char* keys_[kPieceTokens + kLanes];  // rows of the piece's tokens
+  const char* values_[kPieceTokens + kLanes];
+  const char* next_keys_[kPieceTokens + kLanes];
 };
 
 template <typename Cache>

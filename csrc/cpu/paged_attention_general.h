@@ -118,8 +118,8 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
 
 // Whether the kernel of v1 and v2 does it, faster.
 [[maybe_unused]] bool is_plain_decode(const PagedAttentionParams& p) {
-  return p.kv.layout == KvLayout::kVllm && p.kv.block_size >= 8 && p.max_query_len <= 1 &&
-         p.sliding_window == 0;
+  if (p.max_query_len > 1 || p.key_start_loc != nullptr) return false;
+  return p.kv.layout != KvLayout::kVllm || (p.kv.block_size >= 8 && p.sliding_window == 0);
 }
 
 // Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
