@@ -66,6 +66,22 @@ class AttentionPieces {
     });
   }
 
+  // The rows of a piece's tokens, K's or V's, and the last again up to whole vectors. Not of layout
+  // vllm.
+  template <bool keys>
+  void find_rows(const AttentionTile& tile, Piece piece, const char** rows) const {
+    const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);
+    const int64_t token_stride = keys ? kv_.key_token_stride : kv_.value_token_stride;
+    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
+      const Cache* from = all + (keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
+                                      : kv_.value_offset(block, tile.kv_head, slot, 0));
+      for (int i = 0; i < slots; ++i)
+        rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
+    });
+    const int last = (piece.count + kLanes - 1) / kLanes * kLanes;
+    for (int i = piece.count; i < last; ++i) rows[i] = rows[piece.count - 1];
+  }
+
   // A row of the query or of K, with zeros up to words. (wide has had none but such rows.)
   template <typename T>
   void copy_row(const T* from, float* to) const {
@@ -149,7 +165,7 @@ class AttentionPieces {
  private:
   // Calls body(block, first slot, number of slots, first token of the piece), page by page.
   template <typename Body>
-  void for_each_page(const AttentionTile& tile, int32_t first, int count, Body&& body) {
+  void for_each_page(const AttentionTile& tile, int32_t first, int count, Body&& body) const {
     if (p_.key_start_loc != nullptr) {
       if (count > 0) body(int64_t{0}, tile.keys.first + first, count, 0);
       return;

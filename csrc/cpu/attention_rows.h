@@ -5,10 +5,12 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kTileTokens = 128;  // at most; scores of a tile are kept while its V is read
+constexpr int kTileTokens = 256;  // at most: the largest page; scores are kept while V is read
 constexpr int kMinBlockSize = 8;
-constexpr int kMaxTilePages = kTileTokens / kMinBlockSize;
-constexpr int kOpenPages = 32;  // 1% faster than 8 to 16, as fast as 64
+constexpr int kMostRowTokens = 128;  // of a tile of token rows
+constexpr int kMaxTilePages = kMostRowTokens;
+static_assert(kMaxTilePages >= kTileTokens / kMinBlockSize);
+constexpr int kOpenTokens = 512;  // pages of 16: 1% faster than 128 to 256, as fast as 1024
 constexpr int kMemoryPage = 4096;
 
 inline int32_t least(int64_t a, int64_t b) {
@@ -18,7 +20,8 @@ inline int32_t least(int64_t a, int64_t b) {
 // The part of a row that one task computes.
 struct Segment {
   int32_t seq;
-  int32_t kv_head;
+  int32_t kv_head;  // the first of them
+  int32_t kv_heads;
   int32_t first_head;
   int32_t heads;
   int32_t seq_len;
@@ -43,13 +46,14 @@ class Segments {
     const int64_t unit = (at_ - row_unit_) % units_;
     const int64_t last = least(units_, unit + (end_ - at_));
     segment.seq = seq_;
-    segment.kv_head = static_cast<int32_t>(row / work_.chunks);
+    segment.kv_head = static_cast<int32_t>(row / work_.chunks) * work_.kv_heads_per_row;
+    segment.kv_heads = least(work_.kv_heads_per_row, p.kv.num_kv_heads - segment.kv_head);
     const int32_t skipped = static_cast<int32_t>(row % work_.chunks) * work_.heads_per_row;
     segment.first_head = segment.kv_head * group + skipped;
-    segment.heads = least(work_.heads_per_row, group - skipped);
-    segment.seq_len = length_;
-    segment.begin = static_cast<int32_t>(unit * work_.unit_tokens);
-    segment.end = least(length_, last * work_.unit_tokens);
+    segment.heads = least(work_.heads_per_row, segment.kv_heads * group - skipped);
+    segment.seq_len = seen_.end;
+    segment.begin = seen_.begin + static_cast<int32_t>(unit * work_.unit_tokens);
+    segment.end = least(seen_.end, seen_.begin + last * work_.unit_tokens);
     segment.starts_row = unit == 0;
     segment.ends_row = last == units_;
     at_ += last - unit;
@@ -59,10 +63,11 @@ class Segments {
  private:
   int64_t seq_units() {
     if (units_ == 0) {
-      length_ = row_length(work_.params, seq_);
-      units_ = length_ == 0 ? 1 : (int64_t{length_} + work_.unit_tokens - 1) / work_.unit_tokens;
+      seen_ = row_tokens(work_.params, seq_);
+      const int64_t count = seen_.end - seen_.begin;
+      units_ = count == 0 ? 1 : (count + work_.unit_tokens - 1) / work_.unit_tokens;
     }
-    return static_cast<int64_t>(units_) * work_.params.kv.num_kv_heads * work_.chunks;
+    return units_ * work_.rows_per_seq();
   }
   void next_seq() {
     row_unit_ += seq_units();
@@ -74,11 +79,12 @@ class Segments {
   int64_t at_, end_;
   int64_t row_unit_ = 0;  // the first unit of sequence seq_
   int32_t seq_ = 0;
-  int32_t length_ = 0;
+  SeenTokens seen_;
   int32_t units_ = 0;  // a row of this sequence has so many; 0: not looked at
 };
 
-// Pages whose scores are computed together, all of one partition.
+// Pages whose scores are computed together, all of one partition. In layouts NHD and HND every
+// token is a page of its own here.
 struct Tile {
   Segment segment;
   int32_t pages;
@@ -86,9 +92,9 @@ struct Tile {
   int32_t partition;
   bool starts_segment, ends_segment;
   bool starts_partition, ends_partition;
-  int32_t position[kMaxTilePages];  // of a page's first token in the sequence
-  const char* key[kMaxTilePages + 1];
-  const char* value[kMaxTilePages + 1];
+  int32_t position[kMaxTilePages];      // of a page's first token in the sequence
+  const char* key[kMaxTilePages + 16];  // and the last again, up to whole vectors
+  const char* value[kMaxTilePages + 16];
 };
 
 // Whether any head of the segment sees the block-sparse block that the token is in.
@@ -129,9 +135,15 @@ class Tiles {
     }
     const int32_t* table = p_.block_tables + segment_.seq * p_.block_table_stride;
     if (tile.starts_segment || token_ >= opened_) open_pages(table);
-    const int32_t most = tile_tokens_ / kv.block_size;
+    const int32_t most = kv.layout == KvLayout::kVllm ? tile_tokens_ / kv.block_size : tile_tokens_;
     int32_t pages = 0, tokens = 0;
     while (token_ < partition_end && pages < most) {
+      if (kv.layout != KvLayout::kVllm) {
+        const int32_t end = least(partition_end, int64_t{token_} + most - pages);
+        pages = add_token_rows(table, end, pages, tile);
+        tokens = pages;
+        continue;
+      }
       const int32_t count = least(kv.block_size, partition_end - token_);
       if (!p_.sparse.on() || any_head_sees(p_, segment_, token_)) {
         const int64_t block = table[token_ / kv.block_size];
@@ -145,9 +157,10 @@ class Tiles {
       }
       token_ += count;
     }
-    if (pages > 0) {  // what a vector over two pages reads past the end; its weights are 0
-      tile.key[pages] = tile.key[pages - 1];
-      tile.value[pages] = tile.value[pages - 1];
+    // What a vector over several pages reads past the end; its weights are 0.
+    for (int i = 0; i < 16 && pages > 0; ++i) {
+      tile.key[pages + i] = tile.key[pages - 1];
+      tile.value[pages + i] = tile.value[pages - 1];
     }
     tile.pages = pages;
     tile.tokens = tokens;
@@ -166,8 +179,9 @@ class Tiles {
   void open_pages(const int32_t* table) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
+    opened_ = least(segment_.end, int64_t{token_} + kOpenTokens);
+    if (kv.layout != KvLayout::kVllm) return;
     const int64_t bytes = element * kv.head_size * kv.block_size;
-    opened_ = least(segment_.end, token_ + int64_t{kOpenPages} * kv.block_size);
     for (int32_t token = token_; token < opened_; token += kv.block_size) {
       const int64_t block = table[token / kv.block_size];
       const char* key =
@@ -179,6 +193,27 @@ class Tiles {
         __builtin_prefetch(value + at, 0, 2);
       }
     }
+  }
+
+  // The tokens of token_'s page up to `end`.
+  int32_t add_token_rows(const int32_t* table, int32_t end, int32_t pages, Tile& tile) {
+    const PagedKv& kv = p_.kv;
+    const int64_t element = size_of(kv.dtype);
+    const int32_t slot = token_ % kv.block_size;
+    const int64_t block = table[token_ / kv.block_size];
+    end = least(end, int64_t{token_} - slot + kv.block_size);
+    const char* key = static_cast<const char*>(kv.key) +
+                      element * kv.key_offset(block, segment_.kv_head, slot, 0);
+    const char* value = static_cast<const char*>(kv.value) +
+                        element * kv.value_offset(block, segment_.kv_head, slot, 0);
+    for (; token_ < end; ++token_, ++pages) {
+      tile.position[pages] = token_;
+      tile.key[pages] = key;
+      tile.value[pages] = value;
+      key += element * kv.key_token_stride;
+      value += element * kv.value_token_stride;
+    }
+    return pages;
   }
 
   const PagedAttentionParams& p_;

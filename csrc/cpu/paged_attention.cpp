@@ -4,6 +4,7 @@
 
 #include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
+#include "cpu/attention_token_rows.h"
 #include "cpu/dispatch.h"
 #include "cpu/int8.h"
 #include "cpu/kernels.h"
@@ -14,7 +15,8 @@ namespace {
 
 // K of a tile, at most: with its V and the next K it stays in the second-level cache.
 constexpr size_t kTileBytes = 32 << 10;
-constexpr int kMinTileTokens = 32;  // the largest page
+constexpr int kMostTileTokens = kMostRowTokens;  // where pages are not larger
+constexpr int kMinTileTokens = 32;
 
 // Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
 template <typename Body>
@@ -37,7 +39,7 @@ struct Partial {
 
 // One task's state. About 400 KiB of stack at most, touched as far as the group and head size
 // reach.
-template <typename Cache>
+template <typename Cache, bool kTokenRows>
 class Attention {
  public:
   Attention(const PagedAttentionWork& work, int64_t task)
@@ -45,19 +47,23 @@ class Attention {
         p_(work.params),
         task_(task),
         head_size_(p_.kv.head_size),
-        head_vectors_((head_size_ + kLanes - 1) / kLanes),
-        block_size_(p_.kv.block_size),
+        head_vectors_(kTokenRows
+                          ? (head_size_ + Rows::kStep - 1) / Rows::kStep * Rows::kStep / kLanes
+                          : (head_size_ + kLanes - 1) / kLanes),
+        block_size_(kTokenRows ? 1 : p_.kv.block_size),
         sparse_(p_.sparse.on()) {}
 
   void run() {
     Tile tiles[2];
-    int tile_tokens = kTileTokens;
+    int tile_tokens = kMostTileTokens;
     while (tile_tokens > kMinTileTokens && tile_tokens * head_size_ * sizeof(Cache) > kTileBytes) {
       tile_tokens /= 2;
     }
+    if (tile_tokens < block_size_) tile_tokens = block_size_;
+    if (kTokenRows && p_.kv.layout == KvLayout::kNHD) tile_tokens = kMinTileTokens;
     Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), tile_tokens);
     bool more = from.next(tiles[0]);
-    if (more) prefetch_keys(tiles[0]);
+    if (more) prefetch(tiles[0]);
     for (int i = 0; more; i ^= 1) {
       const Tile& tile = tiles[i];
       Tile& next = tiles[i ^ 1];
@@ -65,23 +71,38 @@ class Attention {
       if (!more) next.pages = 0;
       if (tile.starts_segment) begin_row(tile.segment);
       if (tile.starts_partition) begin_partition(tile.segment);
-      if (tile.pages > 0) add_tile(tile, next);
+      if (tile.pages > 0) {
+        if constexpr (kTokenRows) {
+          add_token_tile(tile, next);
+        } else {
+          add_tile(tile, next);
+        }
+      }
       if (tile.ends_partition) end_partition(tile);
       if (tile.ends_segment) end_segment(tile.segment);
     }
   }
 
  private:
+  using Rows = TokenLanes<Cache>;
   using Values = ValueLanes<Cache>;
-  using Weight = typename Values::Part;
+  using Packed = std::conditional_t<kTokenRows, Rows, Values>;
+  using Weight = typename Packed::Part;
 
-  void prefetch_keys(const Tile& tile) {
+  void prefetch(const Tile& tile) {
+    if constexpr (kTokenRows) {
+      LineFetch(tile.key, tile.pages, span_bytes(tile)).rest();
+      LineFetch(tile.value, tile.pages, span_bytes(tile)).rest();
+      return;
+    }
     const int64_t bytes = static_cast<int64_t>(head_size_) * block_size_ * sizeof(Cache);
     for (int page = 0; page < tile.pages; ++page) prefetch_span(tile.key[page], bytes);
   }
 
   void begin_row(const Segment& segment) {
-    logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, segment.kv_head);
+    if constexpr (!kTokenRows) {
+      logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, segment.kv_head);
+    }
     row_partitions_ = 0;
     const int64_t token = query_token(p_, segment.seq);
     if (token < 0) return;
@@ -96,9 +117,56 @@ class Attention {
         for (; i + kLanes <= count; i += kLanes) store(rows + i, load(query + i));
         if (i < count) store_partial(rows + i, load_partial(query + i, count - i), count - i);
       });
-      pack_query<Cache, H>(rows, head_size_, query_ + first * head_size_);
+      if constexpr (kTokenRows) {
+        for (int i = 0; i < H; ++i) {
+          Rows::pack_query(rows + i * head_size_, head_size_, query_ + (first + i) * row_stride());
+        }
+      } else {
+        pack_query<Cache, H>(rows, head_size_, query_ + first * head_size_);
+      }
     });
   }
+
+  // --- token rows
+
+  int row_stride() const { return head_vectors_ * kLanes; }  // of query_ and out_
+  int span_bytes(const Tile& tile) const {
+    return tile.segment.kv_heads * head_size_ * static_cast<int>(sizeof(Cache));
+  }
+
+  // While it is multiplied, the next tile is fetched.
+  void add_token_tile(const Tile& tile, const Tile& next) {
+    LineFetch next_keys(next.key, next.pages, span_bytes(next));
+    LineFetch next_values(next.value, next.pages, span_bytes(next));
+    const int tokens = (tile.tokens + Rows::kTokens - 1) / Rows::kTokens * Rows::kTokens;
+    const int group = tile.segment.heads / tile.segment.kv_heads;
+    if (p_.alibi_slopes != nullptr) set_distances(tile);
+    for (int kv_head = 0; kv_head < tile.segment.kv_heads; ++kv_head) {
+      const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
+      const float scale =
+          Rows::kScale * p_.scale * key_scale(p_.kv, tile.segment.kv_head + kv_head);
+      for_head_blocks(group, [&](auto heads, int block) {
+        constexpr int H = decltype(heads)::value;
+        const int first = kv_head * group + block;
+        const float* query = query_ + first * row_stride();
+        float* out = reinterpret_cast<float*>(out_) + first * row_stride();
+        const auto of = [&](auto fetches) {
+          score_token_rows<Rows, H, fetches>(tile.key, offset, tile.tokens, head_size_, query,
+                                             row_stride(), scale, next_keys, scores_, kTileTokens);
+          float factors[H];
+          for (int head = 0; head < H; ++head) factors[head] = weigh<H>(tile, tokens, first, head);
+          add_token_rows<Rows, H, fetches>(
+              tile.value, offset, tile.tokens, head_size_, reinterpret_cast<float*>(weights_),
+              kTileTokens / Rows::kPair, factors, next_values, out, row_stride());
+        };
+        block == 0 ? of(std::true_type{}) : of(std::false_type{});
+      });
+    }
+    next_keys.rest();
+    next_values.rest();
+  }
+
+  // --- pages of layout vllm
 
   void begin_partition(const Segment& segment) {
     for (int head = 0; head < segment.heads; ++head) {
@@ -209,17 +277,18 @@ class Attention {
     const float updated = tile_max > before ? tile_max : before;
     const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
     Vec sums = {};
-    Weight* weights = weights_ + head;
-    for (int t = 0; t < tokens; t += Values::kTokens, weights += Values::kParts * H) {
-      Vec e[Values::kTokens / kLanes];
-      for (int i = 0; i < Values::kTokens / kLanes; ++i) {
+    constexpr int kTokens = Packed::kTokens, kStep = kTokenRows ? 1 : H;
+    Weight* weights = weights_ + head * (kTokenRows ? kTileTokens / kTokens : 1);
+    for (int t = 0; t < tokens; t += kTokens) {
+      Vec e[kTokens / kLanes];
+      for (int i = 0; i < kTokens / kLanes; ++i) {
         const Vec weight = exp(load(scores + t + i * kLanes) - shift);
-        e[i] = Values::round(weight);
+        e[i] = Packed::round(weight);
         sums += p_.lse == nullptr ? e[i] : weight;  // lse has float's precision
       }
-      Weight parts[Values::kParts];
-      Values::pack(e, parts);
-      for (int part = 0; part < Values::kParts; ++part) weights[part * H] = parts[part];
+      Weight parts[Packed::kParts];
+      Packed::pack(e, parts);
+      for (int part = 0; part < Packed::kParts; ++part, weights += kStep) *weights = parts[part];
     }
     const float factor = decay(before, updated);
     maximum_[row_head] = updated;
@@ -229,6 +298,13 @@ class Attention {
 
   // The partition's sums, from vectors of [H][kLanes / H] to rows.
   void unpack_out(const Segment& segment, float* to) {
+    if constexpr (kTokenRows) {
+      for (int head = 0; head < segment.heads; ++head) {
+        const float* from = reinterpret_cast<const float*>(out_) + head * row_stride();
+        for (int d = 0; d < head_size_; ++d) to[head * head_size_ + d] = from[d] * Packed::kScale;
+      }
+      return;
+    }
     for_head_blocks(segment.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       constexpr int kDims = kLanes / H;
@@ -237,7 +313,7 @@ class Attention {
         const int count = head_size_ - d < kDims ? head_size_ - d : kDims;
         for (int head = 0; head < H; ++head) {
           for (int i = 0; i < count; ++i) {
-            to[(first + head) * head_size_ + d + i] = from[head * kDims + i] * Values::kScale;
+            to[(first + head) * head_size_ + d + i] = from[head * kDims + i] * Packed::kScale;
           }
         }
       }
@@ -324,9 +400,15 @@ class Attention {
   Partial partition_;  // the one that just ended
 };
 
-template <typename Cache>
+template <typename Cache, bool kTokenRows>
 __attribute__((noinline)) void run_task(const PagedAttentionWork& work, int64_t task) {
-  Attention<Cache>(work, task).run();
+  Attention<Cache, kTokenRows>(work, task).run();
+}
+
+template <typename Cache>
+void run_task(const PagedAttentionWork& work, int64_t task) {
+  if (work.params.kv.layout == KvLayout::kVllm) return run_task<Cache, false>(work, task);
+  run_task<Cache, true>(work, task);
 }
 
 int64_t num_tasks(const PagedAttentionWork& work) {

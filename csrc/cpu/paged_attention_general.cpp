@@ -8,6 +8,7 @@
 #include "cpu/attention_lanes.h"
 #include "cpu/attention_output.h"
 #include "cpu/attention_pieces.h"
+#include "cpu/attention_token_rows.h"
 #include "cpu/dispatch.h"
 #include "cpu/kernels.h"
 #include "cpu/vec_math.h"
@@ -17,7 +18,6 @@ namespace {
 
 constexpr int kManyRows = 12;  // of a tile, from which packing pays
 constexpr int kRowBuffers = kTileRows + kMostBlockRows;
-constexpr int kValueVectors = kLanes == 16 ? 4 : 2;  // accumulators a row, in add_values()
 
 inline Vec lane_numbers() {
   Vec lanes;
@@ -54,6 +54,10 @@ class GeneralAttention {
     const int64_t first = tile.begin + skipped * work_.unit_tokens;
     const int64_t last = ends ? tile.end : tile.begin + (end - tile.first_unit) * work_.unit_tokens;
     begin_tile(tile);
+    if (!many_rows_) {
+      pieces_.template prefetch<true>(
+          tile, {.first = static_cast<int32_t>(first), .count = piece_size(last - first)});
+    }
     for (int64_t token = first; token < last; token += kPieceTokens) {
       const int64_t next = token + kPieceTokens;
       add_piece(tile, {.first = static_cast<int32_t>(token), .count = piece_size(last - token)},
@@ -102,27 +106,84 @@ class GeneralAttention {
   // While one of K and V is multiplied, what comes next is fetched.
   void add_piece(const AttentionTile& tile, Piece piece, Piece next) {
     if (many_rows_) return add_piece_in_blocks(tile, piece, next);
-    const int32_t first = piece.first;
-    const int count = piece.count;
+    if (kv_.layout != KvLayout::kVllm) return add_piece_in_rows(tile, piece, next);
     pieces_.template prefetch<false>(tile, piece);
-    pieces_.widen_keys(tile, first, count);
+    pieces_.widen_keys(tile, piece.first, piece.count);
     for (int query = 0; query < tile.queries; ++query) {
-      see_piece(tile, query, first, count);
+      see_piece(tile, query, piece.first, piece.count);
       for (int head = 0; head < tile.heads; ++head) {
-        if (seen_[query].begin < seen_[query].end) score_row(tile, query, head, first);
+        if (sees_any(query)) score_row(tile, query, head, piece.first);
       }
     }
     pieces_.template prefetch<true>(tile, next);
-    pieces_.widen_values(tile, first, count);
+    pieces_.widen_values(tile, piece.first, piece.count);
     for (int query = 0; query < tile.queries; ++query) {
-      if (seen_[query].begin >= seen_[query].end) continue;
-      const int row = query * tile.heads;
-      if (kv_.layout == KvLayout::kVllm) {
-        for (int head = 0; head < tile.heads; ++head) add_columns(row + head, seen_[query]);
-      } else {
-        add_rows(row, tile.heads, seen_[query]);
+      if (!sees_any(query)) continue;
+      for (int head = 0; head < tile.heads; ++head) {
+        add_columns(query * tile.heads + head, seen_[query]);
       }
     }
+  }
+
+  void add_piece_in_rows(const AttentionTile& tile, Piece piece, Piece next) {
+    const int rows = tile.queries * tile.heads;
+    Seen any = {.begin = kPieceTokens, .end = 0};  // by any query
+    bool all_alike = true;
+    for (int query = 0; query < tile.queries; ++query) {
+      see_piece(tile, query, piece.first, piece.count);
+      const Seen seen = seen_[query];
+      all_alike = all_alike && seen.begin == seen_[0].begin && seen.end == seen_[0].end;
+      if (seen.begin >= seen.end) continue;
+      any = {.begin = smaller(any.begin, seen.begin), .end = larger(any.end, seen.end)};
+    }
+    pieces_.template find_rows<true>(tile, piece, keys_);
+    pieces_.template find_rows<false>(tile, piece, values_);
+    pieces_.template find_rows<true>(tile, next, next_keys_);
+    const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
+    LineFetch values(values_, piece.count, bytes), next_keys(next_keys_, next.count, bytes);
+    const int begin = any.begin / kLanes * kLanes;
+    for_row_blocks(0, rows, [&](auto block, auto fetches, int row) {
+      score_token_rows<FloatTokenLanes<Cache>, block, fetches>(
+          keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
+          values, weights_ + row * kPieceTokens + begin, kPieceTokens);
+    });
+    values.rest();
+    for (int row = 0; row < rows; ++row) {
+      const int query = row / tile.heads;
+      if (sees_any(query)) weigh_row(tile, query, row % tile.heads, piece.first);
+    }
+    const int together = all_alike ? rows : tile.heads;
+    for (int first = 0; first < rows; first += together) {
+      const Seen seen = seen_[first / tile.heads];
+      if (seen.begin >= seen.end) continue;
+      for_row_blocks(first, first + together, [&](auto block, auto fetches, int row) {
+        add_token_rows<FloatTokenLanes<Cache>, block, fetches>(
+            values_ + seen.begin, 0, seen.end - seen.begin, head_size_,
+            weights_ + row * kPieceTokens + seen.begin, kPieceTokens, decay_ + row, next_keys,
+            out_ + row * stride_, stride_);
+      });
+    }
+    next_keys.rest();
+  }
+
+  // Calls body(integral_constant of 4, 2 or 1 rows, whether they are the first, row) for blocks
+  // that cover the rows.
+  template <typename Body>
+  static void for_row_blocks(int begin, int end, Body&& body) {
+    const auto of = [&](auto block, int row) {
+      if (row == 0) {
+        body(block, std::true_type{}, row);
+      } else {
+        body(block, std::false_type{}, row);
+      }
+    };
+    int row = begin;
+    for (; row + 4 <= end; row += 4) of(std::integral_constant<int, 4>{}, row);
+    if (row + 2 <= end) {
+      of(std::integral_constant<int, 2>{}, row);
+      row += 2;
+    }
+    if (row < end) of(std::integral_constant<int, 1>{}, row);
   }
 
   void add_piece_in_blocks(const AttentionTile& tile, Piece piece, Piece next) {
@@ -205,6 +266,8 @@ class GeneralAttention {
     if constexpr (!kPairs<Cache>) return sees(word) ? ~0u : 0u;
     return (sees(2 * word) ? 0xffffu : 0u) | (sees(2 * word + 1) ? 0xffff0000u : 0u);
   }
+
+  bool sees_any(int query) const { return seen_[query].begin < seen_[query].end; }
 
   void see_piece(const AttentionTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
@@ -369,47 +432,6 @@ class GeneralAttention {
     }
   }
 
-  // Values in rows: a lane is a dimension.
-  void add_rows(int row, int heads, Seen seen) {
-    int head = 0;
-    for (; head + 4 <= heads; head += 4) add_rows<4>(row + head, seen);
-    for (; head < heads; ++head) add_rows<1>(row + head, seen);
-  }
-
-  template <int H>
-  void add_rows(int row, Seen seen) {
-    int d = 0;
-    for (; d + kValueVectors * kLanes <= stride_; d += kValueVectors * kLanes) {
-      add_rows<H, kValueVectors>(row, seen, d);
-    }
-    for (; d < stride_; d += kLanes) add_rows<H, 1>(row, seen, d);
-  }
-
-  template <int H, int kVectors>
-  void add_rows(int row, Seen seen, int d) {
-    Vec sums[H][kVectors];
-    for (int head = 0; head < H; ++head) {
-      for (int i = 0; i < kVectors; ++i) {
-        sums[head][i] =
-            load(out_ + (row + head) * stride_ + d + i * kLanes) * splat(decay_[row + head]);
-      }
-    }
-    for (int token = seen.begin; token < seen.end; ++token) {
-      Vec value[kVectors];
-      for (int i = 0; i < kVectors; ++i)
-        value[i] = load(pieces_.wide + token * stride_ + d + i * kLanes);
-      for (int head = 0; head < H; ++head) {
-        const Vec weight = splat(weights_[(row + head) * kPieceTokens + token]);
-        for (int i = 0; i < kVectors; ++i) sums[head][i] = fma(value[i], weight, sums[head][i]);
-      }
-    }
-    for (int head = 0; head < H; ++head) {
-      for (int i = 0; i < kVectors; ++i) {
-        store(out_ + (row + head) * stride_ + d + i * kLanes, sums[head][i]);
-      }
-    }
-  }
-
   const GeneralAttentionWork& work_;
   const PagedAttentionParams& p_;
   const PagedKv& kv_;
@@ -429,6 +451,9 @@ class GeneralAttention {
   float sum_[kTileRows];
   float decay_[kTileRows];
   Seen seen_[kTileRows];
+  const char* keys_[kPieceTokens + kLanes];  // rows of the piece's tokens
+  const char* values_[kPieceTokens + kLanes];
+  const char* next_keys_[kPieceTokens + kLanes];
 };
 
 template <typename Cache>

@@ -57,6 +57,10 @@ inline int32_t smaller(int64_t a, int64_t b) {
   return static_cast<int32_t>(a < b ? a : b);
 }
 
+inline int32_t larger(int32_t a, int32_t b) {
+  return a > b ? a : b;
+}
+
 // Calls body(tile) for the tiles that have one of the units [begin, end), in order. Returns the
 // number of units it walked over: with end behind all of them, that of the batch.
 template <typename Body>
@@ -97,11 +101,25 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   return unit;
 }
 
+// The same attention with the batch's own longest query in place of the caller's bound, and without
+// a window that no sequence is longer than. Pieces of split_tokens must not depend on the batch.
+[[maybe_unused]] PagedAttentionParams as_the_batch_has_it(const PagedAttentionParams& p) {
+  PagedAttentionParams own = p;
+  if (p.split_tokens > 0) return own;
+  int32_t most_queries = 1, most_keys = 0;
+  for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
+    most_queries = larger(most_queries, query_range(p, seq).count);
+    most_keys = larger(most_keys, key_range(p, seq).count);
+  }
+  own.max_query_len = most_queries;
+  if (p.sliding_window >= most_keys) own.sliding_window = 0;
+  return own;
+}
+
 // Whether the kernel of v1 and v2 does it, faster.
 [[maybe_unused]] bool is_plain_decode(const PagedAttentionParams& p) {
-  const PagedKv& kv = p.kv;
-  return kv.layout == KvLayout::kVllm && kv.block_size >= 8 && kv.block_size <= 32 &&
-         p.max_query_len == 1 && p.sliding_window == 0;
+  if (p.max_query_len > 1 || p.key_start_loc != nullptr) return false;
+  return p.kv.layout != KvLayout::kVllm || (p.kv.block_size >= 8 && p.sliding_window == 0);
 }
 
 // Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.

@@ -96,8 +96,9 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
                                current_stream(device));
 }
 #else
-void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
+void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query,
                             const Argument*) {
+  const PagedAttentionParams params = cpu::as_the_batch_has_it(given);
   if (cpu::is_plain_decode(params)) return launch_decode(params, query);
   cpu::GeneralAttentionWork work =
       cpu::cut_general_attention(params, torch::stable::get_num_threads());
