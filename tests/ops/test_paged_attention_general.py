@@ -176,6 +176,26 @@ def test_threads_give_right_results(layout, queries):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (12, 6), (20, 20), (35, 7), (72, 8), (160, 2)])
+def test_kv_heads_read_together(dtype, stored, heads, kv_heads):
+    """A CPU reads KV heads of NHD that lie side by side together: all, or as many as work allows."""
+    before = torch.get_num_threads()
+    slopes, sinks = per_head(heads, 0.01, 0.4), per_head(heads, -1, 1)
+    shapes = {"heads": heads, "kv_heads": kv_heads, "layout": "NHD", "stored": stored}
+    shapes |= {"scales_per_head": stored is not None, "alibi_slopes": slopes, "sinks": sinks}
+    try:
+        for threads, lens in ((1, [700, 0, 40]), (2, [1, 16, 300]), (5, [1200, 33])):
+            torch.set_num_threads(threads)
+            head_size = 48 if threads == 2 else 128
+            case = make_case("cpu", dtype, lens, head_size=head_size, **shapes)
+            assert_right(case, case.run_with_lse())
+            case = case.with_options(sliding_window=90, softcap=20.0)
+            assert_right(case, case.run())
+    finally:
+        torch.set_num_threads(before)
+
+
 # --- nothing to do
 
 
