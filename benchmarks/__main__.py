@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__).parse_args()
     failed = 0
     for script in sorted(Path(__file__).parent.glob("bench_*.py")):
         print(f"== {script.name}", flush=True)

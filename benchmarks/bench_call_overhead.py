@@ -8,6 +8,7 @@ wrapper and the cheapest in-place op of torch.
 
 from __future__ import annotations
 
+import argparse
 import timeit
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ def best_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
     query = torch.randn(1, 1, HEAD_SIZE)
     out = torch.empty_like(query)
     key_cache = torch.randn(1, 1, HEAD_SIZE // 4, BLOCK, 4)

@@ -64,7 +64,7 @@ def measure(device: str, layout: str, batch: int, common_tokens: int, own_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[64])
     parser.add_argument("--common", type=int, nargs="+", default=[8192])

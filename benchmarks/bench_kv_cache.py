@@ -7,6 +7,7 @@ shared/peers/cpu/kv_trace.py, which drives vLLM's manager too; kv_trace_adapter.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import time
@@ -209,6 +210,7 @@ def report_sharing(console: Console) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
     torch.set_num_threads(1)
     console = Console(width=130)
     console.print(machine("cpu"))

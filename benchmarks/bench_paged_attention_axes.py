@@ -134,7 +134,7 @@ class Batch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--bytes", type=int, default=256 << 20, help="of K and V")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=0.05, help="per figure")

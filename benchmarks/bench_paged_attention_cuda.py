@@ -111,7 +111,7 @@ def flash_style(batch: Batch) -> Iterator[tuple[str, Call]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float16")
     parser.add_argument("--seconds", type=float, default=0.3, help="per figure")

@@ -66,7 +66,7 @@ def candidates(dtype: torch.dtype, new: int, prefix: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--prefix", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)

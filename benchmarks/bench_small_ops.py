@@ -459,7 +459,7 @@ def quantised(tokens: int, width: int, dtype: torch.dtype, device: str) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--dtype", nargs="*", default=None, help="float32, float16, bfloat16")

@@ -56,7 +56,7 @@ def capture(call, work, rows, want) -> torch.cuda.CUDAGraph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--wl", default="a_*,b_*,d_*,e_*,f_*")
     parser.add_argument("--peers", default="ours_*,fa3,fa3_s1,fa3_p16*,fi_fa3")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")

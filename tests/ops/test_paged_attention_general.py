@@ -179,7 +179,7 @@ def test_threads_give_right_results(layout, queries):
 @pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
 @pytest.mark.parametrize("heads, kv_heads", [(3, 3), (12, 6), (20, 20), (35, 7), (72, 8), (160, 2)])
 def test_kv_heads_read_together(dtype, stored, heads, kv_heads):
-    """A CPU reads KV heads of NHD that lie side by side together: all, or as many as work allows."""
+    """A CPU reads KV heads that lie side by side in NHD together, as many as the work allows."""
     before = torch.get_num_threads()
     slopes, sinks = per_head(heads, 0.01, 0.4), per_head(heads, -1, 1)
     shapes = {"heads": heads, "kv_heads": kv_heads, "layout": "NHD", "stored": stored}
