@@ -9,9 +9,10 @@ import pytest
 
 README = Path(__file__).parent.parent / "README.md"
 PRINTED = {
-    "reshape_and_cache": r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
+    "vk.copy_blocks": r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
     "cache.swap_out": r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
     "decoder_layer": "True",
+    "CUDAGraph": r"\[True, True(, False){6}\]",
     "Engine": r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     "PagedCache": r"[1-9]\d* blocks shared by beams",
 }

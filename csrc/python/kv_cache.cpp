@@ -134,9 +134,18 @@ bool is_integer(py::handle object) {
           object.attr("ndim").cast<int>() == 0);
 }
 
-int64_t allocate(KVCacheManager& self, int64_t id, py::handle tokens,
+int64_t id_of(py::handle object, const char* name) {
+  if (!is_integer(object)) {
+    throw InvalidArgument(
+        concat(name, ": expected an integer of yours, got ", py::repr(object).cast<std::string>()));
+  }
+  return integer_of(object, name);
+}
+
+int64_t allocate(KVCacheManager& self, py::handle sequence_id, py::handle tokens,
                  std::optional<int64_t> num_new, py::handle salt, py::handle adapter,
                  py::handle cache_dtype, const py::sequence& multimodal) {
+  const int64_t id = id_of(sequence_id, "allocate: sequence_id");
   const PrefixKeys keys = prefix_keys(salt, adapter, cache_dtype, multimodal);
   if (is_integer(tokens)) {
     if (num_new) {
@@ -297,7 +306,12 @@ void bind_one_sequence(Class& manager) {
           },
           py::arg("sequence_id"), py::arg("num_tokens") = 1, py::arg("tokens") = py::none(),
           py::arg("lookahead") = 0)
-      .def("fork", &KVCacheManager::fork, py::arg("parent_id"), py::arg("child_id"))
+      .def(
+          "fork",
+          [](KVCacheManager& self, py::handle parent_id, py::handle child_id) {
+            self.fork(id_of(parent_id, "fork: parent_id"), id_of(child_id, "fork: child_id"));
+          },
+          py::arg("parent_id"), py::arg("child_id"))
       .def(
           "free",
           [](KVCacheManager& self, int64_t id, std::optional<int64_t> num_computed) {

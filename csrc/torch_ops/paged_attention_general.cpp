@@ -27,7 +27,11 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
   PagedKv kv = paged_cache(queries.query, k, v, kv_layout, sizes);
-  check_sizes(queries, kv, "key_cache");
+  // NHD and HND have as many dimensions: a wrong one shows here, if at all.
+  check_sizes(queries, kv,
+              kv_layout == KvLayout::kNHD   ? "dimension 2 of key_cache in layout \"NHD\""
+              : kv_layout == KvLayout::kHND ? "dimension 1 of key_cache in layout \"HND\""
+                                            : "key_cache");
   Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
   check_numbers(expect, sliding_window, softcap, split_tokens);
@@ -133,7 +137,8 @@ Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tens
 void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_start_loc,
                           int64_t max_query_len, Arguments& read) {
   if (query_start_loc == nullptr) {
-    queries.num_seqs = Size("num_seqs = num_tokens", queries.num_tokens, "query");
+    queries.num_seqs =
+        Size("num_seqs = num_tokens", queries.num_tokens, "query, without query_start_loc");
     return;
   }
   const Argument starts =
@@ -173,7 +178,7 @@ void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {
   if (heads.stride(2) != 1 || (heads.size(1) > 1 && heads.stride(1) != heads.size(2))) {
     heads.fail(std::string("expected contiguous heads (only the stride of ") + num_tokens.name +
                " is free), got shape " + heads.shape_text() + " with stride " +
-               std::to_string(heads.stride(1)) + " between heads");
+               std::to_string(heads.stride(1)) + " between heads; call .contiguous()");
   }
 }
 

@@ -388,6 +388,20 @@ def test_bad_prompts_are_refused(arguments: dict[str, Any], message: str) -> Non
     assert 1 not in manager and manager.num_free_blocks == 8
 
 
+@pytest.mark.parametrize("wrong", ["req-1", None, [1], 1.0, True])
+def test_ids_that_are_no_integers_are_refused(wrong: Any) -> None:
+    manager = KVCacheManager(8, 4)
+    manager.allocate(np.int64(1), 3)
+    for call, name in (
+        (lambda: manager.allocate(wrong, 3), "allocate: sequence_id"),
+        (lambda: manager.fork(wrong, 2), "fork: parent_id"),
+        (lambda: manager.fork(1, wrong), "fork: child_id"),
+    ):
+        with pytest.raises(kv_cache.InvalidArgument, match=f"^{name}: expected an integer of yo"):
+            call()
+    assert manager.sequence_ids() == [1]
+
+
 def test_the_null_block_and_the_groups_are_told() -> None:
     assert KVCacheManager(8, 4).null_block is None
     assert KVCacheManager(8, 4, null_block=True).null_block == 0

@@ -132,6 +132,9 @@ def test_bad_input(device):
     other = cache.clone()
     pairs = torch.tensor([[1, 2]], device=device)
     cases = [
+        ((cache, [other], pairs),
+         r"key_caches: expected a list of tensors, one a layer, got a tensor of shape \[20, "),
+        (([cache], other, pairs), r"value_caches: expected a list of tensors"),
         (([cache], [], pairs),
          r"value_caches: expected as many layers as key_caches = 1, got 0$"),
         (([cache], [other[:10]], pairs),

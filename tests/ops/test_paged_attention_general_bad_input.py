@@ -27,6 +27,10 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
          r"query: expected contiguous heads \(only the stride of num_tokens is free\), got shape"),
         ("vllm", {"query": q[:, :7]}, r"query: expected num_heads to be a multiple of num_kv_heads "
                                       r"= 2 \(from key_cache\), got shape \[3, 7, 64\]$"),
+        ("NHD", {"query": q[:, :7], "key_cache": rows, "value_cache": rows},
+         r'.* = 2 \(from dimension 2 of key_cache in layout "NHD"\), got shape \[3, 7, 64\]$'),
+        ("HND", {"key_cache": rows, "value_cache": rows},
+         r'.* = 16 \(from dimension 1 of key_cache in layout "HND"\), got shape \[3, 8, 64\]$'),
         ("vllm", {"split_tokens": -1}, r"split_tokens: expected a number of tokens >= 0 \(0: as "
                                        r"suits the batch\), got -1$"),
         ("flat", {}, r'layout: expected "vllm", "NHD" or "HND", got "flat"$'),
@@ -68,7 +72,7 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
         ("vllm", {"block_tables": case.block_tables.long()},
          r"block_tables: expected int32, got int64; cast it with .int\(\)"),
         ("vllm", {"block_tables": case.block_tables[:2]},
-         r"block_tables: expected num_seqs = num_tokens = 3 \(from query\) at dimension 0, got "),
+         r"block_tables: expected num_seqs = num_tokens = 3 \(from query, without query_start"),
         ("vllm", {"seq_lens": case.seq_lens.long()}, r"seq_lens: expected int32, got int64; cast"),
         ("vllm", {"seq_lens": case.seq_lens[:1], "query_start_loc": starts},
          r"seq_lens: expected num_seqs = 3 \(from query_start_loc\) at dimension 0"),

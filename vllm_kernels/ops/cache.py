@@ -371,6 +371,14 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     library_ops.concat_mla_q.default(ql_nope, q_pe, q_out)
 
 
+def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
+    if isinstance(caches, Tensor):
+        shape = list(caches.shape)
+        raise RuntimeError(
+            f"{op}: {name}: expected a list of tensors, one a layer, got a tensor of shape {shape}"
+        )
+
+
 def copy_blocks(
     key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
 ) -> None:
@@ -389,12 +397,15 @@ def copy_blocks(
         RuntimeError: also for a block out of range where the mapping is on the CPU, before anything
             is copied; on CUDA such a pair is skipped.
     """
+    for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
+        _refuse_one_tensor("copy_blocks", name, caches)
     inference_only("copy_blocks", *key_caches, *value_caches)
     library_ops.copy_blocks.default(key_caches, value_caches, block_mapping)
 
 
 def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
     """:func:`copy_blocks` for caches that hold keys and values together, one a layer."""
+    _refuse_one_tensor("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
     library_ops.copy_blocks_mla.default(kv_caches, block_mapping)
 

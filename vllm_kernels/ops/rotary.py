@@ -107,7 +107,7 @@ def rope_and_cache(
     Query is turned in place; key is turned and goes, with value, straight into the paged cache:
     ``rotary_embedding`` and ``reshape_and_cache`` in one, with the RMS norm of query and key heads
     before them where weights are given. Equal to these ops one after the other, but that ``key``
-    is not written. (With layout "vllm" two launches from two tokens on.)
+    is not written. (With layout "vllm" and norms two launches from two tokens on.)
 
     Args:
         positions: [num_tokens] int64.
