@@ -37,7 +37,7 @@ struct PagedAttentionMerge {
 };
 
 constexpr int32_t kMaxHeads = 64;                  // query heads of a row
-constexpr int32_t kUnitTokens = 128;               // without partitions
+constexpr int32_t kUnitTokens = 128;               // without partitions; whole pages
 constexpr int32_t kUncut = 1 << 30;                // tokens: a row is one unit
 constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 constexpr int32_t kSpanBytes = 2 << 10;            // of a token in a row of several KV heads
@@ -74,9 +74,10 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
                           .kv_heads_per_row = together,
                           .heads_per_row = group < kMaxHeads ? together * group : kMaxHeads,
                           .chunks = (group + kMaxHeads - 1) / kMaxHeads,
-                          .unit_tokens = p.partition_size > 0 ? p.partition_size
-                                         : p.split_tokens > 0 ? kUncut
-                                                              : kUnitTokens,
+                          .unit_tokens = p.partition_size > 0            ? p.partition_size
+                                         : p.split_tokens > 0            ? kUncut
+                                         : p.kv.block_size > kUnitTokens ? p.kv.block_size
+                                                                         : kUnitTokens,
                           .tasks = 1,
                           .units = 0,
                           .partials = nullptr};

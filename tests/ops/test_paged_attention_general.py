@@ -161,12 +161,13 @@ def test_halves_merge_to_the_whole(device, dtype, layout):
 
 
 @pytest.mark.parametrize("queries", [None, [1, 3, 20, 0, 90]], ids=["decode", "several"])
-def test_threads_give_right_results(layout, queries):
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_threads_give_right_results(layout, queries, block_size):
     """Work is cut by the number of threads; every cut must be right."""
     before = torch.get_num_threads()
     case = make_case(
-        "cpu", torch.float32, [2000, 0, 129, 1, 400], queries, heads=4, layout=layout,
-        sinks=per_head(4, -1, 1),
+        "cpu", torch.float32, [2000, 0, 129, 1, 400], queries, heads=4, block_size=block_size,
+        layout=layout, sinks=per_head(4, -1, 1),
     )  # fmt: skip
     try:
         for threads in (1, 2, 3, 7, 16):
