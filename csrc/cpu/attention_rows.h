@@ -86,7 +86,7 @@ class Segments {
 // Pages whose scores are computed together, all of one partition. In layouts NHD and HND every
 // token is a page of its own here.
 struct Tile {
-  Segment segment;
+  Segment segment{};
   int32_t pages;
   int32_t tokens;  // of these pages; only the last one may be partly used
   int32_t partition;
