@@ -1,7 +1,7 @@
 // Where the tokens of a stage lie in shared memory, and which of them a lane loads: what the
 // products of attention_tile.cuh and attention_team.cuh have in common.
 //
-// K and V lie in shared memory in one of two ways:
+// K and V lie in shared memory in one of three ways:
 //   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
 //             them, V [D][tokens] is V^T already (forms kPages and kParts)
 //   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
@@ -9,6 +9,9 @@
 //             lie in different banks (form kRows); V is transposed by ldmatrix. Dense rows of 64
 //             bytes lie two a line of 128, as they are in memory, permuted by line % 8: a copy
 //             engine takes as long for half a line as for all of it.
+//   as dense  rows [tokens][D] of no whole lines (form kDense): pages of HND are copied as they
+//             are, those of NHD in boxes of whole rows. Of 8 tokens' chunks, those of rows of 80
+//             or 112 bytes lie in different banks, of 96, 160 or 224 two in the same, of 192 four
 #pragma once
 #include <type_traits>
 
@@ -18,8 +21,8 @@
 namespace vllm_kernels::cuda {
 
 // Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
-// pages of it, or the rows of layouts NHD and HND.
-enum class PageForm { kPages, kParts, kRows };
+// pages of it, or the rows of layouts NHD and HND, in columns or as they are.
+enum class PageForm { kPages, kParts, kRows, kDense };
 
 constexpr int kColumnBytes = 128;  // of a row
 
@@ -65,7 +68,8 @@ struct TileLayout {
 template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
 struct TileAddresses {
   static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
-  static constexpr bool kRows = kForm == PageForm::kRows;
+  static constexpr bool kDense = kForm == PageForm::kDense;
+  static constexpr bool kRows = kForm == PageForm::kRows || kDense;
   // Pages: their tokens in a stage; 0 where only the layout knows (8 or 16).
   static constexpr int kPageTokens = kForm == PageForm::kParts ? kPartTokens<Cache, kTokens>
                                      : kWide                   ? 0
@@ -101,7 +105,11 @@ struct TileAddresses {
   __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
     const int page_tokens = kPageTokens > 0 ? kPageTokens : layout.page_tokens;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    if constexpr (kRows) {
+    if constexpr (kDense) {
+      constexpr int kRowBytes = kMaxHeadSize * sizeof(Cache);
+      key_row = (row + second * 8) * kRowBytes + upper * 16;
+      value_row = kWide ? (row + upper * 8) * kRowBytes + second * 16 : key_row;
+    } else if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
       const bool paired =
           kMayPairRows<Cache, kMaxHeadSize, kForm> && layout.key_step < 16 * kColumnBytes;
@@ -149,10 +157,12 @@ struct TileAddresses {
   // This lane's address for step k, from the stage's K or V on.
   __device__ __forceinline__ uint32_t key_at(int k) const {
     if constexpr (!kRows) return key_row + k * key_step;
+    if constexpr (kDense) return key_row + k * 16 * sizeof(Cache);
     return key_row + column_of(k, key_chunk);
   }
   __device__ __forceinline__ uint32_t value_at(int k) const {
     if constexpr (!kRows) return value_row + k * value_step;
+    if constexpr (kDense) return value_row + k * 16 * sizeof(Cache);
     return value_row + column_of(k, value_chunk);
   }
   static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {

@@ -160,7 +160,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         multiply(k, loaded);
       } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
           uint32_t a[4];
           widen4<Cache>(loaded[2 * half], a[0], a[2]);
           widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
@@ -205,7 +205,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         multiply(k, loaded);
       } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
           uint32_t a[4];
           if constexpr (kRows) {
             // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.

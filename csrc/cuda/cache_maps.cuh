@@ -58,6 +58,24 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
       CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
+// Layout NHD in boxes of whole rows of some tokens of a head, next to each other in shared memory.
+inline RowMaps dense_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), units = kv.head_size * bytes / 2;
+  const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
+                       int64_t block_stride) {
+    return cache_map<4>(
+        base,
+        {unsign(units), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+        {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
+        {static_cast<cuuint32_t>(units), static_cast<cuuint32_t>(tokens), 1, 1},
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  };
+  return {
+      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
+      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+}
+
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
 // block), V as (token, dimension, KV head, block).
 inline RowMaps part_maps(const PagedKv& kv, int tokens) {
@@ -85,7 +103,9 @@ inline RowMaps part_maps(const PagedKv& kv, int tokens) {
 // Those that a ring of stages of kTokens needs on the current device.
 template <typename Cache, int kTokens, PageForm kForm>
 RowMaps cache_maps(const PagedKv& kv, int line_shift) {
-  if (kForm == PageForm::kPages || current_device_info().architecture < 90) return {};
+  if (kForm == PageForm::kDense && !is_dense(kv))
+    return dense_maps(kv, std::min(kv.block_size, kTokens));
+  if (is_whole(kForm) || current_device_info().architecture < 90) return {};
   if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
   // Read once: the second-level cache must not fetch more than a row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;

@@ -5,9 +5,10 @@
 // A team of warps shares a ring (kShared): one warp fills, all drain, and a second mbarrier a
 // stage says when all have.
 //
-// sm_90 on: bulk copies of whole pages of one head (form kPages), or tensor-map boxes of up to 64
-// rows of 128 bytes (form kRows), or of 16 or 32 tokens (form kParts). Otherwise, and for rows of
-// less than 128 bytes, all lanes copy 16 bytes at a time.
+// sm_90 on: bulk copies of whole pages of one head (forms kPages and kDense), or tensor-map boxes
+// of up to 64 rows of 128 bytes (form kRows), of whole rows (kDense) or of 16 or 32 tokens
+// (kParts). Otherwise, and in form kRows for rows of less than 128 bytes, all lanes copy 16 bytes
+// at a time.
 #pragma once
 #include <cuda.h>
 
@@ -30,15 +31,16 @@ struct RingLayout {
   int stage_bytes;     // a multiple of 128, of 1024 in form kRows
   int page_shift;      // log2 of the tokens of a page
   int split_shift;     // log2 of the pages of a stage
-  int page_bytes;      // form kPages: of K, of one page of one head
-  int page_stride;     // form kPages: bytes from one page's K to the next
+  int page_bytes;      // forms kPages, kDense: of K, of one page of one head, or a stage of it
+  int page_stride;     // likewise: bytes from one page's K to the next
   int columns;         // form kRows: of 128 bytes, of a row
   int chunks;          // form kRows: of 16 bytes, of a row
   bool by_lanes;       // form kRows, sm_90 on: a warp's own ring uses no boxes
+  bool boxes;          // form kDense: rows lie apart in memory
   uint8_t line_shift;  // form kRows: log2 of the tokens of a column's line, 0 or 1 (kMayPairRows)
   FastDivisor chunk_divisor;
   int copy_stages;  // that a warp's lanes can start together; unused in form kParts
-  int copy_lanes;   // of one: form kPages, a page each; kRows, a column of K or V of a page
+  int copy_lanes;   // of one: forms kPages, kDense, a page each; kRows, a column of K or V of one
   FastDivisor lane_divisor;  // by copy_lanes
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
@@ -65,6 +67,12 @@ struct RowMaps {
 // predecessor more than it saves.
 constexpr int kPrefetchLength = 4;
 
+// Forms whose pages of a head, or stages of one, are one stretch of memory (but where
+// RingLayout.boxes says otherwise), and of shared memory.
+constexpr bool is_whole(PageForm form) {
+  return form == PageForm::kPages || form == PageForm::kDense;
+}
+
 // Whether a stage has whole pages that prefetch_page() knows.
 template <PageForm kForm, int kTokens>
 __device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {
@@ -75,7 +83,7 @@ __device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {
 template <typename Cache, PageForm kForm>
 __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayout& layout,
                                               const char* key, const char* value, int lane) {
-  if constexpr (kForm == PageForm::kPages) {
+  if (is_whole(kForm) && !(kForm == PageForm::kDense && layout.boxes)) {
 #pragma unroll 1
     for (int byte = lane * 128; byte < layout.page_bytes; byte += 32 * 128) {
       prefetch_l2(key + byte);
@@ -126,7 +134,7 @@ class KvRing {
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
-    if constexpr (kForm != PageForm::kPages) {
+    if (kForm == PageForm::kDense ? layout.boxes : !is_whole(kForm)) {
       prefetch_map(&maps.key);
       prefetch_map(&maps.value);
     }
@@ -193,7 +201,7 @@ class KvRing {
     if constexpr (kForm == PageForm::kParts || kShared) return copies;
 #if defined(VLLM_KERNELS_HAS_SM90)
     if (!bulk(layout_)) return copies;
-    constexpr bool kWhole = kForm == PageForm::kPages;
+    constexpr bool kWhole = is_whole(kForm);
     const int shift = layout_.split_shift;
     const int stage = layout_.lane_divisor.divide(lane_);
     const int of_stage = lane_ - stage * layout_.copy_lanes;
@@ -213,8 +221,13 @@ class KvRing {
     if constexpr (kWhole) {
       copies.value_to += page * layout_.page_bytes;
       copies.key_to += page * layout_.page_stride;
-      copies.key = key_page(block);
-      copies.value = value_page(block);
+      const int token = first_token_ + stage * token_step_;
+      copies.key = key_page(block) + skipped_bytes(token);
+      copies.value = value_page(block) + skipped_bytes(token);
+      if constexpr (kForm == PageForm::kDense) {
+        copies.line = line_of(token);
+        copies.block = block;
+      }
     } else {
       bytes = box_bytes() * 2 * layout_.columns;
       copies.column = of_stage >> 1 >> shift;
@@ -235,9 +248,9 @@ class KvRing {
   __device__ __forceinline__ void start_copies(const Copies& copies) const {
 #if defined(VLLM_KERNELS_HAS_SM90)
     if (!copies.mine) return;
-    if constexpr (kForm == PageForm::kPages) {
-      bulk_copy(copies.key_to, copies.key, layout_.page_bytes, copies.barrier, policy_);
-      bulk_copy(copies.value_to, copies.value, layout_.page_bytes, copies.barrier, policy_);
+    if constexpr (is_whole(kForm)) {
+      copy_page(copies.key_to, copies.value_to, copies.key, copies.value, copies.line, copies.block,
+                copies.barrier);
     } else if constexpr (kForm == PageForm::kRows) {
       const bool is_value = lane_ & 1;
       bulk_copy_box(is_value ? copies.value_to : copies.key_to,
@@ -258,9 +271,7 @@ class KvRing {
     const int pages = 1 << layout_.split_shift;
     // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next; form
     // kParts: K, V of the first part, K, V of the next.
-    const int first_shift = kForm == PageForm::kPages  ? 0
-                            : kForm == PageForm::kRows ? 1
-                                                       : part_shift() + 1;
+    const int first_shift = is_whole(kForm) ? 0 : kForm == PageForm::kRows ? 1 : part_shift() + 1;
     const int page = lane_ >> first_shift & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
@@ -282,7 +293,7 @@ class KvRing {
       }
       if (lane_ == 0) store_shared(present_of(fill_stage_), present);
     }
-    if constexpr (kForm == PageForm::kPages) {
+    if constexpr (is_whole(kForm)) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
     } else if constexpr (kForm == PageForm::kRows) {
       copy_rows(kv, stage, barrier, page, block, good);
@@ -352,12 +363,17 @@ class KvRing {
   __device__ __forceinline__ uint32_t box_bytes() const {
     return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>) - line_shift();
   }
-  // Form kRows: the line of a page at which a token begins.
+  // Forms kRows and kDense: the line of a page at which a token begins.
   __device__ __forceinline__ int line_of(int token) const {
     return (token & (1 << layout_.page_shift) - 1) >> line_shift();
   }
   __device__ __forceinline__ int line_shift() const {
     return kMayPairRows<Cache, kMaxHeadSize, kForm> ? layout_.line_shift : 0;
+  }
+  // Form kDense: bytes of a page of a head before a token of a later stage of it.
+  __device__ __forceinline__ int skipped_bytes(int token) const {
+    if constexpr (kForm != PageForm::kDense) return 0;
+    return (token & (1 << layout_.page_shift) - 1) * kMaxHeadSize * static_cast<int>(kBytes);
   }
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int part_shift() const {
@@ -394,12 +410,27 @@ class KvRing {
            ((lane_ & (1 << shift) - 1) << layout_.page_shift);
   }
 
+#if defined(VLLM_KERNELS_HAS_SM90)
+  // One lane: K and V of one page of a head, or of a stage of it that begins at `line`.
+  __device__ __forceinline__ void copy_page(uint32_t key_to, uint32_t value_to, const char* key,
+                                            const char* value, int line, int block,
+                                            uint32_t barrier) const {
+    if (kForm == PageForm::kDense && layout_.boxes) {
+      bulk_copy_box(key_to, &maps_.key, 0, line, kv_head_, block, barrier, policy_);
+      bulk_copy_box(value_to, &maps_.value, 0, line, kv_head_, block, barrier, policy_);
+    } else {
+      bulk_copy(key_to, key, layout_.page_bytes, barrier, policy_);
+      bulk_copy(value_to, value, layout_.page_bytes, barrier, policy_);
+    }
+  }
+#endif
+
   __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                              int page, int pages, int32_t block, bool good,
                                              uint32_t lanes) {
     const int bytes = layout_.page_bytes;
-    const char* key = key_page(block);
-    const char* value = value_page(block);
+    const char* key = key_page(block) + skipped_bytes(first_token_);
+    const char* value = value_page(block) + skipped_bytes(first_token_);
     const uint32_t key_to = stage + layout_.key_offset + page * layout_.page_stride;
     const uint32_t value_to = stage + page * bytes;
 #if defined(VLLM_KERNELS_HAS_SM90)
@@ -407,8 +438,7 @@ class KvRing {
       barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
     }
     if (good && lane_ < pages) {
-      bulk_copy(key_to, key, bytes, barrier, policy_);
-      bulk_copy(value_to, value, bytes, barrier, policy_);
+      copy_page(key_to, value_to, key, value, line_of(first_token_), block, barrier);
     }
 #else
     // Lanes of a page copy it together.
@@ -532,11 +562,15 @@ class KvRing {
 #endif
 };
 
+// Whether a page of a head is one stretch of memory, of rows: layout HND, as it is allocated.
+inline bool is_dense(const PagedKv& kv) {
+  return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
+}
+
 // RingLayout's. Past the head size columns are read, too: they would be the next token's.
 template <typename Cache, int kMaxHeadSize, PageForm kForm>
 uint8_t line_shift(const PagedKv& kv) {
-  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize &&
-         kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size &&
+  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize && is_dense(kv) &&
          current_device_info().architecture >= 90;
 }
 
@@ -555,7 +589,7 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
   ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
   ring.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
   ring.by_lanes = kv.head_size * kBytes << ring.line_shift < kColumnBytes;
-  ring.copy_lanes = (kForm == PageForm::kPages ? 1 : 2 * ring.columns) << ring.split_shift;
+  ring.copy_lanes = (is_whole(kForm) ? 1 : 2 * ring.columns) << ring.split_shift;
   ring.copy_stages = 32 / ring.copy_lanes;
   ring.lane_divisor = FastDivisor(ring.copy_lanes);
   // V's products read past the head size, too: what comes then is the same stage's K.
@@ -565,6 +599,13 @@ void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
     tile.key_half = tile.value_half = 32 * kColumnBytes >> ring.line_shift;
     ring.key_offset = ring.columns * kColumnStride<kTokens> >> ring.line_shift;
     key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> ring.line_shift;
+  } else if (kForm == PageForm::kDense) {
+    constexpr int kRowBytes = kMaxHeadSize * kBytes;
+    ring.boxes = !is_dense(kv);
+    ring.page_bytes = ring.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
+    tile.key_step = tile.value_step = 16 * kRowBytes;
+    tile.key_half = tile.value_half = 32 * kRowBytes;
+    ring.key_offset = key_bytes = kRowBytes << kShift;
   } else {
     const bool within = tile.page_tokens == 32;  // the next 16 tokens are in the same page
     tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / tile.page_tokens;

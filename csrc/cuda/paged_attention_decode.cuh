@@ -617,6 +617,27 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
       p, workspace, stream, 0);
 }
 
+// Layouts NHD and HND: whether form kDense has a kernel for such rows, and is faster with it than
+// form kRows (benchmarks/RESULTS.md, "Along the axes").
+template <typename Cache>
+bool takes_dense(const PagedKv& kv) {
+  if (kv.layout == KvLayout::kVllm || kv.block_size < 8) return false;
+  constexpr bool kWide = sizeof(Cache) == 2;
+  const bool dense = is_dense(kv);
+  if (!dense && current_device_info().architecture < 90) return false;
+  switch (kv.head_size) {
+    case 80:
+    case 112:
+      return kWide || dense;
+    case 96:
+      return kWide != dense;
+    case 192:
+      return !kWide;
+    default:
+      return false;
+  }
+}
+
 // For one cache type: layouts, padded head sizes, one warp or several for a stage.
 template <typename Cache>
 void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
@@ -637,6 +658,16 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
     if (p.kv.head_size <= 128) return with_head_size(form, std::integral_constant<int, 128>{});
     with_head_size(form, std::integral_constant<int, 256>{});
   };
+  if (rows <= 8 && takes_dense<Cache>(p.kv)) {
+    const auto of = [&](auto head_size) {
+      launch_decode<Cache, decltype(head_size)::value, false, PageForm::kDense>(p, workspace,
+                                                                                stream);
+    };
+    if (p.kv.head_size == 80) return of(std::integral_constant<int, 80>{});
+    if (p.kv.head_size == 96) return of(std::integral_constant<int, 96>{});
+    if (p.kv.head_size == 112) return of(std::integral_constant<int, 112>{});
+    if constexpr (sizeof(Cache) == 1) return of(std::integral_constant<int, 192>{});
+  }
   if (p.kv.layout != KvLayout::kVllm) {
     with_form(std::integral_constant<PageForm, PageForm::kRows>{});
   } else if (p.kv.block_size <= 16) {
