@@ -36,8 +36,8 @@ struct RingLayout {
   int columns;         // form kRows: of 128 bytes, of a row
   int chunks;          // form kRows: of 16 bytes, of a row
   bool by_lanes;       // form kRows, sm_90 on: a warp's own ring uses no boxes
-  bool boxes;          // form kDense: rows lie apart in memory
   uint8_t line_shift;  // form kRows: log2 of the tokens of a column's line, 0 or 1 (kMayPairRows)
+  bool boxes;          // form kDense: rows lie apart in memory
   FastDivisor chunk_divisor;
   int copy_stages;  // that a warp's lanes can start together; unused in form kParts
   int copy_lanes;   // of one: forms kPages, kDense, a page each; kRows, a column of K or V of one
@@ -221,10 +221,12 @@ class KvRing {
     if constexpr (kWhole) {
       copies.value_to += page * layout_.page_bytes;
       copies.key_to += page * layout_.page_stride;
-      const int token = first_token_ + stage * token_step_;
-      copies.key = key_page(block) + skipped_bytes(token);
-      copies.value = value_page(block) + skipped_bytes(token);
+      copies.key = key_page(block);
+      copies.value = value_page(block);
       if constexpr (kForm == PageForm::kDense) {
+        const int token = first_token_ + stage * token_step_;
+        copies.key += skipped_bytes(token);
+        copies.value += skipped_bytes(token);
         copies.line = line_of(token);
         copies.block = block;
       }
@@ -372,7 +374,6 @@ class KvRing {
   }
   // Form kDense: bytes of a page of a head before a token of a later stage of it.
   __device__ __forceinline__ int skipped_bytes(int token) const {
-    if constexpr (kForm != PageForm::kDense) return 0;
     return (token & (1 << layout_.page_shift) - 1) * kMaxHeadSize * static_cast<int>(kBytes);
   }
   // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
@@ -429,8 +430,12 @@ class KvRing {
                                              int page, int pages, int32_t block, bool good,
                                              uint32_t lanes) {
     const int bytes = layout_.page_bytes;
-    const char* key = key_page(block) + skipped_bytes(first_token_);
-    const char* value = value_page(block) + skipped_bytes(first_token_);
+    const char* key = key_page(block);
+    const char* value = value_page(block);
+    if constexpr (kForm == PageForm::kDense) {
+      key += skipped_bytes(first_token_);
+      value += skipped_bytes(first_token_);
+    }
     const uint32_t key_to = stage + layout_.key_offset + page * layout_.page_stride;
     const uint32_t value_to = stage + page * bytes;
 #if defined(VLLM_KERNELS_HAS_SM90)
