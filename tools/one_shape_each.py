@@ -315,7 +315,9 @@ def general_attention() -> None:
     for dtype in DTYPES:
         for stored in (dtype, *eight_bits):
             x = 16 // stored.itemsize
-            for head_size, page in ((128, 16), (64, 16), (48, 32), (256, 8), (96, 64)):
+            for head_size, page in (
+                (128, 16), (64, 16), (48, 32), (256, 8), (96, 64), (80, 16), (112, 8), (192, 256),
+            ):  # fmt: skip
                 pages, heads = -(-700 // page) + 8, 2
                 tables = torch.randint(0, pages, (4, -(-700 // page)), device=CUDA).int()
                 rows = torch.randn(pages, page, heads, head_size, device=CUDA).to(stored)

@@ -42,7 +42,8 @@ class AttentionPieces {
     for (float& element : wide) element = 0.0f;
   }
 
-  // For tiles that are packed (pack_keys, pack_values), or not (widen_keys, widen_values).
+  // For tiles that are packed (pack_keys, pack_values), or not (widen_keys, widen_values; in other
+  // layouts than vllm find_rows).
   void begin_tile(bool packs) {
     packs_ = packs;
     words = packs && kPairs<Cache> ? (kv_.head_size / 2 + 15) / 16 * 16 : stride;

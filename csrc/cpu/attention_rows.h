@@ -219,7 +219,7 @@ class Tiles {
   const PagedAttentionParams& p_;
   Segments segments_;
   int32_t tile_tokens_;
-  int32_t opened_ = 0;  // of the segment, tokens whose pages were asked for
+  int32_t opened_ = 0;  // of the segment, tokens whose pages were asked for (layout vllm)
   Segment segment_{};
   int32_t token_ = 0;
   bool more_ = false;

@@ -3,6 +3,7 @@
 // for up to 4 query rows. See cpu/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention_lanes.h"
+#include "cpu/int8.h"
 
 namespace vllm_kernels::cpu {
 namespace {

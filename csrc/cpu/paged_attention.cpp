@@ -166,7 +166,7 @@ class Attention {
     next_values.rest();
   }
 
-  // --- pages of layout vllm
+  // --- both
 
   void begin_partition(const Segment& segment) {
     for (int head = 0; head < segment.heads; ++head) {
@@ -175,6 +175,8 @@ class Attention {
     }
     for (int i = 0; i < segment.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
+
+  // --- pages of layout vllm
 
   void add_tile(const Tile& tile, const Tile& next) {
     const int units = tile.tokens / Values::kTokens;
@@ -232,6 +234,8 @@ class Attention {
       }
     });
   }
+
+  // --- both
 
   void set_distances(const Tile& tile) {
     for (int page = 0; page < tile.pages; ++page) {

@@ -37,7 +37,7 @@ struct PagedAttentionMerge {
 };
 
 constexpr int32_t kMaxHeads = 64;                  // query heads of a row
-constexpr int32_t kUnitTokens = 128;               // without partitions; whole pages
+constexpr int32_t kUnitTokens = 128;               // without partitions, of short pages
 constexpr int32_t kUncut = 1 << 30;                // tokens: a row is one unit
 constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 constexpr int32_t kSpanBytes = 2 << 10;            // of a token in a row of several KV heads
@@ -53,6 +53,11 @@ inline SeenTokens row_tokens(const PagedAttentionParams& p, int32_t seq) {
   if (query_token(p, seq) < 0) return {};
   const int32_t length = usable_seq_len(p, seq);
   return seen_tokens(p, length - 1, length - 1, length);
+}
+
+// Of layout vllm whole pages.
+inline int32_t unit_tokens(const PagedKv& kv) {
+  return kv.layout == KvLayout::kVllm && kv.block_size > kUnitTokens ? kv.block_size : kUnitTokens;
 }
 
 // How many KV heads of a token lie side by side and are worth reading together.
@@ -74,10 +79,9 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
                           .kv_heads_per_row = together,
                           .heads_per_row = group < kMaxHeads ? together * group : kMaxHeads,
                           .chunks = (group + kMaxHeads - 1) / kMaxHeads,
-                          .unit_tokens = p.partition_size > 0            ? p.partition_size
-                                         : p.split_tokens > 0            ? kUncut
-                                         : p.kv.block_size > kUnitTokens ? p.kv.block_size
-                                                                         : kUnitTokens,
+                          .unit_tokens = p.partition_size > 0 ? p.partition_size
+                                         : p.split_tokens > 0 ? kUncut
+                                                              : unit_tokens(p.kv),
                           .tasks = 1,
                           .units = 0,
                           .partials = nullptr};

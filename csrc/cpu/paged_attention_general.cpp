@@ -1,7 +1,7 @@
 // Attention of any query tokens to pages of any layout, or to contiguous keys, with an online
-// softmax over pieces of kPieceTokens tokens. A piece's K, then its V, is widened to floats once
-// for all rows of a tile (of bf16 it stays bf16 where there are products of it). Tiles of few rows
-// multiply it row by row as it lies; for many rows it is packed and multiplied in blocks.
+// softmax over pieces of kPieceTokens tokens. For tiles of many rows a piece's K, then its V, is
+// packed once and multiplied in blocks (bf16 as bf16 where there are products of it). For few rows
+// it is widened to floats once in layout vllm, else once for every 4 of them, from where it lies.
 #include "cpu/paged_attention_general.h"
 
 #include "cpu/attention_block.h"

@@ -7,7 +7,7 @@
 
 namespace vllm_kernels {
 
-// Runs the kernel of v1 and v2: layout vllm, one query token a sequence.
+// Runs the kernel of v1 and v2, for one query token a sequence at most. On CUDA: layout vllm.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 
 // Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. It throws no

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import LAYOUTS, raises
 from late_indices import STALE, LateIndices
-from paged_attention_general_cases import Case, assert_right, check, make_case
+from paged_attention_general_cases import EIGHT_BITS, Case, assert_right, check, make_case
 
 import vllm_kernels
 
@@ -171,10 +171,11 @@ def test_last_pieces_are_shorter(lens, heads, head_size):
         (F16, 8, 128, None, "vllm"), (BF16, 8, 128, FP8, "vllm"), (F16, 32, 64, None, "vllm"),
         (F16, 96, 128, None, "vllm"), (F16, 32, 256, None, "vllm"), (BF16, 8, 128, None, "NHD"),
         (BF16, 8, 64, FP8, "HND"), (BF16, 32, 64, FP8, "HND"), (BF16, 32, 128, FP8, "vllm"),
-        (BF16, 96, 128, FP8, "NHD"), (BF16, 32, 128, None, "NHD"),
+        (BF16, 96, 128, FP8, "NHD"), (BF16, 32, 128, None, "NHD"), (BF16, 8, 96, FP8, "HND"),
+        (BF16, 8, 80, None, "NHD"),
     ],
     ids=["warps", "fp8", "16_rows", "48_rows", "wide_teams", "warps_nhd", "fp8_lines",
-         "16_rows_lines", "16_rows_fp8", "48_rows_fp8", "16_rows_nhd"],
+         "16_rows_lines", "16_rows_fp8", "48_rows_fp8", "16_rows_nhd", "dense", "dense_boxes"],
 )  # fmt: skip
 def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, stored, layout):
     """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
@@ -194,17 +195,43 @@ def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, sto
             assert torch.equal(got[0], want[i])
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
+@pytest.mark.parametrize("head_size", [80, 96, 112, 192])
+def test_rows_of_no_whole_lines(dtype, head_size, stored, layout):
+    """Rows that are multiplied as a page has them: pages shorter than a stage, and longer."""
+    shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
+    for block_size, lens in (
+        (8, [1, 7, 8, 9, 500, 0]),
+        (16, [4000, 15, 17, 0]),
+        (32, lengths(80, 300, 5000)),
+        (256, [255, 256, 257, 3000]),
+    ):
+        case = make_case("cuda", dtype, lens, block_size=block_size, layout=layout, **shapes)
+        check(case)
+        assert torch.equal(case.run(), case.run())
+        check(case.with_options(sliding_window=70, softcap=20.0))
+    # Slices of a tensor of K and V.
+    packed = torch.stack([case.key_cache, case.value_cache], 1)
+    sliced = replace(case, key_cache=packed[:, 0], value_cache=packed[:, 1])
+    assert torch.equal(sliced.run(), case.run())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bad_rows_are_contained(layout):
+@pytest.mark.parametrize(
+    ("head_size", "stored"), [(128, None), (80, None), (96, FP8)], ids=["128", "80", "96_fp8"]
+)
+def test_bad_rows_are_contained(head_size, stored, layout):
     """A length or block id out of range changes nothing but its own sequence."""
     lens = [50, 4000, 200, 7]
-    case = make_case("cuda", BF16, lens, heads=8, kv_heads=2, head_size=128, layout=layout)
+    shapes = {"heads": 8, "kv_heads": 2, "head_size": head_size, "stored": stored}
+    case = make_case("cuda", BF16, lens, layout=layout, **shapes)
     want = case.run()
     width = case.block_tables.shape[1] * case.block_size
     for index, length in ((0, -5), (1, 2**31 - 1), (2, width + 1)):
         broken = case.seq_lens.clone()
         broken[index] = length
-        got = vllm_kernels.paged_attention(*case.tensors()[:4], broken, layout=layout)
+        got = replace(case, seq_lens=broken).run()
         for other in set(range(4)) - {index}:
             torch.testing.assert_close(got[other], want[other], rtol=2**-6, atol=2**-6)
         if length < 0:
@@ -212,9 +239,7 @@ def test_bad_rows_are_contained(layout):
     for bad in (-1, 2**31 - 1, -(2**31)):
         tables = case.block_tables.clone()
         tables[1, 3] = bad
-        got = vllm_kernels.paged_attention(
-            *case.tensors()[:3], tables, case.seq_lens, layout=layout
-        )
+        got = replace(case, block_tables=tables).run()
         assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
         assert not got[1].isnan().any()
 
@@ -303,6 +328,8 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
         (32, 8, [700] * 32, 128, None),
         (8, 2, [100 + i for i in range(250)], 128, None),
         (8, 2, [900, 33, 4000], 64, FP8),
+        (8, 2, [900, 33, 4000], 96, FP8),
+        (8, 2, [900, 33, 4000], 80, None),
         (32, 8, [26000, 33, 4000], 128, FP8),
         (8, 2, [100 + i for i in range(120)], 128, FP8),
     ],
@@ -315,6 +342,8 @@ def test_behind_a_kernel_that_writes_the_query(early_pages):
         "8_rows_of_32",
         "8_rows_of_250",
         "fp8",
+        "fp8_dense",
+        "dense",
         "fp8_long",
         "fp8_of_120",
     ],

@@ -107,6 +107,30 @@ def test_split_tokens_make_a_batch_invariant(device, dtype, layout, queries):
         first += count
 
 
+def test_split_tokens_where_kv_heads_are_read_together(dtype):
+    """A CPU reads as many KV heads of NHD together as the batch and its threads allow."""
+    before = torch.get_num_threads()
+    shapes = {"heads": 40, "kv_heads": 20, "layout": "NHD", "split_tokens": 256}
+    case = make_case("cpu", dtype, [1200, 45, 700, 1], **shapes)
+    alone = replace(
+        case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
+    )
+    try:
+        for threads in (1, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(alone.run()[0], case.run()[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bound", [None, 7])
+@pytest.mark.parametrize("split_tokens", [0, 256])
+def test_loose_bound_on_query_tokens(device, dtype, layout, bound, split_tokens):
+    plain = make_case(device, dtype, [700, 0, 33, 5], [1, 0, 1, 1], layout=layout)
+    case = replace(plain.with_options(split_tokens=split_tokens), max_query_len=bound)
+    assert_right(plain, case.run(), case.run_with_lse())
+
+
 def test_early_pages_change_nothing(device, dtype, layout):
     case = make_case(device, dtype, [900, 3, 0, 77], heads=8, layout=layout)
     assert torch.equal(case.with_options(early_pages=True).run(), case.run())
