@@ -15,11 +15,14 @@
 //   kRows (NHD, HND): 64 dimensions of all tokens, rows of 128 bytes in that pattern, then the
 //   next.
 #pragma once
+#include "cuda/attention_addresses.cuh"
 #include "cuda/attention_prefill_work.cuh"
-#include "cuda/attention_tile.cuh"
+#include "cuda/online_softmax.cuh"
+#include "cuda/pack.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/quad.cuh"
 #include "cuda/wgmma_wide.cuh"
+#include "cuda/widen.cuh"
 
 namespace vllm_kernels::cuda {
 

@@ -16,9 +16,11 @@
 
 #include "cuda/attention_addresses.cuh"
 #include "cuda/attention_prefill_work.cuh"
-#include "cuda/attention_tile.cuh"
+#include "cuda/online_softmax.cuh"
+#include "cuda/pack.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/quad.cuh"
+#include "cuda/widen.cuh"
 
 namespace vllm_kernels::cuda {
 

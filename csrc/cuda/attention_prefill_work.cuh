@@ -11,7 +11,8 @@
 //
 // A warp finds items alone, as in attention_work.cuh: lanes are sequences, 32 at a time.
 #pragma once
-#include "cuda/attention_work.cuh"
+#include "cuda/fast_divisor.cuh"
+#include "cuda/scheduling.cuh"
 
 namespace vllm_kernels::cuda {
 

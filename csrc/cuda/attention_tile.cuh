@@ -18,15 +18,11 @@
 #include <type_traits>
 
 #include "cuda/attention_addresses.cuh"
+#include "cuda/online_softmax.cuh"
 #include "cuda/pack.cuh"
 #include "cuda/widen.cuh"
 
 namespace vllm_kernels::cuda {
-
-// A maximum is raised only when a logit exceeds it by more than this (log2 units): its purpose is
-// that weights neither overflow nor vanish, and 2^8 does neither in fp16. (FlashAttention-4's
-// conditional rescaling.)
-constexpr float kMaximumSlack = 8.0f;
 
 // kTiles: of 8 query rows; kDepth: of 16 tokens.
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>

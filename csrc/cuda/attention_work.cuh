@@ -21,9 +21,9 @@
 #include <string>
 
 #include "cuda/fast_divisor.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/paged_attention_workspace.h"
 #include "cuda/ptx.cuh"
+#include "cuda/scheduling.cuh"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -94,20 +94,6 @@ struct SequenceWork {
   int chunks;       // of query rows; its segments are KV heads x chunks
 };
 
-// Whether one round of a warp's lanes covers the batch.
-__device__ __forceinline__ bool one_round(const PagedAttentionParams& p) {
-  return p.num_seqs <= 32;
-}
-
-// Before anything is read that the predecessor may have written, and at a kernel's end. A launch
-// beside its predecessor began after that one's predecessors had ended, and ends after it has.
-__device__ __forceinline__ void wait_before(const PagedAttentionParams& p) {
-  if (!p.beside) wait_for_predecessor();
-}
-__device__ __forceinline__ void wait_after(const PagedAttentionParams& p) {
-  if (p.beside) wait_for_predecessor();
-}
-
 // A sequence as memory has it.
 struct SequenceIndices {
   int32_t seq_len;
@@ -167,17 +153,6 @@ struct WorkItem {
   int stages;  // of the item
   SequenceWork sequence;
 };
-
-// a / b of a >= 0 and b > 0, quick where the quotient is small.
-__device__ __forceinline__ int divide(int a, int b) {
-  int quotient = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-  int rest = a - quotient * b;
-#pragma unroll 1
-  for (; rest < 0; rest += b) --quotient;
-#pragma unroll 1
-  for (; rest >= b; rest -= b) ++quotient;
-  return quotient;
-}
 
 // A lane's of a batch of a few rounds: of sequences lane, lane + 32, ... Of several rounds, each
 // sequence has one query token.
@@ -419,5 +394,36 @@ class WorkPlan {
   int round_;        // of the last item
   uint32_t before_;  // items of the classes and rounds before it
 };
+
+// The query rows of an item.
+struct ItemRows {
+  int first;  // of the sequence's query_len * group rows
+  int count;
+  int position;   // of the sequence's query token 0
+  int low, high;  // positions of the item's first and last query token
+};
+
+__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
+  ItemRows rows;
+  rows.first = item.chunk << shape.row_shift;
+  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
+  rows.position = item.sequence.seq_len - item.sequence.query_len;
+  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  rows.high =
+      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
+  return rows;
+}
+
+// A row's query token (of the sequence) and head (of the model).
+struct RowPlace {
+  int token;
+  int head;
+};
+__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
+                                                 const ItemRows& rows, int row) {
+  const int index = rows.first + row;
+  const int token = shape.group_divisor.divide(index);
+  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
+}
 
 }  // namespace vllm_kernels::cuda

@@ -1,5 +1,5 @@
+#include "cuda/architecture.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {

@@ -17,9 +17,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/attention_tile.cuh"
-#include "cuda/attention_work.cuh"
+#include "cuda/attention_addresses.cuh"
+#include "cuda/fast_divisor.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/prefetch.cuh"
+#include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
 
@@ -142,11 +144,11 @@ class KvRing {
   }
 
   // Stages first, first + step, ... (`count` of them) of a sequence come next, after look_up().
-  __device__ __forceinline__ void start(const PagedAttentionParams& p, int stage_shift,
-                                        const WorkItem& item, int first, int step, int count) {
-    seq_len_ = item.sequence.seq_len;
-    table_ = p.block_tables + item.seq * p.block_table_stride;
-    kv_head_ = item.kv_head;
+  __device__ __forceinline__ void start(const PagedAttentionParams& p, int stage_shift, int seq,
+                                        int seq_len, int kv_head, int first, int step, int count) {
+    seq_len_ = seq_len;
+    table_ = p.block_tables + seq * p.block_table_stride;
+    kv_head_ = kv_head;
     key_ = units(p.kv.key) + static_cast<uint64_t>(kv_head_) * layout_.key_head;
     value_ = units(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;
     first_token_ = first << stage_shift;

@@ -12,6 +12,8 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/attention_tile.cuh"
+#include "cuda/attention_work.cuh"
 #include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
@@ -20,6 +22,12 @@
 #include "cuda/posted_pieces.cuh"
 
 namespace vllm_kernels::cuda {
+
+// What paged_attention has in the place of fused_decode_attention's FreshToken: query rows and
+// tokens are where the parameters say.
+struct NothingFresh {
+  static constexpr bool kAny = false;
+};
 
 struct DecodeShape {
   WorkShape work;
@@ -260,7 +268,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       items[now] = item;
       items_rows[now] = rows;
     }
-    ring.start(p, kShift, item, item.sequence.first_stage + item.stage + team, teams,
+    ring.start(p, kShift, item.seq, item.sequence.seq_len, item.kv_head,
+               item.sequence.first_stage + item.stage + team, teams,
                max(0, item.stages - team + teams - 1) / teams);
   };
   const auto load_query = [&] {

@@ -4,6 +4,7 @@
 // sequence's last tokens. That item's block also stores the token.
 #pragma once
 #include "cuda/attention_tile.cuh"
+#include "cuda/attention_work.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/rope_rows.cuh"
 #include "ops/fused_decode_attention.h"

@@ -1,47 +1,10 @@
 // What paged_attention's kernels on tensor cores know of an item: its query rows, their places in
 // the tensors, and what may happen to a score.
 #pragma once
-#include "cuda/attention_work.cuh"
 #include "cuda/ptx.cuh"
+#include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
-
-// What paged_attention has in the place of fused_decode_attention's FreshToken: query rows and
-// tokens are where the parameters say.
-struct NothingFresh {
-  static constexpr bool kAny = false;
-};
-
-// The query rows of an item.
-struct ItemRows {
-  int first;  // of the sequence's query_len * group rows
-  int count;
-  int position;   // of the sequence's query token 0
-  int low, high;  // positions of the item's first and last query token
-};
-
-__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
-  ItemRows rows;
-  rows.first = item.chunk << shape.row_shift;
-  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
-  rows.position = item.sequence.seq_len - item.sequence.query_len;
-  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
-  rows.high =
-      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
-  return rows;
-}
-
-// A row's query token (of the sequence) and head (of the model).
-struct RowPlace {
-  int token;
-  int head;
-};
-__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
-                                                 const ItemRows& rows, int row) {
-  const int index = rows.first + row;
-  const int token = shape.group_divisor.divide(index);
-  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
-}
 
 struct ScoreCap {
   float cap;      // softcap in log2 units

@@ -10,6 +10,7 @@
 // For an item's end see paged_attention_team_end.cuh.
 #pragma once
 #include "cuda/attention_team.cuh"
+#include "cuda/attention_work.cuh"
 #include "cuda/cache_maps.cuh"
 #include "cuda/kv_ring.cuh"
 #include "cuda/launch.cuh"
@@ -158,8 +159,8 @@ __device__ __forceinline__ void fill_ring(const PagedAttentionParams& p, ItemQue
     if (queue.ends[slot]) return;
     const WorkItem& item = queue.items[slot];
     const int stages = max(0, item.stages - team + teams - 1) / teams;
-    ring.start(p, kStageShift<kTeamTokens>, item, item.sequence.first_stage + item.stage + team,
-               teams, stages);
+    ring.start(p, kStageShift<kTeamTokens>, item.seq, item.sequence.seq_len, item.kv_head,
+               item.sequence.first_stage + item.stage + team, teams, stages);
     ring.look_up();
     barrier_arrive_warp(shared_address(&queue.empty[slot]), lane);
 #pragma unroll 1

@@ -6,6 +6,7 @@
 // (posted_pieces.cuh), merges all pieces in order.
 #pragma once
 #include "cuda/attention_team.cuh"
+#include "cuda/attention_work.cuh"
 #include "cuda/paged_attention_items.cuh"
 #include "cuda/paged_attention_workspace.h"
 #include "cuda/posted_pieces.cuh"
