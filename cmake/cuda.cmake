@@ -59,7 +59,7 @@ set(CUDA_PLAN "nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), arc
 add_library(torch_cuda SHARED ${ROOT}/stubs/torch_cuda.cpp)  # never installed
 set_target_properties(torch_cuda PROPERTIES CXX_VISIBILITY_PRESET default)
 
-file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
+file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
 add_library(cuda_kernels OBJECT ${CUDA_SOURCES})
 target_include_directories(cuda_kernels PRIVATE ${ROOT})
 # -Xptxas -v: tools/check_resources.py reads registers, spills and stack frames from what it prints.

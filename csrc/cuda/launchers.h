@@ -4,11 +4,11 @@
 #pragma once
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
+#include "ops/combine_attn_partials.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/fused_decode_attention.h"
 #include "ops/gather_cache.h"
-#include "ops/merge_attn_parts.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"

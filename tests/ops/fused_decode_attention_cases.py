@@ -1,6 +1,6 @@
 """Calls of fused_decode_attention, beside those of the ops it stands for and its reference.
 
-The caches are those of paged_attention_general_cases.py, NaN in every slot that no sequence has
+The caches are those of paged_attention_cases.py, NaN in every slot that no sequence has
 (8-bit integers: large), and NaN in the new token's slots too: what is not stored shows.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from helpers import EPSILON, assert_close, bits
-from paged_attention_general_cases import NAN
-from paged_attention_general_cases import make_case as make_pages
+from paged_attention_cases import NAN
+from paged_attention_cases import make_case as make_pages
 from torch import Tensor
 
 import vllm_kernels

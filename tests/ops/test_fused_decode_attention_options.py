@@ -8,7 +8,7 @@ import pytest
 import torch
 from fused_decode_attention_cases import check, make_case
 from helpers import bits, raises
-from paged_attention_general_cases import EIGHT_BITS, per_head
+from paged_attention_cases import EIGHT_BITS, per_head
 
 import vllm_kernels
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import LAYOUTS, raises
 from late_indices import STALE, LateIndices
-from paged_attention_general_cases import EIGHT_BITS, Case, assert_right, check, make_case
+from paged_attention_cases import EIGHT_BITS, Case, assert_right, check, make_case
 
 import vllm_kernels
 

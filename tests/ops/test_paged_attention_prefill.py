@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import LAYOUTS
-from paged_attention_general_cases import (
+from paged_attention_cases import (
     EIGHT_BITS,
     NAN,
     Case,

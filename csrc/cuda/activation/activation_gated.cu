@@ -1,0 +1,44 @@
+#include "cuda/activation/activation_gated.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+// Stored in T.
+template <bool kRounds_>
+struct StoreProduct {
+  template <typename T>
+  using Out = T;
+  static constexpr bool kRounds = kRounds_;
+
+  __device__ __forceinline__ void prepare() {}
+  template <typename T, int kWidth>
+  __device__ __forceinline__ Pack<T, kWidth> finished(const float (&values)[kWidth], uint32_t,
+                                                      int64_t, bool) const {
+    return narrow<T>(values);
+  }
+};
+
+template <Gated kFunction>
+void launch_function(const GatedParams& p, Stream stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    launch_gated<T, kFunction>(p, StoreProduct<kFunction != Gated::kSwigluOai>{}, stream);
+  });
+}
+
+}  // namespace
+
+void launch(const GatedParams& p, Stream stream) {
+  switch (p.function) {
+    case Gated::kSilu:
+      return launch_function<Gated::kSilu>(p, stream);
+    case Gated::kFatRelu:
+      return launch_function<Gated::kFatRelu>(p, stream);
+    case Gated::kSiluClamp:
+      return launch_function<Gated::kSiluClamp>(p, stream);
+    case Gated::kSwigluOai:
+      return launch_function<Gated::kSwigluOai>(p, stream);
+  }
+}
+
+}  // namespace vllm_kernels::cuda

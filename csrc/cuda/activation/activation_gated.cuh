@@ -1,0 +1,121 @@
+// The kernel of the gated activations of ops/activation_gated.h, and a Finish that says what
+// becomes of their products:
+//   Out<T>           the element type of the result
+//   kRounds          whether activation and product are rounded to T before it
+//   prepare()        its loads that need not wait for the row
+//   finished(...)    the pack to store
+#pragma once
+#include "cuda/activation/activate.cuh"
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vec.cuh"
+#include "cuda/launchers.h"
+#include "ops/activation_gated.h"
+
+namespace vllm_kernels::cuda {
+
+struct GatedRows {
+  RowOffsets out, gate, up;
+  explicit GatedRows(const GatedParams& p) : out(p.out_rows), gate(p.gate_rows), up(p.up_rows) {}
+};
+
+// The activated gate, and what it is multiplied by.
+template <Gated kFunction, typename T>
+__device__ __forceinline__ float gate_value(const GatedParams& p, float gate) {
+  if constexpr (kFunction == Gated::kFatRelu) return gate <= p.bound ? 0.0f : gate;
+  if constexpr (kFunction != Gated::kSilu) gate = at_most(gate, p.bound);
+  if constexpr (kFunction == Gated::kSwigluOai) return gate / (1.0f + expf(-p.alpha * gate));
+  return activate<Activation::kSilu, T>(gate);
+}
+
+template <Gated kFunction>
+__device__ __forceinline__ float up_value(const GatedParams& p, float up) {
+  if constexpr (kFunction == Gated::kSilu || kFunction == Gated::kFatRelu) return up;
+  up = at_least(at_most(up, p.bound), -p.bound);
+  return kFunction == Gated::kSwigluOai ? up + 1.0f : up;
+}
+
+// Gate and up of pack i.
+template <Gated kFunction, bool kAligned, typename T, int kWidth>
+__device__ __forceinline__ void load_gated(const T* gate, const T* up, int64_t i, int64_t width,
+                                           float (&gates)[kWidth], float (&ups)[kWidth]) {
+  if constexpr (kFunction == Gated::kSwigluOai) {
+    float pairs[2][kWidth];
+    const auto low = load_pack<kAligned, kWidth>(gate, 2 * i, 2 * width);
+    const auto high = load_pack<kAligned, kWidth>(gate, 2 * i + 1, 2 * width);
+    widen(low, pairs[0]);
+    widen(high, pairs[1]);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      gates[j] = pairs[2 * j / kWidth][2 * j % kWidth];
+      ups[j] = pairs[2 * j / kWidth][2 * j % kWidth + 1];
+    }
+  } else {
+    const auto g = load_pack<kAligned, kWidth>(gate, i, width);
+    const auto u = load_pack<kAligned, kWidth>(up, i, width);
+    widen(g, gates);
+    widen(u, ups);
+  }
+}
+
+// A block takes one piece of one row, a pack a thread.
+template <typename T, Gated kFunction, typename Finish, bool kAligned>
+__global__ void __launch_bounds__(256) gated_kernel(GatedParams p, GatedRows rows, Finish finish,
+                                                    FastDivisor pieces, int pieces_per_row) {
+  launch_dependents();
+  wait_for_predecessor();
+  using Out = typename Finish::template Out<T>;
+  constexpr int kWidth = kVectorWidth<T>;
+  const uint32_t row = pieces.divide(blockIdx.x);
+  const uint32_t piece = blockIdx.x - row * pieces_per_row;
+  const int64_t i = static_cast<int64_t>(piece) * blockDim.x + threadIdx.x;
+  const bool inside = i * kWidth < p.width;
+
+  float gates[kWidth] = {}, ups[kWidth] = {};
+  if (inside) {
+    load_gated<kFunction, kAligned>(static_cast<const T*>(p.gate) + rows.gate.of(row),
+                                    static_cast<const T*>(p.up) + rows.up.of(row), i, p.width,
+                                    gates, ups);
+  }
+  finish.prepare();
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) gates[j] = gate_value<kFunction, T>(p, gates[j]);
+  if constexpr (Finish::kRounds) widen(narrow<T>(gates), gates);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) gates[j] *= up_value<kFunction>(p, ups[j]);
+  if constexpr (Finish::kRounds) widen(narrow<T>(gates), gates);
+  const auto pack = finish.template finished<T>(gates, row, i, inside);
+  if (inside) store_pack<kAligned>(static_cast<Out*>(p.out) + rows.out.of(row), i, p.width, pack);
+}
+
+template <typename T, Gated kFunction, typename Finish>
+void launch_gated(const GatedParams& p, const Finish& finish, Stream stream) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int64_t kOutBytes = kWidth * sizeof(typename Finish::template Out<T>);
+  const auto multiple = [](int64_t value, int64_t of) { return value % of == 0; };
+  const bool aligned = multiple(p.width, kWidth) && rows_aligned16(p.gate, p.gate_rows, p.dtype) &&
+                       rows_aligned16(p.up, p.up_rows, p.dtype) &&
+                       multiple(reinterpret_cast<uintptr_t>(p.out), kOutBytes) &&
+                       multiple(p.out_rows.inner_stride, kWidth) &&
+                       multiple(p.out_rows.outer_stride, kWidth);
+
+  // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
+  // row.
+  const int64_t packs = (p.width + kWidth - 1) / kWidth;
+  const auto pieces = [&](int64_t threads) { return (packs + threads - 1) / threads; };
+  int64_t threads = 256;
+  while (threads > 64 &&
+         pieces(threads) * p.gate_rows.count < current_device_info().multiprocessors) {
+    threads /= 2;
+  }
+  const int64_t per_row = pieces(threads);
+  threads = (packs + per_row - 1) / per_row;
+  launch_kernel(p.op,
+                aligned ? gated_kernel<T, kFunction, Finish, true>
+                        : gated_kernel<T, kFunction, Finish, false>,
+                grid_size(p.op, p.gate_rows.count * per_row),
+                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p, GatedRows(p), finish,
+                FastDivisor(per_row), static_cast<int>(per_row));
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,58 @@
+// What paged_attention's kernels on tensor cores know of an item: its query rows, their places in
+// the tensors, and what may happen to a score.
+#pragma once
+#include "cuda/base/ptx.cuh"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+struct ScoreCap {
+  float cap;      // softcap in log2 units
+  float inverse;  // 2 / softcap
+};
+inline ScoreCap score_cap(float softcap) {
+  return {.cap = softcap * kLog2E, .inverse = softcap > 0.0f ? 2.0f / softcap : 0.0f};
+}
+
+// A score in log2 units: cap * tanh(score / cap). Its absolute error, a few 2^-22 of cap, is what
+// counts in a logit.
+__device__ __forceinline__ float capped(const ScoreCap& cap, float score) {
+  return cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
+}
+// ALiBi, of a token `distance` after the query's own; the slope in log2 units.
+__device__ __forceinline__ float biased(float slope, int distance, float score) {
+  return score - slope * fabsf(static_cast<float>(distance));
+}
+// What is left of a score in log2 units, of a token `distance` after the query's own.
+__device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, const ScoreCap& cap,
+                                                int head, int distance, float score) {
+  if (distance > 0 || (p.sliding_window > 0 && distance <= -p.sliding_window)) return -INFINITY;
+  if (p.softcap > 0.0f) score = capped(cap, score);
+  if (p.alibi_slopes != nullptr) score = biased(p.alibi_slopes[head] * kLog2E, distance, score);
+  return score;
+}
+
+// A row after all of its tokens: what turns sum exp2(score - maximum) v into its output, and its
+// log-sum-exp.
+struct RowResult {
+  float scale;
+  float lse;
+};
+__device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, int kv_head,
+                                                int head, float maximum, float sum) {
+  float total = sum, factor = 1.0f, largest = maximum;
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * kLog2E;
+    largest = fmaxf(largest, sink);
+    factor = exp2_approx(maximum - largest);
+    total = total * factor + exp2_approx(sink - largest);
+  }
+  const bool eight = size_of(p.kv.dtype) == 1;
+  const float v_scale =
+      eight && p.kv.v_scale != nullptr ? p.kv.v_scale[kv_head * p.kv.scale_stride] : 1.0f;
+  // total is 0 where every token was masked: the result is 0. NaN passes through.
+  return {.scale = total == 0.0f ? 0.0f : __fdividef(factor * v_scale, total),
+          .lse = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2};
+}
+
+}  // namespace vllm_kernels::cuda

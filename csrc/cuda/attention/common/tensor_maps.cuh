@@ -1,0 +1,119 @@
+// Tensor maps of a paged cache, for bulk copies of boxes (sm_90 on).
+#pragma once
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "cuda/attention/common/kv_pipeline.cuh"
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+
+// A cache as a tensor of kRank dimensions, in 16-bit units; strides in bytes, of all but the first.
+template <int kRank>
+CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
+                      const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                      CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
+// `tokens` tokens, or half as many lines of 1 << line_shift tokens. What lies behind the head, or
+// the page, is read as zero.
+inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
+                           int64_t block_stride, int tokens,
+                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           int line_shift = 0) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype);
+  return cache_map<4>(
+      base,
+      {unsign(kv.head_size * bytes / 2 << line_shift), unsign(kv.block_size >> line_shift),
+       unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+      {unsign(token_stride * bytes << line_shift), unsign(head_stride * bytes),
+       unsign(block_stride * bytes)},
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens >> line_shift), 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+}
+
+// Layout NHD in boxes of whole rows of some tokens of a head, next to each other in shared memory.
+inline RowMaps dense_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), units = kv.head_size * bytes / 2;
+  const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
+                       int64_t block_stride) {
+    return cache_map<4>(
+        base,
+        {unsign(units), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+        {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
+        {static_cast<cuuint32_t>(units), static_cast<cuuint32_t>(tokens), 1, 1},
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  };
+  return {
+      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
+      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+}
+
+// Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
+// block), V as (token, dimension, KV head, block).
+inline RowMaps part_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
+  return {.key = cache_map<4>(
+              kv.key,
+              {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
+               unsign(kv.key_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE),
+          .value = cache_map<4>(
+              kv.value,
+              {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+               unsign(kv.value_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * bytes / 2), static_cast<cuuint32_t>(kv.head_size),
+               1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE)};
+}
+
+// Those that a ring of stages of kTokens needs on the current device.
+template <typename Cache, int kTokens, PageForm kForm>
+RowMaps cache_maps(const PagedKv& kv, int line_shift) {
+  if (kForm == PageForm::kDense && !is_dense(kv))
+    return dense_maps(kv, std::min(kv.block_size, kTokens));
+  if (is_whole(kForm) || current_device_info().architecture < 90) return {};
+  if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  // Read once: the second-level cache must not fetch more than a row of the box.
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const int tokens = std::min(kv.block_size, kTokens);
+  return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
+                         tokens, kPromotion, line_shift),
+          .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                           kv.value_block_stride, tokens, kPromotion, line_shift)};
+}
+
+}  // namespace vllm_kernels::cuda

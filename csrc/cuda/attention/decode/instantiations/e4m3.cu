@@ -1,0 +1,10 @@
+#include "cuda/attention/decode/decode_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_decode_e4m3(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
+                                 void* stream) {
+  launch_decode<__nv_fp8_e4m3>(p, workspace, stream);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,10 @@
+#include "cuda/attention/decode/decode_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_decode_int8(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
+                                 void* stream) {
+  launch_decode<int8_t>(p, workspace, stream);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,429 @@
+// How paged_attention's work is cut, on the device, from lengths that only the device knows.
+//
+// A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
+// that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or
+// several where it is split: pieces of almost equal length whose results are merged by the last to
+// finish, or by that of the last piece. Each block of a fixed grid takes item number blockIdx.x
+// first, then whatever comes next.
+//
+// With at least as many blocks as segments the items are about as many as the blocks. With more
+// segments nothing is gained by equal parts, for memory is the limit and every block's share of it
+// grows when others are done: long segments are split in pieces of half or a quarter of a block's
+// share, and items of long sequences come first, so that what comes last is short. (Very short ones
+// come among longer ones: nothing but those at the end would leave memory idle.) How a segment is
+// split follows from seq_lens alone, so a batch gives the same result every time. With split_tokens
+// it follows from the segment's own length alone: any batch gives the same result.
+//
+// A warp finds items alone: lanes are sequences, 32 at a time. That takes no barrier.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/attention/common/scheduling.cuh"
+#include "cuda/attention/common/workspace.h"
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/ptx.cuh"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+struct WorkShape {
+  int group;          // query heads of a KV head
+  int row_shift;      // log2 of the query rows of a chunk, at most
+  int stage_shift;    // log2 of the tokens of a stage
+  int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
+  int merge_share;    // stages that a block which merges posted pieces may have less than others
+  int slots;          // of the workspace, for pieces that are counted
+  bool may_post;      // whether may_post_pieces()
+  float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
+  FastDivisor group_divisor;
+
+  __device__ __forceinline__ int rows() const { return 1 << row_shift; }
+  __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
+};
+
+// With more segments than blocks: tokens of a piece, at least.
+constexpr int kLeastTokens = 1024;
+// Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order, the rest with class 2:
+// an item of theirs is mostly latency, which the copies of others hide.
+constexpr int kLengthClasses = 6, kShortestClass = 2;
+
+// Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
+__host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
+  const int stages = p.split_tokens >> stage_shift;
+  return stages > 0 ? stages : 1;
+}
+
+// Throws where pieces of split_tokens may not all have a slot. The lengths are not known here, so
+// that follows from the tables.
+inline void check_split(const PagedAttentionParams& p, const WorkShape& shape) {
+  if (p.split_tokens <= 0) return;
+  const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
+  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of one
+  const int64_t step = split_stages(p, shape.stage_shift);
+  const int64_t chunks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
+  const int64_t pieces = (stages + step - 1) / step * chunks * p.kv.num_kv_heads;
+  if (pieces > shape.slots && stages > step) {
+    throw std::runtime_error(
+        "paged_attention: split_tokens: block_tables has room for sequences of " +
+        std::to_string(tokens) + " tokens, up to " + std::to_string(pieces) +
+        " pieces, and the workspace holds " + std::to_string(shape.slots) +
+        ": use a longer split, or slice block_tables to the longest sequence");
+  }
+}
+
+// Slots of the workspace for items of 2^row_shift rows of `head_size`.
+inline int workspace_slots(int row_shift, int head_size) {
+  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
+                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+}
+
+// Whether the workspace has room for an item a block to be posted (split_exchange.cuh).
+inline bool may_post_pieces(int blocks, int row_shift, int head_size) {
+  const int64_t rows = int64_t{blocks} << row_shift;
+  return rows <= kPostedRows && rows * head_size * 4 <= kPostedOutBytes;
+}
+
+struct SequenceWork {
+  int seq_len;      // tokens
+  int first_query;  // row of query
+  int query_len;
+  int first_stage;  // stages before it are outside of every query token's window
+  int stages;       // of each of its segments; at least 1, so that every output row is written
+  int chunks;       // of query rows; its segments are KV heads x chunks
+};
+
+// A sequence as memory has it.
+struct SequenceIndices {
+  int32_t seq_len;
+  int32_t first_query, end_query;
+};
+
+// `past`: past the first-level cache, which nobody tells what the predecessor wrote.
+__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
+                                                        bool past) {
+  const auto load = [&](const int32_t* at) {
+    // In two registers: in one, the next load would wait for this one.
+    int32_t fresh = 0, cached = 0;
+    if (past) {
+      fresh = __ldcg(at);
+    } else {
+      cached = *at;
+    }
+    return in_register(fresh) | in_register(cached);
+  };
+  SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
+  if (p.query_start_loc != nullptr) {
+    indices.first_query = load(&p.query_start_loc[seq]);
+    indices.end_query = load(&p.query_start_loc[seq + 1]);
+  }
+  return indices;
+}
+
+__device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
+                                                      const WorkShape& shape, int seq,
+                                                      const SequenceIndices& indices) {
+  SequenceWork work;
+  work.seq_len = usable_length(p, indices.seq_len);
+  const RowRange queries = p.query_start_loc == nullptr
+                               ? RowRange{.first = seq, .count = 1}
+                               : query_range(p, indices.first_query, indices.end_query);
+  work.first_query = queries.first;
+  work.query_len = queries.count;
+  // The first query token's window decides where to begin.
+  const int first_position = work.seq_len - work.query_len;
+  const int begin = p.sliding_window > 0 ? max(0, first_position - p.sliding_window + 1) : 0;
+  work.first_stage = begin >> shape.stage_shift;
+  const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
+  work.stages = max(1, end - work.first_stage);
+  work.chunks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
+  return work;
+}
+
+struct WorkItem {
+  int seq;
+  int kv_head;
+  int chunk;
+  int piece;   // of the segment
+  int pieces;  // 1: not split
+  bool posts;  // its pieces, as split_exchange.cuh has it; where no block has two items
+  int slot;    // of the segment's piece 0 in the workspace, followed by the others
+  int stage;   // the item's first, from the sequence's first_stage on
+  int stages;  // of the item
+  SequenceWork sequence;
+};
+
+// A lane's of a batch of a few rounds: of sequences lane, lane + 32, ... Of several rounds, each
+// sequence has one query token.
+template <int kKept>
+struct KeptIndices {
+  int32_t seq_lens[kKept];  // all but [0]: of several rounds only
+  int32_t first_query, end_query;
+
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
+    const int last = p.num_seqs - 1;
+    // Keeps no address from before.
+    set(load_indices(p, in_register(min(lane, last)), true));
+    if (kKept == 1 || one_round(p)) return;
+#pragma unroll
+    for (int round = 1; round < kKept; ++round) {
+      seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
+    }
+  }
+  __device__ __forceinline__ void set(const SequenceIndices& only) {
+    seq_lens[0] = only.seq_len;
+    first_query = only.first_query;
+    end_query = only.end_query;
+  }
+  __device__ __forceinline__ SequenceIndices of(int round) const {
+    int32_t seq_len = seq_lens[0];
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) seq_len = round == i ? seq_lens[i] : seq_len;
+    return {.seq_len = seq_len, .first_query = first_query, .end_query = end_query};
+  }
+};
+
+// kKept: rounds of lanes whose sequences' indices are kept where a batch has no more.
+template <int kKept>
+class WorkPlan {
+ public:
+  using Indices = KeptIndices<kKept>;
+
+  // Whether those of this batch are.
+  static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
+    return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
+  }
+  // Whether its work is guessed before the predecessor has ended.
+  static __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    return keeps(p) && !p.early_pages && !p.beside;
+#else
+    return false;
+#endif
+  }
+
+  // All lanes of a warp.
+  __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int lane) {
+    const int rounds = rounds_of(p);
+    if (in_registers(p)) kept_.load(p, lane);
+    split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
+    round_ = 0;
+    before_ = 0;
+    uint32_t stages = 0, segments = 0, longest = 0, items = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: the sums, then the items
+      const bool again = i >= rounds;
+      load(p, shape, again ? i - rounds : i, lane, i == 0);
+      if (again) {
+        items += items_of_lane() * p.kv.num_kv_heads;
+        continue;
+      }
+      stages += static_cast<uint32_t>(work_.stages) * work_.chunks;
+      segments += work_.chunks;
+      longest = max(longest, static_cast<uint32_t>(work_.stages));
+      if (i + 1 == rounds) {
+        segments = __reduce_add_sync(0xffffffffu, segments) * p.kv.num_kv_heads;
+        longest_ = __reduce_max_sync(0xffffffffu, longest);
+        choose_pieces(p, shape, __reduce_add_sync(0xffffffffu, stages), segments);
+      }
+    }
+    items_ = __reduce_add_sync(0xffffffffu, items);
+    if (items_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
+      // Of given length, too: check_split() knows no sequences whose query tokens overlap.
+      split_ = 0;
+      pieces_a_stage_ = 0.0f;
+      items_ = segments;
+    }
+    class_ = 0;
+  }
+
+  __device__ __forceinline__ uint32_t items() const { return items_; }
+
+  // All lanes: whether the plan is that of `now`.
+  __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
+                                        const Indices& now, int lane) const {
+    bool same = true;
+    if constexpr (kKept == 1) {
+      const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
+      same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
+                                       work.first_query == work_.first_query &&
+                                       work.query_len == work_.query_len;
+    } else if (one_round(p)) {
+      same = lane >= p.num_seqs || now.seq_lens[0] == kept_.seq_lens[0] &&
+                                       now.first_query == kept_.first_query &&
+                                       now.end_query == kept_.end_query;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+    }
+    return __all_sync(0xffffffffu, same);
+  }
+
+  // Items are asked for in rising order. All lanes of a warp.
+  __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
+                                           uint32_t index, int lane) {
+    WorkItem item;
+#pragma unroll 1
+    for (;;) {
+      load(p, shape, round_, lane, false);
+      const int pieces = pieces_of_lane();
+      const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
+      // Where no block takes two items all are of one class.
+      const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
+                            (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
+                            items_ <= gridDim.x;
+      const uint32_t mine = of_class ? items_of_lane() * heads : 0;
+      const uint32_t until = inclusive_sum(mine, lane);
+      const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
+      if (index - before_ >= in_round) {
+        before_ += in_round;
+        if (++round_ == rounds_of(p)) {
+          round_ = 0;
+          ++class_;
+        }
+        continue;
+      }
+      const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < until)) - 1;
+      const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
+      item.seq = round_ * 32 + owner;
+      item.pieces = of_owner(pieces);
+      item.sequence = {.seq_len = of_owner(work_.seq_len),
+                       .first_query = of_owner(work_.first_query),
+                       .query_len = of_owner(work_.query_len),
+                       .first_stage = of_owner(work_.first_stage),
+                       .stages = of_owner(work_.stages),
+                       .chunks = of_owner(work_.chunks)};
+      const int local = static_cast<int>(index - before_) - of_owner(until - mine);
+      int segment = local;
+      item.posts = shape.may_post && items_ <= gridDim.x;
+      item.piece = 0;
+      item.stage = 0;
+      item.stages = item.sequence.stages;
+      if (item.pieces > 1) {
+        int share = 0;
+        if (item.posts) {
+          // The last piece's block has a segment's highest number, for it waits for the others.
+          // Last pieces go to the last blocks: where the launch before merged these begin late.
+          const int segments = item.sequence.chunks * heads;
+          item.piece = divide(local, segments);
+          segment = local - item.piece * segments;
+          // Others are to have at most about half a stage more for it.
+          share = split_ > 0 ? 0 : min(shape.merge_share, item.pieces / 2);
+          if (item.sequence.stages < 4 * share * item.pieces) share = 0;
+        } else {
+          segment = divide(local, item.pieces);
+          item.piece = local - segment * item.pieces;
+        }
+        // The first `more` pieces have one stage more.
+        const int stages = item.sequence.stages + share;
+        const int least = divide(stages, item.pieces);
+        const int more = stages - least * item.pieces;
+        item.stage = item.piece * least + min(item.piece, more);
+        item.stages = least + (item.piece < more ? 1 : 0);
+        if (item.piece + 1 == item.pieces) item.stages -= share;
+      }
+      item.slot = static_cast<int>(index) - local + segment * item.pieces;
+      item.kv_head = segment;
+      item.chunk = 0;
+      if (item.sequence.chunks > 1) {
+        item.kv_head = divide(segment, item.sequence.chunks);
+        item.chunk = segment - item.kv_head * item.sequence.chunks;
+      }
+      return item;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
+    return (p.num_seqs + 31) / 32;
+  }
+  // Whether rounds after the first are read from kept_. (Of one round work_ stays.)
+  static __device__ __forceinline__ bool in_registers(const PagedAttentionParams& p) {
+    return kKept > 1 && !one_round(p) && keeps(p);
+  }
+  // Lane's sequence of a round; where there is one round only, it stays.
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int round, int lane, bool first) {
+    if (one_round(p) && !first) return;
+    const int seq = round * 32 + lane;
+    work_ = {};
+    if (seq >= p.num_seqs) return;
+    const SequenceIndices indices =
+        in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+    if (kKept > 1 && first && one_round(p)) kept_.set(indices);
+    work_ = sequence_work(p, shape, seq, indices);
+  }
+  __device__ __forceinline__ int pieces_of_lane() const {
+    if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
+    return max(1, static_cast<int>(static_cast<float>(work_.stages) * pieces_a_stage_));
+  }
+  // Of one KV head.
+  __device__ __forceinline__ uint32_t items_of_lane() const {
+    return static_cast<uint32_t>(work_.chunks * pieces_of_lane());
+  }
+  __device__ __forceinline__ void choose_pieces(const PagedAttentionParams& p,
+                                                const WorkShape& shape, uint32_t stages,
+                                                uint32_t segments) {
+    const float blocks = gridDim.x;
+    float piece = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
+    int least = shape.least_piece;
+    if (segments > gridDim.x) {
+      piece *= shape.piece_share;
+      least = kLeastTokens >> shape.stage_shift;
+    }
+    pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), static_cast<float>(least)));
+  }
+  static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    return sum;
+  }
+
+  Indices kept_;
+  int split_;             // stages of a piece where the caller gives them, else 0
+  SequenceWork work_;     // this lane's, of the round at hand
+  float pieces_a_stage_;  // rounded down: how often a segment is split
+  uint32_t longest_;      // stages
+  uint32_t items_;
+  int class_;        // of lengths, of the last item
+  int round_;        // of the last item
+  uint32_t before_;  // items of the classes and rounds before it
+};
+
+// The query rows of an item.
+struct ItemRows {
+  int first;  // of the sequence's query_len * group rows
+  int count;
+  int position;   // of the sequence's query token 0
+  int low, high;  // positions of the item's first and last query token
+};
+
+__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
+  ItemRows rows;
+  rows.first = item.chunk << shape.row_shift;
+  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
+  rows.position = item.sequence.seq_len - item.sequence.query_len;
+  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  rows.high =
+      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
+  return rows;
+}
+
+// A row's query token (of the sequence) and head (of the model).
+struct RowPlace {
+  int token;
+  int head;
+};
+__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
+                                                 const ItemRows& rows, int row) {
+  const int index = rows.first + row;
+  const int token = shape.group_divisor.divide(index);
+  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
+}
+
+}  // namespace vllm_kernels::cuda

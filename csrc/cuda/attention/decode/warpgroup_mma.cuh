@@ -1,0 +1,576 @@
+// Attention of 16, 32 or 64 query rows over 64 tokens at a time, by a team of 4 warps and Hopper's
+// warpgroup products.
+//
+// As in warp_mma.cuh both products are swapped and A comes from registers, so that every form
+// of cache, 8-bit ones widened, takes the same way: loads of fragments, then the product:
+//   S^T [64 tokens, rows] = K [64, D] Q^T [D, rows]      a warp has 16 tokens
+//   O^T [64, rows]       += V^T [64, 64] P^T [64, rows]  a warp has 16 of each 64 dimensions
+// Queries and P^T lie in shared memory. A step has one barrier of the team, behind the weights: it
+// also tells whether any warp saw a maximum exceeded, and if so they are computed again.
+//
+// For rows, tokens and 8-bit elements see warp_mma.cuh.
+#pragma once
+#include "cuda/attention/common/wgmma.cuh"
+#include "cuda/attention/decode/warp_mma.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kTeamTokens = 64;  // of a step
+constexpr int kTeamMaxHeadSize = 128;
+
+// Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
+__host__ __device__ constexpr int team_count(int max_tiles) {
+  return max_tiles <= 4 ? 3 : 2;
+}
+
+// Bytes of shared memory: the queries, which all teams share, and a team's P^T.
+__host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
+  return rows * max_head_size * 2;
+}
+// (two of them, in turn, up to 32 rows)
+__host__ __device__ constexpr int weight_bytes(int rows) {
+  return (rows <= 32 ? 2 * rows : rows) * kTeamTokens * 2;
+}
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+// kMaxTiles: of 8 query rows, 4 or 8.
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
+struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
+  using Addresses = TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm>;
+  using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
+      Addresses::value_masks;
+  static constexpr int kTokens = kTeamTokens;
+  static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
+  using Element = std::conditional_t<kWide, Cache, __half>;
+  static constexpr int kSteps = kMaxHeadSize / 16;
+  static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
+  static constexpr int kTiles = kMaxTiles;
+  static constexpr int kTeams = team_count(kMaxTiles);
+  static constexpr int kGroups = kTokens / 16;
+  // Registers suffice for V during the first product, shared memory for two P^T in turn.
+  static constexpr bool kEarly = kMaxTiles <= 4;
+  // Of 8 bits: what is widened at once, while that before is multiplied, as registers allow.
+  static constexpr int kPartLoads = kEarly ? 2 : 4;
+  static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
+
+  float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
+  float maximum[kMaxTiles][2];       // log2 units, of this lane's two rows; the same in all warps
+  float sum[kMaxTiles][2];           // this lane's tokens only, until store_stats()
+  float scale[kMaxTiles][2];         // from product to log2 units
+  int head_size;
+  int tiles;          // of 8 rows, in use: 2, 4 or 8
+  uint32_t query;     // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
+  uint32_t weights;   // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
+  uint32_t turn = 0;  // which of two P^T comes next
+  int team;
+  int member;                       // this warp of the team
+  uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
+
+  static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
+    return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
+    Addresses::set_addresses(layout, lane);
+    // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens.
+    const int upper = lane >> 4;
+    if constexpr (kWide && kRows) {
+      value_base = this->value_row + (this->value_chunk ^ member * 32);
+      value_half = kColumnStride<kTokens>;
+    } else if constexpr (kWide) {
+      value_base = this->value_row + member * this->value_step;
+      value_half = 4 * this->value_step;
+    } else if constexpr (kRows) {
+      const int chunk = kHalves == 2 ? member + 4 * upper : member;
+      value_base = this->value_row + (this->value_chunk ^ (upper ^ chunk) * 16);
+    } else {
+      const int dimension = member * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
+      value_base = dimension * layout.page_tokens;
+    }
+    if (!kWide && kHalves == 1) value_base += upper * layout.value_step;
+    // K's row from here on counts this warp's group of tokens in.
+    this->key_row = in_register(this->key_row + key_group(layout, member));
+    if (!kWide) value_base = in_register(value_base);
+  }
+
+  // Of group i of 16 tokens.
+  static __device__ __forceinline__ uint32_t key_group(const TileLayout& layout, int i) {
+    return (i & 1) * layout.key_step + (i >> 1) * layout.key_half;
+  }
+  static __device__ __forceinline__ uint32_t value_group(const TileLayout& layout, int i) {
+    return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
+  }
+
+  // Threads 0 .. count - 1 of the block put the queries down: 4 threads a row. start(row) points to
+  // a query row of type Query, null where there is none.
+  template <typename Query, typename Start>
+  __device__ __forceinline__ void store_query(const Start& start, uint32_t scales, int thread,
+                                              int count) const {
+    const int rows = tiles * 8;
+    const int quarter = thread & 3;
+#pragma unroll 1
+    for (int row = thread >> 2; row < rows; row += count >> 2) {
+      const Query* from = start(row);
+      // Pieces of 16 dimensions in turn.
+      uint4 low[kSteps / 4], high[kSteps / 4];
+#pragma unroll
+      for (int i = 0; i < kSteps / 4; ++i) {
+        const int d = (i * 4 + quarter) * 16;
+        low[i] = high[i] = uint4{0, 0, 0, 0};
+        if (from != nullptr && d < head_size) low[i] = load8(from + d);
+        if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
+      }
+      if constexpr (!kWide) {
+        float largest = 0.0f;
+        const auto each = [&](uint4& pack, const auto& action) {
+          uint32_t* words = &pack.x;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) action(words[w]);
+        };
+        const auto element = [](uint32_t pair, int j) {
+          return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
+        };
+#pragma unroll
+        for (int i = 0; i < kSteps / 4; ++i) {
+          const auto raise = [&](uint32_t pair) {
+            largest = fmaxf(largest, fmaxf(fabsf(element(pair, 0)), fabsf(element(pair, 1))));
+          };
+          each(low[i], raise);
+          each(high[i], raise);
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const int exponent = power_for_half(largest);
+        const float factor = exp2f(static_cast<float>(exponent));
+        if (quarter == 0) {
+          store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps / 4; ++i) {
+          const auto narrow = [&](uint32_t& pair) {
+            pair = pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
+          };
+          each(low[i], narrow);
+          each(high[i], narrow);
+          // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
+          const uint4 a = low[i], b = high[i];
+          low[i] = uint4{a.x, a.z, b.x, b.z};
+          high[i] = uint4{a.y, a.w, b.y, b.w};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps / 4; ++i) {
+        const uint32_t to = query + ((i * 4 + quarter) * 2 * rows + row) * 16;
+        store_shared(to, low[i]);
+        store_shared(to + rows * 16, high[i]);
+      }
+    }
+  }
+  // After all rows are there.
+  __device__ __forceinline__ void load_scales(uint32_t scales, float to_log2, int lane) {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        scale[t][j] = to_log2;
+        if (!kWide && t < tiles) {
+          scale[t][j] *= load_shared<float>(scales + row_of(lane, t, j) * 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+      maximum[t][0] = maximum[t][1] = kNoMaximum;
+      sum[t][0] = sum[t][1] = 0.0f;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[h][t][j] = 0.0f;
+      }
+    }
+  }
+
+#define VLLM_KERNELS_TEAM_BARRIER(any, mine, kind, number)                              \
+  asm volatile(                                                                         \
+      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"                            \
+      "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}" \
+      : "=r"(any)                                                                       \
+      : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
+      : "memory")
+  // A barrier of the team's warps, which tells whether any thread says so.
+  __device__ __forceinline__ bool team_any(bool mine) const {
+    uint32_t any;
+#if defined(VLLM_KERNELS_RACECHECK)  // the tool knows barriers by constants
+    if (team == 0) {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 1);
+    } else if (kTeams == 2 || team == 1) {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 2);
+    } else {
+      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 3);
+    }
+#else
+    VLLM_KERNELS_TEAM_BARRIER(any, mine, "r", team + 1);
+#endif
+    return any != 0;
+  }
+#undef VLLM_KERNELS_TEAM_BARRIER
+  __device__ __forceinline__ void team_barrier() const { team_any(false); }
+
+  // All maxima to what the team saw. `scratch`: 16 bytes a row.
+  template <int kUsed>
+  __device__ __forceinline__ void raise_maxima(const float (&c)[kUsed][4], uint32_t scratch,
+                                               int lane) {
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float mine = fmaxf(c[t][j], c[t][j + 2]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
+        }
+        if (lane < 4) {
+          store_shared(scratch + (row_of(lane, t, j) * 4 + member) * 4, mine);
+        }
+      }
+    }
+    team_barrier();
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float4 seen = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
+        const float updated =
+            fmaxf(maximum[t][j], fmaxf(fmaxf(seen.x, seen.y), fmaxf(seen.z, seen.w)));
+        const float factor = exp2_approx(maximum[t][j] - updated);
+        maximum[t][j] = updated;
+        sum[t][j] *= factor;
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          out[h][t][j] *= factor;
+          out[h][t][j + 2] *= factor;
+        }
+      }
+    }
+    team_barrier();  // all have read
+  }
+
+  // V of kCount groups of 16 tokens, as this lane loads it.
+  template <int kCount>
+  struct Values {
+    static constexpr int kLoads = kWide ? kCount * kHalves : kCount * kHalves / 2;
+    uint32_t data[kLoads][4];
+  };
+  template <int kCount>
+  __device__ __forceinline__ void load_values(Values<kCount>& values, int first, uint32_t value,
+                                              const TileLayout& layout) const {
+#pragma unroll
+    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
+      // Past the head size: anything, for it gives outputs that nobody asks for.
+      uint32_t at = value + value_base;
+      if constexpr (kWide) {
+        at += value_group(layout, first + i / kHalves) + i % kHalves * value_half;
+      } else {
+        at += value_group(layout, first + (kHalves == 2 ? i : 2 * i));
+      }
+      load_value(values.data[i], at);
+    }
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void mask_values(Values<kCount>& values, int first,
+                                                     uint64_t tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        // 8-bit, 64 dimensions: the upper two registers are the next 16 tokens.
+        const int group = first + (kWide ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
+        uint32_t masks[2];
+        value_masks(masks, static_cast<uint32_t>(tokens >> 16 * group), lane);
+        values.data[i][w] &= masks[kWide ? w / 2 : w % 2];
+      }
+    }
+  }
+
+  // O^T += V^T P^T, of kCount groups from `first` on.
+  template <int kUsed, int kCount>
+  __device__ __forceinline__ void accumulate(const Values<kCount>& values, uint32_t stored,
+                                             int first) {
+    constexpr uint32_t kChunk = kUsed * 128;
+    uint32_t a[kCount][kHalves][4];
+    const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    settle(out);
+    constexpr int kLoads = Values<kCount>::kLoads,
+                  kPart = kWide ? kLoads : std::min(kLoads, kPartLoads);
+#pragma unroll
+    for (int begin = 0; begin < kLoads; begin += kPart) {
+#pragma unroll
+      for (int i = begin; i < begin + kPart; ++i) {
+        const uint32_t (&from)[4] = values.data[i];
+        if constexpr (kWide) {
+          uint32_t (&to)[4] = a[i / kHalves][i % kHalves];
+#pragma unroll
+          for (int w = 0; w < 4; ++w) to[w] = from[w];
+          settle(to);
+        } else {
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
+            if constexpr (kRows) {
+              // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
+              const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
+              const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
+              widen4<Cache>(low, to[0], to[1]);
+              widen4<Cache>(high, to[2], to[3]);
+            } else {
+              widen4<Cache>(from[2 * part], to[0], to[2]);
+              widen4<Cache>(from[2 * part + 1], to[1], to[3]);
+            }
+            settle(to);
+          }
+        }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = kCount * begin / kLoads; i < kCount * (begin + kPart) / kLoads; ++i) {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
+        }
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(out);
+  }
+
+  // The larger ones of two pairs of weights.
+  static __device__ __forceinline__ uint32_t larger(uint32_t x, uint32_t y) {
+    uint32_t result;
+    if constexpr (std::is_same_v<Element, __half>) {
+      asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    } else {
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    }
+    return result;
+  }
+
+  // Weights of the scores, to shared memory, and their sums, of this lane's tokens. kProducts: c is
+  // not yet in log2 units. Returns whether a score exceeds its row's maximum by more than
+  // kMaximumSlack.
+  template <int kUsed, bool kProducts>
+  __device__ __forceinline__ bool store_weights(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
+                                                uint32_t to_weights, int lane) const {
+    constexpr uint32_t kChunk = kUsed * 128;
+    uint32_t most = 0;
+#pragma unroll
+    for (int t = 0; t < kUsed; t += 2) {
+      uint32_t packed[2][2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float weight[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float unit = kProducts ? scale[t + u][j & 1] : 1.0f;
+          weight[j] = exp2_approx(fmaf(c[t + u][j], unit, -maximum[t + u][j & 1]));
+        }
+        sums[t + u][0] = weight[0] + weight[2];
+        sums[t + u][1] = weight[1] + weight[3];
+        packed[u][0] = pack2<Element>(weight[0], weight[1]);
+        packed[u][1] = pack2<Element>(weight[2], weight[3]);
+        order_weights(packed[u][0], packed[u][1], lane);
+        most = larger(most, larger(packed[u][0], packed[u][1]));
+      }
+      // Matrices: (rows 8t on, slots 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
+      const uint32_t to = to_weights + (2 * member + (lane >> 4)) * kChunk +
+                          (t + (lane >> 3 & 1)) * 128 + lane % 8 * 16;
+      store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
+    }
+    fence_async_proxy();
+    // No weight is negative, so their bits have their order.
+    constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
+    static_assert(kMaximumSlack == 8.0f);  // kLimit is 2^8
+    return max(most & 0xffff, most >> 16) > kLimit;
+  }
+
+  // K of a step, as this lane loads it. Past the head size there are zeros.
+  struct Keys {
+    static constexpr int kLoads = kWide ? kSteps : kSteps / 2;
+    uint32_t data[kLoads][4];
+  };
+  __device__ __forceinline__ void load_keys(Keys& keys, uint32_t key) const {
+#pragma unroll
+    for (int i = 0; i < Keys::kLoads; ++i) {
+      load_matrices(keys.data[i], key + key_at(kWide ? i : 2 * i));
+    }
+  }
+
+  // 64 tokens, of which those of `tokens` count; see AttentionTile::step. kUsed: tiles. kPlain: all
+  // tokens count for all rows, and scores need no adjustment. Calls release() when V, like K, has
+  // been read. All warps of the team.
+  template <int kUsed, bool kPlain, typename Adjust, typename Release>
+  __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
+                                       const Adjust& adjust, const Release& release,
+                                       const TileLayout& layout, int lane) {
+    constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or tokens, of all rows
+    uint32_t stored = weights;                // this step's
+    if constexpr (kEarly) {
+      stored = weights + turn * (kUsed * 8 * kTeamTokens * 2);
+      turn ^= 1;
+    }
+    float c[kUsed][4];
+    uint32_t a[kSteps][4];
+    const uint64_t queries = core_matrices(query, kChunk, 128);
+    constexpr int kPart = kWide ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
+#pragma unroll
+    for (int first = 0; first < Keys::kLoads; first += kPart) {
+#pragma unroll
+      for (int i = first; i < first + kPart; ++i) {
+        const uint32_t (&from)[4] = keys.data[i];
+        if constexpr (kWide) {
+#pragma unroll
+          for (int w = 0; w < 4; ++w) a[i][w] = from[w];
+          settle(a[i]);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t (&to)[4] = a[2 * i + half];
+            widen4<Cache>(from[2 * half], to[0], to[2]);
+            widen4<Cache>(from[2 * half + 1], to[1], to[3]);
+            settle(to);
+          }
+        }
+      }
+      wgmma_fence();
+      constexpr int kEach = kSteps / Keys::kLoads;
+#pragma unroll
+      for (int k = first * kEach; k < (first + kPart) * kEach; ++k) {
+        wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
+      }
+    }
+    wgmma_commit();
+    Values<kEarly ? kGroups : kGroups / 2> values;
+    if constexpr (kEarly) {
+      load_values(values, 0, value, layout);
+      release();
+    }
+    wgmma_wait<0>();
+    settle(c);
+    const auto scale_scores = [&] {
+#pragma unroll
+      for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
+      }
+    };
+    if (!kPlain) {
+      scale_scores();
+      const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * member);
+#pragma unroll
+      for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int token = token_of(lane, j);
+          c[t][j] = mine >> token & 1 ? adjust(c[t][j], t, j & 1, 16 * member + token) : -INFINITY;
+        }
+      }
+    }
+    // Most steps move no maximum: weights first, then the question whether they count. Other warps
+    // may still read those of the step before: they are elsewhere, or waited for.
+    if (!kEarly) team_barrier();
+    float sums[kUsed][2];
+    if (team_any(store_weights<kUsed, kPlain>(c, sums, stored, lane))) {
+      if (kPlain) scale_scores();
+      raise_maxima<kUsed>(c, stored, lane);
+      store_weights<kUsed, false>(c, sums, stored, lane);
+      team_barrier();
+    }
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) sum[t][j] += sums[t][j];
+    }
+    if constexpr (kEarly) {
+      if (!kPlain) mask_values(values, 0, tokens, lane);
+      accumulate<kUsed>(values, stored, 0);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kGroups; group += kGroups / 2) {
+        load_values(values, group, value, layout);
+        if (!kPlain) mask_values(values, group, tokens, lane);
+        accumulate<kUsed>(values, stored, group);
+      }
+      release();
+    }
+  }
+
+  // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's
+  // fragment of half a head [64 dimensions] of tile t.
+  __device__ __forceinline__ void store_stats(float (&maxima)[kMaxTiles * 8],
+                                              float (&sums)[kMaxTiles * 8], int thread, int lane) {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          sum[t][j] += __shfl_xor_sync(0xffffffffu, sum[t][j], distance);
+        }
+      }
+    }
+    // [rows][4 warps] in the place of weights that no warp reads any more.
+    uint32_t of_warps = weights;
+    if constexpr (kEarly) {
+      of_warps += turn * (tiles * 8 * kTeamTokens * 2);
+    } else {
+      team_barrier();
+    }
+    if (lane < 4) {
+#pragma unroll
+      for (int t = 0; t < kMaxTiles; ++t) {
+        const int row = row_of(lane, t, 0);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          store_shared(of_warps + ((row + j) * 4 + member) * 4, sum[t][j]);
+        }
+        if (member == 0) {
+          *reinterpret_cast<float2*>(&maxima[row]) = {maximum[t][0], maximum[t][1]};
+        }
+      }
+    }
+    team_barrier();
+    if (thread < kMaxTiles * 8) {
+      const float4 four = load_shared<float4>(of_warps + thread * 16);
+      sums[thread] = four.x + four.y + four.z + four.w;
+    }
+  }
+  // `to`: shared memory, [tiles][128 threads] of 16 bytes.
+  template <int kHalf>
+  __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
+    const int used = in_register(tiles);  // keeps no comparisons from before the steps
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+      const float (&values)[4] = out[kHalf][t];
+      if (t < used) {
+        store_shared(to + (t * 128 + thread) * 16,
+                     float4{values[0], values[1], values[2], values[3]});
+      }
+    }
+  }
+
+ private:
+  template <typename Query>
+  static __device__ __forceinline__ uint4 load8(const Query* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+    const auto* pairs = reinterpret_cast<const uint32_t*>(from);
+    return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+};
+
+#endif
+
+}  // namespace vllm_kernels::cuda

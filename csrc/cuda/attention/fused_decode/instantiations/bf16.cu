@@ -1,0 +1,11 @@
+#include "cuda/attention/fused_decode/fused_decode_attention.cuh"
+#include "cuda/attention/fused_decode/fused_decode_attention.h"
+
+namespace vllm_kernels::cuda {
+
+bool fused_decode_attention_bf16(const FusedDecodeAttentionParams& params,
+                                 const DecodeWorkspace& workspace, void* stream) {
+  return launch_fused_decode<BFloat16>(params, workspace, stream);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,11 @@
+#include "cuda/attention/fused_decode/fused_decode_attention.cuh"
+#include "cuda/attention/fused_decode/fused_decode_attention.h"
+
+namespace vllm_kernels::cuda {
+
+bool fused_decode_attention_f16(const FusedDecodeAttentionParams& params,
+                                const DecodeWorkspace& workspace, void* stream) {
+  return launch_fused_decode<Half>(params, workspace, stream);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,306 @@
+// fused_decode_attention's share of paged_attention's kernel: an item's query rows come from the
+// QKV product, turned on their way to shared memory, and the sequence's new token is not read from
+// its page, which this very launch writes: it is one more partial result of the item that has the
+// sequence's last tokens. That item's block also stores the token.
+#pragma once
+#include "cuda/attention/common/score_mod.cuh"
+#include "cuda/attention/decode/tile_scheduler.cuh"
+#include "cuda/attention/decode/warp_mma.cuh"
+#include "cuda/rope/rope_rows.cuh"
+#include "ops/fused_decode_attention.h"
+
+namespace vllm_kernels::cuda {
+
+// Elements of a pack. The rows of an item are few: more lanes with less to do each take less time.
+constexpr int kFreshWidth = 4;
+constexpr int kMostFreshRows = 8;
+
+struct FreshParams {
+  RopeAndCacheParams rope;
+  FastDivisor block_size;
+  int lane_shift;  // log2 of the lanes that hold a row
+};
+
+// Of three items, as the kernel keeps three: some threads may still merge one while the next but
+// one is prepared.
+template <int kMaxHeadSize>
+struct FreshMemory {
+  static constexpr int kPitch = kMaxHeadSize + 8;  // the rows of a load in different banks
+  alignas(16) uint16_t query[kMostFreshRows][kPitch];
+  alignas(16) float key[kMaxHeadSize];       // as the cache has it, without its scale
+  alignas(16) float value[3][kMaxHeadSize];  // likewise
+  float score[3][kMostFreshRows];            // of the new token, log2 units
+  bool counts[3];  // whether the new token is a partial result of this item's
+};
+
+// An item has one query token and up to 8 rows, its heads. While it is prepared its key and value
+// are rows as well, behind them, where it has the sequence's last tokens. A few neighbouring lanes
+// hold a row.
+template <typename Cache, int kMaxHeadSize>
+class FreshToken {
+ public:
+  static constexpr bool kAny = true;
+  using Memory = FreshMemory<kMaxHeadSize>;
+
+  __device__ __forceinline__ FreshToken(const FreshParams& fresh, Memory& memory)
+      : fresh_(fresh), memory_(memory) {}
+
+  // Which item comes next. `guesses`: it is a guess, made before the predecessor has ended; then
+  // the position is one, too.
+  __device__ __forceinline__ void aim(const WorkItem& item, int group, bool guesses) {
+    if constexpr (!kEarly) return;
+    const RopeAndCacheParams& rope = fresh_.rope;
+    set_row(item, group);
+    guess_ = guesses && kind_ < kValue && rope.cos_sin_dtype == rope.dtype
+                 ? in_range(__ldcg(&rope.positions[item.seq]))
+                 : -1;
+  }
+
+  // Everything that the rows are made of is under way. After the predecessor has ended.
+  __device__ __forceinline__ void load(const PagedAttentionParams& p) {
+    if constexpr (kEarly) load_row(p);
+  }
+
+  // The rows of the item at hand, in shared memory. The whole block; `side`: of three, the next.
+  __device__ __forceinline__ void prepare(const PagedAttentionParams& p, const ScoreCap& cap,
+                                          const WorkItem& item, int group, int side) {
+    if constexpr (std::is_same_v<Cache, BFloat16>) {
+      prepare_of<BFloat16>(p, cap, item, group, side);
+    } else if constexpr (std::is_same_v<Cache, Half>) {
+      prepare_of<Half>(p, cap, item, group, side);
+    } else if (p.dtype == DType::kBFloat16) {
+      prepare_of<BFloat16>(p, cap, item, group, side);
+    } else {
+      prepare_of<Half>(p, cap, item, group, side);
+    }
+  }
+
+  // Query row `row` of the item at hand, of 16-bit elements.
+  __device__ __forceinline__ const void* query_row(int row) const { return memory_.query[row]; }
+  __device__ __forceinline__ bool counts(int side) const { return memory_.counts[side]; }
+  __device__ __forceinline__ float score(int side, int row) const {
+    return memory_.score[side][row];
+  }
+  // 4 of the new token's value.
+  __device__ __forceinline__ float4 value(int side, int d) const {
+    return *reinterpret_cast<const float4*>(&memory_.value[side][d]);
+  }
+
+ private:
+  // Kernels for 8 bits have no registers left for rows that come early.
+  static constexpr bool kEarly = sizeof(Cache) == 2;
+
+  enum Kind { kQuery, kKey, kValue, kNone };
+  using Items = HeadItems<kFreshWidth, 1>;
+  template <typename T>
+  using Row = HeadPacks<T, kFreshWidth, 1>;
+
+  __device__ __forceinline__ int own_row() const { return threadIdx.x >> fresh_.lane_shift; }
+  __device__ __forceinline__ int lanes() const { return 1 << fresh_.lane_shift; }
+  __device__ __forceinline__ Items own_items() const {
+    return Items(fresh_.rope.head_size, kind_ == kValue ? 0 : fresh_.rope.rotary_size,
+                 fresh_.rope.is_neox, threadIdx.x & lanes() - 1, lanes(), kind_ != kNone);
+  }
+  __device__ __forceinline__ int64_t num_slots() const {
+    return fresh_.rope.kv.num_blocks * fresh_.rope.kv.block_size;
+  }
+  // -1 where it is no position.
+  __device__ __forceinline__ int in_range(int64_t position) const {
+    return position >= 0 && position < fresh_.rope.max_position ? static_cast<int>(position) : -1;
+  }
+
+  // Which row of the item this lane has a part of.
+  __device__ __forceinline__ void set_row(const WorkItem& item, int group) {
+    token_ = item.seq;
+    seq_len_ = item.sequence.seq_len;
+    stores_ = item.piece == item.pieces - 1;
+    const int row = own_row();
+    const int rows = stores_ ? group + 2 : group;
+    kind_ = row >= rows ? kNone : row < group ? kQuery : row == group ? kKey : kValue;
+    head_ = kind_ == kQuery ? item.kv_head * group + row : item.kv_head;
+  }
+  __device__ __forceinline__ const ProjectedHeads& heads() const {
+    const RopeAndCacheParams& rope = fresh_.rope;
+    return kind_ == kValue ? rope.value : kind_ == kKey ? rope.key : rope.query;
+  }
+
+  // What comes late is not worth its registers before.
+  __device__ __forceinline__ void forget() {
+    guess_ = -1;
+    position_ = -1;
+    x_[0] = x_[1] = cosines_ = sines_ = {};
+    slot_ = -1;
+    last_block_ = -1;
+  }
+
+  __device__ __forceinline__ void load_row(const PagedAttentionParams& p) {
+    const RopeAndCacheParams& rope = fresh_.rope;
+    if (stores_ && token_ < rope.num_slots) slot_ = rope.slot_mapping[token_];
+    if (kind_ == kNone) return;
+    const auto items = own_items();
+    const ProjectedHeads& own = heads();
+    const auto* row = static_cast<const uint16_t*>(own.data) + token_ * own.token_stride +
+                      head_ * own.head_stride;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (items.place[0][i] >= 0) {
+        x_[i] = __ldcg(reinterpret_cast<const uint2*>(row + items.place[0][i]));
+      }
+    }
+    if (kind_ < kValue) position_ = __ldcg(&rope.positions[token_]);
+    if (guess_ >= 0) load_angles(items, guess_);
+    if (kind_ == kKey && seq_len_ > 0) {
+      const int page = fresh_.block_size.divide(seq_len_ - 1);
+      last_block_ = p.block_tables[token_ * p.block_table_stride + page];
+    }
+  }
+
+  // Those of the model's type; others come when the row is prepared.
+  __device__ __forceinline__ void load_angles(const Items& items, int position) {
+    const RopeAndCacheParams& rope = fresh_.rope;
+    if (items.pair[0] < 0) return;
+    const auto* first = static_cast<const uint16_t*>(rope.cos_sin_cache) +
+                        position * rope.cos_sin_stride + items.pair[0];
+    cosines_ = __ldcg(reinterpret_cast<const uint2*>(first));
+    sines_ = __ldcg(reinterpret_cast<const uint2*>(first + rope.rotary_size / 2));
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void prepare_of(const PagedAttentionParams& p, const ScoreCap& cap,
+                                             const WorkItem& item, int group, int side) {
+    set_row(item, group);  // again: it is not worth its registers in between
+    if constexpr (!kEarly) {
+      forget();
+      load_row(p);
+    }
+    if (!stores_ && threadIdx.x == 0) memory_.counts[side] = false;
+    const int rows = stores_ ? group + 2 : group;
+    const bool has_rows = (threadIdx.x & ~31) >> fresh_.lane_shift < rows;  // this warp
+    if (has_rows) {
+      if (fresh_.rope.cos_sin_dtype == DType::kFloat32) {
+        prepare_row<T, float>(p, side);
+      } else {
+        prepare_row<T, T>(p, side);
+      }
+    }
+    __syncthreads();
+    if (!stores_) return;
+    set_scores<T>(p, cap, item, group, side);
+    if (has_rows) store_row<T>(item);
+  }
+
+  // Into shared memory. By whole warps.
+  template <typename T, typename A>
+  __device__ __forceinline__ void prepare_row(const PagedAttentionParams& p, int side) {
+    const RopeAndCacheParams& rope = fresh_.rope;
+    const auto items = own_items();
+    HeadAngles<A, kFreshWidth, 1> angles{};
+    Row<T> x{};
+    const int position = kind_ < kValue ? in_range(position_) : -1;
+    if (position >= 0) {
+      if constexpr (!std::is_same_v<A, T>) {
+        angles.load(items, rope.cos_sin_cache, rope.cos_sin_dtype, position * rope.cos_sin_stride,
+                    rope.rotary_size / 2);
+      } else if (position != guess_) {
+        load_angles(items, position);
+      }
+    }
+    memcpy(&x, x_, sizeof(x));
+    if constexpr (std::is_same_v<A, T>) {
+      memcpy(&angles.cosines, &cosines_, sizeof(cosines_));
+      memcpy(&angles.sines, &sines_, sizeof(sines_));
+    }
+    const HeadRow<T> from(heads(), token_, head_);
+    cuda::prepare(rope, from, items, angles, lanes(), x);
+    if (kind_ == kNone) return;
+    if (kind_ == kQuery) {
+      if (position < 0) x.load(items, from.start);  // then the token stays as it is
+      x.store(items, reinterpret_cast<T*>(memory_.query[own_row()]));
+      return;
+    }
+    memcpy(x_, &x, sizeof(x));
+    const Divisor scale = kind_ == kKey
+                              ? divisor_of<Cache>(rope.kv.k_scale, rope.kv.scale_stride, head_)
+                              : divisor_of<Cache>(rope.kv.v_scale, rope.kv.scale_stride, head_);
+    float* copy = kind_ == kKey ? memory_.key : memory_.value[side];
+    x.each(items, [&](const Pack<T, kFreshWidth>& pack, int d) {
+      float values[kFreshWidth];
+      widen(pack, values);
+#pragma unroll
+      for (int j = 0; j < kFreshWidth; ++j) {
+        copy[d + j] = to_float(to_cache<Cache>(from_float<T>(values[j]), scale));
+      }
+    });
+    if (kind_ == kKey && (threadIdx.x & lanes() - 1) == 0) {
+      // Only where it is the token that tables and lengths name as the last.
+      const int last = seq_len_ - 1;
+      const int in_page = last - static_cast<int>(fresh_.block_size.divide(last)) * p.kv.block_size;
+      memory_.counts[side] = last >= 0 && slot_ >= 0 && slot_ < num_slots() && position >= 0 &&
+                             slot_ == int64_t{last_block_} * p.kv.block_size + in_page;
+    }
+  }
+
+  // Key and value into the cache. By whole warps.
+  template <typename T>
+  __device__ __forceinline__ void store_row(const WorkItem& item) {
+    const RopeAndCacheParams& rope = fresh_.rope;
+    const SlotMapping slots{rope.slot_mapping, rope.num_slots, num_slots()};
+    const int32_t slot = slots.usable(slot_);
+    const bool again = comes_again(slots, token_, slot, threadIdx.x % 32);
+    const bool is_key = kind_ == kKey;
+    if ((!is_key && kind_ != kValue) || slot < 0 || again) return;
+    if (is_key && in_range(position_) < 0) return;
+    const CacheRow<Cache> to(rope.kv, is_key, head_,
+                             place_of(slot, fresh_.block_size, rope.kv.block_size));
+    Row<T> x;
+    memcpy(&x, x_, sizeof(x));
+    x.each(own_items(),
+           [&](const Pack<T, kFreshWidth>& pack, int d) { to.store(to.round(pack), d); });
+  }
+
+  // A warp a row.
+  template <typename T>
+  __device__ __forceinline__ void set_scores(const PagedAttentionParams& p, const ScoreCap& cap,
+                                             const WorkItem& item, int group, int side) {
+    const int lane = threadIdx.x % 32;
+    const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
+                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                              : 1.0f;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < group; row += blockDim.x / 32) {
+      float sum = 0.0f;
+      for (int d = lane * 4; d < p.kv.head_size; d += 128) {
+        float query[4];
+        widen(*reinterpret_cast<const Pack<T, 4>*>(&memory_.query[row][d]), query);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum += query[j] * memory_.key[d + j];
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      }
+      if (lane == 0) {
+        memory_.score[side][row] = adjusted_score(p, cap, item.kv_head * group + row, 0,
+                                                  sum * (p.scale * k_scale * kLog2E));
+      }
+    }
+  }
+
+  const FreshParams& fresh_;
+  Memory& memory_;
+  // Of the item that comes next.
+  int token_;
+  int seq_len_;
+  bool stores_;         // the new token
+  Kind kind_ = kNone;   // of this lane's row
+  int head_;            // likewise
+  int guess_ = -1;      // of the position
+  int64_t position_;    // as given
+  uint2 x_[2] = {};     // the row's packs, as loaded
+  uint2 cosines_ = {};  // of the guess
+  uint2 sines_ = {};
+  int64_t slot_ = -1;        // as given
+  int32_t last_block_ = -1;  // that of the last token, by the table
+};
+
+}  // namespace vllm_kernels::cuda

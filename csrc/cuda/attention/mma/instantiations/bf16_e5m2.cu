@@ -1,0 +1,10 @@
+#include "cuda/attention/mma/kernels.h"
+#include "cuda/attention/mma/mma_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_mma_bf16_e5m2(const PagedAttentionParams& p, void* stream) {
+  launch_paged_attention_mma<BFloat16, __nv_fp8_e5m2>(p, stream);
+}
+
+}  // namespace vllm_kernels::cuda

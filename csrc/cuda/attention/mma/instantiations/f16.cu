@@ -1,0 +1,10 @@
+#include "cuda/attention/mma/kernels.h"
+#include "cuda/attention/mma/mma_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_mma_f16(const PagedAttentionParams& p, void* stream) {
+  launch_paged_attention_mma<Half, Half>(p, stream);
+}
+
+}  // namespace vllm_kernels::cuda

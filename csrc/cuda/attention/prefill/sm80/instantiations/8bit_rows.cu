@@ -1,0 +1,10 @@
+#include "cuda/attention/prefill/sm80/prefill_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+bool paged_attention_prefill_mma_8bit_rows(const PagedAttentionParams& p,
+                                           const PrefillLaunch& launch, void* stream) {
+  return launch_prefill_mma<Half, PageForm::kRows, true>(p, launch, stream);
+}
+
+}  // namespace vllm_kernels::cuda

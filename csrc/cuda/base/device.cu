@@ -1,0 +1,41 @@
+#include "cuda/base/architecture.cuh"
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+__global__ void nothing_kernel() {}
+
+// The host cannot ask which macros the device code at hand saw; it can ask for its shared memory.
+__global__ void wgmma_kernel(uint32_t* out) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  __shared__ uint32_t present[64];
+  present[threadIdx.x % 64] = threadIdx.x;
+  __syncthreads();
+  *out = present[(threadIdx.x + 1) % 64];
+#endif
+}
+
+template <typename Kernel>
+cudaFuncAttributes attributes_of(Kernel kernel) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes;
+}
+
+}  // namespace
+
+int code_architecture() {
+#if defined(VLLM_KERNELS_BEFORE_HOPPER)
+  return 80;
+#else
+  return attributes_of(nothing_kernel).ptxVersion;
+#endif
+}
+
+bool code_has_wgmma() {
+  return attributes_of(wgmma_kernel).sharedSizeBytes >
+         attributes_of(nothing_kernel).sharedSizeBytes;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,142 @@
+// Launching: one call that checks, and programmatic dependent launch.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/base/architecture.cuh"
+
+namespace vllm_kernels::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// What the launchers ask about a device, read once per device.
+struct DeviceInfo {
+  int multiprocessors = 0;
+  // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
+  int architecture = 0;
+  int shared_memory_per_block = 0;  // bytes, after opt-in
+  bool has_wgmma = false;           // the code is for sm_90a
+};
+
+constexpr int kMaxDevices = 64;
+
+// Of the PTX that this library's kernels come from on the current device.
+int code_architecture();
+// Whether they were compiled for sm_90a, with Hopper's warpgroup products.
+bool code_has_wgmma();
+
+inline const DeviceInfo& current_device_info() {
+  static DeviceInfo infos[kMaxDevices];
+  static std::once_flag filled[kMaxDevices];
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  DeviceInfo& info = infos[device % kMaxDevices];
+  std::call_once(filled[device % kMaxDevices], [&] {
+    int major = 0, minor = 0, count = 0, shared = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attribute");
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "attribute");
+    check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "attribute");
+    info.multiprocessors = count;
+    info.shared_memory_per_block = shared;
+    info.has_wgmma = code_has_wgmma();
+    info.architecture = std::min(major * 10 + minor, code_architecture());
+  });
+  return info;
+}
+
+// Bytes of dynamic shared memory that a launch of the kernel may ask for on the current device: all
+// that its static arrays leave. The first call for a kernel and device allows it as much; setting
+// the attribute to each launch's own need would race with launches of other threads.
+template <auto kKernel>
+int dynamic_shared_memory(const char* op) {
+  static std::atomic<int> allowed[kMaxDevices];  // bytes; 0: not asked yet
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& known = allowed[device % kMaxDevices];
+  int bytes = known.load(std::memory_order_acquire);
+  if (bytes == 0) {  // idempotent: two threads may both set it
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kKernel), op);
+    bytes = current_device_info().shared_memory_per_block -
+            static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    known.store(bytes, std::memory_order_release);
+  }
+  return bytes;
+}
+
+// Blocks as the first dimension of a grid.
+inline unsigned grid_size(const char* op, int64_t blocks) {
+  if (blocks > INT32_MAX) {
+    throw std::runtime_error(std::string(op) + ": expected work for fewer than 2^31 blocks, got " +
+                             std::to_string(blocks) + ": split the call");
+  }
+  return static_cast<unsigned>(blocks);
+}
+
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
+// refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
+// dependent launch), so every kernel launched here calls wait_for_predecessor() before it reads or
+// writes what counts. (paged_attention looks at indices earlier, and reads them again.) Code for
+// older ones cannot wait, on whatever device it runs.
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                   size_t shared_bytes, void* stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute dependent[1];
+  dependent[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = dependent;
+  config.numAttrs = current_device_info().architecture >= 90 ? 1 : 0;
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(op) +
+                             ": kernel launch refused: " + cudaGetErrorString(error));
+  }
+}
+
+#if defined(__CUDACC__)
+// Lets the next kernel of the stream be scheduled; it still waits for this one's results.
+__device__ __forceinline__ void launch_dependents() {
+#if defined(VLLM_KERNELS_HAS_SM90)
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// A word of every 64 bytes of a kernel parameter. Whoever reads them before wait_for_predecessor()
+// has the parameter in the constant cache after it.
+template <typename Parameter>
+__device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
+  uint32_t words = 0;
+#pragma unroll
+  for (size_t word = 0; word < sizeof(Parameter) / 4; word += 16) {
+    words ^= reinterpret_cast<const uint32_t*>(&parameter)[word];
+  }
+  return words;
+}
+
+// Until every earlier kernel of the stream has finished and its writes are visible.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(VLLM_KERNELS_HAS_SM90)
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
+}  // namespace vllm_kernels::cuda

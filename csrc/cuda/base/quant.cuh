@@ -1,0 +1,105 @@
+// Packs of values to 8 bits, and the magnitudes that scales come from. ops/quant.h has the rules.
+#pragma once
+#include <type_traits>
+
+#include "cuda/base/exact_division.cuh"
+#include "cuda/base/fp8.cuh"
+#include "cuda/base/int8.cuh"
+#include "cuda/base/vec.cuh"
+#include "ops/quant.h"
+
+namespace vllm_kernels::cuda {
+
+template <typename Q>
+constexpr DType kQuantDType = std::is_same_v<Q, int8_t> ? DType::kInt8 : DType::kFp8E4M3;
+
+// The largest magnitude of a pack as the bits of a float: they are ordered as the floats are, with
+// NaNs on top.
+template <typename T, int kWidth>
+__device__ __forceinline__ uint32_t magnitude_bits(const Pack<T, kWidth>& pack) {
+  static_assert(Pack<T, kWidth>::kBytes % 4 == 0);
+  uint32_t largest = 0;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (uint32_t word : pack.words) largest = max(largest, word & 0x7fffffffu);
+    return largest;
+  } else {
+#pragma unroll
+    for (uint32_t word : pack.words) largest = __vmaxu2(largest, word & 0x7fff7fffu);
+    largest = max(largest & 0xffffu, largest >> 16);
+    return __float_as_uint(to_float(bits_as<T>(static_cast<uint16_t>(largest))));
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ uint32_t magnitude_bits(const float (&values)[kWidth]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (float value : values) largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
+  return largest;
+}
+
+// The largest of `lanes` neighbouring lanes, a power of two; every thread of the warp calls it.
+__device__ __forceinline__ uint32_t lanes_max(uint32_t value, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+template <typename Q, int kWidth>
+__device__ __forceinline__ Pack<Q, kWidth> narrow8(const float (&values)[kWidth]) {
+  static_assert(kWidth % 4 == 0);
+  Pack<Q, kWidth> pack;
+#pragma unroll
+  for (int i = 0; i < kWidth / 4; ++i) {
+    const float* v = values + 4 * i;
+    if constexpr (std::is_same_v<Q, int8_t>) {
+      pack.words[i] = narrow4_int8(v[0], v[1], v[2], v[3]);
+    } else {
+      pack.words[i] = narrow2<Q>(v[0], v[1]) | static_cast<uint32_t>(narrow2<Q>(v[2], v[3])) << 16;
+    }
+  }
+  return pack;
+}
+
+// value * (1 / scale)
+template <typename Q>
+struct MultiplyByInverse {
+  float inverse;
+
+  __device__ __forceinline__ static MultiplyByInverse of(float scale) { return {__frcp_rn(scale)}; }
+  template <int kWidth>
+  __device__ __forceinline__ Pack<Q, kWidth> quantized(float (&values)[kWidth]) const {
+#pragma unroll
+    for (float& value : values) value *= inverse;
+    return narrow8<Q>(values);
+  }
+};
+
+// value / scale as IEEE rounds it, for values of at most `magnitude`. An infinite scale gives NaNs.
+template <typename Q>
+struct DivideByScale {
+  float scale, inverse;
+  bool saturates;  // some values may lie far outside of what 8 bits reach
+
+  __device__ __forceinline__ static DivideByScale of(float scale, float magnitude) {
+    const float inverse = __frcp_rn(scale);
+    return {scale, inverse, magnitude * inverse > 512.0f};
+  }
+  template <int kWidth>
+  __device__ __forceinline__ Pack<Q, kWidth> quantized(float (&values)[kWidth]) const {
+    if (saturates) {  // a quotient must not be infinite
+      const float most = 512.0f * scale;
+#pragma unroll
+      for (float& value : values) value = at_least(at_most(value, most), -most);
+    }
+#pragma unroll
+    for (float& value : values) {
+      value = copysignf(quotient(value, scale, inverse), value);  // -0 stays -0
+    }
+    return narrow8<Q>(values);
+  }
+};
+
+}  // namespace vllm_kernels::cuda

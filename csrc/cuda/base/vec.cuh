@@ -1,0 +1,155 @@
+// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and
+// are converted in pairs, one instruction each way.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/base/types.cuh"
+#include "ops/rows.h"
+
+namespace vllm_kernels::cuda {
+
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Pack {
+  static constexpr int kBytes = kWidth * sizeof(T);
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+  Word words[kBytes / sizeof(Word)];
+};
+
+// A whole 16-byte access, or a single element where width or alignment forbid that.
+template <typename T>
+using Pack16 = Pack<T, kVectorWidth<T>>;
+
+template <typename To, typename From>
+__device__ __forceinline__ To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// A store whose line the caches give up first; of 1, 2, 4 or 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* to, T x) {
+  static_assert(sizeof(T) == 16 || sizeof(T) <= 4);
+  using Word =
+      std::conditional_t<sizeof(T) == 16, uint4,
+                         std::conditional_t<sizeof(T) == 4, uint32_t,
+                                            std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>>;
+  __stcs(reinterpret_cast<Word*>(to), bits_as<Word>(x));
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void widen(const Pack<T, kWidth>& pack, float (&values)[kWidth]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = bits_as<float>(pack.words[i]);
+  } else if constexpr (kWidth == 1) {
+    values[0] = to_float(bits_as<T>(pack.words[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      if constexpr (std::is_same_v<T, Half>) {
+        const float2 pair = __half22float2(bits_as<__half2>(pack.words[i]));
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+      } else {  // the upper half of a float: one instruction each, where the library's take three
+        values[2 * i] = bits_as<float>(pack.words[i] << 16);
+        values[2 * i + 1] = bits_as<float>(pack.words[i] & 0xffff0000u);
+      }
+    }
+  }
+}
+
+// To nearest even.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> narrow(const float (&values)[kWidth]) {
+  Pack<T, kWidth> pack;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pack.words[i] = bits_as<uint32_t>(values[i]);
+  } else if constexpr (kWidth == 1) {
+    pack.words[0] = bits_as<uint16_t>(from_float<T>(values[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      if constexpr (std::is_same_v<T, Half>) {
+        pack.words[i] = bits_as<uint32_t>(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
+      } else {
+        pack.words[i] = bits_as<uint32_t>(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
+      }
+    }
+  }
+  return pack;
+}
+
+// body(x, y) for every word of two packs.
+template <typename T, int kWidth, typename Body>
+__device__ __forceinline__ Pack<T, kWidth> elementwise(const Pack<T, kWidth>& a,
+                                                       const Pack<T, kWidth>& b, Body&& body) {
+  // What a word holds: two 16-bit elements, or one element.
+  using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
+  using Element = std::conditional_t<(sizeof(T) < 4 && kWidth > 1), Pair, T>;
+  Pack<T, kWidth> result;
+#pragma unroll
+  for (int i = 0; i < Pack<T, kWidth>::kBytes / static_cast<int>(sizeof(Element)); ++i) {
+    result.words[i] = bits_as<typename Pack<T, kWidth>::Word>(
+        static_cast<Element>(body(bits_as<Element>(a.words[i]), bits_as<Element>(b.words[i]))));
+  }
+  return result;
+}
+
+// Sums and products of two packs, element by element, each rounded once: for 16 bits two elements
+// an instruction.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> operator+(const Pack<T, kWidth>& a,
+                                                     const Pack<T, kWidth>& b) {
+  return elementwise(a, b, [](auto x, auto y) { return x + y; });
+}
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> operator*(const Pack<T, kWidth>& a,
+                                                     const Pack<T, kWidth>& b) {
+  return elementwise(a, b, [](auto x, auto y) { return x * y; });
+}
+
+// Pack i of a row of `size` elements. Without kAligned the row may start and end anywhere: element
+// by element, zeros past its end.
+template <bool kAligned, int kWidth, typename T>
+__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t i, int64_t size) {
+  if constexpr (kAligned) {
+    return reinterpret_cast<const Pack<T, kWidth>*>(row)[i];
+  } else {
+    T elements[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      elements[j] = i * kWidth + j < size ? row[i * kWidth + j] : from_float<T>(0.0f);
+    }
+    Pack<T, kWidth> pack;
+    memcpy(&pack, elements, sizeof(pack));
+    return pack;
+  }
+}
+
+template <bool kAligned, typename T, int kWidth>
+__device__ __forceinline__ void store_pack(T* row, int64_t i, int64_t size,
+                                           const Pack<T, kWidth>& pack) {
+  if constexpr (kAligned) {
+    reinterpret_cast<Pack<T, kWidth>*>(row)[i] = pack;
+  } else {
+    T elements[kWidth];
+    memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if (i * kWidth + j < size) row[i * kWidth + j] = elements[j];
+    }
+  }
+}
+
+// Whether every row starts at a multiple of 16 bytes (`base` may be null: there are no rows).
+inline bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
+  const int64_t width = 16 / size_of(dtype);
+  return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,226 @@
+#include "ops/rms_norm.h"
+
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/reduce.cuh"
+#include "cuda/base/vec.cuh"
+#include "cuda/launchers.h"
+#include "cuda/norm/rms_norm_rows.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+struct RmsNormRows {
+  RowOffsets out, input, residual;
+  float inverse_size;  // 1 / hidden_size
+  bool ask_early;
+  explicit RmsNormRows(const RmsNormParams& p)
+      : out(p.out_rows),
+        input(p.input_rows),
+        residual(p.residual_rows),
+        inverse_size(1.0f / static_cast<float>(p.hidden_size)),
+        ask_early(asks_early(p)) {}
+};
+
+// One row's arrays as packs. out may be input, so neither is read through the read-only cache.
+template <typename T, int kWidth>
+struct Row {
+  Pack<T, kWidth>* out;
+  const Pack<T, kWidth>* input;
+  Pack<T, kWidth>* residual;
+  const Pack<T, kWidth>* weight;
+
+  __device__ __forceinline__ Row(const RmsNormParams& p, const RmsNormRows& rows, uint32_t row) {
+    out = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.out) + rows.out.of(row));
+    input = reinterpret_cast<const Pack<T, kWidth>*>(static_cast<const T*>(p.input) +
+                                                     rows.input.of(row));
+    residual =
+        reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.residual) + rows.residual.of(row));
+    weight = static_cast<const Pack<T, kWidth>*>(p.weight);
+  }
+};
+
+// `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
+// residual added, rounded and stored where there is one. Zero past the row's end.
+template <bool kAdd, int kPacks, typename T, int kWidth>
+__device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Row<T, kWidth>& row,
+                                          int first, int num_packs) {
+  Pack<T, kWidth> r[kAdd ? kPacks : 1];
+#pragma unroll
+  for (int v = 0; v < kPacks; ++v) {
+    const int i = first + v * blockDim.x + threadIdx.x;
+    x[v] = i < num_packs ? row.input[i] : Pack<T, kWidth>{};
+    if constexpr (kAdd) r[v] = i < num_packs ? row.residual[i] : Pack<T, kWidth>{};
+  }
+  if constexpr (kAdd) {
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      x[v] = x[v] + r[v];
+      if (i < num_packs) row.residual[i] = x[v];
+    }
+  }
+}
+
+// Threads of the widest block, and blocks of that size that registers must leave room for.
+template <int kVectors>
+constexpr int kMaxThreads = kVectors == 1   ? 1024
+                            : kVectors == 2 ? 512
+                                            : 896;  // of 1024, float16 would spill
+template <int kVectors>
+constexpr int kMinBlocks = kVectors == 2 ? 3 : 1;
+
+// One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
+template <typename T, bool kAdd, int kVectors>
+__global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
+    rms_norm_kernel(RmsNormParams p, RmsNormRows rows) {
+  launch_dependents();
+  constexpr int kWidth = kVectorWidth<T>;
+  const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
+  const Row<T, kWidth> row(p, rows, blockIdx.x);
+  if (rows.ask_early) {
+    ask_for(row.input, kAdd ? row.residual : nullptr, row.weight,
+            static_cast<uint32_t>(p.hidden_size * sizeof(T)));
+  }
+  wait_for_predecessor();
+  Pack<T, kWidth> x[kVectors], weight[kVectors];
+  const auto take_weight = [&] {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = v * blockDim.x + threadIdx.x;
+      weight[v] = i < num_vectors ? row.weight[i] : Pack<T, kWidth>{};
+    }
+  };
+  if constexpr (kVectors == 1) take_weight();  // with more, registers are better spent on blocks
+  take_tile<kAdd>(x, row, 0, num_vectors);
+
+  float square = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    square += sum_of_squares(x[v]);
+    keep_packed(x[v]);
+  }
+  const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
+  if constexpr (kVectors > 1) take_weight();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int i = v * blockDim.x + threadIdx.x;
+    if (i < num_vectors) row.out[i] = normed(x[v], inverse, weight[v]);
+  }
+}
+
+// Rows of at most 32 vectors, such as heads: `lanes` (a power of two) neighbouring lanes a row, one
+// vector each.
+template <typename T, bool kAdd>
+__global__ void __launch_bounds__(256)
+    rms_norm_short_kernel(RmsNormParams p, RmsNormRows rows, int lanes) {
+  launch_dependents();
+  wait_for_predecessor();
+  constexpr int kWidth = kVectorWidth<T>;
+  const uint32_t index = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
+  const int i = threadIdx.x % lanes;
+  const bool inside = index < p.input_rows.count && i * kWidth < p.hidden_size;
+  const Row<T, kWidth> row(p, rows, inside ? index : 0);
+
+  Pack<T, kWidth> x{}, weight{};
+  if (inside) {
+    x = row.input[i];
+    weight = row.weight[i];
+    if constexpr (kAdd) {
+      x = x + row.residual[i];
+      row.residual[i] = x;
+    }
+  }
+  float square = sum_of_squares(x);
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    square += __shfl_xor_sync(0xffffffffu, square, distance);
+  }
+  if (inside) row.out[i] = normed(x, inverse_root(square, rows.inverse_size, p.epsilon), weight);
+}
+
+// Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
+// second mostly served by the caches.
+template <typename T, bool kAdd, int kWidth>
+__global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, RmsNormRows rows) {
+  launch_dependents();
+  wait_for_predecessor();
+  constexpr int kPacks = 4;
+  const int num_packs = static_cast<int>(p.hidden_size / kWidth);
+  const int tile = kPacks * blockDim.x;
+  const Row<T, kWidth> row(p, rows, blockIdx.x);
+  Pack<T, kWidth> x[kPacks];
+  float square = 0.0f;
+  for (int first = 0; first < num_packs; first += tile) {
+    take_tile<kAdd>(x, row, first, num_packs);
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) square += sum_of_squares(x[v]);
+  }
+  const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
+  const auto* sums = kAdd ? row.residual : row.input;
+  for (int first = 0; first < num_packs; first += tile) {
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      x[v] = i < num_packs ? sums[i] : Pack<T, kWidth>{};
+    }
+#pragma unroll
+    for (int v = 0; v < kPacks; ++v) {
+      const int i = first + v * blockDim.x + threadIdx.x;
+      if (i < num_packs) row.out[i] = normed(x[v], inverse, row.weight[i]);
+    }
+  }
+}
+
+template <typename T, bool kAdd>
+void launch_rows(const RmsNormParams& p, Stream stream) {
+  const char* op = kAdd ? "fused_add_rms_norm" : "rms_norm";
+  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernels number them in 32 bits
+  const auto run = [&](auto kernel, int64_t blocks, int64_t threads, auto... more) {
+    launch_kernel(op, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0,
+                  stream, p, RmsNormRows(p), more...);
+  };
+
+  constexpr int kWidth = kVectorWidth<T>;
+  const bool aligned = p.hidden_size % kWidth == 0 && aligned16(p.weight) &&
+                       rows_aligned16(p.input, p.input_rows, p.dtype) &&
+                       rows_aligned16(p.out, p.out_rows, p.dtype) &&
+                       rows_aligned16(p.residual, p.residual_rows, p.dtype);
+  if (!aligned) {
+    return run(rms_norm_long_kernel<T, kAdd, 1>, rows, p.hidden_size >= 1024 ? 1024 : 256);
+  }
+
+  // Block shapes, by vectors a row. Few rows: wide blocks, one load of an array a thread, the
+  // widest where a multiprocessor has one row at most. Many rows: two loads in flight a thread.
+  const int64_t vectors = p.hidden_size / kWidth;
+  const auto run_with = [&](auto kernel, int64_t per_thread) {
+    const int64_t threads = (vectors + per_thread - 1) / per_thread;
+    run(kernel, rows, (threads + 31) / 32 * 32);
+  };
+  if (vectors <= 32) {
+    int lanes = 1;
+    while (lanes < vectors) lanes *= 2;
+    const int64_t rows_per_block = 256 / lanes;
+    return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
+               lanes);
+  }
+  const int64_t widest = rows <= current_device_info().multiprocessors ? kMaxThreads<1> : 512;
+  if (rows < 1024 && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
+  if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
+  run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);
+}
+
+}  // namespace
+
+void launch(const RmsNormParams& p, Stream stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (p.residual == nullptr) {
+      launch_rows<T, false>(p, stream);
+    } else {
+      launch_rows<T, true>(p, stream);
+    }
+  });
+}
+
+}  // namespace vllm_kernels::cuda

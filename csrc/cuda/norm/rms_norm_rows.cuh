@@ -1,0 +1,59 @@
+// Steps that the root-mean-square norms share, on packs of a row's elements.
+#pragma once
+#include "cuda/base/prefetch.cuh"
+#include "cuda/base/vec.cuh"
+#include "ops/rms_norm.h"
+
+namespace vllm_kernels::cuda {
+
+// Whether blocks of a row each ask the second-level cache for it before the wait. More rows than
+// these keep memory busy as it is: asking early took up to 15% longer.
+inline bool asks_early(const RmsNormParams& p) {
+  const int64_t arrays = p.residual == nullptr ? 1 : 2;
+  const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
+  return p.input_rows.count <= 512 && bytes <= 6'000'000;
+}
+
+// A lane an array of `bytes`, a multiple of 16, at an address that is one; null: it is not there.
+__device__ __forceinline__ void ask_for(const void* input, const void* residual, const void* weight,
+                                        uint32_t bytes) {
+  if (threadIdx.x >= 3) return;
+  const void* array = threadIdx.x == 0 ? weight : threadIdx.x == 1 ? input : residual;
+  if (array != nullptr) prefetch_l2(array, bytes);
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
+  float values[kWidth], square = 0.0f;
+  widen(pack, values);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) square += values[j] * values[j];
+  return square;
+}
+
+// The normalised value is rounded before the product.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> normed(Pack<T, kWidth> x, float inverse,
+                                                  Pack<T, kWidth> weight) {
+  float values[kWidth];
+  widen(x, values);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
+  return narrow<T>(values) * weight;
+}
+
+// Stops the compiler from holding on to the elements' float copies, which take twice the registers.
+template <typename T>
+__device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
+#pragma unroll
+  for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
+}
+
+// 1 / sqrt(mean square + epsilon) of a row; 0 for a row of zeros without an epsilon.
+// `inverse_size`: 1 / hidden_size.
+__device__ __forceinline__ float inverse_root(float square, float inverse_size, float epsilon) {
+  const float mean = fmaf(square, inverse_size, epsilon);
+  return mean == 0.0f ? 0.0f : rsqrtf(mean);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,213 @@
+// One head in the registers of neighbouring lanes, for what happens to it between the QKV product
+// and attention: bias, RMS norm, rotation. A lane's unit is an item of two packs: the two packs
+// whose elements are turned together, or, behind the turned part, two that follow each other.
+#pragma once
+#include <cstdint>
+
+#include "cuda/base/prefetch.cuh"
+#include "cuda/base/types.cuh"
+#include "cuda/base/vec.cuh"
+#include "cuda/norm/rms_norm_rows.cuh"
+
+namespace vllm_kernels::cuda {
+
+// kWidth cosines and as many sines, from elements `cosine` and `sine` on of an array of any
+// floating dtype.
+template <int kWidth>
+__device__ __forceinline__ void load_angles(const void* base, DType dtype, int64_t cosine,
+                                            int64_t sine, float (&cosines)[kWidth],
+                                            float (&sines)[kWidth]) {
+  const auto load = [&](auto tag) {
+    using C = decltype(tag);
+    // Copied first: two accesses, both under way before the first is used.
+    const auto* elements = static_cast<const C*>(base);
+    const auto first = *reinterpret_cast<const Pack<C, kWidth>*>(elements + cosine);
+    const auto second = *reinterpret_cast<const Pack<C, kWidth>*>(elements + sine);
+    widen(first, cosines);
+    widen(second, sines);
+  };
+  if (dtype == DType::kFloat32) {
+    load(float{});
+  } else if (dtype == DType::kBFloat16) {
+    load(BFloat16{});
+  } else {
+    load(Half{});
+  }
+}
+
+// One element of a pair; `sine` is negative for the first. Rounded the same wherever it is done.
+__device__ __forceinline__ float turn_one(float own, float other, float cosine, float sine) {
+  return fmaf(own, cosine, other * sine);
+}
+
+// Turns kWidth pairs of two packs: pair j is element j of both (Neox), or elements 2j and 2j + 1 of
+// the two packs side by side (GPT-J).
+template <bool kNeox, int kWidth>
+__device__ __forceinline__ void turn_pairs(float (&values)[2][kWidth],
+                                           const float (&cosines)[kWidth],
+                                           const float (&sines)[kWidth]) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    constexpr int kNext = kNeox ? kWidth : 1;  // from a pair's first element to its second
+    const int i = kNeox ? j : 2 * j;
+    float& x = values[i / kWidth][i % kWidth];
+    float& y = values[(i + kNext) / kWidth][(i + kNext) % kWidth];
+    const float turned = turn_one(x, y, cosines[j], -sines[j]);
+    y = turn_one(y, x, cosines[j], sines[j]);
+    x = turned;
+  }
+}
+
+// The same of packs, whose conversions belong to the style: before a branch on it they would hold
+// registers across it.
+template <bool kNeox, typename T, typename A, int kWidth>
+__device__ __forceinline__ void turn_packs(Pack<T, kWidth> (&packs)[2],
+                                           const Pack<A, kWidth>& cosines,
+                                           const Pack<A, kWidth>& sines) {
+  float values[2][kWidth], wide_cosines[kWidth], wide_sines[kWidth];
+  widen(cosines, wide_cosines);
+  widen(sines, wide_sines);
+  widen(packs[0], values[0]);
+  widen(packs[1], values[1]);
+  turn_pairs<kNeox>(values, wide_cosines, wide_sines);
+  packs[0] = narrow<T>(values[0]);
+  packs[1] = narrow<T>(values[1]);
+}
+
+// Where a lane's items lie in the head: item i has the lane's (lane + i * lanes)-th two packs.
+template <int kWidth, int kItems>
+struct HeadItems {
+  int place[kItems][2];  // elements from the head's start; -1: there is none
+  int pair[kItems];      // of its first pair, in cosines; -1: not turned
+
+  __device__ __forceinline__ HeadItems(int head_size, int rotary_size, bool is_neox, int lane,
+                                       int lanes, bool inside) {
+    const int half = rotary_size / 2;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int first = (lane + i * lanes) * kWidth;  // pair, while there are any
+      const bool turned = first < half;
+      pair[i] = turned && inside ? first : -1;
+      place[i][0] = turned && is_neox ? first : 2 * first;
+      place[i][1] = turned && is_neox ? half + first : 2 * first + kWidth;
+#pragma unroll
+      for (int& d : place[i]) {
+        if (!inside || d >= head_size) d = -1;
+      }
+    }
+  }
+};
+
+// Of a lane's pairs, as they are stored: of type A, but single elements, whose type is known at run
+// time, as float.
+template <typename A, int kWidth, int kItems>
+struct HeadAngles {
+  Pack<A, kWidth> cosines[kItems];
+  Pack<A, kWidth> sines[kItems];
+
+  // `row`: where the position's cosines start; the sines follow `half` later.
+  __device__ __forceinline__ void load(const HeadItems<kWidth, kItems>& items, const void* cos_sin,
+                                       DType dtype, int64_t row, int half) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items.pair[i] < 0) continue;
+      const int64_t first = row + items.pair[i];
+      if constexpr (kWidth == 1) {
+        float cosine[1], sine[1];
+        load_angles(cos_sin, dtype, first, first + half, cosine, sine);
+        cosines[i] = narrow<float>(cosine);
+        sines[i] = narrow<float>(sine);
+      } else {
+        const A* start = static_cast<const A*>(cos_sin) + first;
+        cosines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start);
+        sines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start + half);
+      }
+    }
+  }
+};
+
+template <typename T, int kWidth, int kItems>
+struct HeadPacks {
+  using Items = HeadItems<kWidth, kItems>;
+  Pack<T, kWidth> packs[kItems][2];  // zero where there is none
+
+  // body(pack, element of the head)
+  template <typename Body>
+  __device__ __forceinline__ void each(const Items& items, Body&& body) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (items.place[i][half] >= 0) body(packs[i][half], items.place[i][half]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void prefetch(const Items& items, const T* row) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int d : items.place[i]) {
+        if (d >= 0) prefetch_l2(row + d);
+      }
+    }
+  }
+  __device__ __forceinline__ void load(const Items& items, const T* row) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) packs[i][0] = packs[i][1] = {};
+    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = at(row, d); });
+  }
+  __device__ __forceinline__ void store(const Items& items, T* row) {
+    each(items, [&](const Pack<T, kWidth>& pack, int d) {
+      *reinterpret_cast<Pack<T, kWidth>*>(row + d) = pack;
+    });
+  }
+  __device__ __forceinline__ void add(const Items& items, const T* bias) {
+    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = pack + at(bias, d); });
+  }
+
+  // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. By a whole
+  // warp.
+  __device__ __forceinline__ float inverse_root(int head_size, int lanes, float epsilon) const {
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      square += sum_of_squares(packs[i][0]) + sum_of_squares(packs[i][1]);
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      square += __shfl_xor_sync(0xffffffffu, square, distance);
+    }
+    return cuda::inverse_root(square, __frcp_rn(head_size), epsilon);
+  }
+  __device__ __forceinline__ void norm(const Items& items, const T* weight, float inverse) {
+    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = normed(pack, inverse, at(weight, d)); });
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void turn(const Items& items,
+                                       const HeadAngles<A, kWidth, kItems>& angles, bool is_neox) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items.pair[i] < 0) continue;
+      float values[2][kWidth], cosines[kWidth], sines[kWidth];
+      widen(packs[i][0], values[0]);
+      widen(packs[i][1], values[1]);
+      widen(angles.cosines[i], cosines);
+      widen(angles.sines[i], sines);
+      if (is_neox) {
+        turn_pairs<true>(values, cosines, sines);
+      } else {
+        turn_pairs<false>(values, cosines, sines);
+      }
+      packs[i][0] = narrow<T>(values[0]);
+      packs[i][1] = narrow<T>(values[1]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static Pack<T, kWidth> at(const T* row, int d) {
+    return *reinterpret_cast<const Pack<T, kWidth>*>(row + d);
+  }
+};
+
+}  // namespace vllm_kernels::cuda

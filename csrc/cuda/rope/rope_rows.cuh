@@ -1,0 +1,167 @@
+// A row (one head of one token) between the QKV product and the paged cache or attention: where it
+// lies, what is done to it (ops/rope_and_cache.h), and where the cache has it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/kv_element.cuh"
+#include "cuda/base/prefetch.cuh"
+#include "cuda/cache/duplicate_slots.cuh"
+#include "cuda/launchers.h"
+#include "cuda/rope/rope_heads.cuh"
+#include "ops/rope_and_cache.h"
+
+namespace vllm_kernels::cuda {
+
+// Whether packs of 16 bytes fit heads, weights, cosines and cache.
+bool packs_fit(const RopeAndCacheParams& params);
+
+// The cache writer's part of it: keys (as they are given) and values of the tokens with slots.
+ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
+
+// Keys turned within the cache writers' kernels. Fits: without biases and norms, and what both can
+// take 16 bytes at a time.
+bool fits_writers(const RopeAndCacheParams& params);
+void launch_writers(const RopeAndCacheParams& params, Stream stream);
+
+// The same for many slots, more than kFewTokens, of what fits the writers: layout NHD, and what
+// `fits_runs` of layout vllm.
+bool fits_runs(const RopeAndCacheParams& params);
+void launch_many(const RopeAndCacheParams& params, Stream stream);
+
+// One head of one token: where it lies and what is done to it.
+template <typename T>
+struct HeadRow {
+  T* start;
+  const T* bias;
+  const T* weight;
+  int token;
+  int head;
+  bool is_second;  // of `second` instead of `first`
+
+  // Row number `row` of the tokens' heads, `heads` a token: those of `first`, then of `second`.
+  __device__ __forceinline__ HeadRow(const ProjectedHeads& first, const ProjectedHeads& second,
+                                     FastDivisor heads, int row) {
+    token = heads.divide(row);
+    head = row - token * (first.count + second.count);
+    is_second = head >= first.count;
+    if (is_second) head -= first.count;
+    find(is_second ? second : first);
+  }
+  __device__ __forceinline__ HeadRow(const ProjectedHeads& own, int token, int head)
+      : token(token), head(head), is_second(false) {
+    find(own);
+  }
+
+ private:
+  __device__ __forceinline__ void find(const ProjectedHeads& own) {
+    start = static_cast<T*>(own.data) + token * own.token_stride + head * own.head_stride;
+    bias = static_cast<const T*>(own.bias);
+    weight = static_cast<const T*>(own.weight);
+  }
+};
+
+// Bias, norm and rotation of the packs of a row that `lanes` neighbouring lanes hold. By whole
+// warps.
+template <typename T, typename A, int kWidth, int kItems>
+__device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                        const HeadItems<kWidth, kItems>& items,
+                                        const HeadAngles<A, kWidth, kItems>& angles, int lanes,
+                                        HeadPacks<T, kWidth, kItems>& x) {
+  if (row.bias != nullptr) x.add(items, row.bias + row.head * p.head_size);
+  if (p.query.weight != nullptr || p.key.weight != nullptr) {
+    const float inverse = x.inverse_root(p.head_size, lanes, p.epsilon);
+    if (row.weight != nullptr) x.norm(items, row.weight, inverse);
+  }
+  x.turn(items, angles, p.is_neox);
+}
+
+// kWidth elements as the cache has them.
+template <typename C, int kWidth>
+struct alignas(kWidth * sizeof(C)) Stored {
+  C data[kWidth];
+};
+
+template <typename C, typename T, int kWidth>
+__device__ __forceinline__ Stored<C, kWidth> round_to(const Pack<T, kWidth>& pack, Divisor scale) {
+  Stored<C, kWidth> stored;
+  if constexpr (kIs8Bit<C>) {
+    float values[kWidth];
+    widen(pack, values);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
+  } else {
+    memcpy(&stored, &pack, sizeof(stored));
+  }
+  return stored;
+}
+
+// The element that a head's row starts with in the cache, and what lies between its elements.
+template <typename C>
+struct CacheRow {
+  C* start;
+  int64_t stride;  // from chunk to chunk of K, from element to element of V
+  Divisor scale;
+  bool is_key;
+
+  __device__ __forceinline__ CacheRow(const PagedKv& kv, bool is_key, int head, Place at)
+      : is_key(is_key) {
+    C* data = static_cast<C*>(is_key ? kv.key : kv.value);
+    start = data + at.block * (is_key ? kv.key_block_stride : kv.value_block_stride) +
+            head * (is_key ? kv.key_head_stride : kv.value_head_stride) +
+            at.token * (is_key ? kv.key_token_stride : kv.value_token_stride);
+    stride = is_key ? kv.key_chunk_stride : kv.value_dim_stride;
+    scale = divisor_of<C>(is_key ? kv.k_scale : kv.v_scale, kv.scale_stride, head);
+  }
+
+  template <typename T, int kWidth>
+  __device__ __forceinline__ Stored<C, kWidth> round(const Pack<T, kWidth>& pack) const {
+    return round_to<C>(pack, scale);
+  }
+  // From element `d` of the head on.
+  template <int kWidth>
+  __device__ __forceinline__ void store(const Stored<C, kWidth>& stored, int d) const {
+    constexpr int kX = 16 / sizeof(C);  // elements of a chunk
+    if (is_key || stride == 1) {
+      C* to = is_key ? start + d / kX * stride + d % kX : start + d;
+      *reinterpret_cast<Stored<C, kWidth>*>(to) = stored;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];
+    }
+  }
+};
+
+// What a lane works with. `lanes` neighbouring ones (a power of two) hold one row.
+template <typename T, typename A, int kWidth, int kItems>
+struct Lane {
+  using Items = HeadItems<kWidth, kItems>;
+  HeadPacks<T, kWidth, kItems> x;
+  HeadAngles<A, kWidth, kItems> angles{};
+
+  __device__ __forceinline__ static Items items(const RopeAndCacheParams& p, bool is_value,
+                                                bool inside, int lane, int lanes) {
+    return Items(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, lane, lanes, inside);
+  }
+  // Under way, as far as the second-level cache, before the wait.
+  __device__ __forceinline__ void prefetch(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                           const Items& items) {
+    x.prefetch(items, row.start);
+    prefetch_l2(p.positions + row.token);
+  }
+  // Whether the row's position is one.
+  __device__ __forceinline__ bool load(const RopeAndCacheParams& p, const HeadRow<T>& row,
+                                       const Items& items) {
+    x.load(items, row.start);
+    const int64_t position = p.positions[row.token];
+    const bool good = position >= 0 && position < p.max_position;
+    if (good) {
+      angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
+                  p.rotary_size / 2);
+    }
+    return good;
+  }
+};
+
+}  // namespace vllm_kernels::cuda

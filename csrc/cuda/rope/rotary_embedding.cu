@@ -1,0 +1,95 @@
+#include "ops/rotary_embedding.h"
+
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/prefetch.cuh"
+#include "cuda/base/vec.cuh"
+#include "cuda/launchers.h"
+#include "cuda/rope/rope_heads.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kMaxThreads = 320;
+
+// A block takes a tile of one token's heads (of query, then of key) in y and of a head's chunks in
+// x; a thread one chunk of kWidth pairs. A chunk is two packs: of either half of the turned part
+// (Neox), or side by side (GPT-J).
+template <typename T, int kWidth, bool kNeox>
+__global__ void __launch_bounds__(kMaxThreads, 4)
+    rotary_embedding_kernel(RotaryParams p, RowOffsets position_rows, RowOffsets query_tokens,
+                            RowOffsets key_tokens) {
+  launch_dependents();
+  const uint32_t token = blockIdx.x;
+  const int head = blockIdx.y * blockDim.y + threadIdx.y;
+  const int pair = (blockIdx.z * blockDim.x + threadIdx.x) * kWidth;
+  const int half = static_cast<int>(p.rotary_size / 2);
+  if (head >= p.query.count + p.key.count || pair >= half) return;
+  const int64_t* position_at = p.positions + position_rows.of(token);
+  const bool is_query = head < p.query.count;
+  const RotaryHeads& heads = is_query ? p.query : p.key;
+  T* start = static_cast<T*>(heads.data) + (is_query ? query_tokens : key_tokens).of(token) +
+             (is_query ? head : head - p.query.count) * heads.stride + (kNeox ? pair : 2 * pair);
+  auto* first = reinterpret_cast<Pack<T, kWidth>*>(start);
+  auto* second = reinterpret_cast<Pack<T, kWidth>*>(start + (kNeox ? half : kWidth));
+  prefetch_l2(position_at);
+  prefetch_l2(first);
+  prefetch_l2(second);
+  wait_for_predecessor();
+  const int64_t position = *position_at;
+  const Pack<T, kWidth> packs[2] = {*first, *second};      // under way before the position is known
+  if (position < 0 || position >= p.max_position) return;  // the token stays as it is
+  const int64_t row = position * p.cache_stride + pair;
+  float cosines[kWidth], sines[kWidth], values[2][kWidth];
+  load_angles(p.cos_sin_cache, p.cache_dtype, row, row + half, cosines, sines);
+  widen(packs[0], values[0]);
+  widen(packs[1], values[1]);
+  turn_pairs<kNeox>(values, cosines, sines);
+  *first = narrow<T>(values[0]);
+  *second = narrow<T>(values[1]);
+}
+
+template <typename T, int kWidth, bool kNeox>
+void launch_width(const RotaryParams& p, Stream stream) {
+  // Block shape: all chunks of as many heads as fit, evenly (32 + 8 heads of 128: 8 x 40 threads).
+  const auto tiles = [](int64_t count, int64_t most) { return (count + most - 1) / most; };
+  const int64_t chunks = p.rotary_size / 2 / kWidth;
+  const int64_t heads = p.query.count + p.key.count;
+  const int64_t z = tiles(chunks, kMaxThreads);
+  const int64_t block_x = tiles(chunks, z);
+  const int64_t y = tiles(heads, kMaxThreads / block_x);
+  const dim3 grid(grid_size("rotary_embedding", p.position_rows.count), static_cast<unsigned>(y),
+                  static_cast<unsigned>(z));
+  const dim3 block(static_cast<unsigned>(block_x), static_cast<unsigned>(tiles(heads, y)));
+  launch_kernel("rotary_embedding", rotary_embedding_kernel<T, kWidth, kNeox>, grid, block, 0,
+                stream, p, RowOffsets(p.position_rows), RowOffsets(p.query.tokens),
+                RowOffsets(p.key.tokens));
+}
+
+// Whether 16-byte accesses fit heads and cache.
+bool vectors_fit(const RotaryParams& p) {
+  const int64_t width = 16 / size_of(p.dtype);
+  const auto fits = [&](const RotaryHeads& heads) {
+    return heads.stride % width == 0 && rows_aligned16(heads.data, heads.tokens, p.dtype);
+  };
+  const auto cache = reinterpret_cast<uintptr_t>(p.cos_sin_cache);
+  return p.rotary_size / 2 % width == 0 && fits(p.query) && fits(p.key) &&
+         cache % (width * size_of(p.cache_dtype)) == 0 && p.cache_stride % width == 0;
+}
+
+}  // namespace
+
+void launch(const RotaryParams& p, Stream stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int kWidth = kVectorWidth<T>;
+    if (vectors_fit(p)) {
+      p.is_neox ? launch_width<T, kWidth, true>(p, stream)
+                : launch_width<T, kWidth, false>(p, stream);
+    } else {
+      p.is_neox ? launch_width<T, 1, true>(p, stream) : launch_width<T, 1, false>(p, stream);
+    }
+  });
+}
+
+}  // namespace vllm_kernels::cuda
