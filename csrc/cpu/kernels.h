@@ -100,7 +100,7 @@ VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
-VLLM_KERNELS_DECLARE(MergeAttnPartsParams)
+VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

@@ -54,6 +54,6 @@ void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
-void launch(const MergeAttnPartsParams& params, Stream stream);
+void launch(const CombineAttnPartialsParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

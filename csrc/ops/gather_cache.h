@@ -11,7 +11,7 @@
 
 namespace vllm_kernels {
 
-struct TokenPlace {
+struct TokenLocation {
   int32_t block;  // or one of:
   int32_t token;  // in the block
 
@@ -32,8 +32,9 @@ struct PagedTokens {
   int32_t block_size = 0;
 
   // Of a row of sequence `seq` < 2^31, which may be any number.
-  VLLM_KERNELS_HOST_DEVICE TokenPlace locate(int32_t row, int32_t seq) const {
-    constexpr TokenPlace zeros{TokenPlace::kZeros, 0}, unwritten{TokenPlace::kUnwritten, 0};
+  VLLM_KERNELS_HOST_DEVICE TokenLocation locate(int32_t row, int32_t seq) const {
+    constexpr TokenLocation zeros{TokenLocation::kZeros, 0},
+        unwritten{TokenLocation::kUnwritten, 0};
     if (seq < 0 || seq >= num_seqs) return token_to_seq == nullptr ? unwritten : zeros;
     const int32_t first = cu_seq_lens[seq];
     if (row < first || row >= cu_seq_lens[seq + 1]) return unwritten;
@@ -63,7 +64,7 @@ struct GatherCacheParams {
   int64_t scale_head_stride = 0;
   int64_t scale_token_stride = 0;
 
-  VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenPlace at, int64_t head) const {
+  VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenLocation at, int64_t head) const {
     return scales[at.block * scale_block_stride + head * scale_head_stride +
                   at.token * scale_token_stride];
   }

@@ -1,7 +1,7 @@
 // 8-bit results of an op's last step: element * scale stands for the value.
 //   scale given      element = q(value * (1 / scale))
 //   scale computed   from the largest magnitude of a row, or of a group of neighbours in a row:
-//     scale = max(magnitude / largest_of(dtype), least_scale_of(dtype))
+//     scale = max(magnitude / largest_of(dtype), min_scale_of(dtype))
 //     element = q(value / scale) for e4m3, q(value * (1 / scale)) for int8
 //     (silu_and_mul_per_block_quant divides for both)
 // q rounds to nearest even and saturates; of a NaN it makes a NaN in e4m3 and 0 in int8. A NaN
@@ -34,7 +34,7 @@ constexpr float largest_of(DType dtype) {
 }
 
 // The scale of nothing but zeros.
-constexpr float least_scale_of(DType dtype) {
+constexpr float min_scale_of(DType dtype) {
   return dtype == DType::kInt8 ? 0x1p-23f : 1.0f / (448.0f * 512.0f);
 }
 

@@ -163,7 +163,7 @@ def check(case: Case) -> Tensor:
     assert torch.equal(bits(ours.key_cache), bits(apart.key_cache)), "key_cache"
     assert torch.equal(bits(ours.value_cache), bits(apart.value_cache)), "value_cache"
 
-    options = {name: value for name, value in case.options.items() if name != "split_tokens"}
+    options = {name: value for name, value in case.options.items() if name != "fixed_split_size"}
     naive, keys, values = reference.fused_decode_attention(*case.tensors(), **options)
     assert torch.equal(bits(ours.value_cache), bits(values)), "value_cache of the reference"
     eight_bits = case.key_cache.dtype.itemsize == 1

@@ -31,8 +31,9 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
          r'.* = 2 \(from dimension 2 of key_cache in layout "NHD"\), got shape \[3, 7, 64\]$'),
         ("HND", {"key_cache": rows, "value_cache": rows},
          r'.* = 16 \(from dimension 1 of key_cache in layout "HND"\), got shape \[3, 8, 64\]$'),
-        ("vllm", {"split_tokens": -1}, r"split_tokens: expected a number of tokens >= 0 \(0: as "
-                                       r"suits the batch\), got -1$"),
+        ("vllm", {"fixed_split_size": -1},
+         r"fixed_split_size: expected a number of tokens >= 0 \(0: "
+         r"as suits the batch\), got -1$"),
         ("flat", {}, r'layout: expected "vllm", "NHD" or "HND", got "flat"$'),
         ("NHD", {}, r"key_cache: expected shape \[num_blocks, block_size, num_kv_heads, head_size\]"
                     r' \(from layout = "NHD"\), got shape \[.*; give layout="vllm", "NHD" or '),

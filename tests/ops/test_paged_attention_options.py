@@ -85,13 +85,13 @@ def test_scales(device, layout, stored):
 
 
 @pytest.mark.parametrize("queries", [[1, 1, 1, 1], [2, 3, 9, 40]], ids=["decode", "several"])
-def test_split_tokens_make_a_batch_invariant(device, dtype, layout, queries):
+def test_fixed_split_size_make_a_batch_invariant(device, dtype, layout, queries):
     """A sequence alone gives bit for bit what it gives between others."""
     lens = [3000, 45, 700, 1]
     queries = [min(pair) for pair in zip(queries, lens, strict=True)]
     case = make_case(device, dtype, lens, queries, heads=8, layout=layout)
     plain = replace(case, max_query_len=max(queries))
-    case = plain.with_options(split_tokens=256)
+    case = plain.with_options(fixed_split_size=256)
     got = case.run()
     assert_right(plain, got)
     first = 0
@@ -107,10 +107,10 @@ def test_split_tokens_make_a_batch_invariant(device, dtype, layout, queries):
         first += count
 
 
-def test_split_tokens_where_kv_heads_are_read_together(dtype):
+def test_fixed_split_size_where_kv_heads_are_read_together(dtype):
     """A CPU reads as many KV heads of NHD together as the batch and its threads allow."""
     before = torch.get_num_threads()
-    shapes = {"heads": 40, "kv_heads": 20, "layout": "NHD", "split_tokens": 256}
+    shapes = {"heads": 40, "kv_heads": 20, "layout": "NHD", "fixed_split_size": 256}
     case = make_case("cpu", dtype, [1200, 45, 700, 1], **shapes)
     alone = replace(
         case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
@@ -124,13 +124,13 @@ def test_split_tokens_where_kv_heads_are_read_together(dtype):
 
 
 @pytest.mark.parametrize("bound", [None, 7])
-@pytest.mark.parametrize("split_tokens", [0, 256])
-def test_loose_bound_on_query_tokens(device, dtype, layout, bound, split_tokens):
+@pytest.mark.parametrize("fixed_split_size", [0, 256])
+def test_loose_bound_on_query_tokens(device, dtype, layout, bound, fixed_split_size):
     plain = make_case(device, dtype, [700, 0, 33, 5], [1, 0, 1, 1], layout=layout)
-    case = replace(plain.with_options(split_tokens=split_tokens), max_query_len=bound)
+    case = replace(plain.with_options(fixed_split_size=fixed_split_size), max_query_len=bound)
     assert_right(plain, case.run(), case.run_with_lse())
 
 
-def test_early_pages_change_nothing(device, dtype, layout):
+def test_kv_ready_change_nothing(device, dtype, layout):
     case = make_case(device, dtype, [900, 3, 0, 77], heads=8, layout=layout)
-    assert torch.equal(case.with_options(early_pages=True).run(), case.run())
+    assert torch.equal(case.with_options(kv_ready=True).run(), case.run())

@@ -220,7 +220,7 @@ def test_any_strides_streams_and_workspaces(cuda, layout):
     sliced = replace(case, query=packed, key_cache=key, value_cache=value)
     assert torch.equal(sliced.run(), want)
     workspace = vllm_kernels.paged_attention_workspace(cuda)
-    for options in ({"workspace": workspace}, {"early_pages": True}):
+    for options in ({"workspace": workspace}, {"kv_ready": True}):
         assert torch.equal(case.with_options(**options).run(), want)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

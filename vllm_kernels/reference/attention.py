@@ -329,17 +329,17 @@ def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[tokens, heads, D] and lse [heads, tokens] of each part -> those of both parts together."""
-    output, lse = merge_attn_parts(
+    output, lse = combine_attn_partials(
         torch.stack([prefix_output, suffix_output]),
         torch.stack([prefix_lse, suffix_lse]).transpose(1, 2),
     )
     return output, lse.t()
 
 
-def merge_attn_parts(parts: Tensor, part_lses: Tensor) -> tuple[Tensor, Tensor]:
-    """[parts, tokens, heads, D] and lse [parts, tokens, heads] -> those of all parts together."""
-    lses = part_lses.double()
+def combine_attn_partials(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """[partials, tokens, heads, D] and lse [partials, tokens, heads] -> all of them together."""
+    lses = lse_partial.double()
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0))[..., None]
-    output = torch.where(weights == 0, 0.0, parts.double() * weights).sum(0)
-    return output.to(parts.dtype), torch.logsumexp(lses, 0).float()
+    output = torch.where(weights == 0, 0.0, out_partial.double() * weights).sum(0)
+    return output.to(out_partial.dtype), torch.logsumexp(lses, 0).float()

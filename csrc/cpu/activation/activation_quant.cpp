@@ -40,7 +40,7 @@ void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* g
       largest = larger_bits(largest, magnitude_bits(values[v]));
     }
     const float full = largest_magnitude(largest) / largest_of(kDType);
-    *scale = at_least(at_most(full, upper_bound), least_scale_of(kDType));
+    *scale = at_least(at_most(full, upper_bound), min_scale_of(kDType));
     const DivideByScale quantizer(*scale);
     for (int v = 0; v < vectors; ++v) store(out + first + v * kLanes, quantizer(values[v]));
     scale += q.scale_group_stride;

@@ -79,7 +79,7 @@ class Segments {
   int64_t at_, end_;
   int64_t row_unit_ = 0;  // the first unit of sequence seq_
   int32_t seq_ = 0;
-  SeenTokens seen_;
+  VisibleTokens seen_;
   int32_t units_ = 0;  // a row of this sequence has so many; 0: not looked at
 };
 
@@ -103,7 +103,7 @@ inline bool any_head_sees(const PagedAttentionParams& p, const Segment& segment,
   for (int32_t i = 0; i < different; ++i) {
     const int32_t offset = p.sparse.head_offset(segment.first_head + i, segment.kv_head,
                                                 p.num_heads, p.kv.num_kv_heads);
-    if (p.sparse.sees(token, segment.seq_len, offset)) return true;
+    if (p.sparse.is_visible(token, segment.seq_len, offset)) return true;
   }
   return false;
 }

@@ -271,7 +271,7 @@ class GeneralAttention {
 
   void see_piece(const AttentionTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
-    const SeenTokens seen = seen_tokens(p_, position, position, tile.keys.count);
+    const VisibleTokens seen = visible_tokens(p_, position, position, tile.keys.count);
     const int begin = seen.begin - first, end = seen.end - first;
     seen_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
   }

@@ -79,8 +79,8 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
       tile.queries = smaller(work.queries_per_tile, range.count - query);
       tile.first_position = keys.count - range.count + query;
       tile.keys = keys;
-      const SeenTokens seen =
-          seen_tokens(p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);
+      const VisibleTokens seen = visible_tokens(p, tile.first_position,
+                                                tile.first_position + tile.queries - 1, keys.count);
       tile.begin = seen.begin;
       tile.end = seen.end;
       tile.units = (int64_t{tile.end} - tile.begin + work.unit_tokens - 1) / work.unit_tokens;
@@ -102,10 +102,11 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
 }
 
 // The same attention with the batch's own longest query in place of the caller's bound, and without
-// a window that no sequence is longer than. Pieces of split_tokens must not depend on the batch.
+// a window that no sequence is longer than. Pieces of fixed_split_size must not depend on the
+// batch.
 [[maybe_unused]] PagedAttentionParams as_the_batch_has_it(const PagedAttentionParams& p) {
   PagedAttentionParams own = p;
-  if (p.split_tokens > 0) return own;
+  if (p.fixed_split_size > 0) return own;
   int32_t most_queries = 1, most_keys = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
     most_queries = larger(most_queries, query_range(p, seq).count);
@@ -132,7 +133,7 @@ int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t e
   work.queries_per_tile = smaller(kTileRows / work.heads_per_tile, p.max_query_len);
   if (work.queries_per_tile < 1) work.queries_per_tile = 1;
   work.head_chunks = (group + kTileRows - 1) / kTileRows;
-  work.unit_tokens = p.split_tokens > 0 ? kUncut : kGeneralUnitTokens;
+  work.unit_tokens = p.fixed_split_size > 0 ? kUncut : kGeneralUnitTokens;
   work.tasks = 1;
   int64_t tokens = 0;
   work.units = for_each_tile(work, 0, INT64_MAX,

@@ -268,7 +268,7 @@ class Attention {
       const int offset = p_.sparse.head_offset(global_head, tile.segment.kv_head, p_.num_heads,
                                                p_.kv.num_kv_heads);
       for (int page = 0; page < tile.pages; ++page) {
-        if (p_.sparse.sees(tile.position[page], tile.segment.seq_len, offset)) continue;
+        if (p_.sparse.is_visible(tile.position[page], tile.segment.seq_len, offset)) continue;
         for (int i = 0; i < block_size_; ++i) scores[page * block_size_ + i] = -kInfinity;
       }
     }

@@ -49,10 +49,10 @@ inline int32_t query_token(const PagedAttentionParams& p, int32_t seq) {
 }
 
 // The tokens it sees.
-inline SeenTokens row_tokens(const PagedAttentionParams& p, int32_t seq) {
+inline VisibleTokens row_tokens(const PagedAttentionParams& p, int32_t seq) {
   if (query_token(p, seq) < 0) return {};
   const int32_t length = usable_seq_len(p, seq);
-  return seen_tokens(p, length - 1, length - 1, length);
+  return visible_tokens(p, length - 1, length - 1, length);
 }
 
 // Of layout vllm whole pages.
@@ -79,15 +79,15 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
                           .kv_heads_per_row = together,
                           .heads_per_row = group < kMaxHeads ? together * group : kMaxHeads,
                           .chunks = (group + kMaxHeads - 1) / kMaxHeads,
-                          .unit_tokens = p.partition_size > 0 ? p.partition_size
-                                         : p.split_tokens > 0 ? kUncut
-                                                              : unit_tokens(p.kv),
+                          .unit_tokens = p.partition_size > 0     ? p.partition_size
+                                         : p.fixed_split_size > 0 ? kUncut
+                                                                  : unit_tokens(p.kv),
                           .tasks = 1,
                           .units = 0,
                           .partials = nullptr};
   int64_t tokens = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
-    const SeenTokens seen = row_tokens(p, seq);
+    const VisibleTokens seen = row_tokens(p, seq);
     const int64_t count = seen.end - seen.begin;
     tokens += count;
     work.units += count == 0 ? 1 : (count + work.unit_tokens - 1) / work.unit_tokens;

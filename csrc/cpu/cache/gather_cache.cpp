@@ -45,7 +45,7 @@ void read_row(T* to, const C* from, int64_t run, int64_t stride, int64_t n, floa
 }
 
 template <typename T, typename C>
-void read_token(const GatherCacheParams& p, int64_t row, TokenPlace at) {
+void read_token(const GatherCacheParams& p, int64_t row, TokenLocation at) {
   const PagedKv& kv = p.kv;
   const bool vllm = kv.layout == KvLayout::kVllm;
   for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
@@ -88,8 +88,8 @@ void read_tokens(const GatherCacheParams& p, int64_t begin, int64_t end) {
     } else {
       while (seq < tokens.num_seqs && tokens.cu_seq_lens[seq + 1] <= row) ++seq;
     }
-    const TokenPlace at = tokens.locate(static_cast<int32_t>(row), seq);
-    if (at.block != TokenPlace::kUnwritten) read_token<T, C>(p, row, at);
+    const TokenLocation at = tokens.locate(static_cast<int32_t>(row), seq);
+    if (at.block != TokenLocation::kUnwritten) read_token<T, C>(p, row, at);
   }
 }
 

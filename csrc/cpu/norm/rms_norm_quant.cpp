@@ -50,7 +50,7 @@ void store_scaled(Q* out, float* scale, const Normed<T>& normed, float upper_bou
                   int64_t last) {
   constexpr DType kDType = kQuantDType<Q>;
   const float magnitude = at_most(magnitude_of(normed, first, last), upper_bound);
-  *scale = at_least(magnitude / largest_of(kDType), least_scale_of(kDType));
+  *scale = at_least(magnitude / largest_of(kDType), min_scale_of(kDType));
   if constexpr (kDType == DType::kInt8) {
     store_range(out, normed, MultiplyByInverse(*scale), first, last);
   } else {

@@ -15,13 +15,13 @@ __global__ void __launch_bounds__(256)
     activation_kernel(ActivationParams p, RowOffsets input_rows, RowOffsets out_rows,
                       FastDivisor pieces, int pieces_per_row) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const uint32_t row = pieces.divide(blockIdx.x);
   const uint32_t piece = blockIdx.x - row * pieces_per_row;
   const int64_t i = static_cast<int64_t>(piece) * blockDim.x + threadIdx.x;
   if (i >= p.width / kWidth) return;
   const int64_t from = input_rows.of(row);
-  using Elements = Pack<T, kWidth>;
+  using Elements = Vec<T, kWidth>;
   const auto* gate = reinterpret_cast<const Elements*>(static_cast<const T*>(p.gate) + from);
   const auto* up = reinterpret_cast<const Elements*>(static_cast<const T*>(p.up) + from);
   auto* out = reinterpret_cast<Elements*>(static_cast<T*>(p.out) + out_rows.of(row));
@@ -30,32 +30,31 @@ __global__ void __launch_bounds__(256)
   Elements ups;
   if constexpr (kGated) ups = up[i];
   float values[kWidth];
-  widen(gates, values);
+  upcast(gates, values);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] = activate<kActivation, T>(values[j]);
   if constexpr (kGated) {
     float factors[kWidth];
-    widen(narrow<T>(values), values);
-    widen(ups, factors);
+    upcast(downcast<T>(values), values);
+    upcast(ups, factors);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] *= factors[j];
   }
-  out[i] = narrow<T>(values);
+  out[i] = downcast<T>(values);
 }
 
 template <typename T, Activation kActivation, bool kGated, int kWidth>
 void launch_width(const ActivationParams& p, Stream stream) {
   // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
   // row. Width 14336 in bf16 (1792 packs): 128 threads for 16 rows, 256 from 19 rows on.
-  const int64_t packs = p.width / kWidth;
-  const auto pieces = [&](int64_t threads) { return (packs + threads - 1) / threads; };
+  const int64_t vecs = p.width / kWidth;
+  const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;
-  while (threads > 64 &&
-         pieces(threads) * p.input_rows.count < current_device_info().multiprocessors) {
+  while (threads > 64 && pieces(threads) * p.input_rows.count < current_device_info().num_sms) {
     threads /= 2;
   }
   const int64_t per_row = pieces(threads);
-  threads = (packs + per_row - 1) / per_row;
+  threads = (vecs + per_row - 1) / per_row;
   launch_kernel(p.op, activation_kernel<T, kActivation, kGated, kWidth>,
                 grid_size(p.op, p.input_rows.count * per_row),
                 static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p,
@@ -67,7 +66,7 @@ template <Activation kActivation, bool kGated>
 void launch_rows(const ActivationParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr int kWidth = kVectorWidth<T>;
+    constexpr int kWidth = kVecWidth<T>;
     const bool aligned = p.width % kWidth == 0 && rows_aligned16(p.out, p.out_rows, p.dtype) &&
                          rows_aligned16(p.gate, p.input_rows, p.dtype) && aligned16(p.up);
     if (aligned) {

@@ -12,9 +12,9 @@ struct StoreProduct {
 
   __device__ __forceinline__ void prepare() {}
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<T, kWidth> finished(const float (&values)[kWidth], uint32_t,
-                                                      int64_t, bool) const {
-    return narrow<T>(values);
+  __device__ __forceinline__ Vec<T, kWidth> done(const float (&values)[kWidth], uint32_t, int64_t,
+                                                 bool) const {
+    return downcast<T>(values);
   }
 };
 

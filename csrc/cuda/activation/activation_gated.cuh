@@ -41,31 +41,32 @@ __device__ __forceinline__ void load_gated(const T* gate, const T* up, int64_t i
                                            float (&gates)[kWidth], float (&ups)[kWidth]) {
   if constexpr (kFunction == Gated::kSwigluOai) {
     float pairs[2][kWidth];
-    const auto low = load_pack<kAligned, kWidth>(gate, 2 * i, 2 * width);
-    const auto high = load_pack<kAligned, kWidth>(gate, 2 * i + 1, 2 * width);
-    widen(low, pairs[0]);
-    widen(high, pairs[1]);
+    const auto low = load_vec<kAligned, kWidth>(gate, 2 * i, 2 * width);
+    const auto high = load_vec<kAligned, kWidth>(gate, 2 * i + 1, 2 * width);
+    upcast(low, pairs[0]);
+    upcast(high, pairs[1]);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       gates[j] = pairs[2 * j / kWidth][2 * j % kWidth];
       ups[j] = pairs[2 * j / kWidth][2 * j % kWidth + 1];
     }
   } else {
-    const auto g = load_pack<kAligned, kWidth>(gate, i, width);
-    const auto u = load_pack<kAligned, kWidth>(up, i, width);
-    widen(g, gates);
-    widen(u, ups);
+    const auto g = load_vec<kAligned, kWidth>(gate, i, width);
+    const auto u = load_vec<kAligned, kWidth>(up, i, width);
+    upcast(g, gates);
+    upcast(u, ups);
   }
 }
 
 // A block takes one piece of one row, a pack a thread.
-template <typename T, Gated kFunction, typename Finish, bool kAligned>
-__global__ void __launch_bounds__(256) gated_kernel(GatedParams p, GatedRows rows, Finish finish,
-                                                    FastDivisor pieces, int pieces_per_row) {
+template <typename T, Gated kFunction, typename Epilogue, bool kAligned>
+__global__ void __launch_bounds__(256)
+    gated_kernel(GatedParams p, GatedRows rows, Epilogue epilogue, FastDivisor pieces,
+                 int pieces_per_row) {
   launch_dependents();
-  wait_for_predecessor();
-  using Out = typename Finish::template Out<T>;
-  constexpr int kWidth = kVectorWidth<T>;
+  wait_for_primary_kernel();
+  using Out = typename Epilogue::template Out<T>;
+  constexpr int kWidth = kVecWidth<T>;
   const uint32_t row = pieces.divide(blockIdx.x);
   const uint32_t piece = blockIdx.x - row * pieces_per_row;
   const int64_t i = static_cast<int64_t>(piece) * blockDim.x + threadIdx.x;
@@ -77,21 +78,21 @@ __global__ void __launch_bounds__(256) gated_kernel(GatedParams p, GatedRows row
                                     static_cast<const T*>(p.up) + rows.up.of(row), i, p.width,
                                     gates, ups);
   }
-  finish.prepare();
+  epilogue.prepare();
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) gates[j] = gate_value<kFunction, T>(p, gates[j]);
-  if constexpr (Finish::kRounds) widen(narrow<T>(gates), gates);
+  if constexpr (Epilogue::kRounds) upcast(downcast<T>(gates), gates);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) gates[j] *= up_value<kFunction>(p, ups[j]);
-  if constexpr (Finish::kRounds) widen(narrow<T>(gates), gates);
-  const auto pack = finish.template finished<T>(gates, row, i, inside);
-  if (inside) store_pack<kAligned>(static_cast<Out*>(p.out) + rows.out.of(row), i, p.width, pack);
+  if constexpr (Epilogue::kRounds) upcast(downcast<T>(gates), gates);
+  const auto vec = epilogue.template done<T>(gates, row, i, inside);
+  if (inside) store_vec<kAligned>(static_cast<Out*>(p.out) + rows.out.of(row), i, p.width, vec);
 }
 
-template <typename T, Gated kFunction, typename Finish>
-void launch_gated(const GatedParams& p, const Finish& finish, Stream stream) {
-  constexpr int kWidth = kVectorWidth<T>;
-  constexpr int64_t kOutBytes = kWidth * sizeof(typename Finish::template Out<T>);
+template <typename T, Gated kFunction, typename Epilogue>
+void launch_gated(const GatedParams& p, const Epilogue& epilogue, Stream stream) {
+  constexpr int kWidth = kVecWidth<T>;
+  constexpr int64_t kOutBytes = kWidth * sizeof(typename Epilogue::template Out<T>);
   const auto multiple = [](int64_t value, int64_t of) { return value % of == 0; };
   const bool aligned = multiple(p.width, kWidth) && rows_aligned16(p.gate, p.gate_rows, p.dtype) &&
                        rows_aligned16(p.up, p.up_rows, p.dtype) &&
@@ -101,21 +102,20 @@ void launch_gated(const GatedParams& p, const Finish& finish, Stream stream) {
 
   // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
   // row.
-  const int64_t packs = (p.width + kWidth - 1) / kWidth;
-  const auto pieces = [&](int64_t threads) { return (packs + threads - 1) / threads; };
+  const int64_t vecs = (p.width + kWidth - 1) / kWidth;
+  const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;
-  while (threads > 64 &&
-         pieces(threads) * p.gate_rows.count < current_device_info().multiprocessors) {
+  while (threads > 64 && pieces(threads) * p.gate_rows.count < current_device_info().num_sms) {
     threads /= 2;
   }
   const int64_t per_row = pieces(threads);
-  threads = (packs + per_row - 1) / per_row;
+  threads = (vecs + per_row - 1) / per_row;
   launch_kernel(p.op,
-                aligned ? gated_kernel<T, kFunction, Finish, true>
-                        : gated_kernel<T, kFunction, Finish, false>,
+                aligned ? gated_kernel<T, kFunction, Epilogue, true>
+                        : gated_kernel<T, kFunction, Epilogue, false>,
                 grid_size(p.op, p.gate_rows.count * per_row),
-                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p, GatedRows(p), finish,
-                FastDivisor(per_row), static_cast<int>(per_row));
+                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p, GatedRows(p),
+                epilogue, FastDivisor(per_row), static_cast<int>(per_row));
 }
 
 }  // namespace vllm_kernels::cuda

@@ -16,8 +16,8 @@ struct ProductByTensor {
     quantizer = MultiplyByInverse<Fp8E4M3>::of(*p.scale);
   }
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<Fp8E4M3, kWidth> finished(float (&values)[kWidth], uint32_t,
-                                                            int64_t, bool) const {
+  __device__ __forceinline__ Vec<Fp8E4M3, kWidth> done(float (&values)[kWidth], uint32_t, int64_t,
+                                                       bool) const {
     return quantizer.quantized(values);
   }
 };
@@ -35,14 +35,14 @@ struct ProductByGroup {
     if (p.upper_bound != nullptr) upper_bound = *p.upper_bound;
   }
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> finished(float (&values)[kWidth], uint32_t row,
-                                                      int64_t pack, bool inside) const {
+  __device__ __forceinline__ Vec<Q, kWidth> done(float (&values)[kWidth], uint32_t row, int64_t vec,
+                                                 bool inside) const {
     constexpr DType kDType = kQuantDType<Q>;
     const auto lanes = static_cast<uint32_t>(p.group_size / kWidth);
     const float magnitude = __uint_as_float(lanes_max(magnitude_bits(values), lanes));
     const float scale = at_least(at_most(__fdiv_rn(magnitude, largest_of(kDType)), upper_bound),
-                                 least_scale_of(kDType));
-    const auto index = static_cast<uint32_t>(pack);  // of fewer than 2^31
+                                 min_scale_of(kDType));
+    const auto index = static_cast<uint32_t>(vec);  // of fewer than 2^31
     if (inside && index % lanes == 0) {
       p.scales[row * p.scale_row_stride + index / lanes * p.scale_group_stride] = scale;
     }
@@ -55,8 +55,8 @@ struct ProductByGroup {
 void launch(const GatedQuantParams& p, Stream stream) {
   dispatch_float(p.gated.dtype, [&](auto tag) {
     using T = decltype(tag);
-    const auto run = [&](const auto& finish) {
-      launch_gated<T, Gated::kSilu>(p.gated, finish, stream);
+    const auto run = [&](const auto& epilogue) {
+      launch_gated<T, Gated::kSilu>(p.gated, epilogue, stream);
     };
     if (p.quant.scale_of == ScaleOf::kTensor) {
       run(ProductByTensor{p.quant});

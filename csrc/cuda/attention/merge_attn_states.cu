@@ -17,7 +17,7 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     merge_attn_states_kernel(MergeAttnStatesParams p, int lanes) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
   const int lane = threadIdx.x % lanes;
   const bool exists = row < p.num_tokens * p.num_heads;
@@ -42,20 +42,20 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (p.output_lse != nullptr && lane == 0) p.output_lse[at] = lse;
 
-  struct alignas(kWidth * sizeof(T)) Piece {
+  struct alignas(kWidth * sizeof(T)) Elements {
     T data[kWidth];
   };
-  const auto* prefix =
-      reinterpret_cast<const Piece*>(static_cast<const T*>(p.prefix.data) +
-                                     token * p.prefix.token_stride + head * p.prefix.head_stride);
-  const auto* suffix =
-      reinterpret_cast<const Piece*>(static_cast<const T*>(p.suffix.data) +
-                                     token * p.suffix.token_stride + head * p.suffix.head_stride);
-  auto* output = reinterpret_cast<Piece*>(
+  const auto* prefix = reinterpret_cast<const Elements*>(static_cast<const T*>(p.prefix.data) +
+                                                         token * p.prefix.token_stride +
+                                                         head * p.prefix.head_stride);
+  const auto* suffix = reinterpret_cast<const Elements*>(static_cast<const T*>(p.suffix.data) +
+                                                         token * p.suffix.token_stride +
+                                                         head * p.suffix.head_stride);
+  auto* output = reinterpret_cast<Elements*>(
       static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride);
   for (int i = lane; i < p.head_size / kWidth; i += lanes) {
-    const Piece left = prefix[i], right = suffix[i];
-    Piece merged;
+    const Elements left = prefix[i], right = suffix[i];
+    Elements merged;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       // A part of weight 0 may hold anything, NaN too: it is read as 0.
@@ -76,7 +76,7 @@ bool rows_aligned(const void* data, int64_t token_stride, int64_t head_stride, i
 void launch(const MergeAttnStatesParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr int kWidth = kVectorWidth<T>;
+    constexpr int kWidth = kVecWidth<T>;
     const bool vectors =
         p.head_size % kWidth == 0 &&
         rows_aligned(p.output, p.output_token_stride, p.output_head_stride, kWidth) &&

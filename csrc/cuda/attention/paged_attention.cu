@@ -10,7 +10,7 @@
 
 namespace vllm_kernels::cuda {
 
-bool fits_tensor_cores(const PagedAttentionParams& p) {
+bool fits_decode(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype);
   const auto aligned = [&](int64_t stride) {
@@ -52,18 +52,19 @@ bool causal_pages(const PagedAttentionParams& p) {
 
 // Whether the kernels for few query rows, where they serve these tensors, are the ones to take the
 // call: those for many have no work for half of the device, and could not make up for pieces of
-// sequences, which the others take. (With split_tokens the kernel must not depend on the batch.)
-bool few_rows(const PagedAttentionParams& p) {
+// sequences, which the others take. (With fixed_split_size the kernel must not depend on the
+// batch.)
+bool prefers_decode(const PagedAttentionParams& p) {
   const int64_t group = p.num_heads / p.kv.num_kv_heads;
   // Every sequence but one may be a single token, of a decode.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
-  const int64_t items = (tokens * group + 127) / 128 * p.kv.num_kv_heads;
+  const int64_t work_tiles = (tokens * group + 127) / 128 * p.kv.num_kv_heads;
   return p.max_query_len <= few_tokens(p) || p.max_query_len * group <= 2 * kFewRows ||
-         2 * items < current_device_info().multiprocessors || p.split_tokens > 0;
+         2 * work_tiles < current_device_info().num_sms || p.fixed_split_size > 0;
 }
 
 // Whether the kernels for many query rows can read the queries and write the results.
-bool serves_rows(const PagedAttentionParams& p) {
+bool fits_prefill(const PagedAttentionParams& p) {
   return aligned16(p.query) && p.query_stride % 8 == 0 && p.query_stride > 0 && aligned16(p.out) &&
          p.out_stride % 8 == 0 && p.kv.num_blocks > 0 && p.scale > 0.0f;
 }
@@ -72,12 +73,13 @@ bool serves_rows(const PagedAttentionParams& p) {
 // null.
 LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
-  const bool widens = size_of(kv.dtype) == 1;
-  const bool longer = (kv.layout != KvLayout::kVllm || widens) && kv.block_size > 16 &&
+  const bool cache_is_8bit = size_of(kv.dtype) == 1;
+  const bool longer = (kv.layout != KvLayout::kVllm || cache_is_8bit) && kv.block_size > 16 &&
                       std::has_single_bit(static_cast<uint32_t>(kv.block_size));
   const bool pages = p.key_start_loc != nullptr || kv.block_size == 16 || longer;
   const bool plain = !(p.softcap > 0.0f) && p.alibi_slopes == nullptr;
-  const bool stored = widens ? kv.head_size <= kMostWidened && plain : kv.dtype == p.dtype;
+  const bool stored =
+      cache_is_8bit ? kv.head_size <= kMaxHeadSize8Bit && plain : kv.dtype == p.dtype;
   if (!current_device_info().has_wgmma || !stored || !pages) return nullptr;
   switch (kv.head_size) {
     case 64:
@@ -96,7 +98,7 @@ LaunchPrefill prefill_kernel(const PagedAttentionParams& p) {
 }
 
 // Whether the kernel for many query rows that needs no more than sm_80 can address these tensors.
-bool serves_prefill_mma(const PagedAttentionParams& p) {
+bool fits_prefill_sm80(const PagedAttentionParams& p) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype);
   const auto units_of = [&](int bytes) {
@@ -114,17 +116,18 @@ bool serves_prefill_mma(const PagedAttentionParams& p) {
          kv.head_size <= 256 && kv.head_size * element % 16 == 0 && pages && aligned16(kv.key) &&
          aligned16(kv.value) && aligned(kv.key_block_stride) && aligned(kv.key_head_stride) &&
          aligned(kv.value_block_stride) && aligned(kv.value_head_stride) &&
-         p.max_seq_len <= kMostLength;
+         p.max_seq_len <= kMaxLength;
 }
 
-bool launch_prefill_mma(const PagedAttentionParams& p, const PrefillLaunch& launch, Stream stream) {
+bool launch_prefill_sm80(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                         Stream stream) {
   const bool rows = p.kv.layout != KvLayout::kVllm;
-  const auto kernel = size_of(p.kv.dtype) == 1     ? rows ? paged_attention_prefill_mma_8bit_rows
-                                                          : paged_attention_prefill_mma_8bit_pages
-                      : p.dtype == DType::kFloat16 ? rows ? paged_attention_prefill_mma_f16_rows
-                                                          : paged_attention_prefill_mma_f16_pages
-                      : rows                       ? paged_attention_prefill_mma_bf16_rows
-                                                   : paged_attention_prefill_mma_bf16_pages;
+  const auto kernel = size_of(p.kv.dtype) == 1     ? rows ? paged_attention_prefill_sm80_8bit_rows
+                                                          : paged_attention_prefill_sm80_8bit_pages
+                      : p.dtype == DType::kFloat16 ? rows ? paged_attention_prefill_sm80_f16_rows
+                                                          : paged_attention_prefill_sm80_f16_pages
+                      : rows                       ? paged_attention_prefill_sm80_bf16_rows
+                                                   : paged_attention_prefill_sm80_bf16_pages;
   return kernel(p, launch, stream);
 }
 
@@ -146,33 +149,34 @@ void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspa
 }  // namespace
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  const bool tensor_cores = fits_tensor_cores(p);
+  const bool tensor_cores = fits_decode(p);
   const bool decodes = tensor_cores && causal_pages(p);  // whether the kernels for few rows serve
-  const auto launch_few = [&] {
+  const auto launch_for_few = [&] {
     if (!decodes) return launch_paged_attention_simt<true>(p, stream);
     launch_decode(p, decode_workspace(memory, stream), stream);
   };
-  if (!serves_rows(p) || (decodes && few_rows(p))) return launch_few();
+  if (!fits_prefill(p) || (decodes && prefers_decode(p))) return launch_for_few();
   const LaunchPrefill prefill = tensor_cores ? prefill_kernel(p) : nullptr;
-  if (prefill == nullptr && !serves_prefill_mma(p)) return launch_few();
+  if (prefill == nullptr && !fits_prefill_sm80(p)) return launch_for_few();
   const DecodeWorkspace workspace = decode_workspace(memory, stream);
   // Sequences of few query tokens, if there can be any, have a launch of their own beside it: of
   // one where tokens see what comes after them, since nothing comes after a sequence's last.
   const int few = p.window_right == 0 ? few_tokens(p) : 1;
   const bool mixed = tensor_cores && p.key_start_loc == nullptr && p.num_seqs > 1 &&
                      p.num_tokens < int64_t{p.num_seqs} * p.max_query_len;
-  const PrefillLaunch launch = {
-      .least_query_len = mixed ? few + 1 : 1, .leads = mixed, .next = prefill_next(workspace)};
+  const PrefillLaunch launch = {.min_query_len = mixed ? few + 1 : 1,
+                                .has_concurrent_launch = mixed,
+                                .next = prefill_next(workspace)};
   if (prefill != nullptr) {
     prefill(p, launch, stream);
-  } else if (!launch_prefill_mma(p, launch, stream)) {
-    return launch_few();
+  } else if (!launch_prefill_sm80(p, launch, stream)) {
+    return launch_for_few();
   }
   if (!mixed) return;
   PagedAttentionParams others = p;
   others.max_query_len = few;
   others.window_right = 0;
-  others.beside = true;
+  others.concurrent = true;
   launch_decode(others, workspace, stream);
 }
 

@@ -17,23 +17,23 @@ __global__ void __launch_bounds__(kReduceThreads)
     paged_attention_reduce_kernel(PagedAttentionParams p) {
   extern __shared__ float reduce_shared[];  // [partitions] shares, then [threads][8] sums
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int seq = blockIdx.x / p.num_heads;
   const int64_t row = blockIdx.x;  // seq * num_heads + head
   const int partitions = (usable_seq_len(p, seq) + p.partition_size - 1) / p.partition_size;
-  const float* maxima = p.max_logits + row * p.max_partitions;
+  const float* row_maxima = p.max_logits + row * p.max_partitions;
   const float* sums = p.exp_sums + row * p.max_partitions;
   const T* partial = static_cast<const T*>(p.tmp_out) + row * p.max_partitions * p.kv.head_size;
   float* shares = reduce_shared;
   float* partial_sums = reduce_shared + p.max_partitions;
 
-  float maximum = kNoMaximum;
+  float row_max = kRowMaxInit;
   for (int i = threadIdx.x; i < partitions; i += kReduceThreads)
-    maximum = fmaxf(maximum, maxima[i]);
-  maximum = block_max(maximum);
+    row_max = fmaxf(row_max, row_maxima[i]);
+  row_max = block_max(row_max);
   float total = 0.0f;
   for (int i = threadIdx.x; i < partitions; i += kReduceThreads) {
-    const float share = sums[i] * exp2_approx((maxima[i] - maximum) * kLog2E);
+    const float share = sums[i] * exp2_approx((row_maxima[i] - row_max) * kLog2E);
     shares[i] = share;
     total += share;
   }
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kReduceThreads)
 }
 
 // Whether the tensor-core kernel can address this cache: whole pages of one head, 16-byte aligned.
-bool fits_tensor_cores(const PagedAttentionParams& p) {
+bool fits_decode(const PagedAttentionParams& p) {
   const int element = size_of(p.kv.dtype);
   const auto aligned = [&](int64_t stride) { return stride * element % 16 == 0; };
   return p.dtype != DType::kFloat32 && !(element == 1 && p.kv.block_size < 16) &&
@@ -97,7 +97,7 @@ void paged_attention_mma(const PagedAttentionParams& p, Stream stream) {
 }
 
 void launch(const PagedAttentionParams& p, Stream stream) {
-  if (fits_tensor_cores(p)) {
+  if (fits_decode(p)) {
     paged_attention_mma(p, stream);
   } else {
     launch_paged_attention_simt<false>(p, stream);

@@ -11,7 +11,7 @@
 namespace vllm_kernels::cuda {
 
 template <typename Stored, int kWidth>
-struct alignas(kWidth * sizeof(Stored)) RowPart {
+struct alignas(kWidth * sizeof(Stored)) StoredVec {
   Stored data[kWidth];
 };
 
@@ -27,9 +27,9 @@ __device__ __forceinline__ float stored_to_float(int8_t x) {
 
 // data[i] * scale, rounded to Out; the same bits where Out is Stored.
 template <typename Out, typename Stored, int kWidth>
-__device__ __forceinline__ void store_row_part(Out* to, const RowPart<Stored, kWidth>& part,
-                                               float scale) {
-  using Written = RowPart<Out, kWidth>;
+__device__ __forceinline__ void store_dequantized(Out* to, const StoredVec<Stored, kWidth>& part,
+                                                  float scale) {
+  using Written = StoredVec<Out, kWidth>;
   if constexpr (std::is_same_v<Out, Stored>) {
     *reinterpret_cast<Written*>(to) = part;
   } else if constexpr (kWidth % 4 != 0) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_row_part(Out* to, const RowPart<Stored, kW
     for (int i = 0; i < kWidth; i += 4) {
       uint32_t bytes, pairs[2];
       memcpy(&bytes, part.data + i, 4);
-      widen4<Stored>(bytes, pairs[0], pairs[1]);
+      upcast4<Stored>(bytes, pairs[0], pairs[1]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         __half2 pair;

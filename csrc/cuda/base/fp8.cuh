@@ -27,7 +27,7 @@ inline constexpr __nv_fp8_interpretation_t kInterpretation<Fp8E5M2> = __NV_E5M2;
 
 // Two floats as two bytes; `low` is element 0.
 template <typename Fp8>
-__device__ __forceinline__ uint16_t narrow2(float low, float high) {
+__device__ __forceinline__ uint16_t quantize2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kInterpretation<Fp8>);
 }
 

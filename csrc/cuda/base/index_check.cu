@@ -62,7 +62,7 @@ __device__ bool comes_before(const IndexCheckParams& p, int64_t i, int64_t value
 // One block, so that the smallest bad element is found by one reduction.
 __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams p, Report* report) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   __shared__ unsigned long long first_bad;
   if (threadIdx.x == 0) first_bad = ~0ull;
   __syncthreads();

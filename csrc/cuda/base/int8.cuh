@@ -15,7 +15,7 @@ __device__ __forceinline__ int8_t from_float<int8_t>(float x) {
 }
 
 // Four floats as four bytes; `a` is element 0.
-__device__ __forceinline__ uint32_t narrow4_int8(float a, float b, float c, float d) {
+__device__ __forceinline__ uint32_t quantize4_int8(float a, float b, float c, float d) {
   uint32_t high, bytes;
   asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;"
       : "=r"(high)

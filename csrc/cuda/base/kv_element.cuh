@@ -35,28 +35,29 @@ __device__ __forceinline__ C to_cache(T x, Divisor scale) {
   }
 }
 
-// Sixteen bytes of the cache from the kVectorWidth<C> values they stand for, divided by `scale`;
+// Sixteen bytes of the cache from the kVecWidth<C> values they stand for, divided by `scale`;
 // T itself is stored as it is.
 template <typename T, typename C>
-__device__ __forceinline__ Vector<C> narrow(const Vector<T>* parts, Divisor scale) {
+__device__ __forceinline__ Vector<C> quantize(const Vector<T>* parts, Divisor scale) {
   if constexpr (!kIs8Bit<C>) {
     return parts[0];
   } else {
     Vector<C> result;
     const auto quotient = [&](int i) {
-      return scale.divide(to_float(parts[i / kVectorWidth<T>][i % kVectorWidth<T>]));
+      return scale.divide(to_float(parts[i / kVecWidth<T>][i % kVecWidth<T>]));
     };
     if constexpr (std::is_same_v<C, int8_t>) {
       auto* words = reinterpret_cast<uint32_t*>(result.data);
 #pragma unroll
-      for (int i = 0; i < kVectorWidth<C>; i += 4) {
-        words[i / 4] = narrow4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
+      for (int i = 0; i < kVecWidth<C>; i += 4) {
+        words[i / 4] =
+            quantize4_int8(quotient(i), quotient(i + 1), quotient(i + 2), quotient(i + 3));
       }
     } else {
       auto* pairs = reinterpret_cast<uint16_t*>(result.data);
 #pragma unroll
-      for (int i = 0; i < kVectorWidth<C>; i += 2) {
-        pairs[i / 2] = narrow2<C>(quotient(i), quotient(i + 1));
+      for (int i = 0; i < kVecWidth<C>; i += 2) {
+        pairs[i / 2] = quantize2<C>(quotient(i), quotient(i + 1));
       }
     }
     return result;

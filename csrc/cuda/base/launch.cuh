@@ -20,7 +20,7 @@ inline void check(cudaError_t error, const char* what) {
 
 // What the launchers ask about a device, read once per device.
 struct DeviceInfo {
-  int multiprocessors = 0;
+  int num_sms = 0;
   // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
   int architecture = 0;
   int shared_memory_per_block = 0;  // bytes, after opt-in
@@ -47,7 +47,7 @@ inline const DeviceInfo& current_device_info() {
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "attribute");
     check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
           "attribute");
-    info.multiprocessors = count;
+    info.num_sms = count;
     info.shared_memory_per_block = shared;
     info.has_wgmma = code_has_wgmma();
     info.architecture = std::min(major * 10 + minor, code_architecture());
@@ -87,8 +87,8 @@ inline unsigned grid_size(const char* op, int64_t blocks) {
 
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
 // refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
-// dependent launch), so every kernel launched here calls wait_for_predecessor() before it reads or
-// writes what counts. (paged_attention looks at indices earlier, and reads them again.) Code for
+// dependent launch), so every kernel launched here calls wait_for_primary_kernel() before it reads
+// or writes what counts. (paged_attention looks at indices earlier, and reads them again.) Code for
 // older ones cannot wait, on whatever device it runs.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
@@ -119,8 +119,8 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-// A word of every 64 bytes of a kernel parameter. Whoever reads them before wait_for_predecessor()
-// has the parameter in the constant cache after it.
+// A word of every 64 bytes of a kernel parameter. Whoever reads them before
+// wait_for_primary_kernel() has the parameter in the constant cache after it.
 template <typename Parameter>
 __device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
   uint32_t words = 0;
@@ -132,7 +132,7 @@ __device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
 }
 
 // Until every earlier kernel of the stream has finished and its writes are visible.
-__device__ __forceinline__ void wait_for_predecessor() {
+__device__ __forceinline__ void wait_for_primary_kernel() {
 #if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -15,21 +15,21 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Keeps a value that the compiler would rather compute again.
-__device__ __forceinline__ int in_register(int value) {
+__device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
 // A value that is the same in all lanes, so that the compiler knows it, and that branches on it do
 // not part them.
-__device__ __forceinline__ int same_in_warp(int value) {
+__device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 // The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
-constexpr float kNoMaximum = -1e30f;
+constexpr float kRowMaxInit = -1e30f;
 
 // 2^x, flushing denormal results to zero; -inf gives 0.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -273,8 +273,8 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
       : "memory");
 }
 // One box of a 4-dimensional tensor map, from (c0, c1, c2, c3) on.
-__device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
-                                              int c3, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
+                                             int c3, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
@@ -282,23 +282,23 @@ __device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int 
       : "memory");
 }
 // The same, of 4 or 5 dimensions, of pages that other blocks read as well.
-__device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
-                                              int c3, uint32_t barrier) {
+__device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
+                                             int c3, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void bulk_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
-                                              int c3, int c4, uint32_t barrier) {
+__device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
+                                             int c3, int c4, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const void* map) {
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 

@@ -16,16 +16,16 @@ constexpr DType kQuantDType = std::is_same_v<Q, int8_t> ? DType::kInt8 : DType::
 // The largest magnitude of a pack as the bits of a float: they are ordered as the floats are, with
 // NaNs on top.
 template <typename T, int kWidth>
-__device__ __forceinline__ uint32_t magnitude_bits(const Pack<T, kWidth>& pack) {
-  static_assert(Pack<T, kWidth>::kBytes % 4 == 0);
+__device__ __forceinline__ uint32_t magnitude_bits(const Vec<T, kWidth>& vec) {
+  static_assert(Vec<T, kWidth>::kBytes % 4 == 0);
   uint32_t largest = 0;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (uint32_t word : pack.words) largest = max(largest, word & 0x7fffffffu);
+    for (uint32_t word : vec.words) largest = max(largest, word & 0x7fffffffu);
     return largest;
   } else {
 #pragma unroll
-    for (uint32_t word : pack.words) largest = __vmaxu2(largest, word & 0x7fff7fffu);
+    for (uint32_t word : vec.words) largest = __vmaxu2(largest, word & 0x7fff7fffu);
     largest = max(largest & 0xffffu, largest >> 16);
     return __float_as_uint(to_float(bits_as<T>(static_cast<uint16_t>(largest))));
   }
@@ -48,19 +48,20 @@ __device__ __forceinline__ uint32_t lanes_max(uint32_t value, int lanes) {
 }
 
 template <typename Q, int kWidth>
-__device__ __forceinline__ Pack<Q, kWidth> narrow8(const float (&values)[kWidth]) {
+__device__ __forceinline__ Vec<Q, kWidth> quantize8(const float (&values)[kWidth]) {
   static_assert(kWidth % 4 == 0);
-  Pack<Q, kWidth> pack;
+  Vec<Q, kWidth> vec;
 #pragma unroll
   for (int i = 0; i < kWidth / 4; ++i) {
     const float* v = values + 4 * i;
     if constexpr (std::is_same_v<Q, int8_t>) {
-      pack.words[i] = narrow4_int8(v[0], v[1], v[2], v[3]);
+      vec.words[i] = quantize4_int8(v[0], v[1], v[2], v[3]);
     } else {
-      pack.words[i] = narrow2<Q>(v[0], v[1]) | static_cast<uint32_t>(narrow2<Q>(v[2], v[3])) << 16;
+      vec.words[i] = quantize2<Q>(v[0], v[1]) | static_cast<uint32_t>(quantize2<Q>(v[2], v[3]))
+                                                    << 16;
     }
   }
-  return pack;
+  return vec;
 }
 
 // value * (1 / scale)
@@ -70,10 +71,10 @@ struct MultiplyByInverse {
 
   __device__ __forceinline__ static MultiplyByInverse of(float scale) { return {__frcp_rn(scale)}; }
   template <int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> quantized(float (&values)[kWidth]) const {
+  __device__ __forceinline__ Vec<Q, kWidth> quantized(float (&values)[kWidth]) const {
 #pragma unroll
     for (float& value : values) value *= inverse;
-    return narrow8<Q>(values);
+    return quantize8<Q>(values);
   }
 };
 
@@ -88,7 +89,7 @@ struct DivideByScale {
     return {scale, inverse, magnitude * inverse > 512.0f};
   }
   template <int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> quantized(float (&values)[kWidth]) const {
+  __device__ __forceinline__ Vec<Q, kWidth> quantized(float (&values)[kWidth]) const {
     if (saturates) {  // a quotient must not be infinite
       const float most = 512.0f * scale;
 #pragma unroll
@@ -98,7 +99,7 @@ struct DivideByScale {
     for (float& value : values) {
       value = copysignf(quotient(value, scale, inverse), value);  // -0 stays -0
     }
-    return narrow8<Q>(values);
+    return quantize8<Q>(values);
   }
 };
 

@@ -39,11 +39,11 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
 
 // Elements that one 16-byte access moves.
 template <typename T>
-constexpr int kVectorWidth = 16 / sizeof(T);
+constexpr int kVecWidth = 16 / sizeof(T);
 
 template <typename T>
 struct alignas(16) Vector {
-  T data[kVectorWidth<T>];
+  T data[kVecWidth<T>];
   __device__ __forceinline__ T& operator[](int i) { return data[i]; }
   __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
 };

@@ -12,11 +12,11 @@ namespace vllm_kernels::cuda {
 
 // `low` gets elements 0 and 1 of `bytes`, `high` elements 2 and 3.
 template <typename Cache>
-__device__ __forceinline__ void widen4(uint32_t bytes, uint32_t& low, uint32_t& high);
+__device__ __forceinline__ void upcast4(uint32_t bytes, uint32_t& low, uint32_t& high);
 
 template <>
-__device__ __forceinline__ void widen4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
-                                                      uint32_t& high) {
+__device__ __forceinline__ void upcast4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
+                                                       uint32_t& high) {
 #if defined(VLLM_KERNELS_HAS_FP8)
   // In this form no shift is needed for the upper half.
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
@@ -35,15 +35,15 @@ __device__ __forceinline__ void widen4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& 
 
 // e5m2 is the upper byte of an fp16.
 template <>
-__device__ __forceinline__ void widen4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& low,
-                                                      uint32_t& high) {
+__device__ __forceinline__ void upcast4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& low,
+                                                       uint32_t& high) {
   low = __byte_perm(bytes, 0, 0x1404);
   high = __byte_perm(bytes, 0, 0x3424);
 }
 
 // 1024 + u has u in its low byte, and 1152 - 128 is 1024: u is the element with its sign flipped.
 template <>
-__device__ __forceinline__ void widen4<int8_t>(uint32_t bytes, uint32_t& low, uint32_t& high) {
+__device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, uint32_t& high) {
   bytes ^= 0x80808080u;
   const auto centred = [](uint32_t pair) {
     const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);

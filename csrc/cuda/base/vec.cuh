@@ -11,7 +11,7 @@
 namespace vllm_kernels::cuda {
 
 template <typename T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Pack {
+struct alignas(kWidth * sizeof(T)) Vec {
   static constexpr int kBytes = kWidth * sizeof(T);
   using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
   Word words[kBytes / sizeof(Word)];
@@ -19,7 +19,7 @@ struct alignas(kWidth * sizeof(T)) Pack {
 
 // A whole 16-byte access, or a single element where width or alignment forbid that.
 template <typename T>
-using Pack16 = Pack<T, kVectorWidth<T>>;
+using Vec16 = Vec<T, kVecWidth<T>>;
 
 template <typename To, typename From>
 __device__ __forceinline__ To bits_as(From from) {
@@ -41,22 +41,22 @@ __device__ __forceinline__ void store_streaming(T* to, T x) {
 }
 
 template <typename T, int kWidth>
-__device__ __forceinline__ void widen(const Pack<T, kWidth>& pack, float (&values)[kWidth]) {
+__device__ __forceinline__ void upcast(const Vec<T, kWidth>& vec, float (&values)[kWidth]) {
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] = bits_as<float>(pack.words[i]);
+    for (int i = 0; i < kWidth; ++i) values[i] = bits_as<float>(vec.words[i]);
   } else if constexpr (kWidth == 1) {
-    values[0] = to_float(bits_as<T>(pack.words[0]));
+    values[0] = to_float(bits_as<T>(vec.words[0]));
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
       if constexpr (std::is_same_v<T, Half>) {
-        const float2 pair = __half22float2(bits_as<__half2>(pack.words[i]));
+        const float2 pair = __half22float2(bits_as<__half2>(vec.words[i]));
         values[2 * i] = pair.x;
         values[2 * i + 1] = pair.y;
       } else {  // the upper half of a float: one instruction each, where the library's take three
-        values[2 * i] = bits_as<float>(pack.words[i] << 16);
-        values[2 * i + 1] = bits_as<float>(pack.words[i] & 0xffff0000u);
+        values[2 * i] = bits_as<float>(vec.words[i] << 16);
+        values[2 * i + 1] = bits_as<float>(vec.words[i] & 0xffff0000u);
       }
     }
   }
@@ -64,37 +64,37 @@ __device__ __forceinline__ void widen(const Pack<T, kWidth>& pack, float (&value
 
 // To nearest even.
 template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> narrow(const float (&values)[kWidth]) {
-  Pack<T, kWidth> pack;
+__device__ __forceinline__ Vec<T, kWidth> downcast(const float (&values)[kWidth]) {
+  Vec<T, kWidth> vec;
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) pack.words[i] = bits_as<uint32_t>(values[i]);
+    for (int i = 0; i < kWidth; ++i) vec.words[i] = bits_as<uint32_t>(values[i]);
   } else if constexpr (kWidth == 1) {
-    pack.words[0] = bits_as<uint16_t>(from_float<T>(values[0]));
+    vec.words[0] = bits_as<uint16_t>(from_float<T>(values[0]));
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
       if constexpr (std::is_same_v<T, Half>) {
-        pack.words[i] = bits_as<uint32_t>(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
+        vec.words[i] = bits_as<uint32_t>(__floats2half2_rn(values[2 * i], values[2 * i + 1]));
       } else {
-        pack.words[i] = bits_as<uint32_t>(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
+        vec.words[i] = bits_as<uint32_t>(__floats2bfloat162_rn(values[2 * i], values[2 * i + 1]));
       }
     }
   }
-  return pack;
+  return vec;
 }
 
 // body(x, y) for every word of two packs.
 template <typename T, int kWidth, typename Body>
-__device__ __forceinline__ Pack<T, kWidth> elementwise(const Pack<T, kWidth>& a,
-                                                       const Pack<T, kWidth>& b, Body&& body) {
+__device__ __forceinline__ Vec<T, kWidth> elementwise(const Vec<T, kWidth>& a,
+                                                      const Vec<T, kWidth>& b, Body&& body) {
   // What a word holds: two 16-bit elements, or one element.
   using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
   using Element = std::conditional_t<(sizeof(T) < 4 && kWidth > 1), Pair, T>;
-  Pack<T, kWidth> result;
+  Vec<T, kWidth> result;
 #pragma unroll
-  for (int i = 0; i < Pack<T, kWidth>::kBytes / static_cast<int>(sizeof(Element)); ++i) {
-    result.words[i] = bits_as<typename Pack<T, kWidth>::Word>(
+  for (int i = 0; i < Vec<T, kWidth>::kBytes / static_cast<int>(sizeof(Element)); ++i) {
+    result.words[i] = bits_as<typename Vec<T, kWidth>::Word>(
         static_cast<Element>(body(bits_as<Element>(a.words[i]), bits_as<Element>(b.words[i]))));
   }
   return result;
@@ -103,42 +103,42 @@ __device__ __forceinline__ Pack<T, kWidth> elementwise(const Pack<T, kWidth>& a,
 // Sums and products of two packs, element by element, each rounded once: for 16 bits two elements
 // an instruction.
 template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> operator+(const Pack<T, kWidth>& a,
-                                                     const Pack<T, kWidth>& b) {
+__device__ __forceinline__ Vec<T, kWidth> operator+(const Vec<T, kWidth>& a,
+                                                    const Vec<T, kWidth>& b) {
   return elementwise(a, b, [](auto x, auto y) { return x + y; });
 }
 template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> operator*(const Pack<T, kWidth>& a,
-                                                     const Pack<T, kWidth>& b) {
+__device__ __forceinline__ Vec<T, kWidth> operator*(const Vec<T, kWidth>& a,
+                                                    const Vec<T, kWidth>& b) {
   return elementwise(a, b, [](auto x, auto y) { return x * y; });
 }
 
 // Pack i of a row of `size` elements. Without kAligned the row may start and end anywhere: element
 // by element, zeros past its end.
 template <bool kAligned, int kWidth, typename T>
-__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t i, int64_t size) {
+__device__ __forceinline__ Vec<T, kWidth> load_vec(const T* row, int64_t i, int64_t size) {
   if constexpr (kAligned) {
-    return reinterpret_cast<const Pack<T, kWidth>*>(row)[i];
+    return reinterpret_cast<const Vec<T, kWidth>*>(row)[i];
   } else {
     T elements[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       elements[j] = i * kWidth + j < size ? row[i * kWidth + j] : from_float<T>(0.0f);
     }
-    Pack<T, kWidth> pack;
-    memcpy(&pack, elements, sizeof(pack));
-    return pack;
+    Vec<T, kWidth> vec;
+    memcpy(&vec, elements, sizeof(vec));
+    return vec;
   }
 }
 
 template <bool kAligned, typename T, int kWidth>
-__device__ __forceinline__ void store_pack(T* row, int64_t i, int64_t size,
-                                           const Pack<T, kWidth>& pack) {
+__device__ __forceinline__ void store_vec(T* row, int64_t i, int64_t size,
+                                          const Vec<T, kWidth>& vec) {
   if constexpr (kAligned) {
-    reinterpret_cast<Pack<T, kWidth>*>(row)[i] = pack;
+    reinterpret_cast<Vec<T, kWidth>*>(row)[i] = vec;
   } else {
     T elements[kWidth];
-    memcpy(elements, &pack, sizeof(pack));
+    memcpy(elements, &vec, sizeof(vec));
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       if (i * kWidth + j < size) row[i * kWidth + j] = elements[j];

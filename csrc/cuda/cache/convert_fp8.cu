@@ -28,7 +28,7 @@ template <typename To, typename From, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     convert_fp8_kernel(To* output, const From* input, int64_t count, float scale) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const Divisor divisor = Divisor::of(scale);
   struct alignas(kWidth * sizeof(From) < 16 ? kWidth * sizeof(From) : 16) Source {
     From data[kWidth];
@@ -59,7 +59,7 @@ void launch_as(const ConvertFp8Params& p, Stream stream) {
   const bool vectors = aligned16(p.output) && aligned16(p.input);
   const int64_t items = (p.count + (vectors ? 15 : 0)) / (vectors ? 16 : 1);
   const int64_t blocks = std::min<int64_t>((items + kThreads - 1) / kThreads,
-                                           int64_t{32} * current_device_info().multiprocessors);
+                                           int64_t{32} * current_device_info().num_sms);
   launch_kernel("convert_fp8",
                 vectors ? convert_fp8_kernel<To, From, 16> : convert_fp8_kernel<To, From, 1>,
                 dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
@@ -74,12 +74,12 @@ void dispatch_fp8(DType dtype, Body&& body) {
 }  // namespace
 
 void launch(const ConvertFp8Params& p, Stream stream) {
-  const bool narrows = size_of(p.output_dtype) == 1;
-  dispatch_float(narrows ? p.input_dtype : p.output_dtype, [&](auto wide) {
+  const bool quantizes = size_of(p.output_dtype) == 1;
+  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto wide) {
     using T = decltype(wide);
-    dispatch_fp8(narrows ? p.output_dtype : p.input_dtype, [&](auto eight) {
+    dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto eight) {
       using Fp8 = decltype(eight);
-      narrows ? launch_as<Fp8, T>(p, stream) : launch_as<T, Fp8>(p, stream);
+      quantizes ? launch_as<Fp8, T>(p, stream) : launch_as<T, Fp8>(p, stream);
     });
   });
 }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const __grid_constant__ Caches caches, const __grid_constant__ Pairs pairs,
                        int64_t num_blocks, int64_t block_bytes) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t from = pairs.at(2 * int64_t{blockIdx.x});
   const int64_t to = pairs.at(2 * int64_t{blockIdx.x} + 1);
   if (from < 0 || from >= num_blocks || to < 0 || to >= num_blocks || from == to) return;

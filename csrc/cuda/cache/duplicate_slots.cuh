@@ -211,8 +211,9 @@ __device__ __forceinline__ uint32_t any_of_block(uint32_t mine) {
 // together, each with its own `from` (that of the first thread + its number); a barrier after list
 // and filter were written is the caller's.
 template <int kOwn, typename Own, int kBatch, typename Slots>
-__device__ __forceinline__ uint32_t find_repeated(const Slots& p, int from, int threads,
-                                                  const LaterSlots<kBatch>& later, const Own& own) {
+__device__ __forceinline__ uint32_t find_duplicates(const Slots& p, int from, int threads,
+                                                    const LaterSlots<kBatch>& later,
+                                                    const Own& own) {
   return any_of_block<kOwn>(repeated_later(p, from, threads, later, own));
 }
 
@@ -235,8 +236,8 @@ __device__ __forceinline__ void list_own(int lane, int32_t slot, int32_t (&slots
 }
 
 // Whether a token after `token` has its slot. By a whole warp, of one token.
-__device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token, int64_t slot,
-                                            int lane) {
+__device__ __forceinline__ bool is_duplicate(const SlotMapping& slots, int token, int64_t slot,
+                                             int lane) {
   bool again = false;
 #pragma unroll 1
   for (int from = token + 1 + lane; from < static_cast<int>(slots.num_tokens); from += 4 * 32) {
@@ -252,12 +253,12 @@ __device__ __forceinline__ bool comes_again(const SlotMapping& slots, int token,
 }
 
 // A page and a token in it.
-struct Place {
+struct Slot {
   int32_t block;
   int32_t token;
 };
 
-__device__ __forceinline__ Place place_of(int32_t slot, FastDivisor block_size, int32_t size) {
+__device__ __forceinline__ Slot place_of(int32_t slot, FastDivisor block_size, int32_t size) {
   const auto block = static_cast<int32_t>(block_size.divide(slot));
   return {.block = block, .token = slot - block * size};
 }

@@ -20,7 +20,7 @@ constexpr int kUnroll = 4;  // accesses in flight a thread
 
 // Division of a block's work, known at launch.
 struct RowPieces {
-  int tokens;            // rows of a block, at most kMostTokens
+  int tokens;            // rows of a block, at most kMaxTokens
   FastDivisor of_token;  // accesses that a row takes
   FastDivisor of_head;   // accesses that a head of it takes
   int per_token;
@@ -33,8 +33,8 @@ template <typename Out, typename Stored, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(GatherCacheParams p, RowPieces pieces) {
   launch_dependents();
-  wait_for_predecessor();
-  __shared__ TokenPlace places[kMostTokens];
+  wait_for_primary_kernel();
+  __shared__ TokenLocation places[kMaxTokens];
   const int first = blockIdx.x * pieces.tokens;
   if (threadIdx.x < 32) locate_rows(p.tokens, first, pieces.tokens, places);
   __syncthreads();
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
 
 #pragma unroll 1
   for (int base = threadIdx.x; base < count; base += kUnroll * kThreads) {
-    RowPart<Stored, kWidth> parts[kUnroll];
+    StoredVec<Stored, kWidth> parts[kUnroll];
     float scale[kUnroll];
     Out* to[kUnroll];
 #pragma unroll
@@ -66,15 +66,15 @@ __global__ void __launch_bounds__(kThreads)
       const int within = i - token * pieces.per_token;
       const int head = pieces.of_head.divide(within);
       const int d = (within - head * pieces.per_head) * kWidth;
-      const TokenPlace at = places[token];
+      const TokenLocation at = places[token];
       to[j] = nullptr;
       scale[j] = 1.0f;
       parts[j] = {};
-      if (at.block != TokenPlace::kUnwritten && base + j * kThreads < count) {
+      if (at.block != TokenLocation::kUnwritten && base + j * kThreads < count) {
         to[j] = rows + int64_t{first + token} * row_stride + head * out_head_stride + d;
       }
       if (at.block >= 0) {
-        parts[j] = *reinterpret_cast<const RowPart<Stored, kWidth>*>(
+        parts[j] = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(
             source + at.block * block_stride + head * head_stride + at.token * token_stride +
             (d >> shift) * chunk_stride + (d & (kv.x - 1)));
         if constexpr (!std::is_same_v<Out, Stored>) scale[j] = p.scale(scales, at, head);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (to[j] != nullptr) store_row_part<Out>(to[j], parts[j], scale[j]);
+      if (to[j] != nullptr) store_dequantized<Out>(to[j], parts[j], scale[j]);
     }
   }
 }
@@ -95,9 +95,9 @@ constexpr int kGroup = 16;
 template <typename Out, typename Stored, int kWidth>
 __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParams p) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   extern __shared__ __align__(16) char tile_bytes[];  // [kGroup][pitch]
-  __shared__ TokenPlace places[kMostTokens];
+  __shared__ TokenLocation places[kMaxTokens];
   const int first = blockIdx.x * kGroup;
   if (threadIdx.x < 32) locate_rows(p.tokens, first, kGroup, places);
   __syncthreads();
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   const int pitch = kv.head_size + 16 / static_cast<int>(sizeof(Stored));  // spreads over banks
   const auto* source = static_cast<const Stored*>(kv.value) + head * kv.value_head_stride;
   const int token = threadIdx.x % kGroup;
-  const TokenPlace at = places[token];
+  const TokenLocation at = places[token];
   if (at.block >= 0) {
     source += at.block * kv.value_block_stride + at.token;
 #pragma unroll 8
@@ -121,15 +121,15 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   auto* rows = static_cast<Out*>(p.value) + head * p.value_head_stride;
   for (int i = threadIdx.x; i < kGroup * lanes; i += kThreads) {
     const int row = i / lanes, d = (i - row * lanes) * kWidth;
-    const TokenPlace from = places[row];
-    if (from.block == TokenPlace::kUnwritten) continue;
-    RowPart<Stored, kWidth> part = {};
+    const TokenLocation from = places[row];
+    if (from.block == TokenLocation::kUnwritten) continue;
+    StoredVec<Stored, kWidth> part = {};
     float scale = 1.0f;
     if (from.block >= 0) {
-      part = *reinterpret_cast<const RowPart<Stored, kWidth>*>(tile + row * pitch + d);
+      part = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(tile + row * pitch + d);
       if constexpr (!std::is_same_v<Out, Stored>) scale = p.scale(kv.v_scale, from, head);
     }
-    store_row_part<Out>(rows + int64_t{first + row} * p.value_row_stride + d, part, scale);
+    store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, part, scale);
   }
 }
 
@@ -159,7 +159,7 @@ void launch_parts(const GatherCacheParams& p, Stream stream) {
   const int parts = p.value == nullptr || transposed ? 1 : 2;
   const int per_head = kv.head_size / kWidth;
   int tokens = kGroup;
-  const int64_t wanted = int64_t{2} * current_device_info().multiprocessors;
+  const int64_t wanted = int64_t{2} * current_device_info().num_sms;
   while (tokens > 1 && int64_t{p.tokens.num_rows} / tokens * parts < wanted) tokens /= 2;
   const RowPieces pieces{.tokens = tokens,
                          .of_token = FastDivisor(kv.num_kv_heads * per_head),

@@ -89,7 +89,7 @@ struct CacheWrite {
   __device__ __forceinline__ int32_t usable(int64_t slot) const {
     return static_cast<uint64_t>(slot) < limit ? static_cast<int32_t>(slot) : -1;
   }
-  __device__ __forceinline__ Place place(int32_t slot) const {
+  __device__ __forceinline__ Slot place(int32_t slot) const {
     return place_of(slot, by_block_size, block_size);
   }
 };
@@ -131,8 +131,8 @@ struct GivenKeys {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
   }
-  __device__ __forceinline__ void turn(int, Vector<T> (&)[kVectors]) const {}
-  __device__ __forceinline__ bool known() const { return true; }
+  __device__ __forceinline__ void rotate(int, Vector<T> (&)[kVectors]) const {}
+  __device__ __forceinline__ bool valid() const { return true; }
 };
 
 // 16-byte loads of key and value, from the first element of any head, are aligned.

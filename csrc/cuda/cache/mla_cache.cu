@@ -18,10 +18,10 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostTokens = 32;   // of a block
+constexpr int kMaxTokens = 32;    // of a block
 constexpr int kFewTokens = 1024;  // up to here a block has one
 
-// The block's own slots and which of them come up again, by all its threads. `list`: kMostTokens in
+// The block's own slots and which of them come up again, by all its threads. `list`: kMaxTokens in
 // shared memory.
 __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p, int first,
                                                int tokens, int32_t* list) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p,
   }
   __syncthreads();
   const OwnFiltered own{.filter = &filter, .list = {.slots = list, .end = tokens}};
-  return repeated_here | find_repeated<kMostTokens>(p, from, threads, later, own);
+  return repeated_here | find_duplicates<kMaxTokens>(p, from, threads, later, own);
 }
 
 // Thread i of the block moves piece i, i + blockDim.x, .. of the block's entries: kWidth
@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kThreads)
     concat_and_cache_mla_kernel(ConcatAndCacheMlaParams p, FastDivisor block_size,
                                 FastDivisor per_entry, int pieces, int tokens) {
   launch_dependents();
-  wait_for_predecessor();
-  constexpr bool kVectors = kWidth == kVectorWidth<C>;
-  constexpr int kParts = kVectors ? kWidth / kVectorWidth<T> : 1;
-  __shared__ int32_t own_slots[kMostTokens];
+  wait_for_primary_kernel();
+  constexpr bool kVectors = kWidth == kVecWidth<C>;
+  constexpr int kParts = kVectors ? kWidth / kVecWidth<T> : 1;
+  __shared__ int32_t own_slots[kMaxTokens];
   const int first = blockIdx.x * tokens;
   const int count = tokens * pieces;
 
-  using Loaded = std::conditional_t<kVectors, Vector<T>, RowPart<T, 1>>;
+  using Loaded = std::conditional_t<kVectors, Vector<T>, StoredVec<T, 1>>;
   Loaded x[kParts];
   int token = 0, d = 0;  // of the piece in x
   const auto fetch = [&](int i) {
@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(kThreads)
   while (i < count) {
     const int32_t slot = own_slots[token];
     if (slot >= 0 && (repeated >> token & 1) == 0) {
-      const Place at = place_of(slot, block_size, p.block_size);
+      const Slot at = place_of(slot, block_size, p.block_size);
       C* to = static_cast<C*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride + d;
       if constexpr (kVectors) {
-        *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(x, scale);
+        *reinterpret_cast<Vector<C>*>(to) = quantize<T, C>(x, scale);
       } else {
         *to = to_cache<C>(x[0].data[0], scale);
       }
@@ -97,28 +97,28 @@ template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     concat_and_cache_ds_mla_kernel(ConcatAndCacheMlaParams p, FastDivisor block_size) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   constexpr int kEach = kDsMlaLatent / 32, kRopeEach = 8;
-  __shared__ int32_t own_slots[kMostTokens];
+  __shared__ int32_t own_slots[kMaxTokens];
   const int tokens = blockDim.x / 32;
   const int first = blockIdx.x * tokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row = min(first + warp, static_cast<int>(p.num_tokens) - 1);
   const T* latent = static_cast<const T*>(p.kv_c) + row * p.kv_c_stride + lane * kEach;
   const T* rope = static_cast<const T*>(p.k_pe) + row * p.k_pe_stride + lane % 8 * kRopeEach;
-  using Part = RowPart<T, kAligned ? kVectorWidth<T> : 1>;
-  constexpr int kPartWidth = kAligned ? kVectorWidth<T> : 1;
-  Part x[kEach / kPartWidth], r[kRopeEach / kPartWidth];
+  using Part = StoredVec<T, kAligned ? kVecWidth<T> : 1>;
+  constexpr int kStoredWidth = kAligned ? kVecWidth<T> : 1;
+  Part x[kEach / kStoredWidth], r[kRopeEach / kStoredWidth];
 #pragma unroll
-  for (int j = 0; j < kEach / kPartWidth; ++j) x[j] = reinterpret_cast<const Part*>(latent)[j];
+  for (int j = 0; j < kEach / kStoredWidth; ++j) x[j] = reinterpret_cast<const Part*>(latent)[j];
 #pragma unroll
-  for (int j = 0; j < kRopeEach / kPartWidth; ++j) r[j] = reinterpret_cast<const Part*>(rope)[j];
+  for (int j = 0; j < kRopeEach / kStoredWidth; ++j) r[j] = reinterpret_cast<const Part*>(rope)[j];
   const uint32_t repeated = load_slots(p, first, tokens, own_slots);
 
   float largest = 0.0f;  // a NaN does not count
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    largest = fmaxf(largest, fabsf(to_float(x[j / kPartWidth].data[j % kPartWidth])));
+    largest = fmaxf(largest, fabsf(to_float(x[j / kStoredWidth].data[j % kStoredWidth])));
   }
 #pragma unroll
   for (int distance = 4; distance > 0; distance /= 2) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = fmaxf(__fdiv_rn(largest, 448.0f), kDsMlaSmallestScale);
   const int32_t slot = own_slots[warp];
   if (slot < 0 || (repeated >> warp & 1)) return;
-  const Place at = place_of(slot, block_size, p.block_size);
+  const Slot at = place_of(slot, block_size, p.block_size);
   char* entry = static_cast<char*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride;
   Vector<Fp8E4M3> quantised;
   auto* pairs = reinterpret_cast<uint16_t*>(quantised.data);
@@ -135,9 +135,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < kEach; j += 2) {
     const auto quotient = [&](int k) {
-      return divisor.divide(to_float(x[k / kPartWidth].data[k % kPartWidth]));
+      return divisor.divide(to_float(x[k / kStoredWidth].data[k % kStoredWidth]));
     };
-    pairs[j / 2] = narrow2<Fp8E4M3>(quotient(j), quotient(j + 1));
+    pairs[j / 2] = quantize2<Fp8E4M3>(quotient(j), quotient(j + 1));
   }
   *reinterpret_cast<Vector<Fp8E4M3>*>(entry + lane * kEach) = quantised;
   if (lane % 8 == 0) reinterpret_cast<float*>(entry + kDsMlaScales)[lane / 8] = scale;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
     Vector<BFloat16> rotated;
 #pragma unroll
     for (int j = 0; j < kRopeEach; ++j) {
-      rotated[j] = from_float<BFloat16>(to_float(r[j / kPartWidth].data[j % kPartWidth]));
+      rotated[j] = from_float<BFloat16>(to_float(r[j / kStoredWidth].data[j % kStoredWidth]));
     }
     reinterpret_cast<Vector<BFloat16>*>(entry + kDsMlaRopeStart)[lane] = rotated;
   }
@@ -156,7 +156,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     cp_gather_and_upconvert_kernel(UpconvertMlaParams p, FastDivisor splits, int num_splits) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   constexpr int kEach = kDsMlaLatent / 32, kWidth = 8;
   const int seq = splits.divide(blockIdx.x);
   const int split = blockIdx.x - seq * num_splits;
@@ -169,27 +169,27 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
     T* row = static_cast<T*>(p.rows) + (first_row + i) * p.row_stride;
     const char* entry = p.entry(seq, i);
-    RowPart<Fp8E4M3, kWidth> x[2] = {};
-    RowPart<BFloat16, kWidth> rope = {};
+    StoredVec<Fp8E4M3, kWidth> x[2] = {};
+    StoredVec<BFloat16, kWidth> rope = {};
     float scale = 0.0f;
     if (entry != nullptr) {
       const auto loaded = *reinterpret_cast<const Vector<Fp8E4M3>*>(entry + lane * kEach);
       memcpy(x, &loaded, sizeof(x));
       scale = reinterpret_cast<const float*>(entry + kDsMlaScales)[lane / 8];
       if (lane < 8) {
-        rope = reinterpret_cast<const RowPart<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
+        rope = reinterpret_cast<const StoredVec<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
       }
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       T* to = row + lane * kEach + j * kWidth;
       if constexpr (sizeof(T) == 2) {
-        store_row_part<T>(to, x[j], scale);
+        store_dequantized<T>(to, x[j], scale);
       } else {
-        RowPart<Fp8E4M3, 4> halves[2];
+        StoredVec<Fp8E4M3, 4> halves[2];
         memcpy(halves, &x[j], sizeof(halves));
-        store_row_part<T>(to, halves[0], scale);
-        store_row_part<T>(to + 4, halves[1], scale);
+        store_dequantized<T>(to, halves[0], scale);
+        store_dequantized<T>(to + 4, halves[1], scale);
       }
     }
     if (lane < 8) {
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
                         RowOffsets rope_rows, RowOffsets out_rows, int nope_width, int width,
                         FastDivisor of_row, int64_t count) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
     const uint32_t row = of_row.divide(static_cast<uint32_t>(i));
@@ -252,7 +252,7 @@ void launch_once(const ConcatAndCacheMlaParams& p, Stream stream) {
     if (p.ds_mla) return launch_ds_mla<T>(p, stream);
     dispatch_cache<T>(p.cache_dtype, [&](auto stored) {
       using C = decltype(stored);
-      constexpr int kWidth = kVectorWidth<C>;
+      constexpr int kWidth = kVecWidth<C>;
       const bool aligned = inputs_aligned(p) && aligned16(p.cache) &&
                            p.kv_lora_rank % kWidth == 0 && p.pe_dim % kWidth == 0 &&
                            p.block_stride % kWidth == 0 && p.token_stride % kWidth == 0;
@@ -276,7 +276,7 @@ void launch_concat(const ConcatMlaQParams& p, Stream stream) {
     throw std::runtime_error("concat_mla_q: too many elements for one call: split it");
   }
   const int64_t blocks = std::min<int64_t>((count + kThreads - 1) / kThreads,
-                                           int64_t{32} * current_device_info().multiprocessors);
+                                           int64_t{32} * current_device_info().num_sms);
   launch_kernel("concat_mla_q", concat_mla_q_kernel<V>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kThreads), 0, stream, static_cast<const V*>(p.nope),
                 static_cast<const V*>(p.rope), static_cast<V*>(p.out), in_accesses(p.nope_rows),
@@ -301,7 +301,7 @@ void launch(const ConcatAndCacheMlaParams& params, Stream stream) {
 void launch(const UpconvertMlaParams& p, Stream stream) {
   // Enough blocks to fill the device, were all rows one sequence's; at least one a sequence.
   const int64_t wanted = std::min<int64_t>((p.num_rows + kThreads / 32 - 1) / (kThreads / 32),
-                                           int64_t{16} * current_device_info().multiprocessors);
+                                           int64_t{16} * current_device_info().num_sms);
   const int64_t splits = std::max<int64_t>(1, wanted / p.num_seqs);
   const unsigned blocks = grid_size("cp_gather_and_upconvert_fp8_kv_cache", splits * p.num_seqs);
   dispatch_float(p.dtype, [&](auto model) {

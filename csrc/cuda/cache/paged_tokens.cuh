@@ -6,7 +6,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMostTokens = 16;  // rows of a block
+constexpr int kMaxTokens = 16;  // rows of a block
 
 // How many of the ascending values[0], .., values[count - 1] are <= bound; in rounds of 32 probes.
 // By a whole warp.
@@ -24,14 +24,14 @@ __device__ __forceinline__ int count_up_to(const int32_t* values, int count, int
   return low;
 }
 
-// places[i] of rows first + i, i < tokens <= kMostTokens. By the first warp of the block.
+// places[i] of rows first + i, i < tokens <= kMaxTokens. By the first warp of the block.
 __device__ __forceinline__ void locate_rows(const PagedTokens& p, int first, int tokens,
-                                            TokenPlace* places) {
+                                            TokenLocation* places) {
   int seq = -1;  // of row `first`
   if (p.token_to_seq == nullptr) seq = count_up_to(p.cu_seq_lens, p.num_seqs + 1, first) - 1;
   const int row = first + static_cast<int>(threadIdx.x % 32);
   if (row >= first + tokens) return;
-  TokenPlace place{TokenPlace::kUnwritten, 0};
+  TokenLocation place{TokenLocation::kUnwritten, 0};
   if (row < p.num_rows) {
     if (p.token_to_seq != nullptr) {
       seq = p.token_to_seq[row];

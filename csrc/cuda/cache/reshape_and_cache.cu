@@ -18,7 +18,7 @@ template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kIdle =
 __global__ void __launch_bounds__(kRun* kLanes, kBlocks<T, C, kMany, kIdle> * 256 / (kRun * kLanes))
     write_pages_kernel(PagesWrite p) {
   launch_dependents();
-  const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
+  const GivenKeys<T, kVecWidth<C> / kVecWidth<T>> keys(p);
   write_pages<T, C, kRun, kLanes, kMany>(p, keys, blockIdx.x);
 }
 

@@ -26,7 +26,7 @@ template <typename T, typename C, int kThreads, int kEach, int kOwn, bool kCrowd
 __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn, kCrowd> / kThreads)
     write_rows_kernel(RowsWrite p) {
   launch_dependents();
-  const GivenKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(p);
+  const GivenKeys<T, kVecWidth<C> / kVecWidth<T>> keys(p);
   write_rows<T, C, kThreads, kEach, kOwn>(p, keys, blockIdx.x);
 }
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn, 
 template <typename T, typename C>
 __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCacheParams p) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const PagedKv& kv = p.kv;
   const int first = blockIdx.x;
   const int32_t slot = slot_of(p, first);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCachePara
   LaterSlots<4> later;
   later.load(p, from, blockDim.x);
   const OwnRange own{.start = slot, .count = slot >= 0};
-  if (find_repeated<1>(p, from, blockDim.x, later, own) != 0 || slot < 0) return;
+  if (find_duplicates<1>(p, from, blockDim.x, later, own) != 0 || slot < 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
   for (int i = threadIdx.x; i < kv.num_kv_heads * kv.head_size; i += blockDim.x) {
     const int64_t head = i / kv.head_size, d = i % kv.head_size;

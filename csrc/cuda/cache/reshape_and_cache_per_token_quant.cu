@@ -35,10 +35,10 @@ struct TokenQuantWrite : CacheWrite {
         value_scales_head_stride(p.value_scales_head_stride) {}
 };
 
-constexpr int kMostTokens = 32;    // of a block
-constexpr int kMostThreads = 512;  // of a block
-constexpr int kFewTokens = 64;     // up to here blocks are as small as they can be
-constexpr int kWidth = kVectorWidth<int8_t>;
+constexpr int kMaxTokens = 32;    // of a block
+constexpr int kMaxThreads = 512;  // of a block
+constexpr int kFewTokens = 64;    // up to here blocks are as small as they can be
+constexpr int kWidth = kVecWidth<int8_t>;
 
 // How a row is quantised whose largest magnitude has these bits.
 class RowScale {
@@ -57,12 +57,12 @@ class RowScale {
   // x / scale to nearest even, of 16 elements.
   template <typename T, int kVectors>
   __device__ __forceinline__ Vector<int8_t> quantise(const Vector<T> (&parts)[kVectors]) const {
-    constexpr int kPart = kVectorWidth<T>;
+    constexpr int kPart = kVecWidth<T>;
     float values[kWidth];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float part[kPart];
-      widen(bits_as<Pack16<T>>(parts[i]), part);
+      upcast(bits_as<Vec16<T>>(parts[i]), part);
 #pragma unroll
       for (int j = 0; j < kPart; ++j) values[i * kPart + j] = part[j];
     }
@@ -103,7 +103,7 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
   uint32_t largest = 0;
 #pragma unroll
   for (const Vector<T>& part : parts) {
-    largest = max(largest, magnitude_bits(bits_as<Pack16<T>>(part)));
+    largest = max(largest, magnitude_bits(bits_as<Vec16<T>>(part)));
   }
   return largest;
 }
@@ -115,13 +115,13 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // neighbouring values of one token, each of which costs a sector in that layout. kUsual: blockDim
 // is (8, 16), known to the compiler.
 template <typename T, bool kTransposed, bool kUsual>
-__global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
+__global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
     quantise_rows_kernel(TokenQuantWrite p) {
   launch_dependents();
-  wait_for_predecessor();
-  constexpr int kVectors = kWidth / kVectorWidth<T>;
+  wait_for_primary_kernel();
+  constexpr int kVectors = kWidth / kVecWidth<T>;
   extern __shared__ __align__(16) char tile_bytes[];
-  __shared__ int32_t own_slots[kMostTokens];
+  __shared__ int32_t own_slots[kMaxTokens];
   __shared__ SlotFilter filter;
   constexpr uint32_t kWarp = 0xffffffffu;
 
@@ -166,14 +166,14 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
     later.load(p, from, threads);
     const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
     repeated = repeated_in_warp(lane, lane < tokens ? lane_slot : -1) |
-               find_repeated<kMostTokens>(p, from, threads, later, own);
+               find_duplicates<kMaxTokens>(p, from, threads, later, own);
   }
 
   const int pitch = (lanes + 1) * kWidth;  // of the tile's rows: spreads a column over banks
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
   const int32_t slot = own_slots[row];
   if (slot >= 0 && (repeated >> row & 1) == 0) {
-    const Place at = p.place(slot);
+    const Slot at = p.place(slot);
     if (chunk == 0) {
       p.key_scales[at.block * p.key_scales_block_stride + head * p.key_scales_head_stride +
                    at.token] = k_scale.scale;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
   }
   if constexpr (kTransposed) {
     __syncthreads();
-    const auto values_of = [&](Place at) {
+    const auto values_of = [&](Slot at) {
       return stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
                      p.to_value_head) +
              at.token;
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kMostThreads, sizeof(T) == 4 ? 1 : 2)
 template <typename T>
 __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const ReshapeAndCacheParams& w = p.write;
   const PagedKv& kv = w.kv;
   const int first = blockIdx.x;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   LaterSlots<4> later;
   later.load(w, from, blockDim.x);
   const OwnRange own{.start = slot, .count = slot >= 0};
-  if (find_repeated<1>(w, from, blockDim.x, later, own) != 0 || slot < 0) return;
+  if (find_duplicates<1>(w, from, blockDim.x, later, own) != 0 || slot < 0) return;
   const int64_t block = slot / kv.block_size, token = slot % kv.block_size;
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32; row < 2 * kv.num_kv_heads; row += blockDim.x / 32) {
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
                               head * w.value_head_stride;
     uint32_t largest = 0;
     for (int d = lane; d < kv.head_size; d += 32) {
-      largest = max(largest, magnitude_bits(Pack<float, 1>{__float_as_uint(to_float(x[d]))}));
+      largest = max(largest, magnitude_bits(Vec<float, 1>{__float_as_uint(to_float(x[d]))}));
     }
     const RowScale scale(lanes_max(largest, 32));
     int8_t* to = static_cast<int8_t*>(is_key ? kv.key : kv.value);

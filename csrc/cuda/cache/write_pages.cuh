@@ -24,9 +24,9 @@ constexpr int kFewBlocks = 4;
 // Blocks of 256 threads that a multiprocessor is to hold: as many as registers allow, so that one
 // block's transfers meet another's instructions.
 template <typename T, typename C, bool kMany>
-constexpr int kResident = !kMany || kVectorWidth<C> > 2 * kVectorWidth<T> ? 2
-                          : kIs8Bit<C>                                    ? 3
-                                                                          : 6;
+constexpr int kResident = !kMany || kVecWidth<C> > 2 * kVecWidth<T> ? 2
+                          : kIs8Bit<C>                              ? 3
+                                                                    : 6;
 
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;
@@ -39,10 +39,10 @@ struct PagesWrite : CacheWrite {
 // Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
 // which lies in a sector of its own, seldom touched again.
 template <typename T, typename C, typename Keys>
-__device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int token, Place at,
+__device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int token, Slot at,
                                             int thread, int threads) {
-  constexpr int kWidth = kVectorWidth<C>;
-  constexpr int kVectors = kWidth / kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<C>;
+  constexpr int kVectors = kWidth / kVecWidth<T>;
   const T* value = stepped(static_cast<const T*>(p.value), token, p.value_token);
   C* key_cache = page(static_cast<C*>(p.key_cache), at.block, p.to_key_block) + at.token * kWidth;
   C* values = page(static_cast<C*>(p.value_cache), at.block, p.to_value_block) + at.token;
@@ -74,18 +74,18 @@ __device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int 
     const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
     Vector<T> k[kVectors];
     keys.load(token, head, d, k);
-    keys.turn(d, k);
-    if (!keys.known()) return;
+    keys.rotate(d, k);
+    if (!keys.valid()) return;
     C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth, p.to_key_chunk);
     store_streaming(reinterpret_cast<Vector<C>*>(to),
-                    narrow<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
+                    quantize<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
   }
 }
 
 // V of a block's tokens on their way into pages: rows of tokens, read by columns.
 template <typename C, int kRun, int kLanes>
 struct ValueTile {
-  static constexpr int kWidth = kVectorWidth<C>;                // elements of a chunk
+  static constexpr int kWidth = kVecWidth<C>;                   // elements of a chunk
   static constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store
   static constexpr int kPitch = (kLanes + 1) * kWidth;          // spreads a column over the banks
   // The stores of a value index read from different banks.
@@ -136,9 +136,9 @@ struct ValueTile {
 // every `turns`; whether it did is returned. kRest: runs of neighbours have been dealt with.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kRest, typename Keys>
 __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int group, int head,
-                                            int part, int turn, int turns) {
-  constexpr int kWidth = kVectorWidth<C>;             // elements of a chunk
-  constexpr int kVectors = kWidth / kVectorWidth<T>;  // of T that make a chunk
+                                            int part, int rotate, int rotates) {
+  constexpr int kWidth = kVecWidth<C>;             // elements of a chunk
+  constexpr int kVectors = kWidth / kVecWidth<T>;  // of T that make a chunk
   constexpr int kThreads = kRun * kLanes;
   constexpr uint32_t kWarp = 0xffffffffu;
   __shared__ ValueTile<C, kRun, kLanes> tile;
@@ -169,7 +169,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     prefetch_l2(value);
     prefetch_l2(lane_slot_at);
   }
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t lane_slot_read = *lane_slot_at;  // every warp finds out for itself
   if constexpr (!kRest) {
     keys.load(token, head, d, k);
@@ -179,7 +179,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int from = first + kRun + thread;
   LaterSlots<kMany ? 8 : 1> later;
   later.load(p, from, kThreads);
-  if constexpr (!kMany) keys.turn(d, k);  // else later, for fewer registers
+  if constexpr (!kMany) keys.rotate(d, k);  // else later, for fewer registers
   const int32_t lane_slot = first + slot_lane < num_tokens ? p.usable(lane_slot_read) : -1;
   const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
   const bool neighbours = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
@@ -189,27 +189,27 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
   const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
   // A token's value 0 of this part.
-  const auto values_of = [&](Place at) {
+  const auto values_of = [&](Slot at) {
     return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
                            p.to_value_head),
                    first_chunk * kWidth, p.to_value_dim) +
            static_cast<uint32_t>(at.token);
   };
-  const auto store_key = [&](Place at) {
+  const auto store_key = [&](Slot at) {
     C* to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
                             p.to_key_head),
                     chunk, p.to_key_chunk) +
             static_cast<uint32_t>(at.token * kWidth);
-    if constexpr (kMany) keys.turn(d, k);
-    if (!p.values_only && keys.known()) {
-      *reinterpret_cast<Vector<C>*>(to) = narrow<T, C>(k, k_scale);
+    if constexpr (kMany) keys.rotate(d, k);
+    if (!p.values_only && keys.valid()) {
+      *reinterpret_cast<Vector<C>*>(to) = quantize<T, C>(k, k_scale);
     }
   };
 
   // Most prompts: neighbours of which no slot comes up again.
   if (!kRest && neighbours) {
     if (!kMany && blockIdx.z > 0) return false;
-    tile.put(row, x, narrow<T, C>(v, v_scale));
+    tile.put(row, x, quantize<T, C>(v, v_scale));
     const OwnRange range{.start = start, .count = kRun};
     if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) == 0) {
       if (has_chunk) store_key(p.place(start + row));
@@ -237,8 +237,8 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
 
   OwnList own{.slots = own_slots, .end = kRun};
   if (scattered) {  // this block's tokens only
-    own.from = kMany ? turn : blockIdx.z;
-    own.step = kMany ? turns : kFewBlocks;
+    own.from = kMany ? rotate : blockIdx.z;
+    own.step = kMany ? rotates : kFewBlocks;
   }
   if (thread < kRun) own_slots[thread] = lane_slot;
   if (kMany && thread < 32) filter.fill(lane, lane < kRun ? lane_slot : -1);
@@ -246,16 +246,16 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   uint32_t repeated;
   if constexpr (kMany) {
     const OwnFiltered filtered{.filter = &filter, .list = own};
-    repeated = find_repeated<kRun>(p, from, kThreads, later, filtered);
+    repeated = find_duplicates<kRun>(p, from, kThreads, later, filtered);
   } else {
-    repeated = find_repeated<kRun>(p, from, kThreads, later, own);
+    repeated = find_duplicates<kRun>(p, from, kThreads, later, own);
   }
   repeated |= repeated_in_warp(lane, lane < kRun ? lane_slot : -1);
   if constexpr (kMany) {
     // Around the loop a branch, in which k and v need no registers: 8 bits spill without.
     if (!kIs8Bit<C> || scattered) {
 #pragma unroll 1
-      for (int r = scattered ? turn : kRun; r < kRun; r += turns) {
+      for (int r = scattered ? rotate : kRun; r < kRun; r += rotates) {
         const int32_t slot = own_slots[r];
         if (slot < 0 || (repeated >> r & 1)) continue;
         write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
@@ -270,7 +270,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     if constexpr (kRest) keys.load(token, head, d, k);  // no earlier: it would hold registers
     store_key(p.place(slot));
     if constexpr (kRest) fetch_value();
-    tile.put(row, x, narrow<T, C>(v, v_scale));
+    tile.put(row, x, quantize<T, C>(v, v_scale));
   }
   __syncthreads();
   // That divide the work on one row of the tile's: at most as many as it has values.
@@ -282,7 +282,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
        r += scattered ? step * own.step : kRun) {
     const int32_t to_slot = own_slots[r];
     if (to_slot < 0 || (repeated >> r & 1)) continue;
-    const Place at = p.place(to_slot);
+    const Slot at = p.place(to_slot);
     C* to = values_of(at);
     for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
       *stepped(to, d, p.to_value_dim) = tile.get(r, d);
@@ -311,7 +311,7 @@ struct PagesShape {
     const int chunks = p.kv.head_size / p.kv.x;
     const int64_t groups = ceil_div(p.num_tokens, run);
     const bool few = p.num_tokens <= kFewTokens;
-    idle = spread && groups * p.kv.num_kv_heads < current_device_info().multiprocessors;
+    idle = spread && groups * p.kv.num_kv_heads < current_device_info().num_sms;
     lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
     write.parts = static_cast<int>(ceil_div(chunks, lanes));
     write.by_parts = FastDivisor(write.parts);

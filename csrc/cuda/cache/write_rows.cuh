@@ -31,8 +31,8 @@ struct RowsWrite : CacheWrite {
 // chunk is 16 bytes of the cache.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
 __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given, int group) {
-  constexpr int kWidth = kVectorWidth<C>;
-  constexpr int kParts = kWidth / kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<C>;
+  constexpr int kParts = kWidth / kVecWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
   const int tokens = kOwn == 1 ? 1 : kEach * p.rows;
   const int first = group * tokens;  // within this launch
@@ -80,7 +80,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     prefetch_l2(value_at(token_of(0), first_d));
     prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
   }
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t own_slot_read = *own_slot_at;
   fetch(first_d);
   __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
@@ -96,17 +96,17 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head_of(d));
   };
   fetch_scales(first_d);
-  const auto turn = [&](int d) {
+  const auto rotate = [&](int d) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) keys[j].turn(key_element(d), k[j]);
+    for (int j = 0; j < kEach; ++j) keys[j].rotate(key_element(d), k[j]);
   };
-  if constexpr (kOwn == 1) turn(first_d);  // else later, for fewer registers
+  if constexpr (kOwn == 1) rotate(first_d);  // else later, for fewer registers
 
   uint32_t repeated;
   int32_t slot[kEach];
   if constexpr (kOwn == 1) {
     const OwnRange range{.start = own_slot, .count = own_slot >= 0};
-    repeated = find_repeated<kOwn>(p, from, kThreads, later, range);
+    repeated = find_duplicates<kOwn>(p, from, kThreads, later, range);
     slot[0] = own_slot;
   } else if constexpr (kFew) {
     const int lane = thread % 32;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     for (int i = 0; i < kOwn; ++i) few.slots[i] = __shfl_sync(kWarp, own_slot, i);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) slot[j] = __shfl_sync(kWarp, own_slot, j * p.rows + y);
-    repeated = find_repeated<kOwn>(p, from, kThreads, later, few);
+    repeated = find_duplicates<kOwn>(p, from, kThreads, later, few);
     repeated |= repeated_in_warp(lane, lane < tokens ? own_slot : -1);
   } else {
     __shared__ int32_t own_slots[kOwn];
@@ -124,19 +124,19 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     if (thread < 32) list_own(thread, own_slot, own_slots, filter, repeated_here);
     __syncthreads();
     const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
-    repeated = find_repeated<kOwn>(p, from, kThreads, later, filtered) | repeated_here;
+    repeated = find_duplicates<kOwn>(p, from, kThreads, later, filtered) | repeated_here;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) slot[j] = own_slots[min(j * p.rows + y, kOwn - 1)];
   }
   if (!inside) return;
-  if constexpr (kOwn > 1) turn(first_d);
+  if constexpr (kOwn > 1) rotate(first_d);
 
 #pragma unroll 1
   while (true) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if (slot[j] < 0 || (repeated >> (j * p.rows + y) & 1)) continue;
-      const Place at = p.place(slot[j]);
+      const Slot at = p.place(slot[j]);
       C* key = stepped(stepped(page(static_cast<C*>(p.key_cache) + d, at.block, p.to_key_block),
                                at.token, p.to_key_token),
                        head, p.to_key_head);
@@ -144,14 +144,14 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
           stepped(stepped(page(static_cast<C*>(p.value_cache) + d, at.block, p.to_value_block),
                           at.token, p.to_value_token),
                   head, p.to_value_head);
-      if (keys[j].known()) *reinterpret_cast<Vector<C>*>(key) = narrow<T, C>(k[j], k_scale);
-      *reinterpret_cast<Vector<C>*>(value) = narrow<T, C>(v[j], v_scale);
+      if (keys[j].valid()) *reinterpret_cast<Vector<C>*>(key) = quantize<T, C>(k[j], k_scale);
+      *reinterpret_cast<Vector<C>*>(value) = quantize<T, C>(v[j], v_scale);
     }
     d += p.lanes * kWidth;
     if (d >= p.row_size) break;
     fetch(d);
     fetch_scales(d);
-    turn(d);
+    rotate(d);
   }
 }
 

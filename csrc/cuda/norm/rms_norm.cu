@@ -25,39 +25,39 @@ struct RmsNormRows {
 // One row's arrays as packs. out may be input, so neither is read through the read-only cache.
 template <typename T, int kWidth>
 struct Row {
-  Pack<T, kWidth>* out;
-  const Pack<T, kWidth>* input;
-  Pack<T, kWidth>* residual;
-  const Pack<T, kWidth>* weight;
+  Vec<T, kWidth>* out;
+  const Vec<T, kWidth>* input;
+  Vec<T, kWidth>* residual;
+  const Vec<T, kWidth>* weight;
 
   __device__ __forceinline__ Row(const RmsNormParams& p, const RmsNormRows& rows, uint32_t row) {
-    out = reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.out) + rows.out.of(row));
-    input = reinterpret_cast<const Pack<T, kWidth>*>(static_cast<const T*>(p.input) +
-                                                     rows.input.of(row));
+    out = reinterpret_cast<Vec<T, kWidth>*>(static_cast<T*>(p.out) + rows.out.of(row));
+    input = reinterpret_cast<const Vec<T, kWidth>*>(static_cast<const T*>(p.input) +
+                                                    rows.input.of(row));
     residual =
-        reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(p.residual) + rows.residual.of(row));
-    weight = static_cast<const Pack<T, kWidth>*>(p.weight);
+        reinterpret_cast<Vec<T, kWidth>*>(static_cast<T*>(p.residual) + rows.residual.of(row));
+    weight = static_cast<const Vec<T, kWidth>*>(p.weight);
   }
 };
 
-// `kPacks` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
+// `kVecs` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
 // residual added, rounded and stored where there is one. Zero past the row's end.
-template <bool kAdd, int kPacks, typename T, int kWidth>
-__device__ __forceinline__ void take_tile(Pack<T, kWidth> (&x)[kPacks], const Row<T, kWidth>& row,
-                                          int first, int num_packs) {
-  Pack<T, kWidth> r[kAdd ? kPacks : 1];
+template <bool kAdd, int kVecs, typename T, int kWidth>
+__device__ __forceinline__ void take_tile(Vec<T, kWidth> (&x)[kVecs], const Row<T, kWidth>& row,
+                                          int first, int num_vecs) {
+  Vec<T, kWidth> r[kAdd ? kVecs : 1];
 #pragma unroll
-  for (int v = 0; v < kPacks; ++v) {
+  for (int v = 0; v < kVecs; ++v) {
     const int i = first + v * blockDim.x + threadIdx.x;
-    x[v] = i < num_packs ? row.input[i] : Pack<T, kWidth>{};
-    if constexpr (kAdd) r[v] = i < num_packs ? row.residual[i] : Pack<T, kWidth>{};
+    x[v] = i < num_vecs ? row.input[i] : Vec<T, kWidth>{};
+    if constexpr (kAdd) r[v] = i < num_vecs ? row.residual[i] : Vec<T, kWidth>{};
   }
   if constexpr (kAdd) {
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = first + v * blockDim.x + threadIdx.x;
       x[v] = x[v] + r[v];
-      if (i < num_packs) row.residual[i] = x[v];
+      if (i < num_vecs) row.residual[i] = x[v];
     }
   }
 }
@@ -75,20 +75,20 @@ template <typename T, bool kAdd, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     rms_norm_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
-  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
   if (rows.ask_early) {
     ask_for(row.input, kAdd ? row.residual : nullptr, row.weight,
             static_cast<uint32_t>(p.hidden_size * sizeof(T)));
   }
-  wait_for_predecessor();
-  Pack<T, kWidth> x[kVectors], weight[kVectors];
+  wait_for_primary_kernel();
+  Vec<T, kWidth> x[kVectors], weight[kVectors];
   const auto take_weight = [&] {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int i = v * blockDim.x + threadIdx.x;
-      weight[v] = i < num_vectors ? row.weight[i] : Pack<T, kWidth>{};
+      weight[v] = i < num_vectors ? row.weight[i] : Vec<T, kWidth>{};
     }
   };
   if constexpr (kVectors == 1) take_weight();  // with more, registers are better spent on blocks
@@ -115,14 +115,14 @@ template <typename T, bool kAdd>
 __global__ void __launch_bounds__(256)
     rms_norm_short_kernel(RmsNormParams p, RmsNormRows rows, int lanes) {
   launch_dependents();
-  wait_for_predecessor();
-  constexpr int kWidth = kVectorWidth<T>;
+  wait_for_primary_kernel();
+  constexpr int kWidth = kVecWidth<T>;
   const uint32_t index = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
   const int i = threadIdx.x % lanes;
   const bool inside = index < p.input_rows.count && i * kWidth < p.hidden_size;
   const Row<T, kWidth> row(p, rows, inside ? index : 0);
 
-  Pack<T, kWidth> x{}, weight{};
+  Vec<T, kWidth> x{}, weight{};
   if (inside) {
     x = row.input[i];
     weight = row.weight[i];
@@ -143,30 +143,30 @@ __global__ void __launch_bounds__(256)
 template <typename T, bool kAdd, int kWidth>
 __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
-  wait_for_predecessor();
-  constexpr int kPacks = 4;
-  const int num_packs = static_cast<int>(p.hidden_size / kWidth);
-  const int tile = kPacks * blockDim.x;
+  wait_for_primary_kernel();
+  constexpr int kVecs = 4;
+  const int num_vecs = static_cast<int>(p.hidden_size / kWidth);
+  const int tile = kVecs * blockDim.x;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
-  Pack<T, kWidth> x[kPacks];
+  Vec<T, kWidth> x[kVecs];
   float square = 0.0f;
-  for (int first = 0; first < num_packs; first += tile) {
-    take_tile<kAdd>(x, row, first, num_packs);
+  for (int first = 0; first < num_vecs; first += tile) {
+    take_tile<kAdd>(x, row, first, num_vecs);
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) square += sum_of_squares(x[v]);
+    for (int v = 0; v < kVecs; ++v) square += sum_of_squares(x[v]);
   }
   const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
   const auto* sums = kAdd ? row.residual : row.input;
-  for (int first = 0; first < num_packs; first += tile) {
+  for (int first = 0; first < num_vecs; first += tile) {
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = first + v * blockDim.x + threadIdx.x;
-      x[v] = i < num_packs ? sums[i] : Pack<T, kWidth>{};
+      x[v] = i < num_vecs ? sums[i] : Vec<T, kWidth>{};
     }
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = first + v * blockDim.x + threadIdx.x;
-      if (i < num_packs) row.out[i] = normed(x[v], inverse, row.weight[i]);
+      if (i < num_vecs) row.out[i] = normed(x[v], inverse, row.weight[i]);
     }
   }
 }
@@ -180,7 +180,7 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
                   stream, p, RmsNormRows(p), more...);
   };
 
-  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<T>;
   const bool aligned = p.hidden_size % kWidth == 0 && aligned16(p.weight) &&
                        rows_aligned16(p.input, p.input_rows, p.dtype) &&
                        rows_aligned16(p.out, p.out_rows, p.dtype) &&
@@ -203,7 +203,7 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
                lanes);
   }
-  const int64_t widest = rows <= current_device_info().multiprocessors ? kMaxThreads<1> : 512;
+  const int64_t widest = rows <= current_device_info().num_sms ? kMaxThreads<1> : 512;
   if (rows < 1024 && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
   if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
   if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);

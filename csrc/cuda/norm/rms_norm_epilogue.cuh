@@ -21,29 +21,29 @@ enum class Weighting { kNone, kWeight, kOnePlusWeight };
 // A pack of the normalised row. The weight is multiplied in the dtype, Gemma's 1 + weight in
 // float32.
 template <Weighting kWeighting, typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> weighted(const Pack<T, kWidth>& x, float inverse,
-                                                    const Pack<T, kWidth>& weight) {
+__device__ __forceinline__ Vec<T, kWidth> weighted(const Vec<T, kWidth>& x, float inverse,
+                                                   const Vec<T, kWidth>& weight) {
   if constexpr (kWeighting == Weighting::kWeight) {
     return normed(x, inverse, weight);
   } else {
     float values[kWidth], weights[kWidth];
-    widen(x, values);
-    if constexpr (kWeighting == Weighting::kOnePlusWeight) widen(weight, weights);
+    upcast(x, values);
+    if constexpr (kWeighting == Weighting::kOnePlusWeight) upcast(weight, weights);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       values[j] *= inverse;
       if constexpr (kWeighting == Weighting::kOnePlusWeight) values[j] *= 1.0f + weights[j];
     }
-    return narrow<T>(values);
+    return downcast<T>(values);
   }
 }
 
 // The kernel's rows. A row belongs to blockDim.x threads: up to 32 lanes of a warp (a power of
 // two), or the whole block.
-struct RmsNormFinishRows {
+struct RmsNormEpilogueRows {
   RowOffsets out, input, residual;
   bool ask_early;
-  explicit RmsNormFinishRows(const RmsNormParams& p)
+  explicit RmsNormEpilogueRows(const RmsNormParams& p)
       : out(p.out_rows), input(p.input_rows), residual(p.residual_rows), ask_early(asks_early(p)) {}
 };
 
@@ -59,67 +59,66 @@ __device__ __forceinline__ uint32_t row_max(uint32_t value) {
   return blockDim.x > kWarpSize ? block_max(value) : lanes_max(value, blockDim.x);
 }
 
-// `kPacks` packs a thread of one row's tile.
-template <typename T, bool kAligned, int kPacks>
+// `kVecs` packs a thread of one row's tile.
+template <typename T, bool kAligned, int kVecs>
 struct RmsNormTile {
-  static constexpr int kWidth = kVectorWidth<T>;
-  Pack16<T> x[kPacks], weight[kPacks];
+  static constexpr int kWidth = kVecWidth<T>;
+  Vec16<T> x[kVecs], weight[kVecs];
 
   __device__ __forceinline__ static int index(int first, int v) {
     return first + v * blockDim.x + threadIdx.x;
   }
-  __device__ __forceinline__ void load(const T* row, int first, int num_packs, int64_t size) {
+  __device__ __forceinline__ void load(const T* row, int first, int num_vecs, int64_t size) {
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
-      x[v] = i < num_packs ? load_pack<kAligned, kWidth>(row, i, size) : Pack16<T>{};
+      x[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
     }
   }
-  __device__ __forceinline__ void load_weight(const T* row, int first, int num_packs,
-                                              int64_t size) {
+  __device__ __forceinline__ void load_weight(const T* row, int first, int num_vecs, int64_t size) {
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
-      weight[v] = i < num_packs ? load_pack<kAligned, kWidth>(row, i, size) : Pack16<T>{};
+      weight[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
     }
   }
   // Adds the residual and leaves the sum there.
-  __device__ __forceinline__ void add(T* residual, int first, int num_packs, int64_t size) {
-    Pack16<T> r[kPacks];
+  __device__ __forceinline__ void add(T* residual, int first, int num_vecs, int64_t size) {
+    Vec16<T> r[kVecs];
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
-      r[v] = i < num_packs ? load_pack<kAligned, kWidth>(residual, i, size) : Pack16<T>{};
+      r[v] = i < num_vecs ? load_vec<kAligned, kWidth>(residual, i, size) : Vec16<T>{};
     }
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
       x[v] = x[v] + r[v];
-      if (i < num_packs) store_pack<kAligned>(residual, i, size, x[v]);
+      if (i < num_vecs) store_vec<kAligned>(residual, i, size, x[v]);
     }
   }
 };
 
 // A row of one tile is read once, into registers. Of a longer one every step reads all tiles again,
 // mostly from the caches.
-template <typename T, typename Finish, bool kAligned, int kPacks, bool kOneTile>
+template <typename T, typename Epilogue, bool kAligned, int kVecs, bool kOneTile>
 __global__ void __launch_bounds__(1024)
-    rms_norm_finish_kernel(RmsNormParams p, RmsNormFinishRows rows, Finish finish) {
+    rms_norm_epilogue_kernel(RmsNormParams p, RmsNormEpilogueRows rows, Epilogue epilogue) {
   launch_dependents();
-  using Out = typename Finish::template Out<T>;
-  constexpr int kWidth = kVectorWidth<T>;
-  constexpr bool kWeighted = Finish::kWeighting != Weighting::kNone;
+  using Out = typename Epilogue::template Out<T>;
+  constexpr int kWidth = kVecWidth<T>;
+  constexpr bool kWeighted = Epilogue::kWeighting != Weighting::kNone;
   const uint32_t index = blockIdx.x * blockDim.y + threadIdx.y;
   const bool inside = index < p.input_rows.count;  // of the last block's rows
   const uint32_t row = inside ? index : 0;
   const int64_t size = p.hidden_size;
-  const int all_packs = static_cast<int>((size + kWidth - 1) / kWidth);
-  const int num_packs = inside ? all_packs : 0;
+  const int all_vecs = static_cast<int>((size + kWidth - 1) / kWidth);
+  const int num_vecs = inside ? all_vecs : 0;
   const auto for_each_tile = [&](auto&& body) {
     if constexpr (kOneTile) {
       body(0);
     } else {
-      for (int first = 0; first < all_packs; first += kPacks * blockDim.x) body(first);
+      for (int first = 0; first < all_vecs; first += kVecs * blockDim.x) body(first);
     }
   };
   const T* input = static_cast<const T*>(p.input) + rows.input.of(row);
@@ -130,58 +129,59 @@ __global__ void __launch_bounds__(1024)
     ask_for(input, p.residual == nullptr ? nullptr : residual, kWeighted ? weight : nullptr,
             static_cast<uint32_t>(size * sizeof(T)));
   }
-  wait_for_predecessor();
+  wait_for_primary_kernel();
 
-  RmsNormTile<T, kAligned, kPacks> tile;
+  RmsNormTile<T, kAligned, kVecs> tile;
   float square = 0.0f;
   for_each_tile([&](int first) {
-    tile.load(input, first, num_packs, size);
-    if constexpr (kOneTile && kWeighted) tile.load_weight(weight, first, num_packs, size);
-    if (p.residual != nullptr) tile.add(residual, first, num_packs, size);
+    tile.load(input, first, num_vecs, size);
+    if constexpr (kOneTile && kWeighted) tile.load_weight(weight, first, num_vecs, size);
+    if (p.residual != nullptr) tile.add(residual, first, num_vecs, size);
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) square += sum_of_squares(tile.x[v]);
+    for (int v = 0; v < kVecs; ++v) square += sum_of_squares(tile.x[v]);
   });
-  finish.prepare();
+  epilogue.prepare();
   const float inverse = inverse_root(row_sum(square), __frcp_rn(p.hidden_size), p.epsilon);
 
   const T* sums = p.residual != nullptr ? residual : input;
   const auto norm = [&](int first) {
     if constexpr (!kOneTile) {
-      tile.load(sums, first, num_packs, size);
-      if constexpr (kWeighted) tile.load_weight(weight, first, num_packs, size);
+      tile.load(sums, first, num_vecs, size);
+      if constexpr (kWeighted) tile.load_weight(weight, first, num_vecs, size);
     }
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       keep_packed(tile.x[v]);
       if constexpr (kWeighted) keep_packed(tile.weight[v]);
-      tile.x[v] = weighted<Finish::kWeighting>(tile.x[v], inverse, tile.weight[v]);
+      tile.x[v] = weighted<Epilogue::kWeighting>(tile.x[v], inverse, tile.weight[v]);
     }
   };
 
-  if constexpr (Finish::kScaleOfRow) {
+  if constexpr (Epilogue::kScaleOfRow) {
     uint32_t magnitude = 0;
     for_each_tile([&](int first) {
       norm(first);
 #pragma unroll
-      for (int v = 0; v < kPacks; ++v) magnitude = max(magnitude, magnitude_bits(tile.x[v]));
+      for (int v = 0; v < kVecs; ++v) magnitude = max(magnitude, magnitude_bits(tile.x[v]));
     });
-    finish.set_scale(row, __uint_as_float(row_max(magnitude)), inside && threadIdx.x == 0);
+    epilogue.set_scale(row, __uint_as_float(row_max(magnitude)), inside && threadIdx.x == 0);
   }
   for_each_tile([&](int first) {
-    if constexpr (!Finish::kScaleOfRow || !kOneTile) norm(first);
+    if constexpr (!Epilogue::kScaleOfRow || !kOneTile) norm(first);
 #pragma unroll
-    for (int v = 0; v < kPacks; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       const int i = tile.index(first, v);
-      const auto pack = finish.finished(tile.x[v], row, i, i < num_packs);
-      if (i < num_packs) store_pack<kAligned>(out, i, size, pack);
+      const auto vec = epilogue.done(tile.x[v], row, i, i < num_vecs);
+      if (i < num_vecs) store_vec<kAligned>(out, i, size, vec);
     }
   });
 }
 
-template <typename T, typename Finish>
-void launch_finish(const char* op, const RmsNormParams& p, const Finish& finish, Stream stream) {
-  constexpr int kWidth = kVectorWidth<T>;
-  constexpr int64_t kOutBytes = kWidth * sizeof(typename Finish::template Out<T>);
+template <typename T, typename Epilogue>
+void launch_epilogue(const char* op, const RmsNormParams& p, const Epilogue& epilogue,
+                     Stream stream) {
+  constexpr int kWidth = kVecWidth<T>;
+  constexpr int64_t kOutBytes = kWidth * sizeof(typename Epilogue::template Out<T>);
   const auto multiple = [](int64_t value, int64_t of) { return value % of == 0; };
   const bool aligned = multiple(p.hidden_size, kWidth) && aligned16(p.weight) &&
                        rows_aligned16(p.input, p.input_rows, p.dtype) &&
@@ -191,23 +191,23 @@ void launch_finish(const char* op, const RmsNormParams& p, const Finish& finish,
                        multiple(p.out_rows.outer_stride, kWidth);
 
   const int64_t rows = grid_size(op, p.input_rows.count);  // the kernel numbers them in 32 bits
-  const int64_t packs = (p.hidden_size + kWidth - 1) / kWidth;
+  const int64_t vecs = (p.hidden_size + kWidth - 1) / kWidth;
   unsigned threads = 1, rows_per_block = 1;
-  if (packs <= kWarpSize) {  // several rows a block, such as heads
-    while (threads < packs) threads *= 2;
+  if (vecs <= kWarpSize) {  // several rows a block, such as heads
+    while (threads < vecs) threads *= 2;
     rows_per_block = 256 / threads;
   } else {  // few rows: one pack a thread; many: two
-    const int64_t wanted = rows < 1024 ? packs : (packs + 1) / 2;
+    const int64_t wanted = rows < 1024 ? vecs : (vecs + 1) / 2;
     threads = static_cast<unsigned>(std::min<int64_t>((wanted + 31) / 32 * 32, 1024));
   }
   const auto blocks = static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block);
   launch_kernel(op,
-                !aligned               ? rms_norm_finish_kernel<T, Finish, false, 2, false>
-                : packs <= threads     ? rms_norm_finish_kernel<T, Finish, true, 1, true>
-                : packs <= 2 * threads ? rms_norm_finish_kernel<T, Finish, true, 2, true>
-                                       : rms_norm_finish_kernel<T, Finish, true, 2, false>,
-                dim3(blocks), dim3(threads, rows_per_block), 0, stream, p, RmsNormFinishRows(p),
-                finish);
+                !aligned              ? rms_norm_epilogue_kernel<T, Epilogue, false, 2, false>
+                : vecs <= threads     ? rms_norm_epilogue_kernel<T, Epilogue, true, 1, true>
+                : vecs <= 2 * threads ? rms_norm_epilogue_kernel<T, Epilogue, true, 2, true>
+                                      : rms_norm_epilogue_kernel<T, Epilogue, true, 2, false>,
+                dim3(blocks), dim3(threads, rows_per_block), 0, stream, p, RmsNormEpilogueRows(p),
+                epilogue);
 }
 
 }  // namespace vllm_kernels::cuda

@@ -16,8 +16,8 @@ struct StoreRow {
 
   __device__ __forceinline__ void prepare() {}
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<T, kWidth> finished(const Pack<T, kWidth>& x, uint32_t, int,
-                                                      bool) const {
+  __device__ __forceinline__ Vec<T, kWidth> done(const Vec<T, kWidth>& x, uint32_t, int,
+                                                 bool) const {
     return x;
   }
 };
@@ -28,9 +28,9 @@ void launch(const RmsNormGainParams& p, Stream stream) {
   dispatch_float(p.norm.dtype, [&](auto tag) {
     using T = decltype(tag);
     if (p.gain == Gain::kNone) {
-      launch_finish<T>(p.op, p.norm, StoreRow<Weighting::kNone>{}, stream);
+      launch_epilogue<T>(p.op, p.norm, StoreRow<Weighting::kNone>{}, stream);
     } else {
-      launch_finish<T>(p.op, p.norm, StoreRow<Weighting::kOnePlusWeight>{}, stream);
+      launch_epilogue<T>(p.op, p.norm, StoreRow<Weighting::kOnePlusWeight>{}, stream);
     }
   });
 }

@@ -17,7 +17,7 @@ struct ComputedScale {
   __device__ __forceinline__ static ComputedScale of(float magnitude, float upper_bound) {
     constexpr DType kDType = kQuantDType<Q>;
     const float scale = at_least(__fdiv_rn(at_most(magnitude, upper_bound), largest_of(kDType)),
-                                 least_scale_of(kDType));
+                                 min_scale_of(kDType));
     if constexpr (std::is_same_v<Q, int8_t>) {
       return {scale, MultiplyByInverse<Q>::of(scale)};
     } else {
@@ -41,10 +41,10 @@ struct QuantByTensor : QuantizedRow {
 
   __device__ __forceinline__ void prepare() { quantizer = MultiplyByInverse<Q>::of(*p.scale); }
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> finished(const Pack<T, kWidth>& x, uint32_t, int,
-                                                      bool) const {
+  __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t, int,
+                                                 bool) const {
     float values[kWidth];
-    widen(x, values);
+    upcast(x, values);
     return quantizer.quantized(values);
   }
 };
@@ -66,10 +66,10 @@ struct QuantByRow : QuantizedRow {
     if (writes) p.scales[row * p.scale_row_stride] = computed.scale;
   }
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> finished(const Pack<T, kWidth>& x, uint32_t, int,
-                                                      bool) const {
+  __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t, int,
+                                                 bool) const {
     float values[kWidth];
-    widen(x, values);
+    upcast(x, values);
     return computed.quantizer.quantized(values);
   }
 };
@@ -86,16 +86,16 @@ struct QuantByGroup : QuantizedRow {
     if (p.upper_bound != nullptr) upper_bound = *p.upper_bound;
   }
   template <typename T, int kWidth>
-  __device__ __forceinline__ Pack<Q, kWidth> finished(const Pack<T, kWidth>& x, uint32_t row,
-                                                      int pack, bool inside) const {
+  __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t row, int vec,
+                                                 bool inside) const {
     const int lanes = p.group_size / kWidth;
     const float magnitude = __uint_as_float(lanes_max(magnitude_bits(x), lanes));
     const auto computed = ComputedScale<Q>::of(magnitude, upper_bound);
-    if (inside && pack % lanes == 0) {
-      p.scales[row * p.scale_row_stride + pack / lanes * p.scale_group_stride] = computed.scale;
+    if (inside && vec % lanes == 0) {
+      p.scales[row * p.scale_row_stride + vec / lanes * p.scale_group_stride] = computed.scale;
     }
     float values[kWidth];
-    widen(x, values);
+    upcast(x, values);
     return computed.quantizer.quantized(values);
   }
 };
@@ -107,13 +107,13 @@ void launch_as(const RmsNormQuantParams& p, Stream stream) {
     switch (p.quant.scale_of) {
       case ScaleOf::kTensor:  // no op asks for int8
         if constexpr (!std::is_same_v<Q, int8_t>) {
-          launch_finish<T>(p.op, p.norm, QuantByTensor<Q>{{p.quant}}, stream);
+          launch_epilogue<T>(p.op, p.norm, QuantByTensor<Q>{{p.quant}}, stream);
         }
         return;
       case ScaleOf::kRow:
-        return launch_finish<T>(p.op, p.norm, QuantByRow<Q>{{p.quant}}, stream);
+        return launch_epilogue<T>(p.op, p.norm, QuantByRow<Q>{{p.quant}}, stream);
       case ScaleOf::kGroup:
-        return launch_finish<T>(p.op, p.norm, QuantByGroup<Q>{{p.quant}}, stream);
+        return launch_epilogue<T>(p.op, p.norm, QuantByGroup<Q>{{p.quant}}, stream);
     }
   });
 }

@@ -23,9 +23,9 @@ __device__ __forceinline__ void ask_for(const void* input, const void* residual,
 }
 
 template <typename T, int kWidth>
-__device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
+__device__ __forceinline__ float sum_of_squares(const Vec<T, kWidth>& vec) {
   float values[kWidth], square = 0.0f;
-  widen(pack, values);
+  upcast(vec, values);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) square += values[j] * values[j];
   return square;
@@ -33,20 +33,20 @@ __device__ __forceinline__ float sum_of_squares(const Pack<T, kWidth>& pack) {
 
 // The normalised value is rounded before the product.
 template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> normed(Pack<T, kWidth> x, float inverse,
-                                                  Pack<T, kWidth> weight) {
+__device__ __forceinline__ Vec<T, kWidth> normed(Vec<T, kWidth> x, float inverse,
+                                                 Vec<T, kWidth> weight) {
   float values[kWidth];
-  widen(x, values);
+  upcast(x, values);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] *= inverse;
-  return narrow<T>(values) * weight;
+  return downcast<T>(values) * weight;
 }
 
 // Stops the compiler from holding on to the elements' float copies, which take twice the registers.
 template <typename T>
-__device__ __forceinline__ void keep_packed(Pack16<T>& pack) {
+__device__ __forceinline__ void keep_packed(Vec16<T>& vec) {
 #pragma unroll
-  for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
+  for (uint32_t& word : vec.words) asm volatile("" : "+r"(word));
 }
 
 // 1 / sqrt(mean square + epsilon) of a row; 0 for a row of zeros without an epsilon.

@@ -10,7 +10,7 @@
 
 namespace vllm_kernels::cuda {
 
-bool packs_fit(const RopeAndCacheParams& p) {
+bool vecs_fit(const RopeAndCacheParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
   const auto fits = [&](const ProjectedHeads& heads) {
     return aligned16(heads.data) && aligned16(heads.bias) && aligned16(heads.weight) &&
@@ -49,8 +49,8 @@ struct RowBlocks {
 };
 
 template <typename T, typename A, int kWidth, int kItems, bool kFew>
-__device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
-                                              const RowBlocks& blocks) {
+__device__ __forceinline__ void rotate_in_place(const RopeAndCacheParams& p,
+                                                const RowBlocks& blocks) {
   const ProjectedHeads second = p.stores ? ProjectedHeads{} : p.key;
   const int rows = static_cast<int>(p.num_tokens) * (p.query.count + second.count);
   const int r = (blockIdx.x - blocks.storing) * blockDim.y + threadIdx.y;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void turn_in_place(const RopeAndCacheParams& p,
   Lane<T, A, kWidth, kItems> lane;
   const auto items = lane.items(p, false, inside, threadIdx.x, blockDim.x);
   if constexpr (kFew) lane.prefetch(p, row, items);
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const bool good = lane.load(p, row, items);
   prepare(p, row, items, lane.angles, blockDim.x, lane.x);
   if (good) lane.x.store(items, row.start);  // else the token stays as it is
@@ -78,16 +78,16 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
   lane.prefetch(p, row, items);
   prefetch_l2(p.slot_mapping + min(row.token, static_cast<int>(p.num_slots) - 1));
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int32_t slot = slot_of(slots, row.token);
   const bool good = lane.load(p, row, items);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const bool again = comes_again(slots, row.token, slot, thread % 32);
+  const bool again = is_duplicate(slots, row.token, slot, thread % 32);
   prepare(p, row, items, lane.angles, blockDim.x, lane.x);
   if ((!good && !row.is_second) || slot < 0 || again) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
-  lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(to.round(pack), d); });
+  lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
 // The block looks through the later slots once for all its rows.
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
   const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
   __shared__ int32_t own_slots[kOwnTokens];
   __shared__ uint32_t repeated_here;
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int32_t slot_here =
       first_token + thread < end_token ? slot_of(slots, first_token + thread) : -1;
   const bool good = lane.load(p, row, items);
@@ -123,14 +123,14 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
   __syncthreads();
   const OwnList list{.slots = own_slots, .end = end_token - first_token};
   const uint32_t repeated =
-      repeated_here | find_repeated<kOwnTokens>(slots, from, threads, later, list);
+      repeated_here | find_duplicates<kOwnTokens>(slots, from, threads, later, list);
   const int own = row.token - first_token;
   const int32_t slot = own_slots[own];
   prepare(p, row, items, lane.angles, blockDim.x, lane.x);
   if ((!good && !row.is_second) || slot < 0 || (repeated >> own & 1)) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
-  lane.x.each(items, [&](const Pack<T, kWidth>& pack, int d) { to.store(to.round(pack), d); });
+  lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
 // Blocks that registers must leave room for; one more, and conversions or wide angles would spill.
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, C, A, kWidth>)
     rope_and_cache_kernel(RopeAndCacheParams p, RowBlocks blocks) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {
-    turn_in_place<T, A, kWidth, kItems, kFew>(p, blocks);
+    rotate_in_place<T, A, kWidth, kItems, kFew>(p, blocks);
     return;
   }
   const SlotMapping slots{p.slot_mapping, p.num_slots, p.kv.num_blocks * p.kv.block_size};
@@ -191,12 +191,12 @@ void launch_once(const RopeAndCacheParams& p, Stream stream) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      if (!packs_fit(p)) {
+      if (!vecs_fit(p)) {
         launch_width<T, C, float, 1>(p, stream);
       } else if (p.cos_sin_dtype == p.dtype) {
-        launch_width<T, C, T, kVectorWidth<T>>(p, stream);
+        launch_width<T, C, T, kVecWidth<T>>(p, stream);
       } else {
-        launch_width<T, C, float, kVectorWidth<T>>(p, stream);
+        launch_width<T, C, float, kVecWidth<T>>(p, stream);
       }
     });
   });

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(HeadsShape::kThreads, kResidentHeads<T, C, A>)
     rope_and_heads_kernel(Queries queries, HeadsWrite write) {
   launch_dependents();
   const int group = queries.group();
-  if (group < 0) return turn_query<T, A>(queries);
+  if (group < 0) return rotate_query<T, A>(queries);
   write_heads<T, C, A, HeadsShape::kThreads, kOwn>(write, queries.angles, group);
 }
 
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
     rope_and_run_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
   int group = queries.group();
-  if (group < 0) return turn_query<T, A>(queries);
+  if (group < 0) return rotate_query<T, A>(queries);
   if (write_run<T, A, kRun, kChunks>(write, queries.angles, group, blockIdx.y)) return;
   asm volatile("" : "+r"(group));  // or all that follows from it would hold registers above
-  const TurnedKeys<T, 1, A> keys(queries.angles, write);
+  const RotatedKeys<T, 1, A> keys(queries.angles, write);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
     __syncthreads();

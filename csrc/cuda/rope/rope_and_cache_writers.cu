@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kRun* kLanes,
     rope_and_pages_kernel(Queries queries, PagesWrite write) {
   launch_dependents();
   const int group = queries.group();
-  if (group < 0) return turn_query<T, void>(queries);
-  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(queries.angles, write);
+  if (group < 0) return rotate_query<T, void>(queries);
+  const RotatedKeys<T, kVecWidth<C> / kVecWidth<T>> keys(queries.angles, write);
   write_pages<T, C, kRun, kLanes, kMany>(write, keys, group);
 }
 
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads, (kIs8Bit<C> ? 512
     rope_and_rows_kernel(Queries queries, RowsWrite write) {
   launch_dependents();
   const int group = queries.group();
-  if (group < 0) return turn_query<T, void>(queries);
-  const TurnedKeys<T, kVectorWidth<C> / kVectorWidth<T>> keys(queries.angles, write);
+  if (group < 0) return rotate_query<T, void>(queries);
+  const RotatedKeys<T, kVecWidth<C> / kVecWidth<T>> keys(queries.angles, write);
   write_rows<T, C, kThreads, 1, kOwn>(write, keys, group);
 }
 
@@ -43,7 +43,7 @@ bool fits_writers(const RopeAndCacheParams& p) {
   const bool plain = p.query.bias == nullptr && p.key.bias == nullptr && p.value.bias == nullptr &&
                      p.query.weight == nullptr && p.key.weight == nullptr;
   const auto small = [](int64_t stride) { return stride < (1ll << 32) / 4; };
-  if (!plain || !packs_fit(p) || !small(p.query.token_stride) || !small(p.query.head_stride) ||
+  if (!plain || !vecs_fit(p) || !small(p.query.token_stride) || !small(p.query.head_stride) ||
       !small(p.cos_sin_stride) || p.max_position > INT32_MAX) {
     return false;
   }

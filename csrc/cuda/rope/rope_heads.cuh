@@ -21,10 +21,10 @@ __device__ __forceinline__ void load_angles(const void* base, DType dtype, int64
     using C = decltype(tag);
     // Copied first: two accesses, both under way before the first is used.
     const auto* elements = static_cast<const C*>(base);
-    const auto first = *reinterpret_cast<const Pack<C, kWidth>*>(elements + cosine);
-    const auto second = *reinterpret_cast<const Pack<C, kWidth>*>(elements + sine);
-    widen(first, cosines);
-    widen(second, sines);
+    const auto first = *reinterpret_cast<const Vec<C, kWidth>*>(elements + cosine);
+    const auto second = *reinterpret_cast<const Vec<C, kWidth>*>(elements + sine);
+    upcast(first, cosines);
+    upcast(second, sines);
   };
   if (dtype == DType::kFloat32) {
     load(float{});
@@ -36,42 +36,42 @@ __device__ __forceinline__ void load_angles(const void* base, DType dtype, int64
 }
 
 // One element of a pair; `sine` is negative for the first. Rounded the same wherever it is done.
-__device__ __forceinline__ float turn_one(float own, float other, float cosine, float sine) {
+__device__ __forceinline__ float rotate_one(float own, float other, float cosine, float sine) {
   return fmaf(own, cosine, other * sine);
 }
 
 // Turns kWidth pairs of two packs: pair j is element j of both (Neox), or elements 2j and 2j + 1 of
 // the two packs side by side (GPT-J).
 template <bool kNeox, int kWidth>
-__device__ __forceinline__ void turn_pairs(float (&values)[2][kWidth],
-                                           const float (&cosines)[kWidth],
-                                           const float (&sines)[kWidth]) {
+__device__ __forceinline__ void rotate_pairs(float (&values)[2][kWidth],
+                                             const float (&cosines)[kWidth],
+                                             const float (&sines)[kWidth]) {
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     constexpr int kNext = kNeox ? kWidth : 1;  // from a pair's first element to its second
     const int i = kNeox ? j : 2 * j;
     float& x = values[i / kWidth][i % kWidth];
     float& y = values[(i + kNext) / kWidth][(i + kNext) % kWidth];
-    const float turned = turn_one(x, y, cosines[j], -sines[j]);
-    y = turn_one(y, x, cosines[j], sines[j]);
-    x = turned;
+    const float rotated = rotate_one(x, y, cosines[j], -sines[j]);
+    y = rotate_one(y, x, cosines[j], sines[j]);
+    x = rotated;
   }
 }
 
 // The same of packs, whose conversions belong to the style: before a branch on it they would hold
 // registers across it.
 template <bool kNeox, typename T, typename A, int kWidth>
-__device__ __forceinline__ void turn_packs(Pack<T, kWidth> (&packs)[2],
-                                           const Pack<A, kWidth>& cosines,
-                                           const Pack<A, kWidth>& sines) {
+__device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
+                                            const Vec<A, kWidth>& cosines,
+                                            const Vec<A, kWidth>& sines) {
   float values[2][kWidth], wide_cosines[kWidth], wide_sines[kWidth];
-  widen(cosines, wide_cosines);
-  widen(sines, wide_sines);
-  widen(packs[0], values[0]);
-  widen(packs[1], values[1]);
-  turn_pairs<kNeox>(values, wide_cosines, wide_sines);
-  packs[0] = narrow<T>(values[0]);
-  packs[1] = narrow<T>(values[1]);
+  upcast(cosines, wide_cosines);
+  upcast(sines, wide_sines);
+  upcast(vecs[0], values[0]);
+  upcast(vecs[1], values[1]);
+  rotate_pairs<kNeox>(values, wide_cosines, wide_sines);
+  vecs[0] = downcast<T>(values[0]);
+  vecs[1] = downcast<T>(values[1]);
 }
 
 // Where a lane's items lie in the head: item i has the lane's (lane + i * lanes)-th two packs.
@@ -86,10 +86,10 @@ struct HeadItems {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int first = (lane + i * lanes) * kWidth;  // pair, while there are any
-      const bool turned = first < half;
-      pair[i] = turned && inside ? first : -1;
-      place[i][0] = turned && is_neox ? first : 2 * first;
-      place[i][1] = turned && is_neox ? half + first : 2 * first + kWidth;
+      const bool rotated = first < half;
+      pair[i] = rotated && inside ? first : -1;
+      place[i][0] = rotated && is_neox ? first : 2 * first;
+      place[i][1] = rotated && is_neox ? half + first : 2 * first + kWidth;
 #pragma unroll
       for (int& d : place[i]) {
         if (!inside || d >= head_size) d = -1;
@@ -102,8 +102,8 @@ struct HeadItems {
 // time, as float.
 template <typename A, int kWidth, int kItems>
 struct HeadAngles {
-  Pack<A, kWidth> cosines[kItems];
-  Pack<A, kWidth> sines[kItems];
+  Vec<A, kWidth> cosines[kItems];
+  Vec<A, kWidth> sines[kItems];
 
   // `row`: where the position's cosines start; the sines follow `half` later.
   __device__ __forceinline__ void load(const HeadItems<kWidth, kItems>& items, const void* cos_sin,
@@ -115,21 +115,21 @@ struct HeadAngles {
       if constexpr (kWidth == 1) {
         float cosine[1], sine[1];
         load_angles(cos_sin, dtype, first, first + half, cosine, sine);
-        cosines[i] = narrow<float>(cosine);
-        sines[i] = narrow<float>(sine);
+        cosines[i] = downcast<float>(cosine);
+        sines[i] = downcast<float>(sine);
       } else {
         const A* start = static_cast<const A*>(cos_sin) + first;
-        cosines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start);
-        sines[i] = *reinterpret_cast<const Pack<A, kWidth>*>(start + half);
+        cosines[i] = *reinterpret_cast<const Vec<A, kWidth>*>(start);
+        sines[i] = *reinterpret_cast<const Vec<A, kWidth>*>(start + half);
       }
     }
   }
 };
 
 template <typename T, int kWidth, int kItems>
-struct HeadPacks {
+struct HeadVecs {
   using Items = HeadItems<kWidth, kItems>;
-  Pack<T, kWidth> packs[kItems][2];  // zero where there is none
+  Vec<T, kWidth> vecs[kItems][2];  // zero where there is none
 
   // body(pack, element of the head)
   template <typename Body>
@@ -138,7 +138,7 @@ struct HeadPacks {
     for (int i = 0; i < kItems; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (items.place[i][half] >= 0) body(packs[i][half], items.place[i][half]);
+        if (items.place[i][half] >= 0) body(vecs[i][half], items.place[i][half]);
       }
     }
   }
@@ -154,16 +154,16 @@ struct HeadPacks {
   }
   __device__ __forceinline__ void load(const Items& items, const T* row) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) packs[i][0] = packs[i][1] = {};
-    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = at(row, d); });
+    for (int i = 0; i < kItems; ++i) vecs[i][0] = vecs[i][1] = {};
+    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = at(row, d); });
   }
   __device__ __forceinline__ void store(const Items& items, T* row) {
-    each(items, [&](const Pack<T, kWidth>& pack, int d) {
-      *reinterpret_cast<Pack<T, kWidth>*>(row + d) = pack;
+    each(items, [&](const Vec<T, kWidth>& vec, int d) {
+      *reinterpret_cast<Vec<T, kWidth>*>(row + d) = vec;
     });
   }
   __device__ __forceinline__ void add(const Items& items, const T* bias) {
-    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = pack + at(bias, d); });
+    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = vec + at(bias, d); });
   }
 
   // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. By a whole
@@ -172,7 +172,7 @@ struct HeadPacks {
     float square = 0.0f;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      square += sum_of_squares(packs[i][0]) + sum_of_squares(packs[i][1]);
+      square += sum_of_squares(vecs[i][0]) + sum_of_squares(vecs[i][1]);
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       square += __shfl_xor_sync(0xffffffffu, square, distance);
@@ -180,33 +180,34 @@ struct HeadPacks {
     return cuda::inverse_root(square, __frcp_rn(head_size), epsilon);
   }
   __device__ __forceinline__ void norm(const Items& items, const T* weight, float inverse) {
-    each(items, [&](Pack<T, kWidth>& pack, int d) { pack = normed(pack, inverse, at(weight, d)); });
+    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = normed(vec, inverse, at(weight, d)); });
   }
 
   template <typename A>
-  __device__ __forceinline__ void turn(const Items& items,
-                                       const HeadAngles<A, kWidth, kItems>& angles, bool is_neox) {
+  __device__ __forceinline__ void rotate(const Items& items,
+                                         const HeadAngles<A, kWidth, kItems>& angles,
+                                         bool is_neox) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (items.pair[i] < 0) continue;
       float values[2][kWidth], cosines[kWidth], sines[kWidth];
-      widen(packs[i][0], values[0]);
-      widen(packs[i][1], values[1]);
-      widen(angles.cosines[i], cosines);
-      widen(angles.sines[i], sines);
+      upcast(vecs[i][0], values[0]);
+      upcast(vecs[i][1], values[1]);
+      upcast(angles.cosines[i], cosines);
+      upcast(angles.sines[i], sines);
       if (is_neox) {
-        turn_pairs<true>(values, cosines, sines);
+        rotate_pairs<true>(values, cosines, sines);
       } else {
-        turn_pairs<false>(values, cosines, sines);
+        rotate_pairs<false>(values, cosines, sines);
       }
-      packs[i][0] = narrow<T>(values[0]);
-      packs[i][1] = narrow<T>(values[1]);
+      vecs[i][0] = downcast<T>(values[0]);
+      vecs[i][1] = downcast<T>(values[1]);
     }
   }
 
  private:
-  __device__ __forceinline__ static Pack<T, kWidth> at(const T* row, int d) {
-    return *reinterpret_cast<const Pack<T, kWidth>*>(row + d);
+  __device__ __forceinline__ static Vec<T, kWidth> at(const T* row, int d) {
+    return *reinterpret_cast<const Vec<T, kWidth>*>(row + d);
   }
 };
 

@@ -16,9 +16,9 @@ namespace vllm_kernels::cuda {
 
 // Of kWidth pairs, as they are stored.
 template <typename A, int kWidth>
-struct AnglePacks {
-  Pack<A, kWidth> cosines;
-  Pack<A, kWidth> sines;
+struct AngleVecs {
+  Vec<A, kWidth> cosines;
+  Vec<A, kWidth> sines;
 };
 
 struct Angles {
@@ -50,10 +50,10 @@ struct Angles {
   }
   // Of the pairs from `pair` on.
   template <typename A, int kWidth>
-  __device__ __forceinline__ AnglePacks<A, kWidth> of(int64_t position, int pair) const {
+  __device__ __forceinline__ AngleVecs<A, kWidth> of(int64_t position, int pair) const {
     const auto* start = reinterpret_cast<const A*>(row(position)) + pair;
-    return {*reinterpret_cast<const Pack<A, kWidth>*>(start),
-            *reinterpret_cast<const Pack<A, kWidth>*>(start + half)};
+    return {*reinterpret_cast<const Vec<A, kWidth>*>(start),
+            *reinterpret_cast<const Vec<A, kWidth>*>(start + half)};
   }
   // The same, widened. A = void: what they are stored as is known at run time.
   template <typename A, int kWidth>
@@ -62,18 +62,18 @@ struct Angles {
     if constexpr (std::is_void_v<A>) {
       load_angles(row(position), dtype, pair, pair + half, cosines, sines);
     } else {
-      const auto packs = of<A, kWidth>(position, pair);
-      widen(packs.cosines, cosines);
-      widen(packs.sines, sines);
+      const auto vecs = of<A, kWidth>(position, pair);
+      upcast(vecs.cosines, cosines);
+      upcast(vecs.sines, sines);
     }
   }
 };
 
 template <typename A, typename T, int kWidth>
-__device__ __forceinline__ void turn_by(bool is_neox, Pack<T, kWidth> (&packs)[2],
-                                        const AnglePacks<A, kWidth>& by) {
-  is_neox ? turn_packs<true>(packs, by.cosines, by.sines)
-          : turn_packs<false>(packs, by.cosines, by.sines);
+__device__ __forceinline__ void rotate_by(bool is_neox, Vec<T, kWidth> (&vecs)[2],
+                                          const AngleVecs<A, kWidth>& by) {
+  is_neox ? rotate_vecs<true>(vecs, by.cosines, by.sines)
+          : rotate_vecs<false>(vecs, by.cosines, by.sines);
 }
 
 // Of a grid's rows every period-th block stores, until there are `storing`; the others turn queries
@@ -125,8 +125,8 @@ struct Queries {
 
 // A: what angles are stored as; void: known at run time.
 template <typename T, typename A>
-__device__ __forceinline__ void turn_query(const Queries& q) {
-  constexpr int kWidth = kVectorWidth<T>;
+__device__ __forceinline__ void rotate_query(const Queries& q) {
+  constexpr int kWidth = kVecWidth<T>;
   const int thread = threadIdx.x;
   const int block = q.other() + (gridDim.x - q.storing) * (blockIdx.y + gridDim.y * blockIdx.z);
   const int within = q.by_lanes.divide(thread);
@@ -137,29 +137,29 @@ __device__ __forceinline__ void turn_query(const Queries& q) {
   const int pair = (thread - within * q.lanes) * kWidth;
   T* start = stepped(stepped(static_cast<T*>(q.data), token, q.token_stride), head, q.head_stride) +
              (angles.is_neox ? pair : 2 * pair);
-  auto* first = reinterpret_cast<Pack16<T>*>(start);
-  auto* second = reinterpret_cast<Pack16<T>*>(start + (angles.is_neox ? angles.half : kWidth));
+  auto* first = reinterpret_cast<Vec16<T>*>(start);
+  auto* second = reinterpret_cast<Vec16<T>*>(start + (angles.is_neox ? angles.half : kWidth));
   prefetch_l2(angles.positions + token);
   prefetch_l2(first);
   prefetch_l2(second);
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t position = angles.positions[token];
-  Pack16<T> packs[2] = {*first, *second};
+  Vec16<T> vecs[2] = {*first, *second};
   if (!angles.known(position)) return;  // the token stays as it is
   if constexpr (std::is_void_v<A>) {
     float cosines[kWidth], sines[kWidth], values[2][kWidth];
     angles.load<A>(position, pair, cosines, sines);
-    widen(packs[0], values[0]);
-    widen(packs[1], values[1]);
-    angles.is_neox ? turn_pairs<true>(values, cosines, sines)
-                   : turn_pairs<false>(values, cosines, sines);
-    packs[0] = narrow<T>(values[0]);
-    packs[1] = narrow<T>(values[1]);
+    upcast(vecs[0], values[0]);
+    upcast(vecs[1], values[1]);
+    angles.is_neox ? rotate_pairs<true>(values, cosines, sines)
+                   : rotate_pairs<false>(values, cosines, sines);
+    vecs[0] = downcast<T>(values[0]);
+    vecs[1] = downcast<T>(values[1]);
   } else {
-    turn_by(angles.is_neox, packs, angles.of<A, kWidth>(position, pair));
+    rotate_by(angles.is_neox, vecs, angles.of<A, kWidth>(position, pair));
   }
-  *first = packs[0];
-  *second = packs[1];
+  *first = vecs[0];
+  *second = vecs[1];
 }
 
 }  // namespace vllm_kernels::cuda

@@ -15,7 +15,7 @@
 namespace vllm_kernels::cuda {
 
 // Whether packs of 16 bytes fit heads, weights, cosines and cache.
-bool packs_fit(const RopeAndCacheParams& params);
+bool vecs_fit(const RopeAndCacheParams& params);
 
 // The cache writer's part of it: keys (as they are given) and values of the tokens with slots.
 ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
@@ -68,13 +68,13 @@ template <typename T, typename A, int kWidth, int kItems>
 __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
                                         const HeadItems<kWidth, kItems>& items,
                                         const HeadAngles<A, kWidth, kItems>& angles, int lanes,
-                                        HeadPacks<T, kWidth, kItems>& x) {
+                                        HeadVecs<T, kWidth, kItems>& x) {
   if (row.bias != nullptr) x.add(items, row.bias + row.head * p.head_size);
   if (p.query.weight != nullptr || p.key.weight != nullptr) {
     const float inverse = x.inverse_root(p.head_size, lanes, p.epsilon);
     if (row.weight != nullptr) x.norm(items, row.weight, inverse);
   }
-  x.turn(items, angles, p.is_neox);
+  x.rotate(items, angles, p.is_neox);
 }
 
 // kWidth elements as the cache has them.
@@ -84,15 +84,15 @@ struct alignas(kWidth * sizeof(C)) Stored {
 };
 
 template <typename C, typename T, int kWidth>
-__device__ __forceinline__ Stored<C, kWidth> round_to(const Pack<T, kWidth>& pack, Divisor scale) {
+__device__ __forceinline__ Stored<C, kWidth> round_to(const Vec<T, kWidth>& vec, Divisor scale) {
   Stored<C, kWidth> stored;
   if constexpr (kIs8Bit<C>) {
     float values[kWidth];
-    widen(pack, values);
+    upcast(vec, values);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) stored.data[j] = from_float<C>(scale.divide(values[j]));
   } else {
-    memcpy(&stored, &pack, sizeof(stored));
+    memcpy(&stored, &vec, sizeof(stored));
   }
   return stored;
 }
@@ -105,7 +105,7 @@ struct CacheRow {
   Divisor scale;
   bool is_key;
 
-  __device__ __forceinline__ CacheRow(const PagedKv& kv, bool is_key, int head, Place at)
+  __device__ __forceinline__ CacheRow(const PagedKv& kv, bool is_key, int head, Slot at)
       : is_key(is_key) {
     C* data = static_cast<C*>(is_key ? kv.key : kv.value);
     start = data + at.block * (is_key ? kv.key_block_stride : kv.value_block_stride) +
@@ -116,8 +116,8 @@ struct CacheRow {
   }
 
   template <typename T, int kWidth>
-  __device__ __forceinline__ Stored<C, kWidth> round(const Pack<T, kWidth>& pack) const {
-    return round_to<C>(pack, scale);
+  __device__ __forceinline__ Stored<C, kWidth> round(const Vec<T, kWidth>& vec) const {
+    return round_to<C>(vec, scale);
   }
   // From element `d` of the head on.
   template <int kWidth>
@@ -137,7 +137,7 @@ struct CacheRow {
 template <typename T, typename A, int kWidth, int kItems>
 struct Lane {
   using Items = HeadItems<kWidth, kItems>;
-  HeadPacks<T, kWidth, kItems> x;
+  HeadVecs<T, kWidth, kItems> x;
   HeadAngles<A, kWidth, kItems> angles{};
 
   __device__ __forceinline__ static Items items(const RopeAndCacheParams& p, bool is_value,

@@ -30,23 +30,23 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   const RotaryHeads& heads = is_query ? p.query : p.key;
   T* start = static_cast<T*>(heads.data) + (is_query ? query_tokens : key_tokens).of(token) +
              (is_query ? head : head - p.query.count) * heads.stride + (kNeox ? pair : 2 * pair);
-  auto* first = reinterpret_cast<Pack<T, kWidth>*>(start);
-  auto* second = reinterpret_cast<Pack<T, kWidth>*>(start + (kNeox ? half : kWidth));
+  auto* first = reinterpret_cast<Vec<T, kWidth>*>(start);
+  auto* second = reinterpret_cast<Vec<T, kWidth>*>(start + (kNeox ? half : kWidth));
   prefetch_l2(position_at);
   prefetch_l2(first);
   prefetch_l2(second);
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t position = *position_at;
-  const Pack<T, kWidth> packs[2] = {*first, *second};      // under way before the position is known
+  const Vec<T, kWidth> vecs[2] = {*first, *second};        // under way before the position is known
   if (position < 0 || position >= p.max_position) return;  // the token stays as it is
   const int64_t row = position * p.cache_stride + pair;
   float cosines[kWidth], sines[kWidth], values[2][kWidth];
   load_angles(p.cos_sin_cache, p.cache_dtype, row, row + half, cosines, sines);
-  widen(packs[0], values[0]);
-  widen(packs[1], values[1]);
-  turn_pairs<kNeox>(values, cosines, sines);
-  *first = narrow<T>(values[0]);
-  *second = narrow<T>(values[1]);
+  upcast(vecs[0], values[0]);
+  upcast(vecs[1], values[1]);
+  rotate_pairs<kNeox>(values, cosines, sines);
+  *first = downcast<T>(values[0]);
+  *second = downcast<T>(values[1]);
 }
 
 template <typename T, int kWidth, bool kNeox>
@@ -82,7 +82,7 @@ bool vectors_fit(const RotaryParams& p) {
 void launch(const RotaryParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    constexpr int kWidth = kVectorWidth<T>;
+    constexpr int kWidth = kVecWidth<T>;
     if (vectors_fit(p)) {
       p.is_neox ? launch_width<T, kWidth, true>(p, stream)
                 : launch_width<T, kWidth, false>(p, stream);

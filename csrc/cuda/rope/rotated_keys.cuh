@@ -13,12 +13,12 @@ namespace vllm_kernels::cuda {
 // Keys turned by their tokens' positions on the way. In Neox style the other half of a pair is
 // another thread's: loaded here as well, from the same line.
 template <typename T, int kVectors, typename A = void>
-class TurnedKeys {
+class RotatedKeys {
  public:
   static constexpr bool kByHead = true;
 
-  TurnedKeys() = default;
-  __device__ __forceinline__ TurnedKeys(const Angles& angles, const CacheWrite& write)
+  RotatedKeys() = default;
+  __device__ __forceinline__ RotatedKeys(const Angles& angles, const CacheWrite& write)
       : angles_(&angles), given_(write) {}
 
   __device__ __forceinline__ void prefetch(int token, int head, int d) const {
@@ -36,7 +36,7 @@ class TurnedKeys {
       other_[i] = *given_.at(token, head, at < half ? at + half : at < 2 * half ? at - half : at);
     }
   }
-  __device__ __forceinline__ void turn(int d, Vector<T> (&k)[kVectors]) const {
+  __device__ __forceinline__ void rotate(int d, Vector<T> (&k)[kVectors]) const {
     if (!known()) return;
     const int half = angles_->half;
 #pragma unroll
@@ -47,34 +47,34 @@ class TurnedKeys {
         const bool second = at >= half;
         float own[kWidth], other[kWidth], cosines[kWidth], sines[kWidth];
         angles_->template load<A>(position_, second ? at - half : at, cosines, sines);
-        widen(as_pack(k[i]), own);
-        widen(as_pack(other_[i]), other);
+        upcast(as_vec(k[i]), own);
+        upcast(as_vec(other_[i]), other);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          own[j] = turn_one(own[j], other[j], cosines[j], second ? sines[j] : -sines[j]);
+          own[j] = rotate_one(own[j], other[j], cosines[j], second ? sines[j] : -sines[j]);
         }
-        k[i] = bits_as<Vector<T>>(narrow<T>(own));
+        k[i] = bits_as<Vector<T>>(downcast<T>(own));
       } else {
         constexpr int kPairs = kWidth / 2;
         float all[kWidth], values[2][kPairs], cosines[kPairs], sines[kPairs];
         angles_->template load<A>(position_, at / 2, cosines, sines);
-        widen(as_pack(k[i]), all);
+        upcast(as_vec(k[i]), all);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) values[j / kPairs][j % kPairs] = all[j];
-        turn_pairs<false>(values, cosines, sines);
+        rotate_pairs<false>(values, cosines, sines);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) all[j] = values[j / kPairs][j % kPairs];
-        k[i] = bits_as<Vector<T>>(narrow<T>(all));
+        k[i] = bits_as<Vector<T>>(downcast<T>(all));
       }
     }
   }
   // Whether the position is one.
-  __device__ __forceinline__ bool known() const { return angles_->known(position_); }
+  __device__ __forceinline__ bool valid() const { return angles_->known(position_); }
 
  private:
-  static constexpr int kWidth = kVectorWidth<T>;
-  __device__ __forceinline__ static Pack16<T> as_pack(const Vector<T>& x) {
-    return bits_as<Pack16<T>>(x);
+  static constexpr int kWidth = kVecWidth<T>;
+  __device__ __forceinline__ static Vec16<T> as_vec(const Vector<T>& x) {
+    return bits_as<Vec16<T>>(x);
   }
 
   const Angles* angles_;

@@ -29,7 +29,7 @@ struct HeadsWrite : CacheWrite {
 // packs of a head's K, those that are turned together, and the same two of V.
 template <typename T, typename C, typename A, int kThreads, int kOwn>
 __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& angles, int group) {
-  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
   const int thread = threadIdx.x;
   const int row = p.by_lanes.divide(thread), lane = thread - row * p.lanes;
@@ -49,12 +49,12 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? thread % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, p.num_tokens - 1);
-  HeadPacks<T, kWidth, 1> k, v;
+  HeadVecs<T, kWidth, 1> k, v;
   k.prefetch(items, key);
   v.prefetch(items, value);
   prefetch_l2(angles.positions + token);
   prefetch_l2(own_slot_at);
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t position = angles.positions[token];
   const int64_t own_slot_read = *own_slot_at;
   k.load(items, key);
@@ -71,10 +71,10 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
 
   // Angles on their way while slots are looked for.
   const bool known = inside && angles.known(position);
-  const bool turned = known && items.pair[0] >= 0;
-  AnglePacks<A, kWidth> turn;
+  const bool rotated = known && items.pair[0] >= 0;
+  AngleVecs<A, kWidth> rotate;
   const auto fetch_angles = [&] {
-    if (turned) turn = angles.of<A, kWidth>(position, items.pair[0]);
+    if (rotated) rotate = angles.of<A, kWidth>(position, items.pair[0]);
   };
   uint32_t repeated = 0, mine;
   int32_t slot;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   }
   repeated |= any_of_block<kOwn>(mine);
   if (!inside || slot < 0 || (repeated >> own & 1)) return;
-  if (turned) turn_by(angles.is_neox, k.packs[0], turn);
-  const Place at = p.place(slot);
+  if (rotated) rotate_by(angles.is_neox, k.vecs[0], rotate);
+  const Slot at = p.place(slot);
   C* key_to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block),
                               at.token, p.to_key_token),
                       head, p.to_key_head);
@@ -117,12 +117,12 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
                                 at.token, p.to_value_token),
                         head, p.to_value_head);
   if (known) {
-    k.each(items, [&](const Pack<T, kWidth>& pack, int d) {
-      *reinterpret_cast<Stored<C, kWidth>*>(key_to + d) = round_to<C>(pack, k_scale);
+    k.each(items, [&](const Vec<T, kWidth>& vec, int d) {
+      *reinterpret_cast<Stored<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);
     });
   }
-  v.each(items, [&](const Pack<T, kWidth>& pack, int d) {
-    *reinterpret_cast<Stored<C, kWidth>*>(value_to + d) = round_to<C>(pack, v_scale);
+  v.each(items, [&](const Vec<T, kWidth>& vec, int d) {
+    *reinterpret_cast<Stored<C, kWidth>*>(value_to + d) = round_to<C>(vec, v_scale);
   });
 }
 

@@ -16,7 +16,7 @@ namespace vllm_kernels::cuda {
 template <typename T, typename A, int kRun, int kChunks>
 __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& angles, int group,
                                           int head) {
-  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kWidth = kVecWidth<T>;
   constexpr int kLanes = kChunks / 2;
   constexpr int kThreads = kRun * kLanes;
   constexpr int kHalf = kLanes * kWidth;  // elements
@@ -41,12 +41,12 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
     prefetch_l2(slot_at);
     prefetch_l2(angles.positions + token);
   }
-  wait_for_predecessor();
+  wait_for_primary_kernel();
   const int64_t slot_read = *slot_at;
   const int64_t position = angles.positions[token];
-  const auto load = [](const T* at) { return *reinterpret_cast<const Pack16<T>*>(at); };
-  Pack16<T> k[2] = {load(key), load(key + kHalf)};
-  const Pack16<T> v[2] = {load(value), load(value + kHalf)};
+  const auto load = [](const T* at) { return *reinterpret_cast<const Vec16<T>*>(at); };
+  Vec16<T> k[2] = {load(key), load(key + kHalf)};
+  const Vec16<T> v[2] = {load(value), load(value + kHalf)};
   __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
   const int from = first + kRun + thread;
   LaterSlots<8> later;
@@ -58,21 +58,21 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
 #pragma unroll
   for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Vector<T>>(v[i]));
   const bool known = angles.known(position);
-  AnglePacks<A, kWidth> turn;  // on their way while slots are looked for
-  if (known) turn = angles.of<A, kWidth>(position, x * kWidth);
+  AngleVecs<A, kWidth> rotate;  // on their way while slots are looked for
+  if (known) rotate = angles.of<A, kWidth>(position, x * kWidth);
   const OwnRange range{.start = start, .count = kRun};
   if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) != 0) return false;
   if (known) {
-    turn_packs<true>(k, turn.cosines, turn.sines);
-    const Place at = p.place(start + row);
+    rotate_vecs<true>(k, rotate.cosines, rotate.sines);
+    const Slot at = p.place(start + row);
     T* to = stepped(stepped(page(static_cast<T*>(p.key_cache), at.block, p.to_key_block), head,
                             p.to_key_head),
                     x, p.to_key_chunk) +
             static_cast<uint32_t>(at.token * kWidth);
-    *reinterpret_cast<Pack16<T>*>(to) = k[0];
-    *reinterpret_cast<Pack16<T>*>(stepped(to, kLanes, p.to_key_chunk)) = k[1];
+    *reinterpret_cast<Vec16<T>*>(to) = k[0];
+    *reinterpret_cast<Vec16<T>*>(stepped(to, kLanes, p.to_key_chunk)) = k[1];
   }
-  const auto values_of = [&](Place at) {
+  const auto values_of = [&](Slot at) {
     return stepped(page(static_cast<T*>(p.value_cache), at.block, p.to_value_block), head,
                    p.to_value_head) +
            static_cast<uint32_t>(at.token);

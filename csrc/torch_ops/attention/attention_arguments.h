@@ -48,7 +48,7 @@ void require_contiguous_heads(const Argument& heads, const Size& num_tokens);
 void check_head_size(const Argument& named, const PagedKv& kv);
 
 void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
-                   int64_t split_tokens);
+                   int64_t fixed_split_size);
 
 void check_query_len(const Expect& expect, int64_t max_query_len);
 

@@ -6,25 +6,25 @@
 namespace vllm_kernels {
 namespace {
 
-void merge_attn_parts(const Tensor& output, const std::optional<Tensor>& output_lse,
-                      const Tensor& parts, const Tensor& part_lses) {
-  Expect expect("merge_attn_parts");
-  Size num_parts("num_parts"), num_tokens("num_tokens"), num_heads("num_heads");
+void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& output_lse,
+                           const Tensor& out_partial, const Tensor& lse_partial) {
+  Expect expect("combine_attn_partials");
+  Size num_partials("num_partials"), num_tokens("num_tokens"), num_heads("num_heads");
   Size head_size("head_size");
-  const Argument p = expect.tensor("parts", parts)
+  const Argument p = expect.tensor("out_partial", out_partial)
                          .floating()
-                         .shape({&num_parts, &num_tokens, &num_heads, &head_size})
+                         .shape({&num_partials, &num_tokens, &num_heads, &head_size})
                          .inner_contiguous();
   const Argument o = expect.tensor("output", output)
                          .same_dtype(p)
                          .shape({&num_tokens, &num_heads, &head_size})
                          .inner_contiguous()
                          .written();
-  const Argument l = expect.tensor("part_lses", part_lses)
+  const Argument l = expect.tensor("lse_partial", lse_partial)
                          .float32()
-                         .shape({&num_parts, &num_tokens, &num_heads})
+                         .shape({&num_partials, &num_tokens, &num_heads})
                          .contiguous();
-  if (num_parts > INT32_MAX) p.fail("expected fewer than 2^31 parts");
+  if (num_partials > INT32_MAX) p.fail("expected fewer than 2^31 out_partial");
   expect.apart(o, p);
   expect.apart(o, l);
   float* out_lse = nullptr;
@@ -39,20 +39,20 @@ void merge_attn_parts(const Tensor& output, const std::optional<Tensor>& output_
   }
   if (num_tokens == 0 || num_heads == 0) return;
 
-  const MergeAttnPartsParams params{.output = o.mutable_data(),
-                                    .output_token_stride = o.stride(0),
-                                    .output_head_stride = o.stride(1),
-                                    .output_lse = out_lse,
-                                    .parts = p.data(),
-                                    .part_stride = p.stride(0),
-                                    .token_stride = p.stride(1),
-                                    .head_stride = p.stride(2),
-                                    .part_lses = l.as<const float>(),
-                                    .num_tokens = num_tokens,
-                                    .num_parts = static_cast<int32_t>(num_parts),
-                                    .num_heads = static_cast<int32_t>(num_heads),
-                                    .head_size = static_cast<int32_t>(head_size),
-                                    .dtype = p.dtype()};
+  const CombineAttnPartialsParams params{.output = o.mutable_data(),
+                                         .output_token_stride = o.stride(0),
+                                         .output_head_stride = o.stride(1),
+                                         .output_lse = out_lse,
+                                         .out_partial = p.data(),
+                                         .partial_stride = p.stride(0),
+                                         .token_stride = p.stride(1),
+                                         .head_stride = p.stride(2),
+                                         .lse_partial = l.as<const float>(),
+                                         .num_tokens = num_tokens,
+                                         .num_partials = static_cast<int32_t>(num_partials),
+                                         .num_heads = static_cast<int32_t>(num_heads),
+                                         .head_size = static_cast<int32_t>(head_size),
+                                         .dtype = p.dtype()};
   launch(params, output);
 }
 
@@ -60,5 +60,5 @@ void merge_attn_parts(const Tensor& output, const std::optional<Tensor>& output_
 }  // namespace vllm_kernels
 
 VLLM_KERNELS_IMPL(library) {
-  library.impl("merge_attn_parts", TORCH_BOX(&vllm_kernels::merge_attn_parts));
+  library.impl("combine_attn_partials", TORCH_BOX(&vllm_kernels::combine_attn_partials));
 }

@@ -65,7 +65,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
                             const std::optional<Tensor>& k_weight, double epsilon,
                             const std::optional<Tensor>& alibi_slopes, int64_t sliding_window,
                             double softcap, const std::optional<Tensor>& sinks,
-                            const std::optional<Tensor>& workspace, int64_t split_tokens) {
+                            const std::optional<Tensor>& workspace, int64_t fixed_split_size) {
   Expect expect("fused_decode_attention");
   Size num_seqs("num_seqs"), width("(num_heads + 2 * num_kv_heads) * head_size");
   CacheSizes sizes;
@@ -97,7 +97,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
       expect.tensor("slot_mapping", slot_mapping).int64().shape({&num_seqs}).inner_contiguous();
   const int64_t num_slots = count_slots(k, kv.num_blocks, kv.block_size);
   set_scales(expect, kv, k_scale, v_scale, read);
-  check_numbers(expect, sliding_window, softcap, split_tokens);
+  check_numbers(expect, sliding_window, softcap, fixed_split_size);
   const float* slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, read);
   const float* sink_logits = read_per_head(expect, "sinks", sinks, num_heads, read);
   Argument o = expect.tensor("out", out).same_dtype(x);
@@ -161,7 +161,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   attention.sinks = sink_logits;
   attention.sliding_window = window;
   attention.softcap = static_cast<float>(softcap);
-  attention.split_tokens = at_most_int32(split_tokens);
+  attention.fixed_split_size = at_most_int32(fixed_split_size);
   launch_fused({.rope = rope, .attention = attention}, qkv, scratch_or_null);
 }
 

@@ -18,8 +18,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
                      const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                      const Text& layout, int64_t max_query_len,
-                     const std::optional<Tensor>& workspace, int64_t split_tokens, bool early_pages,
-                     int64_t window_right) {
+                     const std::optional<Tensor>& workspace, int64_t fixed_split_size,
+                     bool kv_ready, int64_t window_right) {
   Expect expect("paged_attention");
   CacheSizes sizes;
   Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
@@ -34,7 +34,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                                             : "key_cache");
   Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
-  check_numbers(expect, sliding_window, softcap, split_tokens);
+  check_numbers(expect, sliding_window, softcap, fixed_split_size);
   check_query_len(expect, max_query_len);
   const int32_t right = right_window(expect, window_right);
   const float* slopes =
@@ -81,8 +81,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
       .sliding_window = window,
       .window_right = longest <= 1 ? 0 : right,  // nothing comes after a sequence's last token
       .softcap = static_cast<float>(softcap),
-      .split_tokens = at_most_int32(split_tokens),
-      .early_pages = early_pages};
+      .fixed_split_size = at_most_int32(fixed_split_size),
+      .kv_ready = kv_ready};
   raise_bad_index();
   launch_paged_attention(params, query, scratch ? &*scratch : nullptr);
 }
@@ -191,7 +191,7 @@ void check_head_size(const Argument& named, const PagedKv& kv) {
 }
 
 void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
-                   int64_t split_tokens) {
+                   int64_t fixed_split_size) {
   if (sliding_window < 0) {
     expect.fail("sliding_window: expected a number of tokens >= 0 (0: none), got " +
                 std::to_string(sliding_window));
@@ -199,9 +199,9 @@ void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
   if (!(softcap >= 0.0) || std::isinf(softcap)) {
     expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
   }
-  if (split_tokens < 0) {
-    expect.fail("split_tokens: expected a number of tokens >= 0 (0: as suits the batch), got " +
-                std::to_string(split_tokens));
+  if (fixed_split_size < 0) {
+    expect.fail("fixed_split_size: expected a number of tokens >= 0 (0: as suits the batch), got " +
+                std::to_string(fixed_split_size));
   }
 }
 

@@ -72,9 +72,9 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
   const int index = query - queries.first;
   range.query = index >= 0 && index < queries.count ? query : -1;
   range.position = range.seq_len - queries.count + index;
-  const SeenTokens seen = seen_tokens(p, range.position, range.position, range.seq_len);
-  range.begin = seen.begin;
-  range.end = seen.end;
+  const VisibleTokens visible = visible_tokens(p, range.position, range.position, range.seq_len);
+  range.begin = visible.begin;
+  range.end = visible.end;
   return range;
 }
 
@@ -95,15 +95,15 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
   for (int i = threadIdx.x; i < heads.count * head_size / 4; i += blockDim.x) {
     const int head = i / (head_size / 4);
     const int d = i % (head_size / 4) * 4;
-    float maximum = kNoMaximum;
+    float row_max = kRowMaxInit;
     for (int part = 0; part < parts; ++part) {
-      maximum = fmaxf(maximum, partial_max[part * heads.count + head]);
+      row_max = fmaxf(row_max, partial_max[part * heads.count + head]);
     }
     float total = 0.0f;
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int part = 0; part < parts; ++part) {
       const int row = part * heads.count + head;
-      const float weight = exp2_approx(partial_max[row] - maximum);
+      const float weight = exp2_approx(partial_max[row] - row_max);
       const float4 value =
           *reinterpret_cast<const float4*>(&partial_out[static_cast<int64_t>(row) * head_size + d]);
       total += weight * partial_sum[row];
@@ -116,14 +116,14 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
     float factor = v_scale;
     if (p.sinks != nullptr) {
       const float sink = p.sinks[heads.first + head] * kLog2E;
-      const float updated = fmaxf(maximum, sink);
-      const float weight = exp2_approx(maximum - updated);
+      const float updated = fmaxf(row_max, sink);
+      const float weight = exp2_approx(row_max - updated);
       total = total * weight + exp2_approx(sink - updated);
       factor *= weight;
-      maximum = updated;
+      row_max = updated;
     }
     if (p.lse != nullptr && d == 0) {
-      p.lse[row] = total == 0.0f ? -INFINITY : (maximum + log2f(total)) * kLn2;
+      p.lse[row] = total == 0.0f ? -INFINITY : (row_max + log2f(total)) * kLn2;
     }
     // total is 0 where every token was masked: the result is 0. NaN passes through.
     const float scale = total == 0.0f ? 0.0f : factor / total;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
       write(static_cast<T*>(p.tmp_out) + slot * head_size + d);
       if (d == 0) {
         p.exp_sums[slot] = total;
-        p.max_logits[slot] = maximum * kLn2;
+        p.max_logits[slot] = row_max * kLn2;
       }
     }
   }

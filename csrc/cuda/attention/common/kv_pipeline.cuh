@@ -5,10 +5,10 @@
 // A team of warps shares a ring (kShared): one warp fills, all drain, and a second mbarrier a
 // stage says when all have.
 //
-// sm_90 on: bulk copies of whole pages of one head (forms kPages and kDense), or tensor-map boxes
-// of up to 64 rows of 128 bytes (form kRows), of whole rows (kDense) or of 16 or 32 tokens
-// (kParts). Otherwise, and in form kRows for rows of less than 128 bytes, all lanes copy 16 bytes
-// at a time.
+// sm_90 on: bulk copies of whole pages of one head (forms kPackedPages and kIsPlain), or tensor-map
+// boxes of up to 64 rows of 128 bytes (form kSwizzledRows), of whole rows (kIsPlain) or of 16 or 32
+// tokens (kBoxes). Otherwise, and in form kSwizzledRows for rows of less than 128 bytes, all lanes
+// copy 16 bytes at a time.
 #pragma once
 #include <cuda.h>
 
@@ -25,43 +25,45 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxRingStages = 8;
+constexpr int kMaxPipelineStages = 8;
 
-struct RingLayout {
-  int stages;          // of a ring, 2 .. kMaxRingStages
-  int key_offset;      // bytes from a stage's V to its K
-  int stage_bytes;     // a multiple of 128, of 1024 in form kRows
-  int page_shift;      // log2 of the tokens of a page
-  int split_shift;     // log2 of the pages of a stage
-  int page_bytes;      // forms kPages, kDense: of K, of one page of one head, or a stage of it
-  int page_stride;     // likewise: bytes from one page's K to the next
-  int columns;         // form kRows: of 128 bytes, of a row
-  int chunks;          // form kRows: of 16 bytes, of a row
-  bool by_lanes;       // form kRows, sm_90 on: a warp's own ring uses no boxes
-  uint8_t line_shift;  // form kRows: log2 of the tokens of a column's line, 0 or 1 (kMayPairRows)
-  bool boxes;          // form kDense: rows lie apart in memory
+struct PipelineLayout {
+  int stages;       // of a ring, 2 .. kMaxPipelineStages
+  int key_offset;   // bytes from a stage's V to its K
+  int stage_bytes;  // a multiple of 128, of 1024 in form kSwizzledRows
+  int page_shift;   // log2 of the tokens of a page
+  int pages_shift;  // log2 of the pages of a stage
+  int page_bytes;   // forms kPackedPages, kIsPlain: of K, of one page of one head, or a stage of it
+  int page_stride;  // likewise: bytes from one page's K to the next
+  int columns;      // form kSwizzledRows: of 128 bytes, of a row
+  int chunks;       // form kSwizzledRows: of 16 bytes, of a row
+  bool by_lanes;    // form kSwizzledRows, sm_90 on: a warp's own ring uses no boxes
+  uint8_t line_shift;   // form kSwizzledRows: log2 of the tokens of a column's line, 0 or 1
+                        // (kMayPairRows)
+  bool uses_tma_boxes;  // form kPlainRows: rows lie apart in memory
   FastDivisor chunk_divisor;
-  int copy_stages;  // that a warp's lanes can start together; unused in form kParts
-  int copy_lanes;   // of one: forms kPages, kDense, a page each; kRows, a column of K or V of one
+  int copy_stages;  // that a warp's lanes can start together; unused in form kPackedBoxes
+  int copy_lanes;   // of one: forms kPackedPages, kIsPlain, a page each; kRows, a column of K or V
+                    // of one
   FastDivisor lane_divisor;  // by copy_lanes
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
 
 // Stages that each of some rings has where there are `bytes` of shared memory for all.
-inline int ring_stages(int bytes, int rings, int stage_bytes) {
-  const int stages = bytes / rings / stage_bytes;
+inline int pipeline_stages(int bytes, int pipelines, int stage_bytes) {
+  const int stages = bytes / pipelines / stage_bytes;
   if (stages < 2) {
     throw std::runtime_error("paged_attention: expected shared memory for 2 stages of " +
                              std::to_string(stage_bytes) + " bytes in each of " +
-                             std::to_string(rings) + " rings, the device leaves " +
+                             std::to_string(pipelines) + " rings, the device leaves " +
                              std::to_string(bytes) + " bytes");
   }
-  return std::min(stages, kMaxRingStages);
+  return std::min(stages, kMaxPipelineStages);
 }
 
-// Forms kRows and kParts from sm_90 on: tensor maps of K and V.
-struct RowMaps {
+// Forms kRows and kBoxes from sm_90 on: tensor maps of K and V.
+struct KvTensorMaps {
   CUtensorMap key, value;
 };
 
@@ -70,22 +72,22 @@ struct RowMaps {
 constexpr int kPrefetchLength = 4;
 
 // Forms whose pages of a head, or stages of one, are one stretch of memory (but where
-// RingLayout.boxes says otherwise), and of shared memory.
-constexpr bool is_whole(PageForm form) {
-  return form == PageForm::kPages || form == PageForm::kDense;
+// PipelineLayout.boxes says otherwise), and of shared memory.
+constexpr bool is_whole(KvForm form) {
+  return form == KvForm::kPackedPages || form == KvForm::kPlainRows;
 }
 
 // Whether a stage has whole pages that prefetch_page() knows.
-template <PageForm kForm, int kTokens>
-__device__ __forceinline__ bool may_prefetch(const RingLayout& layout) {
-  return kForm != PageForm::kParts && layout.page_shift <= kStageShift<kTokens>;
+template <KvForm kForm, int kTokens>
+__device__ __forceinline__ bool may_prefetch(const PipelineLayout& layout) {
+  return kForm != KvForm::kPackedBoxes && layout.page_shift <= kStageShift<kTokens>;
 }
 
 // Asks the second-level cache for K and V of one page of one head. All lanes.
-template <typename Cache, PageForm kForm>
-__device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayout& layout,
+template <typename Cache, KvForm kForm>
+__device__ __forceinline__ void prefetch_page(const PagedKv& kv, const PipelineLayout& layout,
                                               const char* key, const char* value, int lane) {
-  if (is_whole(kForm) && !(kForm == PageForm::kDense && layout.boxes)) {
+  if (is_whole(kForm) && !(kForm == KvForm::kPlainRows && layout.uses_tma_boxes)) {
 #pragma unroll 1
     for (int byte = lane * 128; byte < layout.page_bytes; byte += 32 * 128) {
       prefetch_l2(key + byte);
@@ -103,57 +105,60 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const RingLayou
 }
 
 // kTokens: of a stage, 16, 32 or 64.
-template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm, bool kShared>
-class KvRing {
+template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm, bool kShared>
+class KvPipeline {
  public:
   using Bits = TokenBits<kTokens>;  // one a token of a stage
   // In shared memory, of 8 bytes: mbarriers, then the tokens that there are of each stage.
-  static constexpr int kBarriers = kShared ? 2 * kMaxRingStages : kMaxRingStages;
-  static constexpr int kWords = kBarriers + kMaxRingStages * sizeof(Bits) / 8;
+  static constexpr int kBarriers = kShared ? 2 * kMaxPipelineStages : kMaxPipelineStages;
+  static constexpr int kWords = kBarriers + kMaxPipelineStages * sizeof(Bits) / 8;
 
   // `fills`: whether this warp is its team's first.
-  __device__ __forceinline__ KvRing(const RingLayout& layout, const RowMaps& maps, uint32_t storage,
-                                    uint32_t words, bool fills, int lane)
+  __device__ __forceinline__ KvPipeline(const PipelineLayout& layout, const KvTensorMaps& maps,
+                                        uint32_t storage, uint32_t words, bool is_producer,
+                                        int lane)
       : layout_(layout),
         maps_(maps),
-        storage_(in_register(storage)),
-        barriers_(in_register(words)),
+        storage_(opaque(storage)),
+        barriers_(opaque(words)),
         lane_(lane),
-        fills_(fills) {
+        is_producer_(is_producer) {
 #if defined(VLLM_KERNELS_HAS_SM90)
     policy_ = evict_first_policy();
 #endif
   }
 
   // One thread, before any warp of the team uses the ring.
-  static __device__ __forceinline__ void init(const RingLayout& layout, const RowMaps& maps,
-                                              uint32_t words, int members) {
+  static __device__ __forceinline__ void init(const PipelineLayout& layout,
+                                              const KvTensorMaps& maps, uint32_t words,
+                                              int consumer_warps) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
       barrier_init(words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
       if constexpr (kShared)
-        barrier_init(words + (kMaxRingStages + stage) * 8, members * kWarpArrivals);
+        barrier_init(words + (kMaxPipelineStages + stage) * 8, consumer_warps * kWarpArrivals);
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
-    if (kForm == PageForm::kDense ? layout.boxes : !is_whole(kForm)) {
-      prefetch_map(&maps.key);
-      prefetch_map(&maps.value);
+    if (kForm == KvForm::kPlainRows ? layout.uses_tma_boxes : !is_whole(kForm)) {
+      prefetch_tensor_map(&maps.key);
+      prefetch_tensor_map(&maps.value);
     }
 #endif
   }
 
   // Stages first, first + step, ... (`count` of them) of a sequence come next, after look_up().
-  __device__ __forceinline__ void start(const PagedAttentionParams& p, int stage_shift, int seq,
-                                        int seq_len, int kv_head, int first, int step, int count) {
+  __device__ __forceinline__ void set_source(const PagedAttentionParams& p, int stage_shift,
+                                             int seq, int seq_len, int kv_head, int first, int step,
+                                             int count) {
     seq_len_ = seq_len;
     table_ = p.block_tables + seq * p.block_table_stride;
     kv_head_ = kv_head;
-    key_ = units(p.kv.key) + static_cast<uint64_t>(kv_head_) * layout_.key_head;
-    value_ = units(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;
+    key_ = in_16_bytes(p.kv.key) + static_cast<uint64_t>(kv_head_) * layout_.key_head;
+    value_ = in_16_bytes(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;
     first_token_ = first << stage_shift;
     token_step_ = step << stage_shift;
-    to_fill_ = !kShared || fills_ ? count : 0;
+    to_produce_ = !kShared || is_producer_ ? count : 0;
   }
 
   // Lane l: the block of the l-th page from here on, -1 behind the sequence.
@@ -164,7 +169,7 @@ class KvRing {
   }
 
   // The same before the predecessor has ended. Says where to look again.
-  __device__ __forceinline__ const int32_t* guess() {
+  __device__ __forceinline__ const int32_t* look_up_speculative() {
     next_page_ = 0;
     const int token = token_of_lane();
     const int32_t* at = token < seq_len_ ? &table_[token >> layout_.page_shift] : nullptr;
@@ -176,17 +181,17 @@ class KvRing {
   // there is `time`. They are not read, so this may be done before the predecessor has ended.
   __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages, bool time) const {
     if (!may_prefetch<kForm, kTokens>(layout_)) return;
-    if (!time && to_fill_ < kPrefetchLength * stages) return;
+    if (!time && to_produce_ < kPrefetchLength * stages) return;
 #pragma unroll 1
-    for (int i = 0; i < min(stages, to_fill_) << layout_.split_shift; ++i) {
+    for (int i = 0; i < min(stages, to_produce_) << layout_.pages_shift; ++i) {
       const uint32_t block = __shfl_sync(0xffffffffu, blocks_, i);
       if (block >= kv.num_blocks) continue;
       prefetch_page<Cache, kForm>(kv, layout_, key_page(block), value_page(block), lane_);
     }
   }
 
-  // A lane's part of filling several stages: form kPages, K and V of a page; kRows, one column of
-  // either.
+  // A lane's part of filling several stages: form kPackedPages, K and V of a page; kRows, one
+  // column of either.
   struct Copies {
     int stages;  // 0: nothing is prepared
     bool mine;   // whether this lane copies
@@ -200,15 +205,15 @@ class KvRing {
   // guess().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
-    if constexpr (kForm == PageForm::kParts || kShared) return copies;
+    if constexpr (kForm == KvForm::kPackedBoxes || kShared) return copies;
 #if defined(VLLM_KERNELS_HAS_SM90)
     if (!bulk(layout_)) return copies;
     constexpr bool kWhole = is_whole(kForm);
-    const int shift = layout_.split_shift;
+    const int shift = layout_.pages_shift;
     const int stage = layout_.lane_divisor.divide(lane_);
     const int of_stage = lane_ - stage * layout_.copy_lanes;
     const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
-    const int count = min(min(stages, to_fill_), layout_.copy_stages);
+    const int count = min(min(stages, to_produce_), layout_.copy_stages);
     const bool mine = stage < count;
     const int32_t block =
         kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
@@ -225,7 +230,7 @@ class KvRing {
       copies.key_to += page * layout_.page_stride;
       copies.key = key_page(block);
       copies.value = value_page(block);
-      if constexpr (kForm == PageForm::kDense) {
+      if constexpr (kForm == KvForm::kPlainRows) {
         const int token = first_token_ + stage * token_step_;
         copies.key += skipped_bytes(token);
         copies.value += skipped_bytes(token);
@@ -242,10 +247,10 @@ class KvRing {
       copies.key_to += at;
     }
     if (mine && of_stage == 0) barrier_expect(copies.barrier, bytes << shift);
-    to_fill_ -= count;
+    to_produce_ -= count;
     next_page_ = count << shift;
     first_token_ += count * token_step_;
-    fill_stage_ = count < layout_.stages ? count : 0;
+    producer_stage_ = count < layout_.stages ? count : 0;
 #endif
     return copies;
   }
@@ -255,32 +260,34 @@ class KvRing {
     if constexpr (is_whole(kForm)) {
       copy_page(copies.key_to, copies.value_to, copies.key, copies.value, copies.line, copies.block,
                 copies.barrier);
-    } else if constexpr (kForm == PageForm::kRows) {
+    } else if constexpr (kForm == KvForm::kSwizzledRows) {
       const bool is_value = lane_ & 1;
-      bulk_copy_box(is_value ? copies.value_to : copies.key_to,
-                    is_value ? &maps_.value : &maps_.key, copies.column * (kColumnBytes / 2),
-                    copies.line, kv_head_, copies.block, copies.barrier, policy_);
+      tma_copy_box(is_value ? copies.value_to : copies.key_to, is_value ? &maps_.value : &maps_.key,
+                   copies.column * (kColumnBytes / 2), copies.line, kv_head_, copies.block,
+                   copies.barrier, policy_);
     }
 #endif
   }
 
   // Starts filling the next stage, if there is one. All lanes; the stage must have been released.
-  __device__ __forceinline__ bool fill(const PagedKv& kv) {
-    if (to_fill_ == 0) return false;
-    --to_fill_;
-    if constexpr (kShared) barrier_wait(drained(fill_stage_), fill_parity_);
+  __device__ __forceinline__ bool produce(const PagedKv& kv) {
+    if (to_produce_ == 0) return false;
+    --to_produce_;
+    if constexpr (kShared) barrier_wait(empty_barrier(producer_stage_), producer_phase_);
     if (next_page_ == 32) look_up();
-    const uint32_t stage = storage_ + fill_stage_ * layout_.stage_bytes;
-    const uint32_t barrier = barriers_ + fill_stage_ * 8;
-    const int pages = 1 << layout_.split_shift;
-    // Lanes take the pages in turn; form kRows: K, V of the first page, K, V of the next; form
-    // kParts: K, V of the first part, K, V of the next.
-    const int first_shift = is_whole(kForm) ? 0 : kForm == PageForm::kRows ? 1 : part_shift() + 1;
+    const uint32_t stage = storage_ + producer_stage_ * layout_.stage_bytes;
+    const uint32_t barrier = barriers_ + producer_stage_ * 8;
+    const int pages = 1 << layout_.pages_shift;
+    // Lanes take the pages in turn; form kSwizzledRows: K, V of the first page, K, V of the next;
+    // form kBoxes: K, V of the first part, K, V of the next.
+    const int first_shift = is_whole(kForm)                  ? 0
+                            : kForm == KvForm::kSwizzledRows ? 1
+                                                             : box_shift() + 1;
     const int page = lane_ >> first_shift & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
     const uint32_t lanes = __ballot_sync(0xffffffffu, good);
-    const uint32_t stage_bit = 1u << fill_stage_;
+    const uint32_t stage_bit = 1u << producer_stage_;
     incomplete_ &= ~stage_bit;
     if (kShared || lanes != 0xffffffffu) {
       incomplete_ |= stage_bit;
@@ -295,69 +302,72 @@ class KvRing {
           }
         }
       }
-      if (lane_ == 0) store_shared(present_of(fill_stage_), present);
+      if (lane_ == 0) store_shared(present_of(producer_stage_), present);
     }
     if constexpr (is_whole(kForm)) {
       copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
-    } else if constexpr (kForm == PageForm::kRows) {
+    } else if constexpr (kForm == KvForm::kSwizzledRows) {
       copy_rows(kv, stage, barrier, page, block, good);
     } else {
-      copy_parts(kv, stage, barrier, block, good);
+      copy_boxes(kv, stage, barrier, block, good);
     }
     next_page_ += pages;
     first_token_ += token_step_;
-    if (++fill_stage_ == layout_.stages) {
-      fill_stage_ = 0;
-      fill_parity_ ^= 1;
+    if (++producer_stage_ == layout_.stages) {
+      producer_stage_ = 0;
+      producer_phase_ ^= 1;
     }
     return true;
   }
 
   // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
   // each of its tokens whose page there is.
-  __device__ __forceinline__ void wait() { barrier_wait(barriers_ + drain_stage_ * 8, parity_); }
+  __device__ __forceinline__ void consumer_wait() {
+    barrier_wait(barriers_ + consumer_stage_ * 8, consumer_phase_);
+  }
   __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
   __device__ __forceinline__ uint32_t value() const {
-    return storage_ + drain_stage_ * layout_.stage_bytes;
+    return storage_ + consumer_stage_ * layout_.stage_bytes;
   }
   __device__ __forceinline__ Bits present() const {
-    return kShared || incomplete_ >> drain_stage_ & 1 ? load_shared<Bits>(present_of(drain_stage_))
-                                                      : kAllTokens<kTokens>;
+    return kShared || incomplete_ >> consumer_stage_ & 1
+               ? load_shared<Bits>(present_of(consumer_stage_))
+               : kAllTokens<kTokens>;
   }
 
   // All lanes: whether the blocks were guessed right, `block` being the lane's.
-  __device__ __forceinline__ bool holds(int32_t block) const {
+  __device__ __forceinline__ bool validate(int32_t block) const {
     return __all_sync(0xffffffffu, block == blocks_);
   }
 
   // Waits for the oldest `stages` stages and forgets them.
-  __device__ __forceinline__ void drain(int stages) {
+  __device__ __forceinline__ void discard(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      wait();
-      release();
+      consumer_wait();
+      consumer_release();
     }
   }
 
   // The oldest stage has been read by all lanes and may be filled again.
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void consumer_release() {
     if constexpr (kShared) {
-      barrier_arrive_warp(drained(drain_stage_), lane_);
+      barrier_arrive_warp(empty_barrier(consumer_stage_), lane_);
     } else {
       __syncwarp();
     }
-    if (++drain_stage_ == layout_.stages) {
-      drain_stage_ = 0;
-      parity_ ^= 1;
+    if (++consumer_stage_ == layout_.stages) {
+      consumer_stage_ = 0;
+      consumer_phase_ ^= 1;
     }
   }
 
  private:
   static constexpr int64_t kBytes = sizeof(Cache);
 
-  static __device__ __forceinline__ bool bulk(const RingLayout& layout) {
+  static __device__ __forceinline__ bool bulk(const PipelineLayout& layout) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    return kShared || kForm != PageForm::kRows || !layout.by_lanes;
+    return kShared || kForm != KvForm::kSwizzledRows || !layout.by_lanes;
 #else
     return false;
 #endif
@@ -367,23 +377,23 @@ class KvRing {
   __device__ __forceinline__ uint32_t box_bytes() const {
     return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>) - line_shift();
   }
-  // Forms kRows and kDense: the line of a page at which a token begins.
+  // Forms kRows and kIsPlain: the line of a page at which a token begins.
   __device__ __forceinline__ int line_of(int token) const {
     return (token & (1 << layout_.page_shift) - 1) >> line_shift();
   }
   __device__ __forceinline__ int line_shift() const {
     return kMayPairRows<Cache, kMaxHeadSize, kForm> ? layout_.line_shift : 0;
   }
-  // Form kDense: bytes of a page of a head before a token of a later stage of it.
+  // Form kIsPlain: bytes of a page of a head before a token of a later stage of it.
   __device__ __forceinline__ int skipped_bytes(int token) const {
     return (token & (1 << layout_.page_shift) - 1) * kMaxHeadSize * static_cast<int>(kBytes);
   }
-  // Form kParts: log2 of the parts of a page, or of a stage where that is shorter.
-  __device__ __forceinline__ int part_shift() const {
-    return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kPartTokens<Cache, kTokens>>;
+  // Form kBoxes: log2 of the parts of a page, or of a stage where that is shorter.
+  __device__ __forceinline__ int box_shift() const {
+    return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kBoxTokens<Cache, kTokens>>;
   }
-  __device__ __forceinline__ uint32_t drained(int stage) const {
-    return barriers_ + (kMaxRingStages + stage) * 8;
+  __device__ __forceinline__ uint32_t empty_barrier(int stage) const {
+    return barriers_ + (kMaxPipelineStages + stage) * 8;
   }
   __device__ __forceinline__ uint32_t present_of(int stage) const {
     return barriers_ + kBarriers * 8 + stage * sizeof(Bits);
@@ -394,7 +404,7 @@ class KvRing {
     if (kShared && lane_ == 0) barrier_arrive(barrier);  // the stage's present_of() is written
   }
 
-  static __device__ __forceinline__ uint64_t units(const void* pointer) {
+  static __device__ __forceinline__ uint64_t in_16_bytes(const void* pointer) {
     return reinterpret_cast<uint64_t>(pointer) >> 4;
   }
   __device__ __forceinline__ const char* key_page(uint32_t block) const {
@@ -408,7 +418,7 @@ class KvRing {
 
   // The first of lane l's page.
   __device__ __forceinline__ int token_of_lane() const {
-    const int shift = layout_.split_shift;
+    const int shift = layout_.pages_shift;
     return first_token_ + (lane_ >> shift) * token_step_ +
            ((lane_ & (1 << shift) - 1) << layout_.page_shift);
   }
@@ -418,9 +428,9 @@ class KvRing {
   __device__ __forceinline__ void copy_page(uint32_t key_to, uint32_t value_to, const char* key,
                                             const char* value, int line, int block,
                                             uint32_t barrier) const {
-    if (kForm == PageForm::kDense && layout_.boxes) {
-      bulk_copy_box(key_to, &maps_.key, 0, line, kv_head_, block, barrier, policy_);
-      bulk_copy_box(value_to, &maps_.value, 0, line, kv_head_, block, barrier, policy_);
+    if (kForm == KvForm::kPlainRows && layout_.uses_tma_boxes) {
+      tma_copy_box(key_to, &maps_.key, 0, line, kv_head_, block, barrier, policy_);
+      tma_copy_box(value_to, &maps_.value, 0, line, kv_head_, block, barrier, policy_);
     } else {
       bulk_copy(key_to, key, layout_.page_bytes, barrier, policy_);
       bulk_copy(value_to, value, layout_.page_bytes, barrier, policy_);
@@ -434,7 +444,7 @@ class KvRing {
     const int bytes = layout_.page_bytes;
     const char* key = key_page(block);
     const char* value = value_page(block);
-    if constexpr (kForm == PageForm::kDense) {
+    if constexpr (kForm == KvForm::kPlainRows) {
       key += skipped_bytes(first_token_);
       value += skipped_bytes(first_token_);
     }
@@ -465,15 +475,15 @@ class KvRing {
 #if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies one column of K or V of one page.
     const bool is_value = lane_ & 1;
-    const int column = lane_ >> 1 >> layout_.split_shift;
+    const int column = lane_ >> 1 >> layout_.pages_shift;
     const bool copies = good && column < layout_.columns;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, count * box_bytes());
     if (copies) {
-      bulk_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
-                        page * box_bytes(),
-                    is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
-                    line_of(first_token_), kv_head_, block, barrier, policy_);
+      tma_copy_box(stage + (is_value ? 0 : layout_.key_offset) + column * kColumnStride<kTokens> +
+                       page * box_bytes(),
+                   is_value ? &maps_.value : &maps_.key, column * (kColumnBytes / 2),
+                   line_of(first_token_), kv_head_, block, barrier, policy_);
     }
 #endif
   }
@@ -486,7 +496,7 @@ class KvRing {
     for (int first = 0; first < kTokens * layout_.chunks; first += 32) {
       const int row = layout_.chunk_divisor.divide(first + lane_);
       const int chunk = first + lane_ - row * layout_.chunks;
-      const int of_row = row >> layout_.page_shift & (1 << layout_.split_shift) - 1;
+      const int of_row = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
       const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
       const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
       if (!row_good || row >= kTokens || first_token_ + row >= seq_len_) continue;
@@ -500,54 +510,54 @@ class KvRing {
     arrive_copies(barrier);
   }
 
-  // Tokens of longer pages of layout vllm, as pages of kPart tokens.
-  __device__ __forceinline__ void copy_parts(const PagedKv& kv, uint32_t stage, uint32_t barrier,
+  // Tokens of longer pages of layout vllm, as pages of kBox tokens.
+  __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                              int32_t block, bool good) {
-    constexpr int kPart = kPartTokens<Cache, kTokens>;
+    constexpr int kBox = kBoxTokens<Cache, kTokens>;
     const int page_mask = (1 << layout_.page_shift) - 1;
 #if defined(VLLM_KERNELS_HAS_SM90)
     // A lane copies K or V of one part.
     const bool is_value = lane_ & 1;
     const int part = lane_ >> 1;
-    const int token = first_token_ + kPart * part & page_mask;
-    const bool copies = good && part < kTokens / kPart;
+    const int token = first_token_ + kBox * part & page_mask;
+    const bool copies = good && part < kTokens / kBox;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
     if (copies) {
-      bulk_copy_box(stage + (is_value ? part * layout_.page_bytes
-                                      : layout_.key_offset + part * layout_.page_stride),
-                    is_value ? &maps_.value : &maps_.key,
-                    token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
-                    barrier, policy_);
+      tma_copy_box(stage + (is_value ? part * layout_.page_bytes
+                                     : layout_.key_offset + part * layout_.page_stride),
+                   is_value ? &maps_.value : &maps_.key,
+                   token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
+                   barrier, policy_);
     }
 #else
     const int token = first_token_ & page_mask;  // a page has the whole stage
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
-    constexpr int kChunks = kTokens * sizeof(Cache) / 16;    // of 16 bytes, of a row of V
-    constexpr int kPartChunks = kPart * sizeof(Cache) / 16;  // of those in one part
-    const int chunks = good ? kv.head_size * kChunks : 0;    // of K, and of V
+    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // of 16 bytes, of a row of V
+    constexpr int kBoxChunks = kBox * sizeof(Cache) / 16;  // of those in one part
+    const int chunks = good ? kv.head_size * kChunks : 0;  // of K, and of V
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
-      copy16_async(stage + layout_.key_offset + t / kPart * layout_.page_stride +
-                       (chunk * kPart + t % kPart) * 16,
+      copy16_async(stage + layout_.key_offset + t / kBox * layout_.page_stride +
+                       (chunk * kBox + t % kBox) * 16,
                    key + chunk * kv.key_chunk_stride * kBytes + t * 16);
       const int d = i / kChunks, at = i % kChunks;
       copy16_async(
-          stage + at / kPartChunks * layout_.page_bytes + (d * kPartChunks + at % kPartChunks) * 16,
+          stage + at / kBoxChunks * layout_.page_bytes + (d * kBoxChunks + at % kBoxChunks) * 16,
           value + d * kv.value_dim_stride * kBytes + at * 16);
     }
     arrive_copies(barrier);
 #endif
   }
 
-  const RingLayout& layout_;
-  const RowMaps& maps_;
+  const PipelineLayout& layout_;
+  const KvTensorMaps& maps_;
   uint32_t storage_;
   uint32_t barriers_;
   int lane_;
-  bool fills_;
+  bool is_producer_;
   // where it fills from
   const int32_t* table_;  // the sequence's blocks
   uint64_t key_, value_;  // block 0 of the KV head, in units of 16 bytes
@@ -555,79 +565,81 @@ class KvRing {
   int seq_len_;
   int first_token_;  // of the next stage
   int token_step_;   // to the one after it
-  int to_fill_;      // stages
+  int to_produce_;   // stages
   int next_page_;    // in blocks_ of the lanes
   int32_t blocks_;
   // the ring
-  int fill_stage_ = 0;
-  int drain_stage_ = 0;
-  uint32_t parity_ = 0;
-  uint32_t fill_parity_ = 1;  // a fresh barrier's phase before the first has ended
-  uint32_t incomplete_ = 0;   // bit s: present_of(s) says what there is of it
+  int producer_stage_ = 0;
+  int consumer_stage_ = 0;
+  uint32_t consumer_phase_ = 0;
+  uint32_t producer_phase_ = 1;  // a fresh barrier's phase before the first has ended
+  uint32_t incomplete_ = 0;      // bit s: present_of(s) says what there is of it
 #if defined(VLLM_KERNELS_HAS_SM90)
   uint64_t policy_;
 #endif
 };
 
 // Whether a page of a head is one stretch of memory, of rows: layout HND, as it is allocated.
-inline bool is_dense(const PagedKv& kv) {
+inline bool rows_are_contiguous(const PagedKv& kv) {
   return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
 }
 
-// RingLayout's. Past the head size columns are read, too: they would be the next token's.
-template <typename Cache, int kMaxHeadSize, PageForm kForm>
+// PipelineLayout's. Past the head size columns are read, too: they would be the next token's.
+template <typename Cache, int kMaxHeadSize, KvForm kForm>
 uint8_t line_shift(const PagedKv& kv) {
-  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize && is_dense(kv) &&
-         current_device_info().architecture >= 90;
+  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize &&
+         rows_are_contiguous(kv) && current_device_info().architecture >= 90;
 }
 
 // All of the two but the number of stages.
-template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
-void set_stage_layout(const PagedKv& kv, RingLayout& ring, TileLayout& tile) {
+template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
+void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout& layout) {
   constexpr int kBytes = sizeof(Cache), kShift = kStageShift<kTokens>;
-  ring.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
-  ring.split_shift = std::max(0, kShift - ring.page_shift);
-  tile.page_tokens =
-      kForm == PageForm::kParts ? kPartTokens<Cache, kTokens> : std::min(kv.block_size, 16);
-  ring.page_bytes = tile.page_bytes = kv.head_size * tile.page_tokens * kBytes;
-  ring.page_stride = tile.page_stride = kMaxHeadSize * tile.page_tokens * kBytes;
-  ring.columns = row_columns(kv.head_size, kBytes);
-  ring.chunks = kv.head_size * kBytes / 16;
-  ring.chunk_divisor = FastDivisor(std::max(1, ring.chunks));
-  ring.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
-  ring.by_lanes = kv.head_size * kBytes << ring.line_shift < kColumnBytes;
-  ring.copy_lanes = (is_whole(kForm) ? 1 : 2 * ring.columns) << ring.split_shift;
-  ring.copy_stages = 32 / ring.copy_lanes;
-  ring.lane_divisor = FastDivisor(ring.copy_lanes);
+  pipeline.page_shift = std::bit_width(static_cast<uint32_t>(kv.block_size)) - 1;
+  pipeline.pages_shift = std::max(0, kShift - pipeline.page_shift);
+  layout.page_tokens =
+      kForm == KvForm::kPackedBoxes ? kBoxTokens<Cache, kTokens> : std::min(kv.block_size, 16);
+  pipeline.page_bytes = layout.page_bytes = kv.head_size * layout.page_tokens * kBytes;
+  pipeline.page_stride = layout.page_stride = kMaxHeadSize * layout.page_tokens * kBytes;
+  pipeline.columns = row_columns(kv.head_size, kBytes);
+  pipeline.chunks = kv.head_size * kBytes / 16;
+  pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
+  pipeline.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
+  pipeline.by_lanes = kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
+  pipeline.copy_lanes = (is_whole(kForm) ? 1 : 2 * pipeline.columns) << pipeline.pages_shift;
+  pipeline.copy_stages = 32 / pipeline.copy_lanes;
+  pipeline.lane_divisor = FastDivisor(pipeline.copy_lanes);
   // V's products read past the head size, too: what comes then is the same stage's K.
   int key_bytes;
-  if (kForm == PageForm::kRows) {
-    tile.key_step = tile.value_step = 16 * kColumnBytes >> ring.line_shift;
-    tile.key_half = tile.value_half = 32 * kColumnBytes >> ring.line_shift;
-    ring.key_offset = ring.columns * kColumnStride<kTokens> >> ring.line_shift;
-    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> ring.line_shift;
-  } else if (kForm == PageForm::kDense) {
+  if (kForm == KvForm::kSwizzledRows) {
+    layout.key_step = layout.value_step = 16 * kColumnBytes >> pipeline.line_shift;
+    layout.key_half = layout.value_half = 32 * kColumnBytes >> pipeline.line_shift;
+    pipeline.key_offset = pipeline.columns * kColumnStride<kTokens> >> pipeline.line_shift;
+    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> pipeline.line_shift;
+  } else if (kForm == KvForm::kPlainRows) {
     constexpr int kRowBytes = kMaxHeadSize * kBytes;
-    ring.boxes = !is_dense(kv);
-    ring.page_bytes = ring.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
-    tile.key_step = tile.value_step = 16 * kRowBytes;
-    tile.key_half = tile.value_half = 32 * kRowBytes;
-    ring.key_offset = key_bytes = kRowBytes << kShift;
+    pipeline.uses_tma_boxes = !rows_are_contiguous(kv);
+    pipeline.page_bytes = pipeline.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
+    layout.key_step = layout.value_step = 16 * kRowBytes;
+    layout.key_half = layout.value_half = 32 * kRowBytes;
+    pipeline.key_offset = key_bytes = kRowBytes << kShift;
   } else {
-    const bool within = tile.page_tokens == 32;  // the next 16 tokens are in the same page
-    tile.key_step = within ? 16 * 16 : ring.page_stride * 16 / tile.page_tokens;
-    tile.value_step = within ? 16 * kBytes : ring.page_bytes * 16 / tile.page_tokens;
-    tile.key_half = 32 / tile.page_tokens * ring.page_stride;
-    tile.value_half = 32 / tile.page_tokens * ring.page_bytes;
-    ring.key_offset = (kv.head_size * kBytes) << kShift;
+    const bool within = layout.page_tokens == 32;  // the next 16 tokens are in the same page
+    layout.key_step = within ? 16 * 16 : pipeline.page_stride * 16 / layout.page_tokens;
+    layout.value_step = within ? 16 * kBytes : pipeline.page_bytes * 16 / layout.page_tokens;
+    layout.key_half = 32 / layout.page_tokens * pipeline.page_stride;
+    layout.value_half = 32 / layout.page_tokens * pipeline.page_bytes;
+    pipeline.key_offset = (kv.head_size * kBytes) << kShift;
     key_bytes = (kMaxHeadSize * kBytes) << kShift;
   }
-  ring.stage_bytes = (ring.key_offset + key_bytes + 127) / 128 * 128;
-  const auto units = [](int64_t stride) { return static_cast<uint32_t>(stride * kBytes / 16); };
-  ring.key_block = units(kv.key_block_stride);
-  ring.key_head = units(kv.key_head_stride);
-  ring.value_block = units(kv.value_block_stride);
-  ring.value_head = units(kv.value_head_stride);
+  pipeline.stage_bytes = (pipeline.key_offset + key_bytes + 127) / 128 * 128;
+  const auto in_16_bytes = [](int64_t stride) {
+    return static_cast<uint32_t>(stride * kBytes / 16);
+  };
+  pipeline.key_block = in_16_bytes(kv.key_block_stride);
+  pipeline.key_head = in_16_bytes(kv.key_head_stride);
+  pipeline.value_block = in_16_bytes(kv.value_block_stride);
+  pipeline.value_head = in_16_bytes(kv.value_head_stride);
 }
 
 }  // namespace vllm_kernels::cuda

@@ -3,13 +3,13 @@
 //
 // K and V lie in shared memory in one of three ways:
 //   as pages  of layout vllm: K [D/x][tokens][x] is a row of 8x8 core matrices as ldmatrix wants
-//             them, V [D][tokens] is V^T already (forms kPages and kParts)
+//             them, V [D][tokens] is V^T already (forms kPackedPages and kBoxes)
 //   as rows   [columns of 128 bytes][tokens][128 bytes], the 16-byte chunks of a row permuted by
 //             chunk ^ (token % 8), which is the 128-byte swizzle of a tensor map: 8 tokens' chunks
-//             lie in different banks (form kRows); V is transposed by ldmatrix. Dense rows of 64
-//             bytes lie two a line of 128, as they are in memory, permuted by line % 8: a copy
-//             engine takes as long for half a line as for all of it.
-//   as dense  rows [tokens][D] of no whole lines (form kDense): pages of HND are copied as they
+//             lie in different banks (form kSwizzledRows); V is transposed by ldmatrix. Dense rows
+//             of 64 bytes lie two a line of 128, as they are in memory, permuted by line % 8: a
+//             copy engine takes as long for half a line as for all of it.
+//   as dense  rows [tokens][D] of no whole lines (form kPlainRows): pages of HND are copied as they
 //             are, those of NHD in boxes of whole rows. Of 8 tokens' chunks, those of rows of 80
 //             or 112 bytes lie in different banks, of 96, 160 or 224 two in the same, of 192 four
 #pragma once
@@ -22,7 +22,7 @@ namespace vllm_kernels::cuda {
 
 // Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
 // pages of it, or the rows of layouts NHD and HND, in columns or as they are.
-enum class PageForm { kPages, kParts, kRows, kDense };
+enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
 
 constexpr int kColumnBytes = 128;  // of a row
 
@@ -38,10 +38,10 @@ using TokenBits = std::conditional_t<kTokens == 64, uint64_t, uint32_t>;
 template <int kTokens>
 constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 16 ? 16 : 0);
 
-// Form kParts: tokens that are copied together and lie like a page of that many. V's rows of 16
+// Form kBoxes: tokens that are copied together and lie like a page of that many. V's rows of 16
 // bytes would be slow to copy.
 template <typename Cache, int kTokens>
-constexpr int kPartTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
+constexpr int kBoxTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
 
 // Columns of a row.
 __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
@@ -49,12 +49,12 @@ __host__ __device__ constexpr int row_columns(int head_size, int element_bytes) 
 }
 
 // Form kRows: whether dense rows are so short that two share a column's line.
-template <typename Cache, int kMaxHeadSize, PageForm kForm>
+template <typename Cache, int kMaxHeadSize, KvForm kForm>
 constexpr bool kMayPairRows =
-    kForm == PageForm::kRows && kMaxHeadSize * sizeof(Cache) == kColumnBytes / 2;
+    kForm == KvForm::kSwizzledRows && kMaxHeadSize * sizeof(Cache) == kColumnBytes / 2;
 
 // How pages lie in a stage.
-struct TileLayout {
+struct KvStageLayout {
   int page_tokens;  // 8, 16 or 32
   int page_stride;  // bytes from one page's K to the next
   int page_bytes;   // bytes from one page's V to the next
@@ -65,15 +65,15 @@ struct TileLayout {
 };
 
 // What a lane of a warp loads of 16 tokens of a stage of kTokens.
-template <typename Cache, int kMaxHeadSize, int kTokens, PageForm kForm>
-struct TileAddresses {
-  static constexpr bool kWide = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
-  static constexpr bool kDense = kForm == PageForm::kDense;
-  static constexpr bool kRows = kForm == PageForm::kRows || kDense;
+template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
+struct KvFragments {
+  static constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;  // 16-bit cache, multiplied as it is
+  static constexpr bool kIsPlain = kForm == KvForm::kPlainRows;
+  static constexpr bool kRows = kForm == KvForm::kSwizzledRows || kIsPlain;
   // Pages: their tokens in a stage; 0 where only the layout knows (8 or 16).
-  static constexpr int kPageTokens = kForm == PageForm::kParts ? kPartTokens<Cache, kTokens>
-                                     : kWide                   ? 0
-                                                               : 16;
+  static constexpr int kPageTokens = kForm == KvForm::kPackedBoxes ? kBoxTokens<Cache, kTokens>
+                                     : kCacheIs16Bit               ? 0
+                                                                   : 16;
 
   // Rows of a page that this lane addresses for ldmatrix, or loads V of 16-bit pages from.
   uint32_t key_row, value_row;      // byte offsets inside a stage
@@ -92,23 +92,22 @@ struct TileAddresses {
     return (row >> 1) * 4 + (row & 1) + 2 * (second ^ row >> 2);
   }
   // So weights of the first and the second 8 rows change places before that product in these lanes.
-  static __device__ __forceinline__ void order_weights(uint32_t& first, uint32_t& second,
-                                                       int lane) {
+  static __device__ __forceinline__ void order_probs(uint32_t& first, uint32_t& second, int lane) {
     if (kRows || lane < 16) return;
     const uint32_t kept = first;
     first = second;
     second = kept;
   }
   static __device__ __forceinline__ int dimension_of(int lane, int k, int high) {
-    return k * 16 + (kRows && !kWide ? lane / 4 * 2 + high : lane / 4 + 8 * high);
+    return k * 16 + (kRows && !kCacheIs16Bit ? lane / 4 * 2 + high : lane / 4 + 8 * high);
   }
-  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
+  __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
     const int page_tokens = kPageTokens > 0 ? kPageTokens : layout.page_tokens;
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    if constexpr (kDense) {
+    if constexpr (kIsPlain) {
       constexpr int kRowBytes = kMaxHeadSize * sizeof(Cache);
       key_row = (row + second * 8) * kRowBytes + upper * 16;
-      value_row = kWide ? (row + upper * 8) * kRowBytes + second * 16 : key_row;
+      value_row = kCacheIs16Bit ? (row + upper * 8) * kRowBytes + second * 16 : key_row;
     } else if constexpr (kRows) {
       // K matrices: (tokens 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1).
       const bool paired =
@@ -119,9 +118,9 @@ struct TileAddresses {
       key_chunk = ((token & line_shift) * 4 + upper ^ line % 8) * 16;
       // V matrices: 16-bit as their transposes (dims 0-7, tokens 0-7) (8-15, 0-7) (0-7, 8-15)
       // (8-15, 8-15); 8-bit as K's.
-      value_row = kWide ? (row + upper * 8) * kColumnBytes : key_row;
-      value_chunk = kWide ? (second ^ row) * 16 : key_chunk;
-    } else if constexpr (kWide) {
+      value_row = kCacheIs16Bit ? (row + upper * 8) * kColumnBytes : key_row;
+      value_chunk = kCacheIs16Bit ? (second ^ row) * 16 : key_chunk;
+    } else if constexpr (kCacheIs16Bit) {
       // K matrices: (rows 0-7, chunk 0) (8-15, 0) (0-7, 1) (8-15, 1); a chunk is 8 dimensions.
       const int chunk_bytes = page_tokens * 16;
       // Of 8 tokens, the second 8 lie in the next page.
@@ -147,26 +146,26 @@ struct TileAddresses {
   }
   // Else the compiler would compute them again for every stage.
   __device__ __forceinline__ void keep_addresses() {
-    key_row = in_register(key_row);
-    value_row = in_register(value_row);
+    key_row = opaque(key_row);
+    value_row = opaque(value_row);
     if constexpr (!kRows && kPageTokens == 0) {
-      key_step = in_register(key_step);
-      value_step = in_register(value_step);
+      key_step = opaque(key_step);
+      value_step = opaque(value_step);
     }
   }
   // This lane's address for step k, from the stage's K or V on.
   __device__ __forceinline__ uint32_t key_at(int k) const {
     if constexpr (!kRows) return key_row + k * key_step;
-    if constexpr (kDense) return key_row + k * 16 * sizeof(Cache);
+    if constexpr (kIsPlain) return key_row + k * 16 * sizeof(Cache);
     return key_row + column_of(k, key_chunk);
   }
   __device__ __forceinline__ uint32_t value_at(int k) const {
     if constexpr (!kRows) return value_row + k * value_step;
-    if constexpr (kDense) return value_row + k * 16 * sizeof(Cache);
+    if constexpr (kIsPlain) return value_row + k * 16 * sizeof(Cache);
     return value_row + column_of(k, value_chunk);
   }
   static __device__ __forceinline__ uint32_t column_of(int k, uint32_t lane_chunk) {
-    const int chunk = kWide ? 2 * k : k;
+    const int chunk = kCacheIs16Bit ? 2 * k : k;
     return chunk / 8 * kColumnStride<kTokens> + (lane_chunk ^ (chunk % 8 * 16));
   }
 
@@ -175,7 +174,7 @@ struct TileAddresses {
   __device__ __forceinline__ void load_value(uint32_t (&loaded)[4], uint32_t from) const {
     if constexpr (kRows) {
       load_transposed(loaded, from);
-    } else if constexpr (kWide) {
+    } else if constexpr (kCacheIs16Bit) {
       const uint2 low = load_shared<uint2>(from), high = load_shared<uint2>(from + value_step / 2);
       loaded[0] = low.x;
       loaded[1] = high.x;
@@ -193,7 +192,7 @@ struct TileAddresses {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       masks[i] = 0;
-      if constexpr (kWide || kRows) {
+      if constexpr (kCacheIs16Bit || kRows) {
         // Rows: tokens 2j and 2j + 1 of the first 8, of the second 8; pages: 4j on, 4j + 2 on.
         const uint32_t pair = tokens >> (kRows ? lane % 4 * 2 + 8 * i : lane % 4 * 4 + 2 * i);
         masks[i] = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);

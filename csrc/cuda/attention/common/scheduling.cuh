@@ -13,11 +13,11 @@ __device__ __forceinline__ bool one_round(const PagedAttentionParams& p) {
 
 // Before anything is read that the predecessor may have written, and at a kernel's end. A launch
 // beside its predecessor began after that one's predecessors had ended, and ends after it has.
-__device__ __forceinline__ void wait_before(const PagedAttentionParams& p) {
-  if (!p.beside) wait_for_predecessor();
+__device__ __forceinline__ void wait_at_start(const PagedAttentionParams& p) {
+  if (!p.concurrent) wait_for_primary_kernel();
 }
-__device__ __forceinline__ void wait_after(const PagedAttentionParams& p) {
-  if (p.beside) wait_for_predecessor();
+__device__ __forceinline__ void wait_at_end(const PagedAttentionParams& p) {
+  if (p.concurrent) wait_for_primary_kernel();
 }
 
 // a / b of a >= 0 and b > 0, quick where the quotient is small.

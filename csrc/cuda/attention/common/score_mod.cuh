@@ -39,12 +39,12 @@ struct RowResult {
   float lse;
 };
 __device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, int kv_head,
-                                                int head, float maximum, float sum) {
-  float total = sum, factor = 1.0f, largest = maximum;
+                                                int head, float row_max, float sum) {
+  float total = sum, factor = 1.0f, largest = row_max;
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * kLog2E;
     largest = fmaxf(largest, sink);
-    factor = exp2_approx(maximum - largest);
+    factor = exp2_approx(row_max - largest);
     total = total * factor + exp2_approx(sink - largest);
   }
   const bool eight = size_of(p.kv.dtype) == 1;

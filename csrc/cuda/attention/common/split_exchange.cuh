@@ -14,7 +14,7 @@
 
 namespace vllm_kernels::cuda {
 
-__device__ __forceinline__ bool is_posted(float first_word) {
+__device__ __forceinline__ bool is_published(float first_word) {
   return __float_as_uint(first_word) != 0;
 }
 __device__ __forceinline__ float never_zero(float x) {
@@ -22,17 +22,17 @@ __device__ __forceinline__ float never_zero(float x) {
   return __uint_as_float(bits == 0 ? 0x80000000u : bits);
 }
 
-__device__ __forceinline__ void post(float2* to, float2 x) {
+__device__ __forceinline__ void publish(float2* to, float2 x) {
   store_relaxed(to, float2{never_zero(x.x), x.y});
 }
-__device__ __forceinline__ void post(float4* to, float4 x) {
+__device__ __forceinline__ void publish(float4* to, float4 x) {
   store_relaxed(to, float4{never_zero(x.x), x.y, x.z, x.w});
 }
 
-__device__ __forceinline__ void take_back(float2* at) {
+__device__ __forceinline__ void clear_flag(float2* at) {
   store_relaxed(&at->x, 0.0f);
 }
-__device__ __forceinline__ void take_back(float4* at) {
+__device__ __forceinline__ void clear_flag(float4* at) {
   store_relaxed(&at->x, 0.0f);
 }
 

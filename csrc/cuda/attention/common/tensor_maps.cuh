@@ -11,10 +11,10 @@ namespace vllm_kernels::cuda {
 
 // A cache as a tensor of kRank dimensions, in 16-bit units; strides in bytes, of all but the first.
 template <int kRank>
-CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
-                      const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
-                      CUtensorMapSwizzle swizzle,
-                      CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+CUtensorMap encode_tensor_map(
+    void* base, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+    const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -42,13 +42,13 @@ CUtensorMap cache_map(void* base, const cuuint64_t (&sizes)[kRank],
 // Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
 // `tokens` tokens, or half as many lines of 1 << line_shift tokens. What lies behind the head, or
 // the page, is read as zero.
-inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride,
-                           int64_t block_stride, int tokens,
-                           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                           int line_shift = 0) {
+inline CUtensorMap swizzled_row_map(
+    const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride, int64_t block_stride,
+    int tokens, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    int line_shift = 0) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype);
-  return cache_map<4>(
+  return encode_tensor_map<4>(
       base,
       {unsign(kv.head_size * bytes / 2 << line_shift), unsign(kv.block_size >> line_shift),
        unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
@@ -59,16 +59,16 @@ inline CUtensorMap row_map(const PagedKv& kv, void* base, int64_t token_stride, 
 }
 
 // Layout NHD in boxes of whole rows of some tokens of a head, next to each other in shared memory.
-inline RowMaps dense_maps(const PagedKv& kv, int tokens) {
+inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const int bytes = size_of(kv.dtype), units = kv.head_size * bytes / 2;
+  const int bytes = size_of(kv.dtype), row_words = kv.head_size * bytes / 2;
   const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
                        int64_t block_stride) {
-    return cache_map<4>(
+    return encode_tensor_map<4>(
         base,
-        {unsign(units), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+        {unsign(row_words), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
         {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-        {static_cast<cuuint32_t>(units), static_cast<cuuint32_t>(tokens), 1, 1},
+        {static_cast<cuuint32_t>(row_words), static_cast<cuuint32_t>(tokens), 1, 1},
         CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
   return {
@@ -78,10 +78,10 @@ inline RowMaps dense_maps(const PagedKv& kv, int tokens) {
 
 // Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
 // block), V as (token, dimension, KV head, block).
-inline RowMaps part_maps(const PagedKv& kv, int tokens) {
+inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
-  return {.key = cache_map<4>(
+  return {.key = encode_tensor_map<4>(
               kv.key,
               {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
                unsign(kv.num_blocks)},
@@ -89,7 +89,7 @@ inline RowMaps part_maps(const PagedKv& kv, int tokens) {
                unsign(kv.key_block_stride * bytes)},
               {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
               CU_TENSOR_MAP_SWIZZLE_NONE),
-          .value = cache_map<4>(
+          .value = encode_tensor_map<4>(
               kv.value,
               {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
                unsign(kv.num_blocks)},
@@ -101,19 +101,19 @@ inline RowMaps part_maps(const PagedKv& kv, int tokens) {
 }
 
 // Those that a ring of stages of kTokens needs on the current device.
-template <typename Cache, int kTokens, PageForm kForm>
-RowMaps cache_maps(const PagedKv& kv, int line_shift) {
-  if (kForm == PageForm::kDense && !is_dense(kv))
-    return dense_maps(kv, std::min(kv.block_size, kTokens));
+template <typename Cache, int kTokens, KvForm kForm>
+KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
+  if (kForm == KvForm::kPlainRows && !rows_are_contiguous(kv))
+    return plain_row_maps(kv, std::min(kv.block_size, kTokens));
   if (is_whole(kForm) || current_device_info().architecture < 90) return {};
-  if (kForm == PageForm::kParts) return part_maps(kv, kPartTokens<Cache, kTokens>);
+  if (kForm == KvForm::kPackedBoxes) return packed_box_maps(kv, kBoxTokens<Cache, kTokens>);
   // Read once: the second-level cache must not fetch more than a row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
-  return {.key = row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride,
-                         tokens, kPromotion, line_shift),
-          .value = row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
-                           kv.value_block_stride, tokens, kPromotion, line_shift)};
+  return {.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
+                                  kv.key_block_stride, tokens, kPromotion, line_shift),
+          .value = swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                                    kv.value_block_stride, tokens, kPromotion, line_shift)};
 }
 
 }  // namespace vllm_kernels::cuda

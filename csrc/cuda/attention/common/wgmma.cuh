@@ -27,16 +27,16 @@ __device__ __forceinline__ uint64_t further(uint64_t matrices, uint32_t bytes) {
 // Registers, or arrays of them, that products under way read or write. Named ahead of wgmma_fence()
 // and after wgmma_wait(): else the compiler may set them behind the one, or use them before the
 // other, for it knows of no product but the instruction that starts it.
-__device__ __forceinline__ void settle(uint32_t& x) {
+__device__ __forceinline__ void warpgroup_fence_operand(uint32_t& x) {
   asm volatile("" : "+r"(x)::"memory");
 }
-__device__ __forceinline__ void settle(float& x) {
+__device__ __forceinline__ void warpgroup_fence_operand(float& x) {
   asm volatile("" : "+f"(x)::"memory");
 }
 template <typename T, int kCount>
-__device__ __forceinline__ void settle(T (&array)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(T (&array)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) settle(array[i]);
+  for (int i = 0; i < kCount; ++i) warpgroup_fence_operand(array[i]);
 }
 
 // Before the first product after registers were written.

@@ -53,15 +53,15 @@ DecodeWorkspace decode_workspace(void* memory, void* stream) {
   uint32_t* counters = reinterpret_cast<uint32_t*>(bytes);
   const auto take = [&](int64_t size) { return std::exchange(bytes, bytes + size); };
   take(kDecodeCounterBytes);
-  const auto results = [&](int64_t stats_bytes, int64_t out_bytes) -> PieceResults {
+  const auto results = [&](int64_t stats_bytes, int64_t out_bytes) -> SplitPartials {
     float2* stats = reinterpret_cast<float2*>(take(stats_bytes));
     return {.stats = stats, .out = reinterpret_cast<float*>(take(out_bytes))};
   };
-  const PieceResults counted = results(kDecodeStatsBytes, kDecodeOutBytes);
+  const SplitPartials counted = results(kDecodeStatsBytes, kDecodeOutBytes);
   return {.next = counters,
-          .finished = counters + 1,
+          .semaphores = counters + 1,
           .counted = counted,
-          .posted = results(kPostedStatsBytes, kPostedOutBytes)};
+          .flagged = results(kFlaggedStatsBytes, kFlaggedOutBytes)};
 }
 
 }  // namespace vllm_kernels::cuda

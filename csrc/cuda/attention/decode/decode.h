@@ -10,7 +10,7 @@ namespace vllm_kernels::cuda {
 
 // Whether they can address these tensors. They copy pages of layout vllm, or rows of the others, in
 // units of 16 bytes.
-bool fits_tensor_cores(const PagedAttentionParams& params);
+bool fits_decode(const PagedAttentionParams& params);
 
 void paged_attention_decode_f16(const PagedAttentionParams& params,
                                 const DecodeWorkspace& workspace, void* stream);

@@ -11,8 +11,8 @@
 // grows when others are done: long segments are split in pieces of half or a quarter of a block's
 // share, and items of long sequences come first, so that what comes last is short. (Very short ones
 // come among longer ones: nothing but those at the end would leave memory idle.) How a segment is
-// split follows from seq_lens alone, so a batch gives the same result every time. With split_tokens
-// it follows from the segment's own length alone: any batch gives the same result.
+// split follows from seq_lens alone, so a batch gives the same result every time. With
+// fixed_split_size it follows from the segment's own length alone: any batch gives the same result.
 //
 // A warp finds items alone: lanes are sequences, 32 at a time. That takes no barrier.
 #pragma once
@@ -29,14 +29,15 @@
 namespace vllm_kernels::cuda {
 
 struct WorkShape {
-  int group;          // query heads of a KV head
-  int row_shift;      // log2 of the query rows of a chunk, at most
-  int stage_shift;    // log2 of the tokens of a stage
-  int least_piece;    // stages, with fewer segments than blocks: shorter ones are not worth a block
-  int merge_share;    // stages that a block which merges posted pieces may have less than others
-  int slots;          // of the workspace, for pieces that are counted
-  bool may_post;      // whether may_post_pieces()
-  float piece_share;  // with more segments than blocks: a piece's of a block's share, at most
+  int group;             // query heads of a KV head
+  int row_shift;         // log2 of the query rows of a chunk, at most
+  int stage_shift;       // log2 of the tokens of a stage
+  int min_split_stages;  // stages, with fewer segments than blocks: shorter ones are not worth a
+                         // block
+  int combine_share;     // stages that a block which merges posted pieces may have less than others
+  int slots;             // of the workspace, for pieces that are counted
+  bool may_flag_in_data;  // whether may_flag_in_data()
+  float max_split_share;  // with more segments than blocks: a piece's of a block's share, at most
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
@@ -44,31 +45,31 @@ struct WorkShape {
 };
 
 // With more segments than blocks: tokens of a piece, at least.
-constexpr int kLeastTokens = 1024;
+constexpr int kMinSplitTokens = 1024;
 // Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order, the rest with class 2:
 // an item of theirs is mostly latency, which the copies of others hide.
 constexpr int kLengthClasses = 6, kShortestClass = 2;
 
-// Stages of a piece where the caller gives its tokens (PagedAttentionParams::split_tokens).
-__host__ __device__ inline int split_stages(const PagedAttentionParams& p, int stage_shift) {
-  const int stages = p.split_tokens >> stage_shift;
+// Stages of a piece where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
+__host__ __device__ inline int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
+  const int stages = p.fixed_split_size >> stage_shift;
   return stages > 0 ? stages : 1;
 }
 
-// Throws where pieces of split_tokens may not all have a slot. The lengths are not known here, so
-// that follows from the tables.
-inline void check_split(const PagedAttentionParams& p, const WorkShape& shape) {
-  if (p.split_tokens <= 0) return;
+// Throws where pieces of fixed_split_size may not all have a slot. The lengths are not known here,
+// so that follows from the tables.
+inline void check_fixed_split(const PagedAttentionParams& p, const WorkShape& shape) {
+  if (p.fixed_split_size <= 0) return;
   const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
   const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of one
-  const int64_t step = split_stages(p, shape.stage_shift);
-  const int64_t chunks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
-  const int64_t pieces = (stages + step - 1) / step * chunks * p.kv.num_kv_heads;
-  if (pieces > shape.slots && stages > step) {
+  const int64_t step = fixed_split_stages(p, shape.stage_shift);
+  const int64_t m_blocks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
+  const int64_t num_splits = (stages + step - 1) / step * m_blocks * p.kv.num_kv_heads;
+  if (num_splits > shape.slots && stages > step) {
     throw std::runtime_error(
-        "paged_attention: split_tokens: block_tables has room for sequences of " +
-        std::to_string(tokens) + " tokens, up to " + std::to_string(pieces) +
-        " pieces, and the workspace holds " + std::to_string(shape.slots) +
+        "paged_attention: fixed_split_size: block_tables has room for sequences of " +
+        std::to_string(tokens) + " tokens, up to " + std::to_string(num_splits) +
+        " splits, and the workspace holds " + std::to_string(shape.slots) +
         ": use a longer split, or slice block_tables to the longest sequence");
   }
 }
@@ -80,9 +81,9 @@ inline int workspace_slots(int row_shift, int head_size) {
 }
 
 // Whether the workspace has room for an item a block to be posted (split_exchange.cuh).
-inline bool may_post_pieces(int blocks, int row_shift, int head_size) {
+inline bool may_flag_in_data(int blocks, int row_shift, int head_size) {
   const int64_t rows = int64_t{blocks} << row_shift;
-  return rows <= kPostedRows && rows * head_size * 4 <= kPostedOutBytes;
+  return rows <= kFlaggedRows && rows * head_size * 4 <= kFlaggedOutBytes;
 }
 
 struct SequenceWork {
@@ -91,7 +92,7 @@ struct SequenceWork {
   int query_len;
   int first_stage;  // stages before it are outside of every query token's window
   int stages;       // of each of its segments; at least 1, so that every output row is written
-  int chunks;       // of query rows; its segments are KV heads x chunks
+  int m_blocks;     // of query rows; its segments are KV heads x chunks
 };
 
 // A sequence as memory has it.
@@ -105,13 +106,13 @@ __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionPara
                                                         bool past) {
   const auto load = [&](const int32_t* at) {
     // In two registers: in one, the next load would wait for this one.
-    int32_t fresh = 0, cached = 0;
+    int32_t new_token = 0, cached = 0;
     if (past) {
-      fresh = __ldcg(at);
+      new_token = __ldcg(at);
     } else {
       cached = *at;
     }
-    return in_register(fresh) | in_register(cached);
+    return opaque(new_token) | opaque(cached);
   };
   SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
   if (p.query_start_loc != nullptr) {
@@ -137,20 +138,20 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
   work.first_stage = begin >> shape.stage_shift;
   const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
   work.stages = max(1, end - work.first_stage);
-  work.chunks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
+  work.m_blocks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
   return work;
 }
 
-struct WorkItem {
+struct WorkTile {
   int seq;
   int kv_head;
-  int chunk;
-  int piece;   // of the segment
-  int pieces;  // 1: not split
-  bool posts;  // its pieces, as split_exchange.cuh has it; where no block has two items
-  int slot;    // of the segment's piece 0 in the workspace, followed by the others
-  int stage;   // the item's first, from the sequence's first_stage on
-  int stages;  // of the item
+  int m_block;
+  int split;          // of the segment
+  int num_splits;     // 1: not split
+  bool flag_in_data;  // its pieces, as split_exchange.cuh has it; where no block has two items
+  int slot;           // of the segment's piece 0 in the workspace, followed by the others
+  int stage;          // the item's first, from the sequence's first_stage on
+  int stages;         // of the item
   SequenceWork sequence;
 };
 
@@ -164,11 +165,11 @@ struct KeptIndices {
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
     const int last = p.num_seqs - 1;
     // Keeps no address from before.
-    set(load_indices(p, in_register(min(lane, last)), true));
+    set(load_indices(p, opaque(min(lane, last)), true));
     if (kKept == 1 || one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
-      seq_lens[round] = __ldcg(&p.seq_lens[in_register(min(round * 32 + lane, last))]);
+      seq_lens[round] = __ldcg(&p.seq_lens[opaque(min(round * 32 + lane, last))]);
     }
   }
   __device__ __forceinline__ void set(const SequenceIndices& only) {
@@ -186,7 +187,7 @@ struct KeptIndices {
 
 // kKept: rounds of lanes whose sequences' indices are kept where a batch has no more.
 template <int kKept>
-class WorkPlan {
+class TileScheduler {
  public:
   using Indices = KeptIndices<kKept>;
 
@@ -195,9 +196,9 @@ class WorkPlan {
     return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
   }
   // Whether its work is guessed before the predecessor has ended.
-  static __device__ __forceinline__ bool may_guess(const PagedAttentionParams& p) {
+  static __device__ __forceinline__ bool may_speculate(const PagedAttentionParams& p) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    return keeps(p) && !p.early_pages && !p.beside;
+    return keeps(p) && !p.kv_ready && !p.concurrent;
 #else
     return false;
 #endif
@@ -207,43 +208,43 @@ class WorkPlan {
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
-    if (in_registers(p)) kept_.load(p, lane);
-    split_ = p.split_tokens > 0 ? split_stages(p, shape.stage_shift) : 0;
+    if (indices_cached(p)) kept_.load(p, lane);
+    fixed_split_stages_ = p.fixed_split_size > 0 ? fixed_split_stages(p, shape.stage_shift) : 0;
     round_ = 0;
     before_ = 0;
-    uint32_t stages = 0, segments = 0, longest = 0, items = 0;
+    uint32_t stages = 0, query_tiles = 0, longest = 0, work_tiles = 0;
 #pragma unroll 1
     for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: the sums, then the items
       const bool again = i >= rounds;
       load(p, shape, again ? i - rounds : i, lane, i == 0);
       if (again) {
-        items += items_of_lane() * p.kv.num_kv_heads;
+        work_tiles += tiles_of_lane() * p.kv.num_kv_heads;
         continue;
       }
-      stages += static_cast<uint32_t>(work_.stages) * work_.chunks;
-      segments += work_.chunks;
+      stages += static_cast<uint32_t>(work_.stages) * work_.m_blocks;
+      query_tiles += work_.m_blocks;
       longest = max(longest, static_cast<uint32_t>(work_.stages));
       if (i + 1 == rounds) {
-        segments = __reduce_add_sync(0xffffffffu, segments) * p.kv.num_kv_heads;
+        query_tiles = __reduce_add_sync(0xffffffffu, query_tiles) * p.kv.num_kv_heads;
         longest_ = __reduce_max_sync(0xffffffffu, longest);
-        choose_pieces(p, shape, __reduce_add_sync(0xffffffffu, stages), segments);
+        choose_splits(p, shape, __reduce_add_sync(0xffffffffu, stages), query_tiles);
       }
     }
-    items_ = __reduce_add_sync(0xffffffffu, items);
-    if (items_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
-      // Of given length, too: check_split() knows no sequences whose query tokens overlap.
-      split_ = 0;
-      pieces_a_stage_ = 0.0f;
-      items_ = segments;
+    num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
+    if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
+      // Of given length, too: check_fixed_split() knows no sequences whose query tokens overlap.
+      fixed_split_stages_ = 0;
+      splits_per_stage_ = 0.0f;
+      num_tiles_ = query_tiles;
     }
     class_ = 0;
   }
 
-  __device__ __forceinline__ uint32_t items() const { return items_; }
+  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
 
   // All lanes: whether the plan is that of `now`.
-  __device__ __forceinline__ bool holds(const PagedAttentionParams& p, const WorkShape& shape,
-                                        const Indices& now, int lane) const {
+  __device__ __forceinline__ bool validate(const PagedAttentionParams& p, const WorkShape& shape,
+                                           const Indices& now, int lane) const {
     bool same = true;
     if constexpr (kKept == 1) {
       const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
@@ -262,19 +263,19 @@ class WorkPlan {
   }
 
   // Items are asked for in rising order. All lanes of a warp.
-  __device__ __forceinline__ WorkItem find(const PagedAttentionParams& p, const WorkShape& shape,
-                                           uint32_t index, int lane) {
-    WorkItem item;
+  __device__ __forceinline__ WorkTile get_tile(const PagedAttentionParams& p,
+                                               const WorkShape& shape, uint32_t index, int lane) {
+    WorkTile work_tile;
 #pragma unroll 1
     for (;;) {
       load(p, shape, round_, lane, false);
-      const int pieces = pieces_of_lane();
+      const int num_splits = splits_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
       // Where no block takes two items all are of one class.
       const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
                             (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
-                            items_ <= gridDim.x;
-      const uint32_t mine = of_class ? items_of_lane() * heads : 0;
+                            num_tiles_ <= gridDim.x;
+      const uint32_t mine = of_class ? tiles_of_lane() * heads : 0;
       const uint32_t until = inclusive_sum(mine, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
       if (index - before_ >= in_round) {
@@ -287,51 +288,51 @@ class WorkPlan {
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < until)) - 1;
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
-      item.seq = round_ * 32 + owner;
-      item.pieces = of_owner(pieces);
-      item.sequence = {.seq_len = of_owner(work_.seq_len),
-                       .first_query = of_owner(work_.first_query),
-                       .query_len = of_owner(work_.query_len),
-                       .first_stage = of_owner(work_.first_stage),
-                       .stages = of_owner(work_.stages),
-                       .chunks = of_owner(work_.chunks)};
+      work_tile.seq = round_ * 32 + owner;
+      work_tile.num_splits = of_owner(num_splits);
+      work_tile.sequence = {.seq_len = of_owner(work_.seq_len),
+                            .first_query = of_owner(work_.first_query),
+                            .query_len = of_owner(work_.query_len),
+                            .first_stage = of_owner(work_.first_stage),
+                            .stages = of_owner(work_.stages),
+                            .m_blocks = of_owner(work_.m_blocks)};
       const int local = static_cast<int>(index - before_) - of_owner(until - mine);
-      int segment = local;
-      item.posts = shape.may_post && items_ <= gridDim.x;
-      item.piece = 0;
-      item.stage = 0;
-      item.stages = item.sequence.stages;
-      if (item.pieces > 1) {
+      int query_tile = local;
+      work_tile.flag_in_data = shape.may_flag_in_data && num_tiles_ <= gridDim.x;
+      work_tile.split = 0;
+      work_tile.stage = 0;
+      work_tile.stages = work_tile.sequence.stages;
+      if (work_tile.num_splits > 1) {
         int share = 0;
-        if (item.posts) {
+        if (work_tile.flag_in_data) {
           // The last piece's block has a segment's highest number, for it waits for the others.
           // Last pieces go to the last blocks: where the launch before merged these begin late.
-          const int segments = item.sequence.chunks * heads;
-          item.piece = divide(local, segments);
-          segment = local - item.piece * segments;
+          const int query_tiles = work_tile.sequence.m_blocks * heads;
+          work_tile.split = divide(local, query_tiles);
+          query_tile = local - work_tile.split * query_tiles;
           // Others are to have at most about half a stage more for it.
-          share = split_ > 0 ? 0 : min(shape.merge_share, item.pieces / 2);
-          if (item.sequence.stages < 4 * share * item.pieces) share = 0;
+          share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
+          if (work_tile.sequence.stages < 4 * share * work_tile.num_splits) share = 0;
         } else {
-          segment = divide(local, item.pieces);
-          item.piece = local - segment * item.pieces;
+          query_tile = divide(local, work_tile.num_splits);
+          work_tile.split = local - query_tile * work_tile.num_splits;
         }
         // The first `more` pieces have one stage more.
-        const int stages = item.sequence.stages + share;
-        const int least = divide(stages, item.pieces);
-        const int more = stages - least * item.pieces;
-        item.stage = item.piece * least + min(item.piece, more);
-        item.stages = least + (item.piece < more ? 1 : 0);
-        if (item.piece + 1 == item.pieces) item.stages -= share;
+        const int stages = work_tile.sequence.stages + share;
+        const int least = divide(stages, work_tile.num_splits);
+        const int more = stages - least * work_tile.num_splits;
+        work_tile.stage = work_tile.split * least + min(work_tile.split, more);
+        work_tile.stages = least + (work_tile.split < more ? 1 : 0);
+        if (work_tile.split + 1 == work_tile.num_splits) work_tile.stages -= share;
       }
-      item.slot = static_cast<int>(index) - local + segment * item.pieces;
-      item.kv_head = segment;
-      item.chunk = 0;
-      if (item.sequence.chunks > 1) {
-        item.kv_head = divide(segment, item.sequence.chunks);
-        item.chunk = segment - item.kv_head * item.sequence.chunks;
+      work_tile.slot = static_cast<int>(index) - local + query_tile * work_tile.num_splits;
+      work_tile.kv_head = query_tile;
+      work_tile.m_block = 0;
+      if (work_tile.sequence.m_blocks > 1) {
+        work_tile.kv_head = divide(query_tile, work_tile.sequence.m_blocks);
+        work_tile.m_block = query_tile - work_tile.kv_head * work_tile.sequence.m_blocks;
       }
-      return item;
+      return work_tile;
     }
   }
 
@@ -340,7 +341,7 @@ class WorkPlan {
     return (p.num_seqs + 31) / 32;
   }
   // Whether rounds after the first are read from kept_. (Of one round work_ stays.)
-  static __device__ __forceinline__ bool in_registers(const PagedAttentionParams& p) {
+  static __device__ __forceinline__ bool indices_cached(const PagedAttentionParams& p) {
     return kKept > 1 && !one_round(p) && keeps(p);
   }
   // Lane's sequence of a round; where there is one round only, it stays.
@@ -351,29 +352,30 @@ class WorkPlan {
     work_ = {};
     if (seq >= p.num_seqs) return;
     const SequenceIndices indices =
-        in_registers(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+        indices_cached(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
     if (kKept > 1 && first && one_round(p)) kept_.set(indices);
     work_ = sequence_work(p, shape, seq, indices);
   }
-  __device__ __forceinline__ int pieces_of_lane() const {
-    if (split_ > 0) return divide(work_.stages + split_ - 1, split_);
-    return max(1, static_cast<int>(static_cast<float>(work_.stages) * pieces_a_stage_));
+  __device__ __forceinline__ int splits_of_lane() const {
+    if (fixed_split_stages_ > 0)
+      return divide(work_.stages + fixed_split_stages_ - 1, fixed_split_stages_);
+    return max(1, static_cast<int>(static_cast<float>(work_.stages) * splits_per_stage_));
   }
   // Of one KV head.
-  __device__ __forceinline__ uint32_t items_of_lane() const {
-    return static_cast<uint32_t>(work_.chunks * pieces_of_lane());
+  __device__ __forceinline__ uint32_t tiles_of_lane() const {
+    return static_cast<uint32_t>(work_.m_blocks * splits_of_lane());
   }
-  __device__ __forceinline__ void choose_pieces(const PagedAttentionParams& p,
+  __device__ __forceinline__ void choose_splits(const PagedAttentionParams& p,
                                                 const WorkShape& shape, uint32_t stages,
-                                                uint32_t segments) {
+                                                uint32_t query_tiles) {
     const float blocks = gridDim.x;
-    float piece = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
-    int least = shape.least_piece;
-    if (segments > gridDim.x) {
-      piece *= shape.piece_share;
-      least = kLeastTokens >> shape.stage_shift;
+    float split = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
+    int least = shape.min_split_stages;
+    if (query_tiles > gridDim.x) {
+      split *= shape.max_split_share;
+      least = kMinSplitTokens >> shape.stage_shift;
     }
-    pieces_a_stage_ = __fdividef(1.0f, fmaxf(ceilf(piece), static_cast<float>(least)));
+    splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(least)));
   }
   static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
 #pragma unroll
@@ -385,29 +387,29 @@ class WorkPlan {
   }
 
   Indices kept_;
-  int split_;             // stages of a piece where the caller gives them, else 0
-  SequenceWork work_;     // this lane's, of the round at hand
-  float pieces_a_stage_;  // rounded down: how often a segment is split
-  uint32_t longest_;      // stages
-  uint32_t items_;
+  int fixed_split_stages_;  // stages of a piece where the caller gives them, else 0
+  SequenceWork work_;       // this lane's, of the round at hand
+  float splits_per_stage_;  // rounded down: how often a segment is split
+  uint32_t longest_;        // stages
+  uint32_t num_tiles_;
   int class_;        // of lengths, of the last item
   int round_;        // of the last item
   uint32_t before_;  // items of the classes and rounds before it
 };
 
 // The query rows of an item.
-struct ItemRows {
+struct TileRows {
   int first;  // of the sequence's query_len * group rows
   int count;
   int position;   // of the sequence's query token 0
   int low, high;  // positions of the item's first and last query token
 };
 
-__device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const WorkItem& item) {
-  ItemRows rows;
-  rows.first = item.chunk << shape.row_shift;
-  rows.count = min(shape.rows(), item.sequence.query_len * shape.group - rows.first);
-  rows.position = item.sequence.seq_len - item.sequence.query_len;
+__device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const WorkTile& work_tile) {
+  TileRows rows;
+  rows.first = work_tile.m_block << shape.row_shift;
+  rows.count = min(shape.rows(), work_tile.sequence.query_len * shape.group - rows.first);
+  rows.position = work_tile.sequence.seq_len - work_tile.sequence.query_len;
   rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
   rows.high =
       rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
@@ -415,15 +417,15 @@ __device__ __forceinline__ ItemRows item_rows(const WorkShape& shape, const Work
 }
 
 // A row's query token (of the sequence) and head (of the model).
-struct RowPlace {
+struct QueryRow {
   int token;
   int head;
 };
-__device__ __forceinline__ RowPlace place_of_row(const WorkShape& shape, const WorkItem& item,
-                                                 const ItemRows& rows, int row) {
+__device__ __forceinline__ QueryRow query_row_of(const WorkShape& shape, const WorkTile& work_tile,
+                                                 const TileRows& rows, int row) {
   const int index = rows.first + row;
   const int token = shape.group_divisor.divide(index);
-  return {.token = token, .head = item.kv_head * shape.group + index - token * shape.group};
+  return {.token = token, .head = work_tile.kv_head * shape.group + index - token * shape.group};
 }
 
 }  // namespace vllm_kernels::cuda

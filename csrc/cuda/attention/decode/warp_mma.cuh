@@ -25,19 +25,19 @@
 namespace vllm_kernels::cuda {
 
 // kTiles: of 8 query rows; kDepth: of 16 tokens.
-template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, PageForm kForm>
-struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
-  using Addresses = TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
-  using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_weights,
+template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm>
+struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
+  using Addresses = KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
+  using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_probs,
       Addresses::token_of, Addresses::value_at, Addresses::value_masks;
   static constexpr int kTokens = 16 * kDepth;
-  static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
-  using Element = std::conditional_t<kWide, Cache, __half>;
+  static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
 
   uint2 query[kTiles][kSteps];   // the B operand: dimensions x rows
   float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows a step
-  float maximum[kTiles][2];      // log2 units, of this lane's two rows; see kMaximumSlack
+  float row_max[kTiles][2];      // log2 units, of this lane's two rows; see kRescaleThreshold
   float sum[kTiles][2];          // this lane's tokens only, until reduce_sums()
   float scale[kTiles][2];        // from product to log2 units
   int head_size;
@@ -58,11 +58,11 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       // Two pairs a step; 8-bit: four elements in a row, of a head size of multiples of 16.
       const auto* pairs = static_cast<const uint32_t*>(rows[tile]) + lane % 4;
       const auto* fours = static_cast<const uint2*>(rows[tile]) + lane % 4;
-      const int limit = head_size - (lane % 4) * (kWide ? 2 : 4);
+      const int limit = head_size - (lane % 4) * (kCacheIs16Bit ? 2 : 4);
       const auto load = [&](auto all) {  // no tests where the head has all dimensions
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-          if constexpr (kWide) {
+          if constexpr (kCacheIs16Bit) {
             if (all() || k * 16 < limit) query[tile][k].x = pairs[k * 8];
             if (all() || k * 16 + 8 < limit) query[tile][k].y = pairs[k * 8 + 4];
           } else {
@@ -78,13 +78,14 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Makes them operands. Query: their type; `to_log2`: from query times stored key to log2 units.
+  // Makes them operands. Query: their type; `softmax_scale_log2`: from query times stored key to
+  // log2 units.
   template <typename Query>
-  __device__ __forceinline__ void prepare_query(float to_log2, int lane) {
+  __device__ __forceinline__ void prepare_query(float softmax_scale_log2, int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if constexpr (kWide) {
-        scale[tile][0] = scale[tile][1] = to_log2;
+      if constexpr (kCacheIs16Bit) {
+        scale[tile][0] = scale[tile][1] = softmax_scale_log2;
       } else {
         float largest = 0.0f;
         const auto at = [&](int k, int j) {
@@ -105,7 +106,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
           query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
                             pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
         }
-        const float inverse = exp2f(static_cast<float>(-exponent)) * to_log2;
+        const float inverse = exp2f(static_cast<float>(-exponent)) * softmax_scale_log2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
@@ -117,7 +118,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      maximum[tile][0] = maximum[tile][1] = kNoMaximum;
+      row_max[tile][0] = row_max[tile][1] = kRowMaxInit;
       sum[tile][0] = sum[tile][1] = 0.0f;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -149,17 +150,17 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     };
 #pragma unroll
-    for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
+    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
       load_matrices(loaded, key + key_at(k));  // past the head size: zeros
-      if constexpr (kWide) {
+      if constexpr (kCacheIs16Bit) {
         multiply(k, loaded);
       } else {
 #pragma unroll
         for (int half = 0; half < 2 && k + half < kSteps; ++half) {
           uint32_t a[4];
-          widen4<Cache>(loaded[2 * half], a[0], a[2]);
-          widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          upcast4<Cache>(loaded[2 * half], a[0], a[2]);
+          upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
           multiply(k + half, a);
         }
       }
@@ -180,24 +181,24 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 
   // O^T += V^T P^T.
   template <int kUsed, bool kMasked>
-  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[kUsed][2], uint32_t value,
+  __device__ __forceinline__ void accumulate(const uint32_t (&probs)[kUsed][2], uint32_t value,
                                              const uint32_t (&masks)[2]) {
     const auto multiply = [&](int k, const uint32_t (&a)[4]) {
 #pragma unroll
       for (int tile = 0; tile < kUsed; ++tile) {
-        mma_m16n8k16<Element>(out[tile][k], a, weights[tile][0], weights[tile][1]);
+        mma_m16n8k16<Element>(out[tile][k], a, probs[tile][0], probs[tile][1]);
       }
     };
 #pragma unroll
-    for (int k = 0; k < kSteps; k += kWide ? 1 : 2) {
+    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
       // Past the head size: anything, for it gives outputs that nobody asks for.
       load_value(loaded, value + value_at(k));
       if constexpr (kMasked) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) loaded[i] &= masks[kWide ? i / 2 : i % 2];
+        for (int i = 0; i < 4; ++i) loaded[i] &= masks[kCacheIs16Bit ? i / 2 : i % 2];
       }
-      if constexpr (kWide) {
+      if constexpr (kCacheIs16Bit) {
         multiply(k, loaded);
       } else {
 #pragma unroll
@@ -207,11 +208,11 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
             // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
             const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
             const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
-            widen4<Cache>(low, a[0], a[1]);
-            widen4<Cache>(high, a[2], a[3]);
+            upcast4<Cache>(low, a[0], a[1]);
+            upcast4<Cache>(high, a[2], a[3]);
           } else {
-            widen4<Cache>(loaded[2 * half], a[0], a[2]);
-            widen4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+            upcast4<Cache>(loaded[2 * half], a[0], a[2]);
+            upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
           }
           multiply(k + half, a);
         }
@@ -221,19 +222,19 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 
   // `largest`: of this lane's scores of each row.
   template <int kUsed>
-  __device__ __forceinline__ void raise_maxima(const float (&largest)[kUsed][2]) {
+  __device__ __forceinline__ void raise_row_max(const float (&largest)[kUsed][2]) {
 #pragma unroll
     for (int tile = 0; tile < kUsed; ++tile) {
       float factor[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float updated = fmaxf(maximum[tile][j], largest[tile][j]);
+        float updated = fmaxf(row_max[tile][j], largest[tile][j]);
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, distance));
         }
-        factor[j] = exp2_approx(maximum[tile][j] - updated);
-        maximum[tile][j] = updated;
+        factor[j] = exp2_approx(row_max[tile][j] - updated);
+        row_max[tile][j] = updated;
         sum[tile][j] *= factor[j];
       }
 #pragma unroll
@@ -247,7 +248,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   template <int kUsed, typename Adjust>
   __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t tokens,
                                             bool plain, const Adjust& adjust,
-                                            const TileLayout& layout, int lane) {
+                                            const KvStageLayout& layout, int lane) {
     float c[kDepth][kUsed][4];
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
@@ -282,25 +283,25 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         if constexpr (kDepth == 2) {
           largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
         }
-        higher = higher || largest[tile][j] > maximum[tile][j] + kMaximumSlack;
+        higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
       }
     }
     // Most steps move no maximum, and ask no more than this vote.
-    if (__any_sync(0xffffffffu, higher)) raise_maxima<kUsed>(largest);
-    uint32_t weights[kDepth][kUsed][2];
+    if (__any_sync(0xffffffffu, higher)) raise_row_max<kUsed>(largest);
+    uint32_t probs[kDepth][kUsed][2];
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
 #pragma unroll
       for (int tile = 0; tile < kUsed; ++tile) {
         float weight[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - maximum[tile][j & 1]);
+        for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - row_max[tile][j & 1]);
         sum[tile][0] += weight[0] + weight[2];
         sum[tile][1] += weight[1] + weight[3];
-        uint32_t (&packed)[2] = weights[i][tile];
+        uint32_t (&packed)[2] = probs[i][tile];
         packed[0] = pack2<Element>(weight[0], weight[1]);
         packed[1] = pack2<Element>(weight[2], weight[3]);
-        order_weights(packed[0], packed[1], lane);
+        order_probs(packed[0], packed[1], lane);
         packed[0] = transpose_matrix(packed[0]);
         packed[1] = transpose_matrix(packed[1]);
       }
@@ -309,13 +310,13 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     if (plain) {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
-        accumulate<kUsed, false>(weights[i], value + i * layout.value_step, masks);
+        accumulate<kUsed, false>(probs[i], value + i * layout.value_step, masks);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         value_masks(masks, tokens >> 16 * i, lane);
-        accumulate<kUsed, true>(weights[i], value + i * layout.value_step, masks);
+        accumulate<kUsed, true>(probs[i], value + i * layout.value_step, masks);
       }
     }
   }
@@ -324,7 +325,8 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   // `plain`: all count.
   template <typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
-                                       const Adjust& adjust, const TileLayout& layout, int lane) {
+                                       const Adjust& adjust, const KvStageLayout& layout,
+                                       int lane) {
     if constexpr (kTiles > 1) {
       if (tiles == 1) return step_used<1>(key, value, tokens, plain, adjust, layout, lane);
     }
@@ -354,7 +356,7 @@ struct AttentionTile : TileAddresses<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       for (int j = 0; j < 2; ++j) {
         const int row = row_of(lane, tile, j) - first;
         if (static_cast<unsigned>(row) >= static_cast<unsigned>(rows)) continue;
-        if (lane < 4) part_stats[row] = {maximum[tile][j], sum[tile][j]};
+        if (lane < 4) part_stats[row] = {row_max[tile][j], sum[tile][j]};
         float* to = part_out + row * pitch;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {

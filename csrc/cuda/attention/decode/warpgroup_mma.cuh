@@ -15,11 +15,11 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kTeamTokens = 64;  // of a step
-constexpr int kTeamMaxHeadSize = 128;
+constexpr int kStageTokens = 64;  // of a step
+constexpr int kWgmmaMaxHeadSize = 128;
 
 // Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
-__host__ __device__ constexpr int team_count(int max_tiles) {
+__host__ __device__ constexpr int num_consumers(int max_tiles) {
   return max_tiles <= 4 ? 3 : 2;
 }
 
@@ -28,25 +28,25 @@ __host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
   return rows * max_head_size * 2;
 }
 // (two of them, in turn, up to 32 rows)
-__host__ __device__ constexpr int weight_bytes(int rows) {
-  return (rows <= 32 ? 2 * rows : rows) * kTeamTokens * 2;
+__host__ __device__ constexpr int prob_bytes(int rows) {
+  return (rows <= 32 ? 2 * rows : rows) * kStageTokens * 2;
 }
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // kMaxTiles: of 8 query rows, 4 or 8.
-template <typename Cache, int kMaxHeadSize, int kMaxTiles, PageForm kForm>
-struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
-  using Addresses = TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm>;
-  using Addresses::key_at, Addresses::load_value, Addresses::order_weights, Addresses::token_of,
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
+struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
+  using Addresses = KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm>;
+  using Addresses::key_at, Addresses::load_value, Addresses::order_probs, Addresses::token_of,
       Addresses::value_masks;
-  static constexpr int kTokens = kTeamTokens;
-  static constexpr bool kWide = Addresses::kWide, kRows = Addresses::kRows;
-  using Element = std::conditional_t<kWide, Cache, __half>;
+  static constexpr int kTokens = kStageTokens;
+  static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
-  static constexpr int kTeams = team_count(kMaxTiles);
+  static constexpr int kConsumers = num_consumers(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
   // Registers suffice for V during the first product, shared memory for two P^T in turn.
   static constexpr bool kEarly = kMaxTiles <= 4;
@@ -55,50 +55,50 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
-  float maximum[kMaxTiles][2];       // log2 units, of this lane's two rows; the same in all warps
+  float row_max[kMaxTiles][2];       // log2 units, of this lane's two rows; the same in all warps
   float sum[kMaxTiles][2];           // this lane's tokens only, until store_stats()
   float scale[kMaxTiles][2];         // from product to log2 units
   int head_size;
-  int tiles;          // of 8 rows, in use: 2, 4 or 8
-  uint32_t query;     // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
-  uint32_t weights;   // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
-  uint32_t turn = 0;  // which of two P^T comes next
-  int team;
-  int member;                       // this warp of the team
+  int tiles;               // of 8 rows, in use: 2, 4 or 8
+  uint32_t query;          // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
+  uint32_t probs;          // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
+  uint32_t iteration = 0;  // which of two P^T comes next
+  int consumer;
+  int warp_in_consumer;             // this warp of the team
   uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
 
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
   }
 
-  __device__ __forceinline__ void set_addresses(const TileLayout& layout, int lane) {
+  __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
     Addresses::set_addresses(layout, lane);
     // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens.
     const int upper = lane >> 4;
-    if constexpr (kWide && kRows) {
-      value_base = this->value_row + (this->value_chunk ^ member * 32);
+    if constexpr (kCacheIs16Bit && kRows) {
+      value_base = this->value_row + (this->value_chunk ^ warp_in_consumer * 32);
       value_half = kColumnStride<kTokens>;
-    } else if constexpr (kWide) {
-      value_base = this->value_row + member * this->value_step;
+    } else if constexpr (kCacheIs16Bit) {
+      value_base = this->value_row + warp_in_consumer * this->value_step;
       value_half = 4 * this->value_step;
     } else if constexpr (kRows) {
-      const int chunk = kHalves == 2 ? member + 4 * upper : member;
-      value_base = this->value_row + (this->value_chunk ^ (upper ^ chunk) * 16);
+      const int m_block = kHalves == 2 ? warp_in_consumer + 4 * upper : warp_in_consumer;
+      value_base = this->value_row + (this->value_chunk ^ (upper ^ m_block) * 16);
     } else {
-      const int dimension = member * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
+      const int dimension = warp_in_consumer * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
       value_base = dimension * layout.page_tokens;
     }
-    if (!kWide && kHalves == 1) value_base += upper * layout.value_step;
+    if (!kCacheIs16Bit && kHalves == 1) value_base += upper * layout.value_step;
     // K's row from here on counts this warp's group of tokens in.
-    this->key_row = in_register(this->key_row + key_group(layout, member));
-    if (!kWide) value_base = in_register(value_base);
+    this->key_row = opaque(this->key_row + key_group(layout, warp_in_consumer));
+    if (!kCacheIs16Bit) value_base = opaque(value_base);
   }
 
   // Of group i of 16 tokens.
-  static __device__ __forceinline__ uint32_t key_group(const TileLayout& layout, int i) {
+  static __device__ __forceinline__ uint32_t key_group(const KvStageLayout& layout, int i) {
     return (i & 1) * layout.key_step + (i >> 1) * layout.key_half;
   }
-  static __device__ __forceinline__ uint32_t value_group(const TileLayout& layout, int i) {
+  static __device__ __forceinline__ uint32_t value_group(const KvStageLayout& layout, int i) {
     return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
   }
 
@@ -121,7 +121,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
         if (from != nullptr && d < head_size) low[i] = load8(from + d);
         if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
       }
-      if constexpr (!kWide) {
+      if constexpr (!kCacheIs16Bit) {
         float largest = 0.0f;
         const auto each = [&](uint4& pack, const auto& action) {
           uint32_t* words = &pack.x;
@@ -148,11 +148,11 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
         }
 #pragma unroll
         for (int i = 0; i < kSteps / 4; ++i) {
-          const auto narrow = [&](uint32_t& pair) {
+          const auto convert = [&](uint32_t& pair) {
             pair = pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
           };
-          each(low[i], narrow);
-          each(high[i], narrow);
+          each(low[i], convert);
+          each(high[i], convert);
           // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
           const uint4 a = low[i], b = high[i];
           low[i] = uint4{a.x, a.z, b.x, b.z};
@@ -168,13 +168,13 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
     }
   }
   // After all rows are there.
-  __device__ __forceinline__ void load_scales(uint32_t scales, float to_log2, int lane) {
+  __device__ __forceinline__ void load_scales(uint32_t scales, float softmax_scale_log2, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        scale[t][j] = to_log2;
-        if (!kWide && t < tiles) {
+        scale[t][j] = softmax_scale_log2;
+        if (!kCacheIs16Bit && t < tiles) {
           scale[t][j] *= load_shared<float>(scales + row_of(lane, t, j) * 4);
         }
       }
@@ -184,7 +184,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
-      maximum[t][0] = maximum[t][1] = kNoMaximum;
+      row_max[t][0] = row_max[t][1] = kRowMaxInit;
       sum[t][0] = sum[t][1] = 0.0f;
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
@@ -194,7 +194,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
     }
   }
 
-#define VLLM_KERNELS_TEAM_BARRIER(any, mine, kind, number)                              \
+#define VLLM_KERNELS_CONSUMER_BARRIER(any, mine, kind, number)                          \
   asm volatile(                                                                         \
       "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"                            \
       "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}" \
@@ -202,28 +202,28 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
       : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
       : "memory")
   // A barrier of the team's warps, which tells whether any thread says so.
-  __device__ __forceinline__ bool team_any(bool mine) const {
+  __device__ __forceinline__ bool consumer_any(bool mine) const {
     uint32_t any;
 #if defined(VLLM_KERNELS_RACECHECK)  // the tool knows barriers by constants
-    if (team == 0) {
-      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 1);
-    } else if (kTeams == 2 || team == 1) {
-      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 2);
+    if (consumer == 0) {
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 1);
+    } else if (kConsumers == 2 || consumer == 1) {
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 2);
     } else {
-      VLLM_KERNELS_TEAM_BARRIER(any, mine, "n", 3);
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 3);
     }
 #else
-    VLLM_KERNELS_TEAM_BARRIER(any, mine, "r", team + 1);
+    VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "r", consumer + 1);
 #endif
     return any != 0;
   }
-#undef VLLM_KERNELS_TEAM_BARRIER
-  __device__ __forceinline__ void team_barrier() const { team_any(false); }
+#undef VLLM_KERNELS_CONSUMER_BARRIER
+  __device__ __forceinline__ void consumer_barrier() const { consumer_any(false); }
 
   // All maxima to what the team saw. `scratch`: 16 bytes a row.
   template <int kUsed>
-  __device__ __forceinline__ void raise_maxima(const float (&c)[kUsed][4], uint32_t scratch,
-                                               int lane) {
+  __device__ __forceinline__ void raise_row_max(const float (&c)[kUsed][4], uint32_t scratch,
+                                                int lane) {
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
@@ -234,20 +234,20 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
           mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
         }
         if (lane < 4) {
-          store_shared(scratch + (row_of(lane, t, j) * 4 + member) * 4, mine);
+          store_shared(scratch + (row_of(lane, t, j) * 4 + warp_in_consumer) * 4, mine);
         }
       }
     }
-    team_barrier();
+    consumer_barrier();
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float4 seen = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
+        const float4 visible = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
         const float updated =
-            fmaxf(maximum[t][j], fmaxf(fmaxf(seen.x, seen.y), fmaxf(seen.z, seen.w)));
-        const float factor = exp2_approx(maximum[t][j] - updated);
-        maximum[t][j] = updated;
+            fmaxf(row_max[t][j], fmaxf(fmaxf(visible.x, visible.y), fmaxf(visible.z, visible.w)));
+        const float factor = exp2_approx(row_max[t][j] - updated);
+        row_max[t][j] = updated;
         sum[t][j] *= factor;
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
@@ -256,23 +256,23 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
         }
       }
     }
-    team_barrier();  // all have read
+    consumer_barrier();  // all have read
   }
 
   // V of kCount groups of 16 tokens, as this lane loads it.
   template <int kCount>
   struct Values {
-    static constexpr int kLoads = kWide ? kCount * kHalves : kCount * kHalves / 2;
+    static constexpr int kLoads = kCacheIs16Bit ? kCount * kHalves : kCount * kHalves / 2;
     uint32_t data[kLoads][4];
   };
   template <int kCount>
   __device__ __forceinline__ void load_values(Values<kCount>& values, int first, uint32_t value,
-                                              const TileLayout& layout) const {
+                                              const KvStageLayout& layout) const {
 #pragma unroll
     for (int i = 0; i < Values<kCount>::kLoads; ++i) {
       // Past the head size: anything, for it gives outputs that nobody asks for.
       uint32_t at = value + value_base;
-      if constexpr (kWide) {
+      if constexpr (kCacheIs16Bit) {
         at += value_group(layout, first + i / kHalves) + i % kHalves * value_half;
       } else {
         at += value_group(layout, first + (kHalves == 2 ? i : 2 * i));
@@ -288,10 +288,10 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         // 8-bit, 64 dimensions: the upper two registers are the next 16 tokens.
-        const int group = first + (kWide ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
+        const int group = first + (kCacheIs16Bit ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
         uint32_t masks[2];
         value_masks(masks, static_cast<uint32_t>(tokens >> 16 * group), lane);
-        values.data[i][w] &= masks[kWide ? w / 2 : w % 2];
+        values.data[i][w] &= masks[kCacheIs16Bit ? w / 2 : w % 2];
       }
     }
   }
@@ -303,19 +303,19 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t a[kCount][kHalves][4];
     const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
-    settle(out);
+    warpgroup_fence_operand(out);
     constexpr int kLoads = Values<kCount>::kLoads,
-                  kPart = kWide ? kLoads : std::min(kLoads, kPartLoads);
+                  kBox = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
 #pragma unroll
-    for (int begin = 0; begin < kLoads; begin += kPart) {
+    for (int begin = 0; begin < kLoads; begin += kBox) {
 #pragma unroll
-      for (int i = begin; i < begin + kPart; ++i) {
+      for (int i = begin; i < begin + kBox; ++i) {
         const uint32_t (&from)[4] = values.data[i];
-        if constexpr (kWide) {
+        if constexpr (kCacheIs16Bit) {
           uint32_t (&to)[4] = a[i / kHalves][i % kHalves];
 #pragma unroll
           for (int w = 0; w < 4; ++w) to[w] = from[w];
-          settle(to);
+          warpgroup_fence_operand(to);
         } else {
 #pragma unroll
           for (int part = 0; part < 2; ++part) {
@@ -324,19 +324,19 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
               // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
               const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
               const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
-              widen4<Cache>(low, to[0], to[1]);
-              widen4<Cache>(high, to[2], to[3]);
+              upcast4<Cache>(low, to[0], to[1]);
+              upcast4<Cache>(high, to[2], to[3]);
             } else {
-              widen4<Cache>(from[2 * part], to[0], to[2]);
-              widen4<Cache>(from[2 * part + 1], to[1], to[3]);
+              upcast4<Cache>(from[2 * part], to[0], to[2]);
+              upcast4<Cache>(from[2 * part + 1], to[1], to[3]);
             }
-            settle(to);
+            warpgroup_fence_operand(to);
           }
         }
       }
       wgmma_fence();
 #pragma unroll
-      for (int i = kCount * begin / kLoads; i < kCount * (begin + kPart) / kLoads; ++i) {
+      for (int i = kCount * begin / kLoads; i < kCount * (begin + kBox) / kLoads; ++i) {
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
           wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
@@ -345,7 +345,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
     }
     wgmma_commit();
     wgmma_wait<0>();
-    settle(out);
+    warpgroup_fence_operand(out);
   }
 
   // The larger ones of two pairs of weights.
@@ -361,10 +361,10 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
 
   // Weights of the scores, to shared memory, and their sums, of this lane's tokens. kProducts: c is
   // not yet in log2 units. Returns whether a score exceeds its row's maximum by more than
-  // kMaximumSlack.
+  // kRescaleThreshold.
   template <int kUsed, bool kProducts>
-  __device__ __forceinline__ bool store_weights(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
-                                                uint32_t to_weights, int lane) const {
+  __device__ __forceinline__ bool store_probs(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
+                                              uint32_t to_probs, int lane) const {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t most = 0;
 #pragma unroll
@@ -375,80 +375,80 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
         float weight[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float unit = kProducts ? scale[t + u][j & 1] : 1.0f;
-          weight[j] = exp2_approx(fmaf(c[t + u][j], unit, -maximum[t + u][j & 1]));
+          const float score_scale = kProducts ? scale[t + u][j & 1] : 1.0f;
+          weight[j] = exp2_approx(fmaf(c[t + u][j], score_scale, -row_max[t + u][j & 1]));
         }
         sums[t + u][0] = weight[0] + weight[2];
         sums[t + u][1] = weight[1] + weight[3];
         packed[u][0] = pack2<Element>(weight[0], weight[1]);
         packed[u][1] = pack2<Element>(weight[2], weight[3]);
-        order_weights(packed[u][0], packed[u][1], lane);
+        order_probs(packed[u][0], packed[u][1], lane);
         most = larger(most, larger(packed[u][0], packed[u][1]));
       }
       // Matrices: (rows 8t on, slots 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
-      const uint32_t to = to_weights + (2 * member + (lane >> 4)) * kChunk +
+      const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
                           (t + (lane >> 3 & 1)) * 128 + lane % 8 * 16;
       store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
     }
     fence_async_proxy();
     // No weight is negative, so their bits have their order.
     constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
-    static_assert(kMaximumSlack == 8.0f);  // kLimit is 2^8
+    static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8
     return max(most & 0xffff, most >> 16) > kLimit;
   }
 
   // K of a step, as this lane loads it. Past the head size there are zeros.
   struct Keys {
-    static constexpr int kLoads = kWide ? kSteps : kSteps / 2;
+    static constexpr int kLoads = kCacheIs16Bit ? kSteps : kSteps / 2;
     uint32_t data[kLoads][4];
   };
   __device__ __forceinline__ void load_keys(Keys& keys, uint32_t key) const {
 #pragma unroll
     for (int i = 0; i < Keys::kLoads; ++i) {
-      load_matrices(keys.data[i], key + key_at(kWide ? i : 2 * i));
+      load_matrices(keys.data[i], key + key_at(kCacheIs16Bit ? i : 2 * i));
     }
   }
 
-  // 64 tokens, of which those of `tokens` count; see AttentionTile::step. kUsed: tiles. kPlain: all
+  // 64 tokens, of which those of `tokens` count; see WarpMma::step. kUsed: tiles. kPlain: all
   // tokens count for all rows, and scores need no adjustment. Calls release() when V, like K, has
   // been read. All warps of the team.
   template <int kUsed, bool kPlain, typename Adjust, typename Release>
   __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
                                        const Adjust& adjust, const Release& release,
-                                       const TileLayout& layout, int lane) {
+                                       const KvStageLayout& layout, int lane) {
     constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or tokens, of all rows
-    uint32_t stored = weights;                // this step's
+    uint32_t stored = probs;                  // this step's
     if constexpr (kEarly) {
-      stored = weights + turn * (kUsed * 8 * kTeamTokens * 2);
-      turn ^= 1;
+      stored = probs + iteration * (kUsed * 8 * kStageTokens * 2);
+      iteration ^= 1;
     }
     float c[kUsed][4];
     uint32_t a[kSteps][4];
     const uint64_t queries = core_matrices(query, kChunk, 128);
-    constexpr int kPart = kWide ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
+    constexpr int kBox = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
 #pragma unroll
-    for (int first = 0; first < Keys::kLoads; first += kPart) {
+    for (int first = 0; first < Keys::kLoads; first += kBox) {
 #pragma unroll
-      for (int i = first; i < first + kPart; ++i) {
+      for (int i = first; i < first + kBox; ++i) {
         const uint32_t (&from)[4] = keys.data[i];
-        if constexpr (kWide) {
+        if constexpr (kCacheIs16Bit) {
 #pragma unroll
           for (int w = 0; w < 4; ++w) a[i][w] = from[w];
-          settle(a[i]);
+          warpgroup_fence_operand(a[i]);
         } else {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t (&to)[4] = a[2 * i + half];
-            widen4<Cache>(from[2 * half], to[0], to[2]);
-            widen4<Cache>(from[2 * half + 1], to[1], to[3]);
-            settle(to);
+            upcast4<Cache>(from[2 * half], to[0], to[2]);
+            upcast4<Cache>(from[2 * half + 1], to[1], to[3]);
+            warpgroup_fence_operand(to);
           }
         }
       }
       wgmma_fence();
       constexpr int kEach = kSteps / Keys::kLoads;
 #pragma unroll
-      for (int k = first * kEach; k < (first + kPart) * kEach; ++k) {
+      for (int k = first * kEach; k < (first + kBox) * kEach; ++k) {
         wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
       }
     }
@@ -459,7 +459,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
       release();
     }
     wgmma_wait<0>();
-    settle(c);
+    warpgroup_fence_operand(c);
     const auto scale_scores = [&] {
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
@@ -469,25 +469,26 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
     };
     if (!kPlain) {
       scale_scores();
-      const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * member);
+      const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * warp_in_consumer);
 #pragma unroll
       for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int token = token_of(lane, j);
-          c[t][j] = mine >> token & 1 ? adjust(c[t][j], t, j & 1, 16 * member + token) : -INFINITY;
+          c[t][j] = mine >> token & 1 ? adjust(c[t][j], t, j & 1, 16 * warp_in_consumer + token)
+                                      : -INFINITY;
         }
       }
     }
     // Most steps move no maximum: weights first, then the question whether they count. Other warps
     // may still read those of the step before: they are elsewhere, or waited for.
-    if (!kEarly) team_barrier();
+    if (!kEarly) consumer_barrier();
     float sums[kUsed][2];
-    if (team_any(store_weights<kUsed, kPlain>(c, sums, stored, lane))) {
+    if (consumer_any(store_probs<kUsed, kPlain>(c, sums, stored, lane))) {
       if (kPlain) scale_scores();
-      raise_maxima<kUsed>(c, stored, lane);
-      store_weights<kUsed, false>(c, sums, stored, lane);
-      team_barrier();
+      raise_row_max<kUsed>(c, stored, lane);
+      store_probs<kUsed, false>(c, sums, stored, lane);
+      consumer_barrier();
     }
 #pragma unroll
     for (int t = 0; t < kUsed; ++t) {
@@ -510,7 +511,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
 
   // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's
   // fragment of half a head [64 dimensions] of tile t.
-  __device__ __forceinline__ void store_stats(float (&maxima)[kMaxTiles * 8],
+  __device__ __forceinline__ void store_stats(float (&row_maxima)[kMaxTiles * 8],
                                               float (&sums)[kMaxTiles * 8], int thread, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
@@ -523,11 +524,11 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
       }
     }
     // [rows][4 warps] in the place of weights that no warp reads any more.
-    uint32_t of_warps = weights;
+    uint32_t of_warps = probs;
     if constexpr (kEarly) {
-      of_warps += turn * (tiles * 8 * kTeamTokens * 2);
+      of_warps += iteration * (tiles * 8 * kStageTokens * 2);
     } else {
-      team_barrier();
+      consumer_barrier();
     }
     if (lane < 4) {
 #pragma unroll
@@ -535,14 +536,14 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
         const int row = row_of(lane, t, 0);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          store_shared(of_warps + ((row + j) * 4 + member) * 4, sum[t][j]);
+          store_shared(of_warps + ((row + j) * 4 + warp_in_consumer) * 4, sum[t][j]);
         }
-        if (member == 0) {
-          *reinterpret_cast<float2*>(&maxima[row]) = {maximum[t][0], maximum[t][1]};
+        if (warp_in_consumer == 0) {
+          *reinterpret_cast<float2*>(&row_maxima[row]) = {row_max[t][0], row_max[t][1]};
         }
       }
     }
-    team_barrier();
+    consumer_barrier();
     if (thread < kMaxTiles * 8) {
       const float4 four = load_shared<float4>(of_warps + thread * 16);
       sums[thread] = four.x + four.y + four.z + four.w;
@@ -551,7 +552,7 @@ struct TeamTile : TileAddresses<Cache, kMaxHeadSize, kTeamTokens, kForm> {
   // `to`: shared memory, [tiles][128 threads] of 16 bytes.
   template <int kHalf>
   __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
-    const int used = in_register(tiles);  // keeps no comparisons from before the steps
+    const int used = opaque(tiles);  // keeps no comparisons from before the steps
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
       const float (&values)[4] = out[kHalf][t];

@@ -11,8 +11,8 @@ namespace {
 bool launch_in_one(const FusedDecodeAttentionParams& params, void* memory, Stream stream) {
   const PagedAttentionParams& p = params.attention;
   if (p.kv.layout != KvLayout::kVllm || p.kv.block_size > 16 || p.kv.head_size > 128 ||
-      p.num_heads / p.kv.num_kv_heads > kMostFreshRows || !fits_tensor_cores(p) ||
-      !packs_fit(params.rope)) {
+      p.num_heads / p.kv.num_kv_heads > kMaxNewTokenRows || !fits_decode(p) ||
+      !vecs_fit(params.rope)) {
     return false;
   }
   const DecodeWorkspace workspace = decode_workspace(memory, stream);

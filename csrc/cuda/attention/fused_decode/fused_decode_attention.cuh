@@ -10,12 +10,12 @@ template <typename Cache, int kMaxHeadSize>
 __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
     fused_decode_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                                   const __grid_constant__ DecodeShape shape,
-                                  const __grid_constant__ RowMaps maps,
+                                  const __grid_constant__ KvTensorMaps maps,
                                   const __grid_constant__ DecodeWorkspace workspace,
-                                  const __grid_constant__ FreshParams fresh) {
-  __shared__ FreshMemory<kMaxHeadSize> memory;
-  decode<Cache, kMaxHeadSize, false, PageForm::kPages>(
-      p, shape, maps, workspace, FreshToken<Cache, kMaxHeadSize>(fresh, memory));
+                                  const __grid_constant__ NewTokenParams new_token) {
+  __shared__ NewTokenMemory<kMaxHeadSize> memory;
+  decode<Cache, kMaxHeadSize, false, KvForm::kPackedPages>(
+      p, shape, maps, workspace, FusedNewToken<Cache, kMaxHeadSize>(new_token, memory));
 }
 
 // False, and no launch, where shared memory is too small.
@@ -23,14 +23,14 @@ template <typename Cache>
 bool launch_fused_decode(const FusedDecodeAttentionParams& params, const DecodeWorkspace& workspace,
                          void* stream) {
   const PagedAttentionParams& p = params.attention;
-  FreshParams fresh{.rope = params.rope, .block_size = FastDivisor(p.kv.block_size)};
-  while (2 * kFreshWidth << fresh.lane_shift < p.kv.head_size) ++fresh.lane_shift;
+  NewTokenParams new_token{.rope = params.rope, .block_size = FastDivisor(p.kv.block_size)};
+  while (2 * kNewTokenWidth << new_token.lane_shift < p.kv.head_size) ++new_token.lane_shift;
   const int rows = p.num_heads / p.kv.num_kv_heads + 2;  // the item's query heads, key, value
   const auto with_head_size = [&](auto head_size) {
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    return launch_decode_kernel<Cache, kMaxHeadSize, false, PageForm::kPages,
+    return launch_decode_kernel<Cache, kMaxHeadSize, false, KvForm::kPackedPages,
                                 fused_decode_attention_kernel<Cache, kMaxHeadSize>>(
-        p, workspace, stream, rows << fresh.lane_shift, fresh);
+        p, workspace, stream, rows << new_token.lane_shift, new_token);
   };
   return p.kv.head_size <= 64 ? with_head_size(std::integral_constant<int, 64>{})
                               : with_head_size(std::integral_constant<int, 128>{});

@@ -12,10 +12,10 @@
 namespace vllm_kernels::cuda {
 
 // Elements of a pack. The rows of an item are few: more lanes with less to do each take less time.
-constexpr int kFreshWidth = 4;
-constexpr int kMostFreshRows = 8;
+constexpr int kNewTokenWidth = 4;
+constexpr int kMaxNewTokenRows = 8;
 
-struct FreshParams {
+struct NewTokenParams {
   RopeAndCacheParams rope;
   FastDivisor block_size;
   int lane_shift;  // log2 of the lanes that hold a row
@@ -24,12 +24,12 @@ struct FreshParams {
 // Of three items, as the kernel keeps three: some threads may still merge one while the next but
 // one is prepared.
 template <int kMaxHeadSize>
-struct FreshMemory {
+struct NewTokenMemory {
   static constexpr int kPitch = kMaxHeadSize + 8;  // the rows of a load in different banks
-  alignas(16) uint16_t query[kMostFreshRows][kPitch];
+  alignas(16) uint16_t query[kMaxNewTokenRows][kPitch];
   alignas(16) float key[kMaxHeadSize];       // as the cache has it, without its scale
   alignas(16) float value[3][kMaxHeadSize];  // likewise
-  float score[3][kMostFreshRows];            // of the new token, log2 units
+  float score[3][kMaxNewTokenRows];          // of the new token, log2 units
   bool counts[3];  // whether the new token is a partial result of this item's
 };
 
@@ -37,23 +37,23 @@ struct FreshMemory {
 // are rows as well, behind them, where it has the sequence's last tokens. A few neighbouring lanes
 // hold a row.
 template <typename Cache, int kMaxHeadSize>
-class FreshToken {
+class FusedNewToken {
  public:
   static constexpr bool kAny = true;
-  using Memory = FreshMemory<kMaxHeadSize>;
+  using Memory = NewTokenMemory<kMaxHeadSize>;
 
-  __device__ __forceinline__ FreshToken(const FreshParams& fresh, Memory& memory)
-      : fresh_(fresh), memory_(memory) {}
+  __device__ __forceinline__ FusedNewToken(const NewTokenParams& new_token, Memory& memory)
+      : new_token_(new_token), memory_(memory) {}
 
   // Which item comes next. `guesses`: it is a guess, made before the predecessor has ended; then
   // the position is one, too.
-  __device__ __forceinline__ void aim(const WorkItem& item, int group, bool guesses) {
+  __device__ __forceinline__ void aim(const WorkTile& work_tile, int group, bool speculative) {
     if constexpr (!kEarly) return;
-    const RopeAndCacheParams& rope = fresh_.rope;
-    set_row(item, group);
-    guess_ = guesses && kind_ < kValue && rope.cos_sin_dtype == rope.dtype
-                 ? in_range(__ldcg(&rope.positions[item.seq]))
-                 : -1;
+    const RopeAndCacheParams& rope = new_token_.rope;
+    set_row(work_tile, group);
+    speculative_ = speculative && kind_ < kValue && rope.cos_sin_dtype == rope.dtype
+                       ? in_range(__ldcg(&rope.positions[work_tile.seq]))
+                       : -1;
   }
 
   // Everything that the rows are made of is under way. After the predecessor has ended.
@@ -63,15 +63,15 @@ class FreshToken {
 
   // The rows of the item at hand, in shared memory. The whole block; `side`: of three, the next.
   __device__ __forceinline__ void prepare(const PagedAttentionParams& p, const ScoreCap& cap,
-                                          const WorkItem& item, int group, int side) {
+                                          const WorkTile& work_tile, int group, int side) {
     if constexpr (std::is_same_v<Cache, BFloat16>) {
-      prepare_of<BFloat16>(p, cap, item, group, side);
+      prepare_of<BFloat16>(p, cap, work_tile, group, side);
     } else if constexpr (std::is_same_v<Cache, Half>) {
-      prepare_of<Half>(p, cap, item, group, side);
+      prepare_of<Half>(p, cap, work_tile, group, side);
     } else if (p.dtype == DType::kBFloat16) {
-      prepare_of<BFloat16>(p, cap, item, group, side);
+      prepare_of<BFloat16>(p, cap, work_tile, group, side);
     } else {
-      prepare_of<Half>(p, cap, item, group, side);
+      prepare_of<Half>(p, cap, work_tile, group, side);
     }
   }
 
@@ -91,42 +91,43 @@ class FreshToken {
   static constexpr bool kEarly = sizeof(Cache) == 2;
 
   enum Kind { kQuery, kKey, kValue, kNone };
-  using Items = HeadItems<kFreshWidth, 1>;
+  using Items = HeadItems<kNewTokenWidth, 1>;
   template <typename T>
-  using Row = HeadPacks<T, kFreshWidth, 1>;
+  using Row = HeadVecs<T, kNewTokenWidth, 1>;
 
-  __device__ __forceinline__ int own_row() const { return threadIdx.x >> fresh_.lane_shift; }
-  __device__ __forceinline__ int lanes() const { return 1 << fresh_.lane_shift; }
-  __device__ __forceinline__ Items own_items() const {
-    return Items(fresh_.rope.head_size, kind_ == kValue ? 0 : fresh_.rope.rotary_size,
-                 fresh_.rope.is_neox, threadIdx.x & lanes() - 1, lanes(), kind_ != kNone);
+  __device__ __forceinline__ int own_row() const { return threadIdx.x >> new_token_.lane_shift; }
+  __device__ __forceinline__ int lanes() const { return 1 << new_token_.lane_shift; }
+  __device__ __forceinline__ Items own_tiles() const {
+    return Items(new_token_.rope.head_size, kind_ == kValue ? 0 : new_token_.rope.rotary_size,
+                 new_token_.rope.is_neox, threadIdx.x & lanes() - 1, lanes(), kind_ != kNone);
   }
   __device__ __forceinline__ int64_t num_slots() const {
-    return fresh_.rope.kv.num_blocks * fresh_.rope.kv.block_size;
+    return new_token_.rope.kv.num_blocks * new_token_.rope.kv.block_size;
   }
   // -1 where it is no position.
   __device__ __forceinline__ int in_range(int64_t position) const {
-    return position >= 0 && position < fresh_.rope.max_position ? static_cast<int>(position) : -1;
+    return position >= 0 && position < new_token_.rope.max_position ? static_cast<int>(position)
+                                                                    : -1;
   }
 
   // Which row of the item this lane has a part of.
-  __device__ __forceinline__ void set_row(const WorkItem& item, int group) {
-    token_ = item.seq;
-    seq_len_ = item.sequence.seq_len;
-    stores_ = item.piece == item.pieces - 1;
+  __device__ __forceinline__ void set_row(const WorkTile& work_tile, int group) {
+    token_ = work_tile.seq;
+    seq_len_ = work_tile.sequence.seq_len;
+    stores_ = work_tile.split == work_tile.num_splits - 1;
     const int row = own_row();
     const int rows = stores_ ? group + 2 : group;
     kind_ = row >= rows ? kNone : row < group ? kQuery : row == group ? kKey : kValue;
-    head_ = kind_ == kQuery ? item.kv_head * group + row : item.kv_head;
+    head_ = kind_ == kQuery ? work_tile.kv_head * group + row : work_tile.kv_head;
   }
   __device__ __forceinline__ const ProjectedHeads& heads() const {
-    const RopeAndCacheParams& rope = fresh_.rope;
+    const RopeAndCacheParams& rope = new_token_.rope;
     return kind_ == kValue ? rope.value : kind_ == kKey ? rope.key : rope.query;
   }
 
   // What comes late is not worth its registers before.
   __device__ __forceinline__ void forget() {
-    guess_ = -1;
+    speculative_ = -1;
     position_ = -1;
     x_[0] = x_[1] = cosines_ = sines_ = {};
     slot_ = -1;
@@ -134,50 +135,50 @@ class FreshToken {
   }
 
   __device__ __forceinline__ void load_row(const PagedAttentionParams& p) {
-    const RopeAndCacheParams& rope = fresh_.rope;
+    const RopeAndCacheParams& rope = new_token_.rope;
     if (stores_ && token_ < rope.num_slots) slot_ = rope.slot_mapping[token_];
     if (kind_ == kNone) return;
-    const auto items = own_items();
+    const auto work_tiles = own_tiles();
     const ProjectedHeads& own = heads();
     const auto* row = static_cast<const uint16_t*>(own.data) + token_ * own.token_stride +
                       head_ * own.head_stride;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (items.place[0][i] >= 0) {
-        x_[i] = __ldcg(reinterpret_cast<const uint2*>(row + items.place[0][i]));
+      if (work_tiles.place[0][i] >= 0) {
+        x_[i] = __ldcg(reinterpret_cast<const uint2*>(row + work_tiles.place[0][i]));
       }
     }
     if (kind_ < kValue) position_ = __ldcg(&rope.positions[token_]);
-    if (guess_ >= 0) load_angles(items, guess_);
+    if (speculative_ >= 0) load_angles(work_tiles, speculative_);
     if (kind_ == kKey && seq_len_ > 0) {
-      const int page = fresh_.block_size.divide(seq_len_ - 1);
+      const int page = new_token_.block_size.divide(seq_len_ - 1);
       last_block_ = p.block_tables[token_ * p.block_table_stride + page];
     }
   }
 
   // Those of the model's type; others come when the row is prepared.
-  __device__ __forceinline__ void load_angles(const Items& items, int position) {
-    const RopeAndCacheParams& rope = fresh_.rope;
-    if (items.pair[0] < 0) return;
+  __device__ __forceinline__ void load_angles(const Items& work_tiles, int position) {
+    const RopeAndCacheParams& rope = new_token_.rope;
+    if (work_tiles.pair[0] < 0) return;
     const auto* first = static_cast<const uint16_t*>(rope.cos_sin_cache) +
-                        position * rope.cos_sin_stride + items.pair[0];
+                        position * rope.cos_sin_stride + work_tiles.pair[0];
     cosines_ = __ldcg(reinterpret_cast<const uint2*>(first));
     sines_ = __ldcg(reinterpret_cast<const uint2*>(first + rope.rotary_size / 2));
   }
 
   template <typename T>
   __device__ __forceinline__ void prepare_of(const PagedAttentionParams& p, const ScoreCap& cap,
-                                             const WorkItem& item, int group, int side) {
-    set_row(item, group);  // again: it is not worth its registers in between
+                                             const WorkTile& work_tile, int group, int side) {
+    set_row(work_tile, group);  // again: it is not worth its registers in between
     if constexpr (!kEarly) {
       forget();
       load_row(p);
     }
     if (!stores_ && threadIdx.x == 0) memory_.counts[side] = false;
     const int rows = stores_ ? group + 2 : group;
-    const bool has_rows = (threadIdx.x & ~31) >> fresh_.lane_shift < rows;  // this warp
+    const bool has_rows = (threadIdx.x & ~31) >> new_token_.lane_shift < rows;  // this warp
     if (has_rows) {
-      if (fresh_.rope.cos_sin_dtype == DType::kFloat32) {
+      if (new_token_.rope.cos_sin_dtype == DType::kFloat32) {
         prepare_row<T, float>(p, side);
       } else {
         prepare_row<T, T>(p, side);
@@ -185,24 +186,24 @@ class FreshToken {
     }
     __syncthreads();
     if (!stores_) return;
-    set_scores<T>(p, cap, item, group, side);
-    if (has_rows) store_row<T>(item);
+    set_scores<T>(p, cap, work_tile, group, side);
+    if (has_rows) store_row<T>(work_tile);
   }
 
   // Into shared memory. By whole warps.
   template <typename T, typename A>
   __device__ __forceinline__ void prepare_row(const PagedAttentionParams& p, int side) {
-    const RopeAndCacheParams& rope = fresh_.rope;
-    const auto items = own_items();
-    HeadAngles<A, kFreshWidth, 1> angles{};
+    const RopeAndCacheParams& rope = new_token_.rope;
+    const auto work_tiles = own_tiles();
+    HeadAngles<A, kNewTokenWidth, 1> angles{};
     Row<T> x{};
     const int position = kind_ < kValue ? in_range(position_) : -1;
     if (position >= 0) {
       if constexpr (!std::is_same_v<A, T>) {
-        angles.load(items, rope.cos_sin_cache, rope.cos_sin_dtype, position * rope.cos_sin_stride,
-                    rope.rotary_size / 2);
-      } else if (position != guess_) {
-        load_angles(items, position);
+        angles.load(work_tiles, rope.cos_sin_cache, rope.cos_sin_dtype,
+                    position * rope.cos_sin_stride, rope.rotary_size / 2);
+      } else if (position != speculative_) {
+        load_angles(work_tiles, position);
       }
     }
     memcpy(&x, x_, sizeof(x));
@@ -211,11 +212,11 @@ class FreshToken {
       memcpy(&angles.sines, &sines_, sizeof(sines_));
     }
     const HeadRow<T> from(heads(), token_, head_);
-    cuda::prepare(rope, from, items, angles, lanes(), x);
+    cuda::prepare(rope, from, work_tiles, angles, lanes(), x);
     if (kind_ == kNone) return;
     if (kind_ == kQuery) {
-      if (position < 0) x.load(items, from.start);  // then the token stays as it is
-      x.store(items, reinterpret_cast<T*>(memory_.query[own_row()]));
+      if (position < 0) x.load(work_tiles, from.start);  // then the token stays as it is
+      x.store(work_tiles, reinterpret_cast<T*>(memory_.query[own_row()]));
       return;
     }
     memcpy(x_, &x, sizeof(x));
@@ -223,18 +224,19 @@ class FreshToken {
                               ? divisor_of<Cache>(rope.kv.k_scale, rope.kv.scale_stride, head_)
                               : divisor_of<Cache>(rope.kv.v_scale, rope.kv.scale_stride, head_);
     float* copy = kind_ == kKey ? memory_.key : memory_.value[side];
-    x.each(items, [&](const Pack<T, kFreshWidth>& pack, int d) {
-      float values[kFreshWidth];
-      widen(pack, values);
+    x.each(work_tiles, [&](const Vec<T, kNewTokenWidth>& pack, int d) {
+      float values[kNewTokenWidth];
+      upcast(pack, values);
 #pragma unroll
-      for (int j = 0; j < kFreshWidth; ++j) {
+      for (int j = 0; j < kNewTokenWidth; ++j) {
         copy[d + j] = to_float(to_cache<Cache>(from_float<T>(values[j]), scale));
       }
     });
     if (kind_ == kKey && (threadIdx.x & lanes() - 1) == 0) {
       // Only where it is the token that tables and lengths name as the last.
       const int last = seq_len_ - 1;
-      const int in_page = last - static_cast<int>(fresh_.block_size.divide(last)) * p.kv.block_size;
+      const int in_page =
+          last - static_cast<int>(new_token_.block_size.divide(last)) * p.kv.block_size;
       memory_.counts[side] = last >= 0 && slot_ >= 0 && slot_ < num_slots() && position >= 0 &&
                              slot_ == int64_t{last_block_} * p.kv.block_size + in_page;
     }
@@ -242,36 +244,36 @@ class FreshToken {
 
   // Key and value into the cache. By whole warps.
   template <typename T>
-  __device__ __forceinline__ void store_row(const WorkItem& item) {
-    const RopeAndCacheParams& rope = fresh_.rope;
+  __device__ __forceinline__ void store_row(const WorkTile& work_tile) {
+    const RopeAndCacheParams& rope = new_token_.rope;
     const SlotMapping slots{rope.slot_mapping, rope.num_slots, num_slots()};
     const int32_t slot = slots.usable(slot_);
-    const bool again = comes_again(slots, token_, slot, threadIdx.x % 32);
+    const bool again = is_duplicate(slots, token_, slot, threadIdx.x % 32);
     const bool is_key = kind_ == kKey;
     if ((!is_key && kind_ != kValue) || slot < 0 || again) return;
     if (is_key && in_range(position_) < 0) return;
     const CacheRow<Cache> to(rope.kv, is_key, head_,
-                             place_of(slot, fresh_.block_size, rope.kv.block_size));
+                             place_of(slot, new_token_.block_size, rope.kv.block_size));
     Row<T> x;
     memcpy(&x, x_, sizeof(x));
-    x.each(own_items(),
-           [&](const Pack<T, kFreshWidth>& pack, int d) { to.store(to.round(pack), d); });
+    x.each(own_tiles(),
+           [&](const Vec<T, kNewTokenWidth>& pack, int d) { to.store(to.round(pack), d); });
   }
 
   // A warp a row.
   template <typename T>
   __device__ __forceinline__ void set_scores(const PagedAttentionParams& p, const ScoreCap& cap,
-                                             const WorkItem& item, int group, int side) {
+                                             const WorkTile& work_tile, int group, int side) {
     const int lane = threadIdx.x % 32;
     const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
-                              ? p.kv.k_scale[item.kv_head * p.kv.scale_stride]
+                              ? p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]
                               : 1.0f;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < group; row += blockDim.x / 32) {
       float sum = 0.0f;
       for (int d = lane * 4; d < p.kv.head_size; d += 128) {
         float query[4];
-        widen(*reinterpret_cast<const Pack<T, 4>*>(&memory_.query[row][d]), query);
+        upcast(*reinterpret_cast<const Vec<T, 4>*>(&memory_.query[row][d]), query);
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum += query[j] * memory_.key[d + j];
       }
@@ -280,24 +282,24 @@ class FreshToken {
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       }
       if (lane == 0) {
-        memory_.score[side][row] = adjusted_score(p, cap, item.kv_head * group + row, 0,
+        memory_.score[side][row] = adjusted_score(p, cap, work_tile.kv_head * group + row, 0,
                                                   sum * (p.scale * k_scale * kLog2E));
       }
     }
   }
 
-  const FreshParams& fresh_;
+  const NewTokenParams& new_token_;
   Memory& memory_;
   // Of the item that comes next.
   int token_;
   int seq_len_;
-  bool stores_;         // the new token
-  Kind kind_ = kNone;   // of this lane's row
-  int head_;            // likewise
-  int guess_ = -1;      // of the position
-  int64_t position_;    // as given
-  uint2 x_[2] = {};     // the row's packs, as loaded
-  uint2 cosines_ = {};  // of the guess
+  bool stores_;           // the new token
+  Kind kind_ = kNone;     // of this lane's row
+  int head_;              // likewise
+  int speculative_ = -1;  // of the position
+  int64_t position_;      // as given
+  uint2 x_[2] = {};       // the row's packs, as loaded
+  uint2 cosines_ = {};    // of the guess
   uint2 sines_ = {};
   int64_t slot_ = -1;        // as given
   int32_t last_block_ = -1;  // that of the last token, by the table

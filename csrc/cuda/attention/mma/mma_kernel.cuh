@@ -134,7 +134,7 @@ struct MmaTile {
   __device__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kHeadTiles; ++tile) {
-      maximum[tile][0] = maximum[tile][1] = kNoMaximum;
+      maximum[tile][0] = maximum[tile][1] = kRowMaxInit;
       sum[tile][0] = sum[tile][1] = 0.0f;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -200,8 +200,8 @@ struct MmaTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t a[4];
-          widen4<Cache>(bytes[2 * half], a[0], a[2]);
-          widen4<Cache>(bytes[2 * half + 1], a[1], a[3]);
+          upcast4<Cache>(bytes[2 * half], a[0], a[2]);
+          upcast4<Cache>(bytes[2 * half + 1], a[1], a[3]);
 #pragma unroll
           for (int tile = 0; tile < kHeadTiles; ++tile) {
             const uint2 b = get_query(tile, k + half, lane);
@@ -251,8 +251,8 @@ struct MmaTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t a[4];
-          widen4<Cache>(bytes[2 * half], a[0], a[2]);
-          widen4<Cache>(bytes[2 * half + 1], a[1], a[3]);
+          upcast4<Cache>(bytes[2 * half], a[0], a[2]);
+          upcast4<Cache>(bytes[2 * half + 1], a[1], a[3]);
 #pragma unroll
           for (int tile = 0; tile < kHeadTiles; ++tile) {
             mma_m16n8k16<Element>(out[tile][k + half], a, weights[tile][0], weights[tile][1]);
@@ -289,7 +289,7 @@ struct MmaTile {
             if (p.sparse.on()) {
               const int offset =
                   p.sparse.head_offset(head, heads.kv_head, p.num_heads, p.kv.num_kv_heads);
-              seen = seen && p.sparse.sees(first_token + token, mask.seq_len, offset);
+              seen = seen && p.sparse.is_visible(first_token + token, mask.seq_len, offset);
             }
           }
           if (!seen) c[tile][j] = -INFINITY;
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   __shared__ uint64_t barriers[kMaxWarps * kMaxStages];
   __shared__ __align__(16) uint4 zeros;
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const TokenRange tokens = token_range(p, blockIdx.x);
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       bool wanted = static_cast<unsigned>(id) < static_cast<unsigned>(p.kv.num_blocks);
       if (sparse && wanted) {
         const int token = page_of(stage, page) * block_size;
-        wanted = __any_sync(0xffffffffu, p.sparse.sees(token, tokens.seq_len, my_offset));
+        wanted = __any_sync(0xffffffffu, p.sparse.is_visible(token, tokens.seq_len, my_offset));
       }
       mask |= static_cast<uint32_t>(wanted) << page;
       key[page] = static_cast<const char*>(p.kv.key) +
@@ -526,7 +526,7 @@ inline LaunchShape launch_shape(const PagedAttentionParams& p, int heads_per_blo
   const int fixed = 1024 + (heads_per_block > 8 ? 8192 : 0);  // with static arrays
   const int all = device.shared_memory_per_block - fixed;
   const int half = (device.shared_memory_per_block - 2048) / 2 - fixed;
-  const int budget = blocks <= device.multiprocessors || 4 * 2 * stage_bytes > half ? all : half;
+  const int budget = blocks <= device.num_sms || 4 * 2 * stage_bytes > half ? all : half;
   shape.warps = kMaxWarps;
   while (shape.warps > 1 && shape.warps * 3 * stage_bytes > budget) shape.warps /= 2;
   shape.ring.stages = budget / (shape.warps * stage_bytes);

@@ -8,13 +8,13 @@
 namespace vllm_kernels::cuda {
 
 struct PrefillLaunch {
-  int least_query_len;  // sequences of fewer query tokens are left out
-  bool leads;           // ... and are the next launch's, which runs beside this one
-  uint32_t* next;       // items handed out; 0 before and after every launch
+  int min_query_len;           // sequences of fewer query tokens are left out
+  bool has_concurrent_launch;  // ... and are the next launch's, which runs beside this one
+  uint32_t* next;              // items handed out; 0 before and after every launch
 };
 
 // K and V of 8 bits have heads up to this size, and scores that are neither capped nor biased.
-constexpr int kMostWidened = 192;
+constexpr int kMaxHeadSize8Bit = 192;
 
 // Queries are of 16 bits, K and V of the same type or of 8. Pages of layout vllm have 16 tokens (of
 // 8 bits: or more), those of the others 16 or more; or keys are contiguous.

@@ -24,23 +24,23 @@ constexpr float kSectionBytes = 24e6f;  // of K and V
 // for a row, a token and a dimension, of 16 bits and of 8, or with scores that are capped or
 // biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
 constexpr float kPrefillPicoseconds = 0.75f;
-constexpr float kWidenPicoseconds = 1.15f;
+constexpr float k8BitPicoseconds = 1.15f;
 constexpr float kAdjustPicoseconds = 1.3f;
 constexpr float kEndTokens = 150.0f;
 constexpr float kReadBytes = 4200.0f;
 
 // A window that no sequence is longer than, and that a position can be added to.
-constexpr int kMostRight = 1 << 30;
+constexpr int kMaxWindowRight = 1 << 30;
 
 struct PrefillShape {
-  int group;         // query heads of a KV head
-  int page_shift;    // log2 of the tokens of a page
-  int least_rows;    // sequences of fewer query rows a KV head are left out
-  float to_log2;     // from product to log2 units
-  int window_right;  // tokens after a query token's own that it sees, at most kMostRight
-  int rows;          // of an item, where they are not the same in every launch
-  bool query_boxes;  // an item's queries are a box of the tensor of queries
-  bool leads;        // those other sequences' launch follows, and runs beside this one
+  int group;                 // query heads of a KV head
+  int page_shift;            // log2 of the tokens of a page
+  int min_rows;              // sequences of fewer query rows a KV head are left out
+  float softmax_scale_log2;  // from product to log2 units
+  int window_right;   // tokens after a query token's own that it sees, at most kMaxWindowRight
+  int rows;           // of an item, where they are not the same in every launch
+  bool query_by_tma;  // an item's queries are a box of the tensor of queries
+  bool has_concurrent_launch;  // those other sequences' launch follows, and runs beside this one
   FastDivisor group_divisor;
 };
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ float usable_scale(float scale) {
   return scale == 0.0f ? 0x1p-100f : scale;
 }
 
-struct PrefillItem {
+struct PrefillTile {
   int seq;
   int kv_head;
   int first_row, rows;         // of the sequence's query_len * group
@@ -61,33 +61,33 @@ struct PrefillItem {
   int first_tile, tiles;
 };
 
-// kItemRows: of an item, or 0 for shape.rows. kTokens: of a tile.
-template <int kHeadSize, int kItemRows, int kTokens>
-class PrefillPlan {
+// kTileRows: of an item, or 0 for shape.rows. kTokens: of a tile.
+template <int kHeadSize, int kTileRows, int kTokens>
+class PrefillTileScheduler {
  public:
   // All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
     uint32_t chunks = 0, longest = 0;
     float tokens = 0.0f, others = 0.0f;  // that chunks see; that sequences left out see
-    const float window = p.sliding_window > 0 ? p.sliding_window : kMostRight;
+    const float window = p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
       chunks += chunks_;
       if (chunks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
-        const float seen = fminf(seq_len_ - 0.5f * query_len_, window + item_rows(shape));
-        tokens += chunks_ * (seen + kTokens + kEndTokens);
+        const float visible = fminf(seq_len_ - 0.5f * query_len_, window + tile_rows(shape));
+        tokens += chunks_ * (visible + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
         others += fminf(seq_len_, window);
       }
     }
-    items_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
+    num_tiles_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
     blocks_ = gridDim.x;
-    if (shape.leads) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
+    if (shape.has_concurrent_launch) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
     before_ = 0;
     if (one_round(p)) {
       class_ = round_ = first_head_ = 0;
@@ -101,13 +101,13 @@ class PrefillPlan {
     }
   }
 
-  __device__ __forceinline__ uint32_t items() const { return items_; }
+  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
   // Blocks that take items.
   __device__ __forceinline__ uint32_t blocks() const { return blocks_; }
 
   // Puts item `index` down. They are asked for in rising order. All lanes of a warp.
-  __device__ __forceinline__ void find(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       uint32_t index, int lane, PrefillItem& item) {
+  __device__ __forceinline__ void get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
+                                           uint32_t index, int lane, PrefillTile& work_tile) {
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
@@ -145,38 +145,38 @@ class PrefillPlan {
       const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
       const int first_query = of_owner(first_query_), first_key = of_owner(first_key_);
       if (lane != 0) return;
-      item.seq = round_ * 32 + owner;
-      item.kv_head = first_head_ + head;
-      item.first_row = (last_chunk - (local - head * chunks)) * item_rows(shape);
-      item.rows = min(item_rows(shape), query_len * shape.group - item.first_row);
-      item.first_query = first_query;
-      item.position = position;
-      item.first_key = first_key;
+      work_tile.seq = round_ * 32 + owner;
+      work_tile.kv_head = first_head_ + head;
+      work_tile.first_row = (last_chunk - (local - head * chunks)) * tile_rows(shape);
+      work_tile.rows = min(tile_rows(shape), query_len * shape.group - work_tile.first_row);
+      work_tile.first_query = first_query;
+      work_tile.position = position;
+      work_tile.first_key = first_key;
       const auto position_of = [&](int row) {
         return position + static_cast<int>(shape.group_divisor.divide(row));
       };
-      const int low = position_of(item.first_row);
-      const int high = position_of(item.first_row + item.rows - 1);
-      const auto sees_from = [&](int at) {
+      const int low = position_of(work_tile.first_row);
+      const int high = position_of(work_tile.first_row + work_tile.rows - 1);
+      const auto visible_from = [&](int at) {
         return p.sliding_window > 0 ? max(0, at - p.sliding_window + 1) : 0;
       };
-      const auto sees_until = [&](int at) {
+      const auto visible_until = [&](int at) {
         return min(at + shape.window_right + 1, position + query_len);
       };
-      item.begin = sees_from(low);
-      item.end = sees_until(high);
-      item.whole_begin = sees_from(high);
-      item.whole_end = sees_until(low);
-      item.first_tile = item.begin / kTokens;
+      work_tile.begin = visible_from(low);
+      work_tile.end = visible_until(high);
+      work_tile.whole_begin = visible_from(high);
+      work_tile.whole_end = visible_until(low);
+      work_tile.first_tile = work_tile.begin / kTokens;
       // At least one, so that every output row is written.
-      item.tiles = max(0, item.end - 1) / kTokens - item.first_tile + 1;
+      work_tile.tiles = max(0, work_tile.end - 1) / kTokens - work_tile.first_tile + 1;
       return;
     }
   }
 
  private:
-  static __device__ __forceinline__ int item_rows(const PrefillShape& shape) {
-    return kItemRows > 0 ? kItemRows : shape.rows;
+  static __device__ __forceinline__ int tile_rows(const PrefillShape& shape) {
+    return kTileRows > 0 ? kTileRows : shape.rows;
   }
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
@@ -193,7 +193,7 @@ class PrefillPlan {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
-    if (rows >= shape.least_rows) chunks_ = (rows + item_rows(shape) - 1) / item_rows(shape);
+    if (rows >= shape.min_rows) chunks_ = (rows + tile_rows(shape) - 1) / tile_rows(shape);
   }
   // KV heads of a section, of the round at hand: sections are about equal.
   __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
@@ -208,7 +208,7 @@ class PrefillPlan {
   __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
     if (until >= seq_len_) return chunks_;
     const int tokens = until - shape.window_right - (seq_len_ - query_len_);
-    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / item_rows(shape));
+    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / tile_rows(shape));
   }
 
   // K and V of a KV head.
@@ -229,18 +229,18 @@ class PrefillPlan {
                                                 float others) {
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
     const float each = adjusts                    ? kAdjustPicoseconds
-                       : size_of(p.kv.dtype) == 1 ? kWidenPicoseconds
+                       : size_of(p.kv.dtype) == 1 ? k8BitPicoseconds
                                                   : kPrefillPicoseconds;
-    const float alone = tokens * each * (item_rows(shape) * kHeadSize);  // of one block
-    const float beside = others * token_bytes(p) * (1000.0f / kReadBytes);
-    const float blocks = ceilf(__fdividef(alone, 0.55f * beside));
+    const float alone = tokens * each * (tile_rows(shape) * kHeadSize);  // of one block
+    const float concurrent = others * token_bytes(p) * (1000.0f / kReadBytes);
+    const float blocks = ceilf(__fdividef(alone, 0.55f * concurrent));
     if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
   }
 
   uint32_t blocks_;
   // this lane's sequence of the round at hand
   int seq_len_, first_key_, first_query_, query_len_, chunks_;
-  uint32_t items_;
+  uint32_t num_tiles_;
   int longest_;        // tokens
   int class_tokens_;   // positions of a class
   int class_;          // of the last item

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
   // After it: merge_and_write()'s arrays.
   extern __shared__ __align__(16) float simt_shared[];
   launch_dependents();
-  wait_for_predecessor();
+  wait_for_primary_kernel();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const TokenRange tokens = kGeneral ? tokens_of_query(p, blockIdx.x) : token_range(p, blockIdx.x);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
                             : 1.0f;
 
   float* query = simt_shared;
-  float* weights = simt_shared + kSimtHeads * head_size + warp * kSimtHeads * 32;
+  float* probs = simt_shared + kSimtHeads * head_size + warp * kSimtHeads * 32;
   const Query* rows = static_cast<const Query*>(p.query) + tokens.query * p.query_stride +
                       static_cast<int64_t>(heads.first) * head_size;
   for (int i = threadIdx.x; i < heads.count * head_size; i += blockDim.x) {
@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
       static_cast<const Cache*>(p.kv.value) + tokens.first_key * p.kv.value_token_stride;
   const int32_t* table = p.block_tables + tokens.seq * p.block_table_stride;
 
-  float maximum[kSimtHeads], sum[kSimtHeads], out[kSimtHeads][kSimtMaxHeadSize / 32];
+  float row_max[kSimtHeads], sum[kSimtHeads], out[kSimtHeads][kSimtMaxHeadSize / 32];
 #pragma unroll
   for (int head = 0; head < kSimtHeads; ++head) {
-    maximum[head] = kNoMaximum;
+    row_max[head] = kRowMaxInit;
     sum[head] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) out[head][i] = 0.0f;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
     const int slot = token % p.kv.block_size;
     if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.kv.num_blocks)) block = -1;
 
-    bool any_head_sees = false;
+    bool any_head_visible = false;
     float score[kSimtHeads];
 #pragma unroll
     for (int head = 0; head < kSimtHeads; ++head) score[head] = 0.0f;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
     for (int head = 0; head < kSimtHeads; ++head) {
       if (head >= heads.count) break;
       const int global = heads.first + head;
-      bool seen = block >= 0;
+      bool visible = block >= 0;
       if (kGeneral && p.softcap > 0.0f) {
         const float cap = p.softcap * kLog2E;
         score[head] = cap * tanhf(score[head] / cap);
@@ -108,25 +108,25 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
       if (p.sparse.on()) {
         const int offset =
             p.sparse.head_offset(global, heads.kv_head, p.num_heads, p.kv.num_kv_heads);
-        seen = seen && p.sparse.sees(token, tokens.seq_len, offset);
+        visible = visible && p.sparse.is_visible(token, tokens.seq_len, offset);
       }
-      if (!seen) score[head] = -INFINITY;
-      any_head_sees = any_head_sees || seen;
+      if (!visible) score[head] = -INFINITY;
+      any_head_visible = any_head_visible || visible;
       float largest = score[head];
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
       }
-      const float updated = fmaxf(maximum[head], largest);
-      const float factor = exp2_approx(maximum[head] - updated);
-      maximum[head] = updated;
+      const float updated = fmaxf(row_max[head], largest);
+      const float factor = exp2_approx(row_max[head] - updated);
+      row_max[head] = updated;
       const float weight = exp2_approx(score[head] - updated);
       sum[head] = sum[head] * factor + weight;
 #pragma unroll
       for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) out[head][i] *= factor;
-      weights[head * 32 + lane] = weight;
+      probs[head * 32 + lane] = weight;
     }
-    if (!any_head_sees) block = -1;
+    if (!any_head_visible) block = -1;
     __syncwarp();
     for (int t = 0; t < 32; ++t) {
       const int from = __shfl_sync(0xffffffffu, block, t);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
         const float value = to_float(values[p.kv.value_offset(from, heads.kv_head, at, d)]);
 #pragma unroll
         for (int head = 0; head < kSimtHeads; ++head) {
-          if (head < heads.count) out[head][i] += weights[head * 32 + t] * value;
+          if (head < heads.count) out[head][i] += probs[head * 32 + t] * value;
         }
       }
     }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32)
     }
     const int row = warp * heads.count + head;
     if (lane == 0) {
-      partial_max[row] = maximum[head];
+      partial_max[row] = row_max[head];
       partial_sum[row] = total;
     }
 #pragma unroll

@@ -7,7 +7,7 @@
 // tensor cores would be the limit (512 bytes for 2 products of m16n8k16, not for 4).
 //
 // How a tile of 64 tokens lies in shared memory, in 16 bits:
-//   K          rows of tokens, as kv_smem_layout.cuh has them (form kRows)
+//   K          rows of tokens, as kv_smem_layout.cuh has them (form kSwizzledRows)
 //   V, kRows   likewise; transposed by ldmatrix
 //   V, kPages  (layout vllm) V^T: D rows of 64 tokens, 128 bytes, whose chunks of 8 tokens are
 //              permuted by chunk ^ value_swizzle(d)
@@ -25,13 +25,13 @@
 namespace vllm_kernels::cuda {
 
 // What one block works on.
-// kWidens: the cache's elements have 8 bits, and T is fp16.
-template <typename Element, int kSize, PageForm kPageForm, bool kWidensCache>
-struct PrefillMmaConfig {
+// kCacheIs8Bit: the cache's elements have 8 bits, and T is fp16.
+template <typename Element, int kSize, KvForm kKvForm, bool kIs8BitCache>
+struct Sm80Config {
   using T = Element;  // of the products
   static constexpr int kHeadSize = kSize;
-  static constexpr PageForm kForm = kPageForm;
-  static constexpr bool kWidens = kWidensCache;
+  static constexpr KvForm kForm = kKvForm;
+  static constexpr bool kCacheIs8Bit = kIs8BitCache;
   static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;  // of 16 rows, of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block, at most
@@ -47,9 +47,9 @@ struct PrefillMmaConfig {
   static constexpr int kTileBytes = kColumns * kTokens * kColumnBytes;  // of K, or of V
   // Pieces of 16 bytes of K, and as many of V, that a lane copies, and of 8-bit caches widens. Two
   // shares of a tile's copies are of the same 16 tokens.
-  static constexpr int kCopied = kWidens ? 16 : 8;  // elements of a piece
+  static constexpr int kCopied = kCacheIs8Bit ? 16 : 8;  // elements of a piece
   static constexpr int kPieces = (kHeadSize / kCopied + 3) / 4;
-  static constexpr int kRawBytes = kWidens ? 2 * kPieces * kThreads * 16 : 0;
+  static constexpr int kRawBytes = kCacheIs8Bit ? 2 * kPieces * kThreads * 16 : 0;
 
   static int shared_bytes(int warps, int stages) {
     const int query = kRowTiles * (kHeadSize / 16 - kHeldSteps) * 32 * warps * 16;
@@ -64,20 +64,20 @@ __device__ __forceinline__ uint32_t value_swizzle(uint32_t d) {
 }
 
 template <typename Config>
-struct PrefillMmaTile {
+struct Sm80Mma {
   using T = typename Config::T;
-  using Addresses = TileAddresses<T, Config::kHeadSize, Config::kTokens, PageForm::kRows>;
+  using Addresses = KvFragments<T, Config::kHeadSize, Config::kTokens, KvForm::kSwizzledRows>;
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kSteps = Config::kHeadSize / 16, kHeldSteps = Config::kHeldSteps;
   static constexpr int kOutTiles = Config::kHeadSize / 8;
   static constexpr int kScoreTiles = Config::kTokens / 8;
-  static constexpr bool kRows = Config::kForm == PageForm::kRows;
+  static constexpr bool kRows = Config::kForm == KvForm::kSwizzledRows;
   using Scores = float[kRowTiles][kScoreTiles][4];
 
   uint32_t query[kRowTiles][std::max(1, kHeldSteps)][4];
   uint32_t query_rest;  // address of this thread's further steps
   float out[kRowTiles][kOutTiles][4];
-  float maximum[kRowTiles][2];    // log2 units; see kMaximumSlack
+  float row_max[kRowTiles][2];    // log2 units; see kRescaleThreshold
   float sum[kRowTiles][2];        // this lane's columns only
   uint32_t key_lane, value_lane;  // what a lane adds to the addresses of K and V
 
@@ -116,7 +116,7 @@ struct PrefillMmaTile {
         for (int i = 0; i < 2 * kSteps; ++i) {
           loaded[i / 2][i % 2 * 2 + r] = i * 8 < limit ? pairs[i * 4] : 0;
         }
-        if constexpr (Config::kWidens) {
+        if constexpr (Config::kCacheIs8Bit) {
           const float factor = to_half<Query>(loaded, r);
           if (lane % 4 == 0) factors[row_of(lane, tile, r)] = factor;
         }
@@ -132,7 +132,7 @@ struct PrefillMmaTile {
         }
       }
     }
-    if constexpr (Config::kWidens) __syncwarp();
+    if constexpr (Config::kCacheIs8Bit) __syncwarp();
   }
 
   __device__ __forceinline__ void clear() {
@@ -140,7 +140,7 @@ struct PrefillMmaTile {
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        maximum[tile][r] = kNoMaximum;
+        row_max[tile][r] = kRowMaxInit;
         sum[tile][r] = 0.0f;
       }
 #pragma unroll
@@ -183,7 +183,7 @@ struct PrefillMmaTile {
 
   // unit(tile, r): from a row's score to log2 units.
   template <typename Unit>
-  __device__ __forceinline__ void weigh(Scores& scores, const Unit& unit) {
+  __device__ __forceinline__ void online_softmax(Scores& scores, const Unit& score_scale) {
     float largest[kRowTiles][2];
     bool higher = false;
 #pragma unroll
@@ -195,17 +195,17 @@ struct PrefillMmaTile {
         for (int i = 1; i < kScoreTiles; ++i) {
           most = fmaxf(most, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
         }
-        largest[tile][r] = most * unit(tile, r);
-        higher |= largest[tile][r] > maximum[tile][r] + kMaximumSlack;
+        largest[tile][r] = most * score_scale(tile, r);
+        higher |= largest[tile][r] > row_max[tile][r] + kRescaleThreshold;
       }
     }
     // Most steps move no maximum, and ask no more than this vote.
-    if (__any_sync(0xffffffffu, higher)) raise_maxima(largest);
+    if (__any_sync(0xffffffffu, higher)) raise_row_max(largest);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float scale = unit(tile, r), less = -maximum[tile][r];
+        const float scale = score_scale(tile, r), less = -row_max[tile][r];
 #pragma unroll
         for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
@@ -223,13 +223,13 @@ struct PrefillMmaTile {
     const uint32_t lane_at = value + value_lane;
 #pragma unroll
     for (int part = 0; part < kScoreTiles / 2; ++part) {
-      uint32_t weights[kRowTiles][4];
+      uint32_t probs[kRowTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float (&from)[4] = scores[tile][2 * part + j / 2];
-          weights[tile][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
+          probs[tile][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
         }
       }
       uint32_t at = lane_at;
@@ -245,8 +245,8 @@ struct PrefillMmaTile {
         }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          mma_m16n8k16<T>(out[tile][2 * k], weights[tile], b[0], b[1]);
-          mma_m16n8k16<T>(out[tile][2 * k + 1], weights[tile], b[2], b[3]);
+          mma_m16n8k16<T>(out[tile][2 * k], probs[tile], b[0], b[1]);
+          mma_m16n8k16<T>(out[tile][2 * k + 1], probs[tile], b[2], b[3]);
         }
       }
     }
@@ -255,7 +255,7 @@ struct PrefillMmaTile {
   // Row r of row tile `tile`, times `scale`, as elements of type Out: 16 bytes a lane and 32
   // dimensions. All lanes; `there`: whether the row is to be written.
   template <typename Out>
-  __device__ __forceinline__ void store(Out* row, bool there, int head_size, int tile, int r,
+  __device__ __forceinline__ void store(Out* row, bool present, int head_size, int tile, int r,
                                         float scale, int lane) const {
     const int quarter = lane % 4;
 #pragma unroll
@@ -268,7 +268,7 @@ struct PrefillMmaTile {
       }
       // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
       quad_transpose(pairs, quarter);
-      if (there && block * 32 + quarter * 8 < head_size) {
+      if (present && block * 32 + quarter * 8 < head_size) {
         *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
             uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
       }
@@ -319,15 +319,15 @@ struct PrefillMmaTile {
   }
 
   // `largest`: of this lane's scores of each row.
-  __device__ __forceinline__ void raise_maxima(const float (&largest)[kRowTiles][2]) {
+  __device__ __forceinline__ void raise_row_max(const float (&largest)[kRowTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float updated = quad_max(fmaxf(maximum[tile][r], largest[tile][r]));
-        factor[r] = exp2_approx(maximum[tile][r] - updated);
-        maximum[tile][r] = updated;
+        const float updated = quad_max(fmaxf(row_max[tile][r], largest[tile][r]));
+        factor[r] = exp2_approx(row_max[tile][r] - updated);
+        row_max[tile][r] = updated;
         sum[tile][r] *= factor[r];
       }
 #pragma unroll

@@ -26,7 +26,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillPart = 16;  // tokens
+constexpr int kPrefillBoxTokens = 16;  // tokens
 
 // What one block works on: registers (65536 in all) and shared memory decide.
 struct PrefillTuning {
@@ -36,12 +36,12 @@ struct PrefillTuning {
   int key_stages, value_stages, queries;
   // Queries in registers spare shared memory a fifth of what it is read.
   bool query_in_registers;
-  int registers, servant_registers;  // of a thread that attends, and of one that serves those
+  int registers, producer_registers;  // of a thread that attends, and of one that serves those
 };
 
 // adjusts: scores are capped or biased. widens: K and V are of 8 bits.
-constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens) {
-  if (widens) {
+constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
+  if (cache_is_8bit) {
     return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 200, 56}
            : head_size <= 128 ? PrefillTuning{2, 128, 2, 2, 1, false, 200, 56}
                               : PrefillTuning{2, 64, 2, 2, 1, false, 200, 56};
@@ -58,16 +58,16 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool widens)
                             : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
 }
 
-constexpr int kWideners = 3;  // warps that widen K, and as many that widen V
+constexpr int kDequantWarps = 3;  // warps that widen K, and as many that widen V
 
-template <typename Element, int kSize, PageForm kPageForm, bool kAdjustsScores, bool kWidensCache>
+template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
 struct PrefillConfig {
   using T = Element;  // of the products
   static constexpr int kHeadSize = kSize;
-  static constexpr PageForm kForm = kPageForm;
+  static constexpr KvForm kForm = kKvForm;
   static constexpr bool kAdjusts = kAdjustsScores;
-  static constexpr bool kWidens = kWidensCache;
-  static constexpr PrefillTuning kTuning = prefill_tuning(kSize, kAdjusts, kWidens);
+  static constexpr bool kCacheIs8Bit = kIs8BitCache;
+  static constexpr PrefillTuning kTuning = prefill_tuning(kSize, kAdjusts, kCacheIs8Bit);
   static constexpr int kGroups = kTuning.groups;
   static constexpr int kRows = 64 * kGroups;  // of an item
   static constexpr int kTokens = kTuning.tokens;
@@ -76,30 +76,30 @@ struct PrefillConfig {
   static constexpr int kValueStages = kTuning.value_stages;
   static constexpr int kQueries = kTuning.queries;
   // A warpgroup serves those that attend, two where six of their warps widen.
-  static constexpr int kThreads = 128 * (kGroups + 1 + kWidens);
+  static constexpr int kThreads = 128 * (kGroups + 1 + kCacheIs8Bit);
   // 64 dimensions of all rows, or tokens, together.
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
   // Of one widener: its parts of a tile, as they are stored.
-  static constexpr int kRawBytes =
-      (kTokens / kPrefillPart + kWideners - 1) / kWideners * kPrefillPart * kHeadSize;
+  static constexpr int kRawBytes = (kTokens / kPrefillBoxTokens + kDequantWarps - 1) /
+                                   kDequantWarps * kPrefillBoxTokens * kHeadSize;
   static constexpr int kSharedBytes = kQueries * kQueryBytes +
                                       (kKeyStages + kValueStages) * kTileBytes +
-                                      (kWidens ? 2 * kWideners * kRawBytes : 0);
+                                      (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
 };
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 template <typename Config>
-struct PrefillTile {
+struct PrefillMma {
   using T = typename Config::T;
   static constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
   static constexpr int kScoreTiles = kTokens / 8;
   static constexpr int kOutTiles = kHeadSize / 8;
-  static constexpr int kParts = kTokens / kPrefillPart;
-  static constexpr bool kRows = Config::kForm == PageForm::kRows;
-  static constexpr uint32_t kPartBytes = kPrefillPart * kHeadSize * 2;
+  static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
+  static constexpr bool kRows = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * 2;
   static constexpr uint32_t kColumnStep = kTokens * 128;  // to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
@@ -107,8 +107,8 @@ struct PrefillTile {
   uint32_t query[kQueryInRegisters ? kHeadSize / 16 : 1][4];
   float scores[kScoreTiles][4];
   float out[kOutTiles][4];
-  uint32_t weights[kParts][4];
-  float maximum[2];  // log2 units; see kMaximumSlack
+  uint32_t probs[kBoxes][4];
+  float row_max[2];  // log2 units; see kRescaleThreshold
   float sum[2];      // this lane's columns only
 
   __device__ __forceinline__ void clear() {
@@ -121,7 +121,7 @@ struct PrefillTile {
   __device__ __forceinline__ void start_sums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maximum[r] = kNoMaximum;
+      row_max[r] = kRowMaxInit;
       sum[r] = 0.0f;
     }
   }
@@ -137,12 +137,12 @@ struct PrefillTile {
     }
   }
   __device__ __forceinline__ void start_scores(uint32_t rows, uint32_t key) {
-    settle(scores);
-    if (kQueryInRegisters) settle(query);
+    warpgroup_fence_operand(scores);
+    if (kQueryInRegisters) warpgroup_fence_operand(query);
     wgmma_fence();
     const MatrixDescriptor query_rows(rows, 16, 1024, Swizzle::k128);
     const auto columns = kRows ? MatrixDescriptor(key, 16, 1024, Swizzle::k128)
-                               : MatrixDescriptor(key, 128, kPartBytes / 2, Swizzle::kNone);
+                               : MatrixDescriptor(key, 128, kBoxBytes / 2, Swizzle::kNone);
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k) {
       const uint64_t b = columns.behind(kRows ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
@@ -156,15 +156,15 @@ struct PrefillTile {
     wgmma_commit();
   }
   __device__ __forceinline__ void start_out(uint32_t value) {
-    settle(weights);
-    settle(out);
+    warpgroup_fence_operand(probs);
+    warpgroup_fence_operand(out);
     wgmma_fence();
     const auto columns = kRows ? MatrixDescriptor(value, kColumnStep, 1024, Swizzle::k128)
                                : MatrixDescriptor(value, 16, 256, Swizzle::k32);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      wgmma_registers<T, kRows>(out, weights[part],
-                                columns.behind(part * (kRows ? 2048 : kPartBytes)), true);
+    for (int part = 0; part < kBoxes; ++part) {
+      wgmma_registers<T, kRows>(out, probs[part], columns.behind(part * (kRows ? 2048 : kBoxBytes)),
+                                true);
     }
     wgmma_commit();
   }
@@ -186,7 +186,7 @@ struct PrefillTile {
 
   // Scores to weights, relative to maxima that are raised where need be; what scales the results
   // and sums before them goes to `factor`. Says whether any lane's is not 1.
-  __device__ __forceinline__ bool weigh(float unit, float (&factor)[2]) {
+  __device__ __forceinline__ bool online_softmax(float score_scale, float (&factor)[2]) {
     float largest[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -204,18 +204,18 @@ struct PrefillTile {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = fmaxf(largest[r][0], largest[r][1]);
-      most = quad_max(most) * unit;
-      const bool raises = most > maximum[r] + kMaximumSlack;
-      const float updated = raises ? most : maximum[r];
-      factor[r] = exp2_approx(maximum[r] - updated);
-      maximum[r] = updated;
+      most = quad_max(most) * score_scale;
+      const bool raises = most > row_max[r] + kRescaleThreshold;
+      const float updated = raises ? most : row_max[r];
+      factor[r] = exp2_approx(row_max[r] - updated);
+      row_max[r] = updated;
       raised |= raises;
       float sums[2] = {sum[r] * factor[r], 0.0f};
 #pragma unroll
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j) {
-          scores[i][j] = exp2_approx(fmaf(scores[i][j], unit, -updated));
+          scores[i][j] = exp2_approx(fmaf(scores[i][j], score_scale, -updated));
           sums[j & 1] += scores[i][j];
         }
       }
@@ -230,19 +230,19 @@ struct PrefillTile {
       for (int j = 0; j < 4; ++j) out[i][j] *= factor[j / 2];
     }
   }
-  __device__ __forceinline__ void pack_weights() {
+  __device__ __forceinline__ void pack_probs() {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kBoxes; ++part) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float (&from)[4] = scores[2 * part + j / 2];
-        weights[part][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
+        probs[part][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
       }
     }
   }
 
   // Row r of this lane, times `scale`: 16 bytes a lane and 32 dimensions.
-  __device__ __forceinline__ void store(T* row, bool there, int r, float scale, int lane) const {
+  __device__ __forceinline__ void store(T* row, bool present, int r, float scale, int lane) const {
     const int quarter = lane % 4;
 #pragma unroll
     for (int block = 0; block < kOutTiles / 4; ++block) {
@@ -259,7 +259,7 @@ struct PrefillTile {
         pairs_swap(pairs[0], pairs[1]);
         pairs_swap(pairs[2], pairs[3]);
       }
-      if (there) {
+      if (present) {
         *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
             uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
       }

@@ -2,9 +2,9 @@
 
 namespace vllm_kernels::cuda {
 
-bool paged_attention_prefill_mma_bf16_pages(const PagedAttentionParams& p,
-                                            const PrefillLaunch& launch, void* stream) {
-  return launch_prefill_mma<BFloat16, PageForm::kPages, false>(p, launch, stream);
+bool paged_attention_prefill_sm80_bf16_pages(const PagedAttentionParams& p,
+                                             const PrefillLaunch& launch, void* stream) {
+  return launch_prefill_sm80<BFloat16, KvForm::kPackedPages, false>(p, launch, stream);
 }
 
 }  // namespace vllm_kernels::cuda

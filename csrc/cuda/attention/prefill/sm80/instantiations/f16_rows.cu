@@ -2,9 +2,9 @@
 
 namespace vllm_kernels::cuda {
 
-bool paged_attention_prefill_mma_f16_rows(const PagedAttentionParams& p,
-                                          const PrefillLaunch& launch, void* stream) {
-  return launch_prefill_mma<Half, PageForm::kRows, false>(p, launch, stream);
+bool paged_attention_prefill_sm80_f16_rows(const PagedAttentionParams& p,
+                                           const PrefillLaunch& launch, void* stream) {
+  return launch_prefill_sm80<Half, KvForm::kSwizzledRows, false>(p, launch, stream);
 }
 
 }  // namespace vllm_kernels::cuda
