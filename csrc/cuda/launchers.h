@@ -48,7 +48,6 @@ void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
-void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
 // paged_attention. `workspace`: kPagedAttentionWorkspaceBytes that no other launch uses at the same
 // time; null for the stream's own.
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);

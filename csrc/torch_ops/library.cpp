@@ -142,4 +142,8 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");
   library.def("raise_bad_index() -> ()");
+
+  // --- vllm_kernels.explain(): `on` names the device by its own
+  library.def("start_explaining(Tensor on) -> ()");
+  library.def("take_explanation(Tensor on, Tensor! text) -> ()");
 }

@@ -13,3 +13,19 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(VLLM_KERNELS_BEFORE_HOPPER)
 #define VLLM_KERNELS_HAS_FP8 1
 #endif
+
+namespace vllm_kernels::cuda {
+
+// What this library is built for (cmake/cuda.cmake): sm_90a, and any other architecture.
+#if defined(VLLM_KERNELS_CODE_SM90A)
+constexpr bool kHasCodeForSm90a = true;
+#else
+constexpr bool kHasCodeForSm90a = false;
+#endif
+#if defined(VLLM_KERNELS_CODE_OTHER)
+constexpr bool kHasCodeForOthers = true;
+#else
+constexpr bool kHasCodeForOthers = false;
+#endif
+
+}  // namespace vllm_kernels::cuda

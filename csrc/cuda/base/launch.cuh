@@ -8,8 +8,10 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/base/architecture.cuh"
+#include "cuda/base/device.h"
 
 namespace vllm_kernels::cuda {
 
@@ -18,15 +20,6 @@ inline void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// What the launchers ask about a device, read once per device.
-struct DeviceInfo {
-  int num_sms = 0;
-  // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
-  int architecture = 0;
-  int shared_memory_per_block = 0;  // bytes, after opt-in
-  bool has_wgmma = false;           // the code is for sm_90a
-};
-
 constexpr int kMaxDevices = 64;
 
 // Of the PTX that this library's kernels come from on the current device.
@@ -34,12 +27,12 @@ int code_architecture();
 // Whether they were compiled for sm_90a, with Hopper's warpgroup products.
 bool code_has_wgmma();
 
-inline const DeviceInfo& current_device_info() {
-  static DeviceInfo infos[kMaxDevices];
+inline const DeviceModel& current_device_info() {
+  static DeviceModel infos[kMaxDevices];
   static std::once_flag filled[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  DeviceInfo& info = infos[device % kMaxDevices];
+  DeviceModel& info = infos[device % kMaxDevices];
   std::call_once(filled[device % kMaxDevices], [&] {
     int major = 0, minor = 0, count = 0, shared = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
@@ -75,6 +68,20 @@ int dynamic_shared_memory(const char* op) {
   }
   return bytes;
 }
+
+// Allows the kernel its shared memory, and checks what choose_kernel() computed without CUDA.
+template <auto kKernel, typename Choice>
+void check_shared_memory(const char* op, const Choice& choice) {
+  const int most = dynamic_shared_memory<kKernel>(op);
+  if (choice.shared_bytes <= most && choice.stages >= 2) return;
+  throw std::runtime_error(
+      std::string(op) + ": expected shared memory for 2 stages, the kernel wants " +
+      std::to_string(choice.shared_bytes) + " bytes, the device leaves " + std::to_string(most));
+}
+
+// An int as a type.
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
 
 // Blocks as the first dimension of a grid.
 inline unsigned grid_size(const char* op, int64_t blocks) {

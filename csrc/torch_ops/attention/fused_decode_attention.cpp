@@ -23,7 +23,9 @@ void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
 #else
 void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
                   const Argument* workspace) {
-  launch(params.rope, qkv);
+  if (!report_cpu_kernel("fused_decode_attention", "rope_and_cache, then paged_attention's")) {
+    launch(params.rope, qkv);
+  }
   launch_paged_attention(params.attention, qkv, workspace);
 }
 #endif

@@ -3,6 +3,7 @@
 #include <limits>
 #include <memory>
 
+#include "ops/report.h"
 #include "torch_ops/attention/attention_arguments.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
@@ -100,10 +101,18 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
                                current_stream(device));
 }
 #else
+bool report_cpu_kernel(const char* op, const char* kernel) {
+  return report(op, [&] {
+    return std::string("CPU, ") + kernel + " kernel, level " + cpu::level_name(cpu::level());
+  });
+}
+
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query,
                             const Argument*) {
   const PagedAttentionParams params = cpu::as_the_batch_has_it(given);
   if (cpu::is_plain_decode(params)) return launch_decode(params, query);
+  if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
+    return;
   cpu::GeneralAttentionWork work =
       cpu::cut_general_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);

@@ -13,11 +13,13 @@ namespace vllm_kernels {
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  launch(params, query);
+  raise_bad_index();
+  launch_paged_attention(params, query, nullptr);
 }
 #else
 // In two launches where a sequence is shared by several threads: parts, then their merge.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  if (report_cpu_kernel("paged_attention", "decode")) return;
   cpu::PagedAttentionWork work = cpu::cut_paged_attention(params, torch::stable::get_num_threads());
   if (work.tasks == 1) return launch(work, query);
   const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);

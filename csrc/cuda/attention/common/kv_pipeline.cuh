@@ -25,8 +25,6 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxPipelineStages = 8;
-
 struct PipelineLayout {
   int stages;       // of a ring, 2 .. kMaxPipelineStages
   int key_offset;   // bytes from a stage's V to its K
@@ -49,18 +47,6 @@ struct PipelineLayout {
   // Strides in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
-
-// Stages that each of some rings has where there are `bytes` of shared memory for all.
-inline int pipeline_stages(int bytes, int pipelines, int stage_bytes) {
-  const int stages = bytes / pipelines / stage_bytes;
-  if (stages < 2) {
-    throw std::runtime_error("paged_attention: expected shared memory for 2 stages of " +
-                             std::to_string(stage_bytes) + " bytes in each of " +
-                             std::to_string(pipelines) + " rings, the device leaves " +
-                             std::to_string(bytes) + " bytes");
-  }
-  return std::min(stages, kMaxPipelineStages);
-}
 
 // Forms kRows and kBoxes from sm_90 on: tensor maps of K and V.
 struct KvTensorMaps {
@@ -579,18 +565,6 @@ class KvPipeline {
 #endif
 };
 
-// Whether a page of a head is one stretch of memory, of rows: layout HND, as it is allocated.
-inline bool rows_are_contiguous(const PagedKv& kv) {
-  return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
-}
-
-// PipelineLayout's. Past the head size columns are read, too: they would be the next token's.
-template <typename Cache, int kMaxHeadSize, KvForm kForm>
-uint8_t line_shift(const PagedKv& kv) {
-  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize &&
-         rows_are_contiguous(kv) && current_device_info().architecture >= 90;
-}
-
 // All of the two but the number of stages.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
 void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout& layout) {
@@ -604,35 +578,31 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.columns = row_columns(kv.head_size, kBytes);
   pipeline.chunks = kv.head_size * kBytes / 16;
   pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
-  pipeline.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
+  const StageBytes bytes =
+      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_info().architecture);
+  pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
+  pipeline.key_offset = bytes.key_offset;
+  pipeline.stage_bytes = bytes.total;
   pipeline.by_lanes = kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
   pipeline.copy_lanes = (is_whole(kForm) ? 1 : 2 * pipeline.columns) << pipeline.pages_shift;
   pipeline.copy_stages = 32 / pipeline.copy_lanes;
   pipeline.lane_divisor = FastDivisor(pipeline.copy_lanes);
-  // V's products read past the head size, too: what comes then is the same stage's K.
-  int key_bytes;
   if (kForm == KvForm::kSwizzledRows) {
     layout.key_step = layout.value_step = 16 * kColumnBytes >> pipeline.line_shift;
     layout.key_half = layout.value_half = 32 * kColumnBytes >> pipeline.line_shift;
-    pipeline.key_offset = pipeline.columns * kColumnStride<kTokens> >> pipeline.line_shift;
-    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> pipeline.line_shift;
   } else if (kForm == KvForm::kPlainRows) {
     constexpr int kRowBytes = kMaxHeadSize * kBytes;
     pipeline.uses_tma_boxes = !rows_are_contiguous(kv);
     pipeline.page_bytes = pipeline.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
     layout.key_step = layout.value_step = 16 * kRowBytes;
     layout.key_half = layout.value_half = 32 * kRowBytes;
-    pipeline.key_offset = key_bytes = kRowBytes << kShift;
   } else {
     const bool within = layout.page_tokens == 32;  // the next 16 tokens are in the same page
     layout.key_step = within ? 16 * 16 : pipeline.page_stride * 16 / layout.page_tokens;
     layout.value_step = within ? 16 * kBytes : pipeline.page_bytes * 16 / layout.page_tokens;
     layout.key_half = 32 / layout.page_tokens * pipeline.page_stride;
     layout.value_half = 32 / layout.page_tokens * pipeline.page_bytes;
-    pipeline.key_offset = (kv.head_size * kBytes) << kShift;
-    key_bytes = (kMaxHeadSize * kBytes) << kShift;
   }
-  pipeline.stage_bytes = (pipeline.key_offset + key_bytes + 127) / 128 * 128;
   const auto in_16_bytes = [](int64_t stride) {
     return static_cast<uint32_t>(stride * kBytes / 16);
   };

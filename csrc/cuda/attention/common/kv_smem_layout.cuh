@@ -15,16 +15,11 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/base/ptx.cuh"
 #include "cuda/base/types.cuh"
 
 namespace vllm_kernels::cuda {
-
-// Where a stage's tokens come from: whole pages of layout vllm (up to 16 tokens), parts of longer
-// pages of it, or the rows of layouts NHD and HND, in columns or as they are.
-enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
-
-constexpr int kColumnBytes = 128;  // of a row
 
 // Of a stage of 16, 32 or 64 tokens.
 template <int kTokens>
@@ -43,15 +38,9 @@ constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 
 template <typename Cache, int kTokens>
 constexpr int kBoxTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
 
-// Columns of a row.
-__host__ __device__ constexpr int row_columns(int head_size, int element_bytes) {
-  return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
-}
-
 // Form kRows: whether dense rows are so short that two share a column's line.
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
-constexpr bool kMayPairRows =
-    kForm == KvForm::kSwizzledRows && kMaxHeadSize * sizeof(Cache) == kColumnBytes / 2;
+constexpr bool kMayPairRows = may_pair_rows(kForm, kMaxHeadSize, sizeof(Cache));
 
 // How pages lie in a stage.
 struct KvStageLayout {

@@ -38,6 +38,8 @@ struct RowResult {
   float scale;
   float lse;
 };
+// kExact: for float32 outputs; else division and logarithm are approximate (2 ulp).
+template <bool kExact = false>
 __device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, int kv_head,
                                                 int head, float row_max, float sum) {
   float total = sum, factor = 1.0f, largest = row_max;
@@ -51,6 +53,10 @@ __device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, i
   const float v_scale =
       eight && p.kv.v_scale != nullptr ? p.kv.v_scale[kv_head * p.kv.scale_stride] : 1.0f;
   // total is 0 where every token was masked: the result is 0. NaN passes through.
+  if constexpr (kExact) {
+    return {.scale = total == 0.0f ? 0.0f : factor * v_scale / total,
+            .lse = total == 0.0f ? -INFINITY : (largest + log2f(total)) * kLn2};
+  }
   return {.scale = total == 0.0f ? 0.0f : __fdividef(factor * v_scale, total),
           .lse = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2};
 }

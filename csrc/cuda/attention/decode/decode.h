@@ -3,24 +3,21 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/workspace.h"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
 
-// Whether they can address these tensors. They copy pages of layout vllm, or rows of the others, in
-// units of 16 bytes.
-bool fits_decode(const PagedAttentionParams& params);
-
-void paged_attention_decode_f16(const PagedAttentionParams& params,
+void paged_attention_decode_f16(const PagedAttentionParams& params, const KernelChoice& choice,
                                 const DecodeWorkspace& workspace, void* stream);
-void paged_attention_decode_bf16(const PagedAttentionParams& params,
+void paged_attention_decode_bf16(const PagedAttentionParams& params, const KernelChoice& choice,
                                  const DecodeWorkspace& workspace, void* stream);
-void paged_attention_decode_e4m3(const PagedAttentionParams& params,
+void paged_attention_decode_e4m3(const PagedAttentionParams& params, const KernelChoice& choice,
                                  const DecodeWorkspace& workspace, void* stream);
-void paged_attention_decode_e5m2(const PagedAttentionParams& params,
+void paged_attention_decode_e5m2(const PagedAttentionParams& params, const KernelChoice& choice,
                                  const DecodeWorkspace& workspace, void* stream);
-void paged_attention_decode_int8(const PagedAttentionParams& params,
+void paged_attention_decode_int8(const PagedAttentionParams& params, const KernelChoice& choice,
                                  const DecodeWorkspace& workspace, void* stream);
 
 }  // namespace vllm_kernels::cuda

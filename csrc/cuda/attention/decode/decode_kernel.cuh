@@ -13,6 +13,8 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_pipeline.cuh"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
@@ -36,125 +38,10 @@ struct DecodeShape {
   KvStageLayout stage_layout;
   int consumer_shift;  // log2 of the warps of a team
   int warp_shift;      // log2 of the query rows of a warp, at most
-  int merge_rows;      // rows of a warp that are merged at a time: a thread has 4 dimensions of one
+  int combine_rows;    // rows of a warp that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;   // groups of 4 dimensions of a head
   ScoreCap cap;
 };
-
-// What is known of a row after some of its tokens: logits in log2 units, relative to `maximum`.
-struct RowState {
-  float row_max = kRowMaxInit;
-  float sum = 0.0f;
-  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // of 4 dimensions
-
-  // Roundings are spelt out: which product of a sum is fused would be the compiler's choice, and
-  // another one where pieces are posted than where they are counted.
-  __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
-    sum = __fmaf_rn(weight, other_sum, sum);
-    out.x = __fmaf_rn(weight, other.x, out.x);
-    out.y = __fmaf_rn(weight, other.y, out.y);
-    out.z = __fmaf_rn(weight, other.z, out.z);
-    out.w = __fmaf_rn(weight, other.w, out.w);
-  }
-  // From here on relative to `updated`.
-  __device__ __forceinline__ void raise(float updated) {
-    const float factor = exp2_approx(row_max - updated);
-    row_max = updated;
-    sum = __fmul_rn(sum, factor);
-    out = {__fmul_rn(out.x, factor), __fmul_rn(out.y, factor), __fmul_rn(out.z, factor),
-           __fmul_rn(out.w, factor)};
-  }
-  // One more token.
-  __device__ __forceinline__ void add_token(float score, float4 value) {
-    raise(fmaxf(row_max, score));
-    add(exp2_approx(score - row_max), 1.0f, value);
-  }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]. kGroups of 8 are loaded at
-  // a time, and merged one after the other: the result does not depend on kGroups.
-  template <int kGroups, typename Source>
-  __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
-                                        uint32_t out_step, const Source& source) {
-    constexpr int kBatch = 8 * kGroups;
-#pragma unroll 1
-    for (int first = 0; first < parts; first += kBatch) {
-      float2 s[kBatch];
-      float4 o[kBatch];
-      bool all_present;
-      // Lanes may part here: behind a merge of posted pieces there is nothing of a warp and no
-      // mbarrier, only a barrier of the block (DecodeWgmmaEpilogue::combine_splits keeps its warps
-      // together).
-#pragma unroll 1
-      do {
-        all_present = true;
-        const int begin = opaque(first);  // keeps no addresses
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const uint32_t part = min(begin + i, parts - 1);
-          s[i] = source.load(stats + part * stats_step);
-          o[i] = source.load(outs + part * out_step);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          all_present &= source.present(s[i].x) & source.present(o[i].x);
-        }
-      } while (!all_present);
-#pragma unroll
-      for (int group = 0; group < kBatch; group += 8) {
-        float updated = row_max;
-#pragma unroll
-        for (int i = group; i < group + 8; ++i) updated = fmaxf(updated, s[i].x);
-        raise(updated);
-#pragma unroll
-        for (int i = group; i < group + 8; ++i) {
-          // No branches: they would part what may go on at the same time.
-          const bool present = first + i < parts;
-          const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
-          add(present ? exp2_approx(s[i].x - row_max) : 0.0f, s[i].y, present ? o[i] : zero);
-        }
-      }
-      const int begin = opaque(first);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        source.take(outs + static_cast<uint32_t>(min(begin + i, parts - 1)) * out_step);
-      }
-    }
-  }
-};
-
-// Where RowState::merge() finds its parts: in shared memory,
-struct SharedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return *from;
-  }
-  __device__ __forceinline__ bool present(float) const { return true; }
-  __device__ __forceinline__ void take(float4*) const {}
-};
-// or in the workspace, where they are, or will be.
-struct CountedPartials : SharedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return __ldcg(from);
-  }
-};
-struct FlaggedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return load_relaxed(from);
-  }
-  __device__ __forceinline__ bool present(float x) const { return is_published(x); }
-  __device__ __forceinline__ void take(float4* from) const { clear_flag(from); }
-};
-
-template <typename T>
-__device__ __forceinline__ void store4(void* out, int64_t at, const float (&values)[4]) {
-  struct alignas(4 * sizeof(T)) Four {
-    T data[4];
-  } four;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) four.data[j] = from_float<T>(values[j]);
-  *reinterpret_cast<Four*>(static_cast<T*>(out) + at) = four;
-}
 
 // A row's 4 dimensions from `d` on, and its log-sum-exp.
 __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const WorkShape& shape,
@@ -179,18 +66,17 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
 
 // Query rows of a warp, in tiles of 8: alone, one; in a team, as many as its registers hold.
 template <int kMaxHeadSize, bool kMultiWarp>
-constexpr int kRowTiles = kMultiWarp && kMaxHeadSize <= 128 ? 2 : 1;
+constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 
 // Tiles of 16 tokens that a warp takes at a time: two where that is not more than 8 KiB of K and V,
 // or a team's.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kTokenTiles =
-    kMaxHeadSize <= 128 && (kMultiWarp || sizeof(Cache) * kMaxHeadSize <= 128) ? 2 : 1;
+constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
 // 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more
 // work.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kMultiWarp && kMaxHeadSize <= 128 ? 384 : 256;
+constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
 // `fresh`: NoNewToken, or fused_decode_attention's FusedNewToken.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
@@ -364,33 +250,33 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const auto out_at = [&](int64_t at) {
         return reinterpret_cast<float4*>(&num_splits.out[at * head_size + d]);
       };
-      // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
-      // at a time of each member.
-      const int merge_rows = shape.merge_rows;
-      const auto each_row = [&](int first, const auto& merge) {
-        if (own >= merge_rows || first + own >= warp_rows) return;
+      // Calls combine(warp_in_consumer, row) for this thread's rows of those from `first` on that
+      // are merged at a time of each member.
+      const int combine_rows = shape.combine_rows;
+      const auto each_row = [&](int first, const auto& combine) {
+        if (own >= combine_rows || first + own >= warp_rows) return;
 #pragma unroll 1
         for (int of = 0; of < consumer_warps; ++of) {
           const int row = of * warp_rows + first + own;
-          if (row < rows.count) merge(of, row);
+          if (row < rows.count) combine(of, row);
         }
       };
       const int most = min(warp_rows, rows.count);
       mma.reduce_sums();
 #pragma unroll 1
-      for (int first = 0; first < most; first += merge_rows) {
+      for (int first = 0; first < most; first += combine_rows) {
         __syncthreads();  // nobody reads results any more
         const int own_rows = max(0, rows.count - warp_in_consumer * warp_rows - first);
-        mma.store(first, min(merge_rows, own_rows), results + warp * merge_rows * pitch, pitch,
-                  warp_stats + warp * merge_rows, lane);
+        mma.store(first, min(combine_rows, own_rows), results + warp * combine_rows * pitch, pitch,
+                  warp_stats + warp * combine_rows, lane);
         __syncthreads();
         each_row(first, [&](int of, int row) {
           RowState state;
-          const int at = of * merge_rows + own;
-          const uint32_t part_rows = merge_rows << consumer_shift;
-          state.merge<1>(consumers, &warp_stats[at], part_rows,
-                         reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
-                         SharedPartials{});
+          const int at = of * combine_rows + own;
+          const uint32_t part_rows = combine_rows << consumer_shift;
+          state.combine<1>(consumers, &warp_stats[at], part_rows,
+                           reinterpret_cast<float4*>(results + at * pitch + d),
+                           part_rows * pitch / 4, SharedPartials{});
           if constexpr (NewToken::kAny) {
             if (new_token.counts(last))
               state.add_token(new_token.score(last, row), new_token.value(last, d));
@@ -412,13 +298,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       const auto combine_splits = [&](auto groups, const auto& source) {
 #pragma unroll 1
-        for (int first = 0; first < most; first += merge_rows) {
+        for (int first = 0; first < most; first += combine_rows) {
           each_row(first, [&](int, int row) {
             RowState state;
             const int64_t at = partial_row(0, row);
-            state.merge<decltype(groups)::value>(work_tile.num_splits, &num_splits.stats[at],
-                                                 1u << shape.work.row_shift, out_at(at),
-                                                 fours << shape.work.row_shift, source);
+            state.combine<decltype(groups)::value>(work_tile.num_splits, &num_splits.stats[at],
+                                                   1u << shape.work.row_shift, out_at(at),
+                                                   fours << shape.work.row_shift, source);
             write_row(p, shape.work, work_tile, rows, row, d, state);
           });
         }
@@ -553,152 +439,84 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
     decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});
 }
 
-// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`. False, and no launch, where
-// shared memory has no room for `min_threads` with their rings.
+// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
           typename... More>
-bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
-                          void* stream, int min_threads, const More&... more) {
-  const DeviceInfo& device = current_device_info();
-  const PagedKv& kv = p.kv;
-  constexpr int kBytes = sizeof(Cache);
+void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
+                          const DecodeWorkspace& workspace, void* stream, const More&... more) {
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
+  const int num_sms = current_device_info().num_sms;
+  const int ctas = num_sms * choice.ctas_per_sm, row_shift = choice.row_shift();
+  const int consumers = choice.warps >> choice.consumer_shift;
   DecodeShape shape;
-  shape.fours = FastDivisor(kv.head_size / 4);
+  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  shape.pipeline.stages = choice.stages;
+  shape.consumer_shift = choice.consumer_shift;
+  shape.warp_shift = choice.warp_shift;
+  shape.combine_rows = choice.combine_rows;
+  shape.fours = FastDivisor(p.kv.head_size / 4);
   shape.cap = score_cap(p.softcap);
-
-  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(kv, shape.pipeline, shape.stage_layout);
-  PipelineLayout& pipeline = shape.pipeline;
-  int memory = dynamic_shared_memory<kKernel>("paged_attention");
-  const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
-  const int group = p.num_heads / kv.num_kv_heads;
-  const int64_t rows = int64_t{p.max_query_len} * group;
-  // A team's stage in 16 bits is twice as large: half as many teams.
-  shape.consumer_shift = kMultiWarp && (kBytes == 2 || kMaxHeadSize > 128) ? 1 : 0;
-  shape.warp_shift = 3;
-  if (kRowTiles<kMaxHeadSize, kMultiWarp> > 1 && rows > 8 << shape.consumer_shift)
-    shape.warp_shift = 4;
-  while (kMultiWarp && shape.consumer_shift < 2 &&
-         rows > 1 << (shape.warp_shift + shape.consumer_shift)) {
-    ++shape.consumer_shift;
-  }
-  const int row_shift = shape.warp_shift + shape.consumer_shift;
-  const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // merged at a time
-  int warps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
-  const auto memory_for = [&](int count) {  // their rings'
-    return memory - count * (kMultiWarp ? max_rows : std::min(max_rows, 4)) * row_bytes;
-  };
-  const auto stages_for = [&](int count) {
-    return memory_for(count) / (count >> shape.consumer_shift) / pipeline.stage_bytes;
-  };
-  // Two blocks of half the warps, of 2 stages each, where many segments end for their bytes: one's
-  // copies go on while the other merges. (Batches may not differ so with fixed_split_size.)
-  int blocks = 1, min_stages = 3;
-  if (kBytes == 1 && !kMultiWarp && min_threads == 0 && p.fixed_split_size == 0 &&
-      int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
-    const int all = memory, fixed = device.shared_memory_per_block - all + 1024;
-    memory = (all - fixed) / 2;
-    if (stages_for(warps / 2) >= 2) {
-      blocks = 2;
-      min_stages = 2;
-      warps /= 2;
-    } else {
-      memory = all;
-    }
-  }
-  // As many teams as can have their stages and a few rows a warp to merge.
-  const int step = std::max(2, 1 << shape.consumer_shift);
-  while (warps > step && stages_for(warps) < min_stages) warps -= step;
-  if (warps * 32 < min_threads) return false;
-  pipeline.stages =
-      pipeline_stages(memory_for(warps), warps >> shape.consumer_shift, pipeline.stage_bytes);
-  const int pipelines = (warps >> shape.consumer_shift) * pipeline.stages * pipeline.stage_bytes;
-  shape.merge_rows = std::min(
-      {max_rows, (memory - pipelines) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
-  const int bytes = pipelines + warps * shape.merge_rows * row_bytes;
-
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kShift,
-      .min_split_stages = std::max(1, (warps >> shape.consumer_shift) >> (kShift - 4)),
-      .combine_share = warps >> shape.consumer_shift,
-      .slots = workspace_slots(row_shift, kv.head_size),
-      .may_flag_in_data = may_flag_in_data(device.num_sms * blocks, row_shift, kv.head_size),
-      .max_split_share = 0.25f * blocks,
-      .group_divisor = FastDivisor(group)};
+  shape.work = {.group = p.num_heads / p.kv.num_kv_heads,
+                .row_shift = row_shift,
+                .stage_shift = kShift,
+                .min_split_stages = std::max(1, consumers >> (kShift - 4)),
+                .combine_share = consumers,
+                .slots = workspace_slots(row_shift, p.kv.head_size),
+                .may_flag_in_data = may_flag_in_data(ctas, row_shift, p.kv.head_size),
+                .max_split_share = kMaxSplitShare * choice.ctas_per_sm,
+                .group_divisor = FastDivisor(p.num_heads / p.kv.num_kv_heads)};
   check_fixed_split(p, shape.work);
-  const KvTensorMaps maps = kv_tensor_maps<Cache, kTokens, kForm>(kv, pipeline.line_shift);
-  launch_kernel("paged_attention", kKernel, dim3(device.num_sms * blocks), dim3(warps * 32), bytes,
-                stream, p, shape, maps, workspace, more...);
-  return true;
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace,
+                more...);
 }
 
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
-void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
-  launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
-                       paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
-      p, workspace, stream, 0);
-}
-
-// Layouts NHD and HND: whether form kPlainRows has a kernel for such rows, and is faster with it
-// than form kSwizzledRows (benchmarks/RESULTS.md, "Along the axes").
+// The instantiation that `choice` names, of one cache type.
 template <typename Cache>
-bool uses_plain_rows(const PagedKv& kv) {
-  if (kv.layout == KvLayout::kVllm || kv.block_size < 8) return false;
-  constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;
-  const bool dense = rows_are_contiguous(kv);
-  if (!dense && current_device_info().architecture < 90) return false;
-  switch (kv.head_size) {
-    case 80:
-    case 112:
-      return kCacheIs16Bit || dense;
-    case 96:
-      return kCacheIs16Bit != dense;
-    case 192:
-      return !kCacheIs16Bit;
-    default:
-      return false;
-  }
-}
-
-// For one cache type: layouts, padded head sizes, one warp or several for a stage.
-template <typename Cache>
-void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
-  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  const auto with_head_size = [&](auto form, auto head_size) {
+void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
+                   const DecodeWorkspace& workspace, void* stream) {
+  const auto launch = [&](auto form, auto head_size, auto multi_warp) {
     constexpr KvForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
-    if constexpr (kMaxHeadSize <= kWgmmaMaxHeadSize) {
-      if (current_device_info().has_wgmma) {
-        return launch_decode_wgmma<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
+    constexpr bool kMultiWarp = decltype(multi_warp)::value;
+    launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
+                         paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
+        p, choice, workspace, stream);
+  };
+  const auto with_head_size = [&](auto form, auto head_size) {
+    constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
+    if (!choice.multi_warp) return launch(form, head_size, std::false_type{});
+    if constexpr (kWgmma && kHasCodeForSm90a) {
+      if (choice.kernel == AttentionKernel::kDecodeWgmma) {
+        return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
+            p, choice, workspace, stream);
       }
     }
-    launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
+    if constexpr (!kWgmma || kHasCodeForOthers) launch(form, head_size, std::true_type{});
   };
   const auto with_form = [&](auto form) {
-    if (p.kv.head_size <= 64) return with_head_size(form, std::integral_constant<int, 64>{});
-    if (p.kv.head_size <= 128) return with_head_size(form, std::integral_constant<int, 128>{});
-    with_head_size(form, std::integral_constant<int, 256>{});
+    if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    if (choice.padded_head_size == 128) return with_head_size(form, Constant<128>{});
+    with_head_size(form, Constant<256>{});
   };
-  if (rows <= 8 && uses_plain_rows<Cache>(p.kv)) {
-    const auto of = [&](auto head_size) {
-      launch_decode<Cache, decltype(head_size)::value, false, KvForm::kPlainRows>(p, workspace,
-                                                                                  stream);
-    };
-    if (p.kv.head_size == 80) return of(std::integral_constant<int, 80>{});
-    if (p.kv.head_size == 96) return of(std::integral_constant<int, 96>{});
-    if (p.kv.head_size == 112) return of(std::integral_constant<int, 112>{});
-    if constexpr (sizeof(Cache) == 1) return of(std::integral_constant<int, 192>{});
-  }
-  if (p.kv.layout != KvLayout::kVllm) {
-    with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
-  } else if (p.kv.block_size <= 16) {
-    with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
-  } else {
-    with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+  const auto plain_rows = [&](auto head_size) {
+    launch(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+  };
+  switch (choice.form) {
+    case KvForm::kPackedPages:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    case KvForm::kPackedBoxes:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+    case KvForm::kSwizzledRows:
+      return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
+    case KvForm::kPlainRows:
+      if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
+      if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
+      if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+      if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
   }
 }
 

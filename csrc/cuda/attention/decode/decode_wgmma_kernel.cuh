@@ -9,6 +9,7 @@
 //
 // For an item's end see decode_wgmma_epilogue.cuh.
 #pragma once
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_pipeline.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
 #include "cuda/attention/decode/decode_wgmma_epilogue.cuh"
@@ -22,9 +23,8 @@ constexpr int kTileQueue = 2;
 
 // Threads: the teams and the warpgroup that serves them.
 __host__ __device__ constexpr int cta_threads(int max_tiles) {
-  return 128 * (num_consumers(max_tiles) + 1);
+  return 128 * (wgmma_consumers(max_tiles) + 1);
 }
-constexpr float kWgmmaMaxSplitShare = 0.5f;  // WorkShape::max_split_share
 // Registers of a thread. All of a block share what its launch has of 65536; the teams need more
 // than the even share.
 __host__ __device__ constexpr int launch_registers(int max_tiles) {
@@ -34,7 +34,7 @@ __host__ __device__ constexpr int consumer_registers(int max_tiles) {
   return max_tiles <= 4 ? 152 : 216;
 }
 __host__ __device__ constexpr int producer_registers(int max_tiles) {
-  const int consumers = num_consumers(max_tiles);
+  const int consumers = wgmma_consumers(max_tiles);
   return launch_registers(max_tiles) * (consumers + 1) - consumer_registers(max_tiles) * consumers;
 }
 
@@ -44,15 +44,6 @@ struct DecodeWgmmaShape {
   KvStageLayout stage_layout;
   ScoreCap cap;
 };
-
-// Operands of the products, and results at an item's end, in turn.
-__host__ __device__ constexpr int consumer_scratch_bytes(int max_tiles, int rows,
-                                                         int max_head_size) {
-  const int consumers = num_consumers(max_tiles);
-  const int operands = query_bytes(rows, max_head_size) + consumers * prob_bytes(rows);
-  const int results = consumers * rows * 64 * 4;  // of half a head
-  return operands > results ? operands : results;
-}
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
@@ -181,7 +172,7 @@ template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
 __device__ __forceinline__ void attend(
     const PagedAttentionParams& p, const DecodeWgmmaShape& shape, const DecodeWorkspace& workspace,
     WgmmaKvPipeline<Cache, kMaxHeadSize, kForm>& pipeline, TileQueue& queue,
-    ConsumerStats<num_consumers(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales,
+    ConsumerStats<wgmma_consumers(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales,
     bool& is_last, const ConsumersBarrier& barrier, uint32_t scratch, int consumer, int thread) {
   using Mma = WarpgroupMma<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kConsumers = Mma::kConsumers;
@@ -192,8 +183,8 @@ __device__ __forceinline__ void attend(
   mma.consumer = consumer;
   mma.warp_in_consumer = warp_uniform(thread / 32);
   mma.query = scratch;
-  mma.probs = opaque(scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
-                     consumer * prob_bytes(shape.work.rows()));
+  mma.probs = opaque(scratch + wgmma_query_bytes(shape.work.rows(), kMaxHeadSize) +
+                     consumer * wgmma_prob_bytes(shape.work.rows()));
   mma.set_addresses(shape.stage_layout, lane);
   wait_at_start(p);
   barrier.arrive();
@@ -310,7 +301,7 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
                                         const __grid_constant__ KvTensorMaps maps,
                                         const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  constexpr int kConsumers = num_consumers(kMaxTiles);
+  constexpr int kConsumers = wgmma_consumers(kMaxTiles);
   using Pipeline = WgmmaKvPipeline<Cache, kMaxHeadSize, kForm>;
   extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
   __shared__ uint64_t pipeline_words[kConsumers][Pipeline::kWords];
@@ -371,44 +362,42 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
 }
 
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
-void launch_decode_wgmma(const PagedAttentionParams& p, int row_shift,
+void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choice,
                          const DecodeWorkspace& workspace, void* stream) {
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
-  constexpr int kConsumers = num_consumers(kMaxTiles);
-  const int group = p.num_heads / p.kv.num_kv_heads;
+  constexpr int kConsumers = wgmma_consumers(kMaxTiles);
+  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
+  const int num_sms = current_device_info().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,
                                                              shape.stage_layout);
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kStageShift<kStageTokens>,
-      .min_split_stages = kConsumers,
-      .combine_share = kConsumers,
-      .slots = workspace_slots(row_shift, kMaxHeadSize),
-      .may_flag_in_data = may_flag_in_data(current_device_info().num_sms, row_shift, kMaxHeadSize),
-      .max_split_share = kWgmmaMaxSplitShare,
-      .group_divisor = FastDivisor(group)};
+  shape.pipeline.stages = choice.stages;
+  shape.work = {.group = group,
+                .row_shift = row_shift,
+                .stage_shift = kStageShift<kStageTokens>,
+                .min_split_stages = kConsumers,
+                .combine_share = kConsumers,
+                .slots = workspace_slots(row_shift, kMaxHeadSize),
+                .may_flag_in_data = may_flag_in_data(num_sms, row_shift, kMaxHeadSize),
+                .max_split_share = kWgmmaMaxSplitShare,
+                .group_divisor = FastDivisor(group)};
   check_fixed_split(p, shape.work);
-  const int scratch = consumer_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
-  shape.pipeline.stages = pipeline_stages(memory, kConsumers, shape.pipeline.stage_bytes);
-  launch_kernel(
-      "paged_attention", kKernel, dim3(current_device_info().num_sms), dim3(cta_threads(kMaxTiles)),
-      kConsumers * shape.pipeline.stages * shape.pipeline.stage_bytes + scratch, stream, p, shape,
-      kv_tensor_maps<Cache, kStageTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace);
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(num_sms), dim3(cta_threads(kMaxTiles)),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kStageTokens, kForm>(p.kv, shape.pipeline.line_shift),
+                workspace);
 }
 
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
-void launch_decode_wgmma(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
-                         void* stream) {
-  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  if (rows <= 32) {
-    launch_decode_wgmma<Cache, kMaxHeadSize, 4, kForm>(p, rows <= 16 ? 4 : 5, workspace, stream);
+void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choice,
+                         const DecodeWorkspace& workspace, void* stream) {
+  if (choice.row_shift() <= 5) {
+    launch_decode_wgmma<Cache, kMaxHeadSize, 4, kForm>(p, choice, workspace, stream);
   } else {
-    launch_decode_wgmma<Cache, kMaxHeadSize, 8, kForm>(p, 6, workspace, stream);
+    launch_decode_wgmma<Cache, kMaxHeadSize, 8, kForm>(p, choice, workspace, stream);
   }
 }
 

@@ -15,22 +15,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kStageTokens = 64;  // of a step
-constexpr int kWgmmaMaxHeadSize = 128;
-
-// Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
-__host__ __device__ constexpr int num_consumers(int max_tiles) {
-  return max_tiles <= 4 ? 3 : 2;
-}
-
-// Bytes of shared memory: the queries, which all teams share, and a team's P^T.
-__host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
-  return rows * max_head_size * 2;
-}
-// (two of them, in turn, up to 32 rows)
-__host__ __device__ constexpr int prob_bytes(int rows) {
-  return (rows <= 32 ? 2 * rows : rows) * kStageTokens * 2;
-}
+constexpr int kStageTokens = kWgmmaStageTokens;
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
@@ -46,7 +31,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   static constexpr int kSteps = kMaxHeadSize / 16;
   static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
-  static constexpr int kConsumers = num_consumers(kMaxTiles);
+  static constexpr int kConsumers = wgmma_consumers(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
   // Registers suffice for V during the first product, shared memory for two P^T in turn.
   static constexpr bool kEarly = kMaxTiles <= 4;

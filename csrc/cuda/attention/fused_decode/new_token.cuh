@@ -3,6 +3,7 @@
 // its page, which this very launch writes: it is one more partial result of the item that has the
 // sequence's last tokens. That item's block also stores the token.
 #pragma once
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
@@ -13,7 +14,13 @@ namespace vllm_kernels::cuda {
 
 // Elements of a pack. The rows of an item are few: more lanes with less to do each take less time.
 constexpr int kNewTokenWidth = 4;
-constexpr int kMaxNewTokenRows = 8;
+
+// log2 of the lanes that hold a row: each has up to two times kNewTokenWidth elements.
+inline int new_token_lane_shift(int head_size) {
+  int shift = 0;
+  while (2 * kNewTokenWidth << shift < head_size) ++shift;
+  return shift;
+}
 
 struct NewTokenParams {
   RopeAndCacheParams rope;

@@ -3,9 +3,10 @@
 
 namespace vllm_kernels::cuda {
 
-bool fused_decode_attention_e4m3(const FusedDecodeAttentionParams& params,
-                                 const DecodeWorkspace& workspace, void* stream) {
-  return launch_fused_decode<__nv_fp8_e4m3>(params, workspace, stream);
+void fused_decode_attention_e4m3(const FusedDecodeAttentionParams& params,
+                                 const KernelChoice& choice, const DecodeWorkspace& workspace,
+                                 void* stream) {
+  launch_fused_decode<__nv_fp8_e4m3>(params, choice, workspace, stream);
 }
 
 }  // namespace vllm_kernels::cuda
