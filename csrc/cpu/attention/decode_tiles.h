@@ -1,4 +1,4 @@
-// Which pages a task of paged attention visits, in order: rows, partitions, tiles.
+// Which pages a task of paged attention visits, in order: rows, segments, tiles.
 #pragma once
 #include "cpu/attention/paged_attention_decode.h"
 
@@ -83,15 +83,13 @@ class Segments {
   int32_t units_ = 0;  // a row of this sequence has so many; 0: not looked at
 };
 
-// Pages whose scores are computed together, all of one partition. In layouts NHD and HND every
+// Pages whose scores are computed together, all of one segment. In layouts NHD and HND every
 // token is a page of its own here.
 struct Tile {
   Segment segment{};
   int32_t pages;
   int32_t tokens;  // of these pages; only the last one may be partly used
-  int32_t partition;
   bool starts_segment, ends_segment;
-  bool starts_partition, ends_partition;
   int32_t position[kMaxTilePages];      // of a page's first token in the sequence
   const char* key[kMaxTilePages + 16];  // and the last again, up to whole vectors
   const char* value[kMaxTilePages + 16];
@@ -108,8 +106,8 @@ inline bool any_head_sees(const PagedAttentionParams& p, const Segment& segment,
   return false;
 }
 
-// The tiles of units [begin, end), in order. Every segment and every partition has at least one
-// tile, which may be empty.
+// The tiles of units [begin, end), in order. Every segment has at least one tile, which
+// may be empty.
 class Tiles {
  public:
   Tiles(const PagedAttentionWork& work, int64_t begin, int64_t end, int32_t tile_tokens)
@@ -124,27 +122,19 @@ class Tiles {
     const int64_t element = size_of(kv.dtype);
     tile.segment = segment_;
     tile.starts_segment = token_ == segment_.begin;
-    int32_t partition_end = segment_.end;
-    tile.partition = 0;
-    tile.starts_partition = tile.starts_segment;
-    if (p_.partition_size > 0) {
-      tile.partition = token_ / p_.partition_size;
-      tile.starts_partition = token_ == tile.partition * p_.partition_size;
-      partition_end =
-          least(partition_end, static_cast<int64_t>(tile.partition + 1) * p_.partition_size);
-    }
+    const int32_t end_token = segment_.end;
     const int32_t* table = p_.block_tables + segment_.seq * p_.block_table_stride;
     if (tile.starts_segment || token_ >= opened_) open_pages(table);
     const int32_t most = kv.layout == KvLayout::kVllm ? tile_tokens_ / kv.block_size : tile_tokens_;
     int32_t pages = 0, tokens = 0;
-    while (token_ < partition_end && pages < most) {
+    while (token_ < end_token && pages < most) {
       if (kv.layout != KvLayout::kVllm) {
-        const int32_t end = least(partition_end, int64_t{token_} + most - pages);
+        const int32_t end = least(end_token, int64_t{token_} + most - pages);
         pages = add_token_rows(table, end, pages, tile);
         tokens = pages;
         continue;
       }
-      const int32_t count = least(kv.block_size, partition_end - token_);
+      const int32_t count = least(kv.block_size, end_token - token_);
       if (!p_.sparse.on() || any_head_sees(p_, segment_, token_)) {
         const int64_t block = table[token_ / kv.block_size];
         tile.position[pages] = token_;
@@ -164,7 +154,6 @@ class Tiles {
     }
     tile.pages = pages;
     tile.tokens = tokens;
-    tile.ends_partition = token_ >= partition_end;
     tile.ends_segment = token_ >= segment_.end;
     if (tile.ends_segment) {
       more_ = segments_.next(segment_);

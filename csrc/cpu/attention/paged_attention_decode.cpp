@@ -69,8 +69,7 @@ class Attention {
       Tile& next = tiles[i ^ 1];
       more = from.next(next);
       if (!more) next.pages = 0;
-      if (tile.starts_segment) begin_row(tile.segment);
-      if (tile.starts_partition) begin_partition(tile.segment);
+      if (tile.starts_segment) begin_segment(tile.segment);
       if (tile.pages > 0) {
         if constexpr (kTokenRows) {
           add_token_tile(tile, next);
@@ -78,7 +77,6 @@ class Attention {
           add_tile(tile, next);
         }
       }
-      if (tile.ends_partition) end_partition(tile);
       if (tile.ends_segment) end_segment(tile.segment);
     }
   }
@@ -99,11 +97,11 @@ class Attention {
     for (int page = 0; page < tile.pages; ++page) prefetch_span(tile.key[page], bytes);
   }
 
-  void begin_row(const Segment& segment) {
+  void begin_segment(const Segment& segment) {
+    clear(segment);
     if constexpr (!kTokenRows) {
       logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, segment.kv_head);
     }
-    row_partitions_ = 0;
     const int64_t token = query_token(p_, segment.seq);
     if (token < 0) return;
     alignas(64) float rows[4 * kMaxHeadSize];
@@ -168,7 +166,7 @@ class Attention {
 
   // --- both
 
-  void begin_partition(const Segment& segment) {
+  void clear(const Segment& segment) {
     for (int head = 0; head < segment.heads; ++head) {
       maximum_[head] = -kInfinity;
       sum_[head] = 0.0f;
@@ -300,7 +298,7 @@ class Attention {
     return factor;
   }
 
-  // The partition's sums, from vectors of [H][kLanes / H] to rows.
+  // The segment's sums, from vectors of [H][kLanes / H] to rows.
   void unpack_out(const Segment& segment, float* to) {
     if constexpr (kTokenRows) {
       for (int head = 0; head < segment.heads; ++head) {
@@ -324,45 +322,12 @@ class Attention {
     });
   }
 
-  void end_partition(const Tile& tile) {
-    const Segment& segment = tile.segment;
-    Partial& partial = row_partitions_ == 0 ? row_ : partition_;
-    for (int head = 0; head < segment.heads; ++head) {
-      partial.maximum[head] = maximum_[head];
-      partial.sum[head] = sum_[head];
-    }
-    unpack_out(segment, partial.out);
-    if (p_.partition_size > 0 && segment.seq_len > 0) {
-      for (int head = 0; head < segment.heads; ++head) {
-        const int64_t row =
-            static_cast<int64_t>(segment.seq) * p_.num_heads + segment.first_head + head;
-        const int64_t slot = row * p_.max_partitions + tile.partition;
-        p_.exp_sums[slot] = sum_[head];
-        p_.max_logits[slot] = maximum_[head];
-        store_row(p_.dtype, p_.tmp_out, slot * head_size_, partial.out + head * head_size_,
-                  sum_[head] == 0.0f ? 0.0f : value_scale(p_.kv, segment.kv_head) / sum_[head],
-                  head_size_);
-      }
-    }
-    if (row_partitions_ > 0) merge(segment.heads, partition_, row_);
-    ++row_partitions_;
-  }
-
-  void merge(int heads, const Partial& from, Partial& into) {
-    for (int head = 0; head < heads; ++head) {
-      const float updated =
-          from.maximum[head] > into.maximum[head] ? from.maximum[head] : into.maximum[head];
-      const float kept = decay(into.maximum[head], updated);
-      const float added = decay(from.maximum[head], updated);
-      into.maximum[head] = updated;
-      into.sum[head] = into.sum[head] * kept + from.sum[head] * added;
-      float* to = into.out + head * head_size_;
-      const float* more = from.out + head * head_size_;
-      for (int d = 0; d < head_size_; ++d) to[d] = to[d] * kept + more[d] * added;
-    }
-  }
-
   void end_segment(const Segment& segment) {
+    for (int head = 0; head < segment.heads; ++head) {
+      row_.maximum[head] = maximum_[head];
+      row_.sum[head] = sum_[head];
+    }
+    unpack_out(segment, row_.out);
     if (segment.starts_row && segment.ends_row) {
       const int64_t token = query_token(p_, segment.seq);
       for (int head = 0; token >= 0 && head < segment.heads; ++head) {
@@ -390,7 +355,6 @@ class Attention {
   const int block_size_;
   const bool sparse_;
   float logit_scale_ = 1.0f;
-  int row_partitions_ = 0;
 
   alignas(64) float query_[kMaxHeads * kMaxHeadSize];  // pack_query()'s, block after block
   alignas(64) float scores_[4 * kTileTokens];          // of the head block at hand
@@ -400,8 +364,7 @@ class Attention {
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float maximum_[kMaxHeads];
   float sum_[kMaxHeads];
-  Partial row_;        // of the partitions finished so far
-  Partial partition_;  // the one that just ended
+  Partial row_;  // of the segment that just ended
 };
 
 template <typename Cache, bool kTokenRows>

@@ -37,7 +37,7 @@ struct PagedAttentionMerge {
 };
 
 constexpr int32_t kMaxHeads = 64;                  // query heads of a row
-constexpr int32_t kUnitTokens = 128;               // without partitions, of short pages
+constexpr int32_t kUnitTokens = 128;               // of short pages
 constexpr int32_t kUncut = 1 << 30;                // tokens: a row is one unit
 constexpr int64_t kAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
 constexpr int32_t kSpanBytes = 2 << 10;            // of a token in a row of several KV heads
@@ -79,9 +79,7 @@ inline PagedAttentionWork cut_paged_attention(const PagedAttentionParams& p, int
                           .kv_heads_per_row = together,
                           .heads_per_row = group < kMaxHeads ? together * group : kMaxHeads,
                           .chunks = (group + kMaxHeads - 1) / kMaxHeads,
-                          .unit_tokens = p.partition_size > 0     ? p.partition_size
-                                         : p.fixed_split_size > 0 ? kUncut
-                                                                  : unit_tokens(p.kv),
+                          .unit_tokens = p.fixed_split_size > 0 ? kUncut : unit_tokens(p.kv),
                           .tasks = 1,
                           .units = 0,
                           .partials = nullptr};

@@ -157,7 +157,6 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   attention.max_seq_len = static_cast<int64_t>(pages.max_blocks) * kv.block_size;
   attention.scale = static_cast<float>(scale);
   attention.dtype = x.dtype();
-  attention.max_partitions = 1;
   attention.num_tokens = attention.num_seqs;
   attention.out_stride = o.stride(0);
   attention.sinks = sink_logits;

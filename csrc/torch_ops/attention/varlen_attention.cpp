@@ -70,7 +70,6 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   params.max_seq_len = num_keys;
   params.scale = static_cast<float>(scale);
   params.dtype = queries.query.dtype();
-  params.max_partitions = 1;
   params.query_start_loc = queries.query_start_loc;
   params.num_tokens = static_cast<int32_t>(queries.num_tokens);
   params.max_query_len = at_most_int32(max_query_len);

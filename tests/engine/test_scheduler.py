@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
-from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
-from vllm_kernels.integrations.scheduler import Plan, Scheduler
+from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.engine.scheduler import Plan, Scheduler
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
 
 BLOCK_SIZE = 4
@@ -59,7 +59,7 @@ class Memory:
         self.host = np.full((max(host_blocks, 1), BLOCK_SIZE), -1)
         self.requests: list[Request] = []
         self.overlap = overlap
-        self.flight: list[Sequence] | None = None  # whose next tokens are drawn and not known yet
+        self.pending: list[Sequence] | None = None  # whose next tokens are drawn and not known yet
 
     def add(self, prompt: list[int], **params: object) -> Request:
         request = Request(
@@ -70,15 +70,15 @@ class Memory:
         return request
 
     def step(self) -> Plan | None:
-        flight, self.flight = self.flight, None
-        if flight is not None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
             plan = self.scheduler.schedule_ahead()
             if plan is None:
-                self._take(flight)
+                self._take(pending)
                 return self.step()
-            assert set(plan.sequences) <= set(flight)
+            assert set(plan.sequences) <= set(pending)
             self._pass(plan)
-            self._take(flight)
+            self._take(pending)
             self.scheduler.record(plan)
         else:
             plan = self.scheduler.schedule()
@@ -89,7 +89,7 @@ class Memory:
         for sequence in ready:
             sequence.num_pending = 1
         if self.overlap:
-            self.flight = ready
+            self.pending = ready
         else:
             self._take(ready)
         return plan

@@ -23,11 +23,11 @@ from transformers import (
     BatchEncoding,
 )
 
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.flight import Flight
-from vllm_kernels.integrations.packed import PackedModel
-from vllm_kernels.integrations.packed_pages import PackedStep
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.layer_groups import StepInputs
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.pending_tokens import PendingTokens
+from vllm_kernels.engine.request import SamplingParams
 from vllm_kernels.integrations.transformers import PagedCache, use_paged_attention
 
 
@@ -86,7 +86,7 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
     """That is not taken for a model that cannot be captured."""
     full = True
 
-    def capture(packed: PackedModel, step: PackedStep) -> tuple[Any, Tensor]:
+    def capture(packed: ModelRunner, step: StepInputs) -> tuple[Any, Tensor]:
         if full and at_the_end:
             try:
                 raise torch.OutOfMemoryError("full")
@@ -98,7 +98,7 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
         graph = SimpleNamespace(replay=lambda: logits.copy_(packed._forward(step, step.num_single)))
         return graph, logits
 
-    monkeypatch.setattr(PackedModel, "_capture", capture)
+    monkeypatch.setattr(ModelRunner, "_capture", capture)
     model = tiny_model()
     (text,) = prompts((5,))
     expected = by_transformers(model, text)
@@ -122,12 +122,12 @@ def test_a_failed_pass_draws_again_what_its_seed_says(
         take = engine._take
         calls = 0
 
-        def fails(flight: Flight) -> None:
+        def fails(pending: PendingTokens) -> None:
             nonlocal calls
             calls += 1
             if calls % 4 == 2:
                 raise MemoryError("after the draw")
-            take(flight)
+            take(pending)
 
         monkeypatch.setattr(engine, "_take", fails)
         request = engine._requests[engine.add_request(text, params)]

@@ -17,7 +17,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kernels.integrations.request import FinishReason, Request, Sequence
+from vllm_kernels.engine.request import FinishReason, Request, Sequence
 from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
 
 __all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]

@@ -24,8 +24,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from vllm_kernels.integrations.own_attention import bind_own_attention, unbind_own_attention
-from vllm_kernels.kv_tensors import KVShape
+from vllm_kernels.hf.attention_overrides import bind_own_attention, unbind_own_attention
+from vllm_kernels.kv_cache.tensors import KVShape
 
 __all__ = ["ENGINES", "NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
            "refuse_no_model", "stop_paged_attention", "use_paged_attention"]  # fmt: skip
@@ -62,8 +62,9 @@ class AttentionOptions:
 
     @property
     def can_cascade(self) -> bool:
-        """Whether tokens of blocks that sequences share look the same to all of these, and
-        :meth:`KVCache.attend_cascade <vllm_kernels.kv_tensors.KVCache.attend_cascade>` serves it.
+        """Whether shared blocks look the same to all of these sequences.
+
+        Then :meth:`~vllm_kernels.kv_cache.tensors.KVCache.attend_cascade` serves them.
         """
         return not self.sliding_window and self.sinks is None and self.alibi_slopes is None
 

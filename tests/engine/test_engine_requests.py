@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from vllm_kernels.__main__ import TOY_MODEL
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.request import FinishReason, SamplingParams, Sequence
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import FinishReason, SamplingParams, Sequence
 
 
 @pytest.fixture(scope="module")

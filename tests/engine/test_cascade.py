@@ -13,12 +13,12 @@ from engines import SMALL, by_transformers, greedy, prompts
 from test_engine import COMPILED, replayed
 from tiny_models import tiny_model
 
-from vllm_kernels.integrations import packed_pages
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.packed import PackedModel
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine import layer_groups
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.request import SamplingParams
 from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_tensors import KVCache
+from vllm_kernels.kv_cache.tensors import KVCache
 from vllm_kernels.ops import cascade
 
 ATTEND_CASCADE = KVCache.attend_cascade
@@ -59,7 +59,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, cascades) -> list[tuple[int, int]]:
         return cascade.cascade_plan(tables, lens, num_common, **sizes)
 
     monkeypatch.setattr(KVCache, "attend_cascade", ATTEND_CASCADE)
-    monkeypatch.setattr(packed_pages, "cascade_plan", plan)
+    monkeypatch.setattr(layer_groups, "cascade_plan", plan)
     return made
 
 
@@ -96,7 +96,7 @@ def test_where_no_layer_can_cascade(name: str, least: int, monkeypatch, cascades
     manager, and no plan is made."""
     monkeypatch.setattr(cascade, "LEAST_SAVED", {"cpu": least})
     monkeypatch.setattr(KVCacheManager, "num_common_prefix_blocks", None)
-    monkeypatch.setattr(packed_pages, "cascade_plan", None)
+    monkeypatch.setattr(layer_groups, "cascade_plan", None)
     model = tiny_model(name)
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]
@@ -172,7 +172,7 @@ def test_requests_that_come_and_go(overlap: bool, device: str, cascades) -> None
 
 def test_padded_passes(overlap: bool, monkeypatch, cascades) -> None:
     """As CUDA graphs have them: a graph for any number of common blocks."""
-    monkeypatch.setattr(PackedModel, "_capture", replayed)
+    monkeypatch.setattr(ModelRunner, "_capture", replayed)
     model = tiny_model()
     asked = {common: shared(common, (1, 5, 9)) for common in (40, 16)}
     expected = {key: [by_transformers(model, x) for x in texts] for key, texts in asked.items()}
@@ -198,7 +198,7 @@ def test_a_cascade_that_cannot_be_captured(monkeypatch, cascades) -> None:
             raise RuntimeError("no room")
         return replayed(self, step)
 
-    monkeypatch.setattr(PackedModel, "_capture", capture)
+    monkeypatch.setattr(ModelRunner, "_capture", capture)
     model = tiny_model()
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]

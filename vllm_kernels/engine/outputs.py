@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_kernels.integrations.request import FinishReason, Request
-from vllm_kernels.integrations.scheduler import SchedulerStatistics
+from vllm_kernels.engine.request import FinishReason, Request
+from vllm_kernels.engine.scheduler import SchedulerStatistics
 from vllm_kernels.kv_cache import Statistics
 
 __all__ = ["Completion", "EngineStatistics", "RequestOutput", "TokenOutput", "output_of"]

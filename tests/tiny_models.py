@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from vllm_kernels.integrations.llama_patch import FAMILIES
+from vllm_kernels.hf.llama_patch import FAMILIES
 from vllm_kernels.integrations.transformers import (
     PagedCache,
     patched_layers,

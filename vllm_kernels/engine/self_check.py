@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_kernels.integrations.attention import stop_paged_attention, use_paged_attention
-from vllm_kernels.integrations.packed import PackedModel
-from vllm_kernels.integrations.request import Request, SamplingParams, Sequence
-from vllm_kernels.integrations.scheduler import Plan
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.request import Request, SamplingParams, Sequence
+from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.hf.attention_interface import stop_paged_attention, use_paged_attention
 from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
 
 __all__ = ["verify"]
@@ -31,7 +31,7 @@ _TOLERANCE_OF_16_BITS = 0.15
 _TOLERANCE_OF_8_BIT_CACHES = 0.3
 
 
-def verify(packed: PackedModel, manager: KVCacheManager) -> None:
+def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
     """Two short sequences, one in two parts, beside each other, against the model one by one.
 
     Raises:
@@ -71,7 +71,7 @@ def verify(packed: PackedModel, manager: KVCacheManager) -> None:
             )
 
 
-def _long(packed: PackedModel, manager: KVCacheManager) -> int:
+def _long(packed: ModelRunner, manager: KVCacheManager) -> int:
     """Tokens of the longer sequence: over the edge of a small window and over that of a block, if
     there is room."""
     windows = packed.pages.groups.windows
@@ -82,7 +82,7 @@ def _long(packed: PackedModel, manager: KVCacheManager) -> int:
 
 
 def _packed_logits(
-    packed: PackedModel, manager: KVCacheManager, long: list[int], short: list[int]
+    packed: ModelRunner, manager: KVCacheManager, long: list[int], short: list[int]
 ) -> list[Tensor]:
     """Logits after short[:4], short and long."""
     request = Request(-1, [], SamplingParams(), arrival=time.perf_counter())
@@ -106,7 +106,7 @@ def _packed_logits(
 
 
 def _step(
-    packed: PackedModel, manager: KVCacheManager, counts: dict[Sequence, int]
+    packed: ModelRunner, manager: KVCacheManager, counts: dict[Sequence, int]
 ) -> list[Tensor]:
     """So many tokens of each sequence, in one pass if that is large enough, else in several."""
     if len(counts) <= packed.max_batch_size and sum(counts.values()) <= packed.max_batch_tokens:
@@ -121,7 +121,7 @@ def _step(
 
 
 def _pass(
-    packed: PackedModel, manager: KVCacheManager, sequences: list[Sequence], counts: list[int]
+    packed: ModelRunner, manager: KVCacheManager, sequences: list[Sequence], counts: list[int]
 ) -> list[Tensor]:
     tokens = [
         token

@@ -24,32 +24,32 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kernels.integrations.attention import (
+from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.fused_llama import refuse_changing_rotary
+from vllm_kernels.engine.layer_groups import LayerGroups
+from vllm_kernels.engine.model_runner import ModelRunner, layer_options
+from vllm_kernels.engine.outputs import (
+    EngineStatistics,
+    RequestOutput,
+    TokenOutput,
+    output_of,
+)
+from vllm_kernels.engine.pending_tokens import PendingTokens
+from vllm_kernels.engine.prompts import Prompt, prompt_tokens, refuse_no_list
+from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.engine.sampler import sample
+from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
+from vllm_kernels.engine.self_check import verify
+from vllm_kernels.engine.upload import upload
+from vllm_kernels.hf.attention_interface import (
     ENGINES,
     kv_shape,
     refuse_no_model,
     stop_paged_attention,
     use_paged_attention,
 )
-from vllm_kernels.integrations.detokenizer import Detokenizer
-from vllm_kernels.integrations.flight import Flight
-from vllm_kernels.integrations.outputs import (
-    EngineStatistics,
-    RequestOutput,
-    TokenOutput,
-    output_of,
-)
-from vllm_kernels.integrations.packed import PackedModel, layer_options
-from vllm_kernels.integrations.packed_llama import refuse_changing_rotary
-from vllm_kernels.integrations.packed_pages import LayerGroups
-from vllm_kernels.integrations.prompts import Prompt, prompt_tokens, refuse_no_list
-from vllm_kernels.integrations.request import FinishReason, Request, SamplingParams, Sequence
-from vllm_kernels.integrations.sampler import sample
-from vllm_kernels.integrations.scheduler import Plan, Scheduler, SchedulerStatistics
-from vllm_kernels.integrations.upload import upload
-from vllm_kernels.integrations.verify import verify
 from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_tensors import KVCache, KVShape, free_memory
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape, free_memory
 
 __all__ = ["Engine"]
 
@@ -77,7 +77,8 @@ class Engine:
             run short. 0: they are computed again.
         layout: of the cache: "vllm", "NHD" or "HND".
         cache_dtype: "auto" (the model's), "fp8", "fp8_e5m2" or "int8".
-        k_scale, v_scale: of an 8-bit cache, as :class:`~vllm_kernels.kv_tensors.KVCache` has them.
+        k_scale, v_scale: of an 8-bit cache, as
+            :class:`~vllm_kernels.kv_cache.tensors.KVCache` has them.
         max_batch_size: sequences in one pass.
         max_batch_tokens: tokens in one pass: longer prompts are computed in parts. None: 2048, or
             max_batch_size if that is more.
@@ -167,7 +168,9 @@ class Engine:
         # Streams, events and graphs are those of the current device.
         self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
         self._overlap = on_gpu if overlap is None else overlap
-        self._flight: Flight | None = None  # the last pass, if its tokens are not looked at yet
+        self._pending: PendingTokens | None = (
+            None  # the last pass, if its tokens are not looked at yet
+        )
         self._undelivered: list[TokenOutput] = []  # what step() returns next
         # What stream() and generate() have still to look at, by the ids of their requests.
         self._queues: dict[int, deque[TokenOutput]] = {}
@@ -221,7 +224,7 @@ class Engine:
                 v_scale=v_scale,
             )
             with self._on_device:
-                self._packed = PackedModel(
+                self._packed = ModelRunner(
                     model,
                     self.cache,
                     groups,
@@ -277,7 +280,7 @@ class Engine:
         try:
             self._packed.close()
         finally:
-            self._flight = None
+            self._pending = None
             self.cache.free()
             stop_paged_attention(self.model)
             ENGINES.pop(self.model, None)
@@ -368,7 +371,7 @@ class Engine:
         self._refuse_closed()
         with self._on_device:
             try:
-                if self._flight is None:
+                if self._pending is None:
                     self._pass()
                 else:
                     self._pass_ahead()
@@ -382,26 +385,26 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return
-        flight = self._sample(plan, self._run(plan))
+        pending = self._sample(plan, self._run(plan))
         if self._overlap:
-            self._flight = flight
+            self._pending = pending
         else:
-            self._take(flight)
+            self._take(pending)
 
     def _pass_ahead(self) -> None:
         """Starts the next pass if it is certain, and takes the tokens of the one before."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         try:
             self._packed.wait()
             plan = self.scheduler.schedule_ahead()
             if plan is not None:
-                logits = self._run(plan, flight.tokens_of(plan.sequences))
+                logits = self._run(plan, pending.tokens_of(plan.sequences))
         finally:
-            self._take(flight)
+            self._take(pending)
         if plan is not None:
             self.scheduler.record(plan)
-            self._flight = self._sample(plan, logits)
+            self._pending = self._sample(plan, logits)
 
     def generate(
         self,
@@ -471,7 +474,7 @@ class Engine:
             RuntimeError: there are unfinished requests.
         """
         self._refuse_unfinished("reset")
-        self._flight = None  # of sequences that were aborted
+        self._pending = None  # of sequences that were aborted
         self.manager.reset()
         self.scheduler.statistics = SchedulerStatistics()
 
@@ -502,27 +505,27 @@ class Engine:
             getattr(self.cache, copies.kind)(copies.pairs)
         return self._packed.run(plan, tokens_before)
 
-    def _sample(self, plan: Plan, logits: Tensor) -> Flight:
+    def _sample(self, plan: Plan, logits: Tensor) -> PendingTokens:
         """Draws the tokens that a pass gives; they are not fetched yet."""
         ready = self.scheduler.computed(plan)
         if len(ready) > len(logits):  # sequences that share a prompt share its logits
             ran = set(plan.sequences)
             rows = np.cumsum([sequence in ran for sequence in ready]) - 1
             logits = logits[upload(rows, logits.device)]
-        flight = Flight(ready, sample(logits, ready))
+        pending = PendingTokens(ready, sample(logits, ready))
         for sequence in ready:
             sequence.num_pending = 1
-        return flight
+        return pending
 
-    def _take(self, flight: Flight) -> None:
+    def _take(self, pending: PendingTokens) -> None:
         """Adds the tokens of a pass to their sequences.
 
         Raises what a tokenizer raised, after all: its requests are ended, and the others are well.
         """
-        tokens = flight.fetch()
+        tokens = pending.fetch()
         now = time.perf_counter()
         failure: Exception | None = None
-        for sequence, token in zip(flight.sequences, tokens):
+        for sequence, token in zip(pending.sequences, tokens):
             sequence.num_pending = 0
             if sequence.finish_reason is not None:  # it ended meanwhile, and this was in vain
                 continue

@@ -6,8 +6,8 @@ import torch
 from tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import SamplingParams
 
 LENGTHS = (5, 19, 33, 8, 70, 3)
 SMALL = {"num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24}

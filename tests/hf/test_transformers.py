@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'vll
 from tiny_models import SERVED, generate_ours, left_padded, poisoned_cache, tiny_model
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from vllm_kernels.integrations.op_counter import OpCounter
+from vllm_kernels.engine.op_counter import OpCounter
 from vllm_kernels.integrations.transformers import (
     NAME,
     Engine,
@@ -503,8 +503,9 @@ def test_patched_logits(device: str) -> None:
 
 
 def test_no_private_name_of_transformers_is_imported() -> None:
-    folder = Path(__file__).parents[2] / "vllm_kernels" / "integrations"
-    for file in folder.glob("*.py"):
+    package = Path(__file__).parents[2] / "vllm_kernels"
+    rooms = [package / name for name in ("engine", "hf", "integrations")]
+    for file in (file for room in rooms for file in room.glob("*.py")):
         for line in file.read_text().splitlines():
             if "transformers" in line and "import" in line:
                 assert " _" not in line, line

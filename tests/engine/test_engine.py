@@ -15,11 +15,11 @@ from engines import SMALL, by_transformers, check_equal, greedy, prompts
 from tiny_models import SERVED, tiny_model
 
 import vllm_kernels
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.op_counter import OpCounter
-from vllm_kernels.integrations.packed import PackedModel
-from vllm_kernels.integrations.packed_pages import PackedStep
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.layer_groups import StepInputs
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.op_counter import OpCounter
+from vllm_kernels.engine.request import SamplingParams
 
 # --- equal to transformers
 
@@ -172,7 +172,7 @@ def test_cuda_graphs_of_experts(dtype: torch.dtype, experts: str) -> None:
 class _Replayed:
     """Stands for a CUDA graph: the same call on the same buffers, into the same logits."""
 
-    def __init__(self, packed: PackedModel, step: PackedStep) -> None:
+    def __init__(self, packed: ModelRunner, step: StepInputs) -> None:
         self.packed, self.step = packed, step
         self.logits = packed._forward(step, step.num_single).clone()
 
@@ -180,8 +180,8 @@ class _Replayed:
         self.logits.copy_(self.packed._forward(self.step, self.step.num_single))
 
 
-def replayed(packed: PackedModel, step: PackedStep) -> tuple[_Replayed, Tensor]:
-    """In place of PackedModel._capture."""
+def replayed(packed: ModelRunner, step: StepInputs) -> tuple[_Replayed, Tensor]:
+    """In place of ModelRunner._capture."""
     graph = _Replayed(packed, step)
     return graph, graph.logits
 
@@ -190,7 +190,7 @@ def replayed(packed: PackedModel, step: PackedStep) -> tuple[_Replayed, Tensor]:
 def test_padded_passes(name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA graphs need, without a GPU: passes padded to a few sizes, over buffers that stay
     where they are. The CPU's ops refuse bad lengths and slots, those of padding too."""
-    monkeypatch.setattr(PackedModel, "_capture", replayed)
+    monkeypatch.setattr(ModelRunner, "_capture", replayed)
     model = tiny_model(name)
     texts = prompts((5, 19, 33, 8, 70, 3, 12, 4, 9, 1, 2))
     expected = [by_transformers(model, text) for text in texts]
@@ -207,10 +207,10 @@ def test_padded_passes(name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(packed: PackedModel, step: PackedStep) -> None:
+    def capture(packed: ModelRunner, step: StepInputs) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(PackedModel, "_capture", capture)
+    monkeypatch.setattr(ModelRunner, "_capture", capture)
     model = tiny_model()
     texts = prompts((5, 19))
     expected = [by_transformers(model, text) for text in texts]

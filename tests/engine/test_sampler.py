@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from vllm_kernels.__main__ import TOY_MODEL
-from vllm_kernels.integrations import sampler
-from vllm_kernels.integrations.detokenizer import Detokenizer
-from vllm_kernels.integrations.request import Request, SamplingParams, Sequence
+from vllm_kernels.engine import sampler
+from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.request import Request, SamplingParams, Sequence
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:

@@ -1,6 +1,6 @@
 """A model's forward pass over packed tokens: those of all sequences in one row.
 
-:class:`PackedModel` runs the plans of a scheduler: it uploads what the manager filled, calls the
+:class:`ModelRunner` runs the plans of a scheduler: it uploads what the manager filled, calls the
 model, and returns the logits of the sequences that get a token. Passes of one token a sequence
 replay CUDA graphs on a GPU.
 """
@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from vllm_kernels import cascade_pays
-from vllm_kernels.integrations.attention import AttentionOptions, LayerCall, PagedLayer
-from vllm_kernels.integrations.packed_llama import PackedLlama, can_be_packed
-from vllm_kernels.integrations.packed_pages import LayerGroups, PackedPages, PackedStep
-from vllm_kernels.integrations.scheduler import Plan
-from vllm_kernels.integrations.upload import upload
+from vllm_kernels.engine.fused_llama import FusedLlama, can_be_packed
+from vllm_kernels.engine.layer_groups import LayerGroups, PackedPages, StepInputs
+from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.engine.upload import upload
+from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
 from vllm_kernels.kv_cache import BatchBuffers
-from vllm_kernels.kv_tensors import KVCache, KVShape
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
-__all__ = ["PackedModel", "layer_options"]
+__all__ = ["ModelRunner", "layer_options"]
 
 
 class _OptionsRecorder:
@@ -122,7 +122,7 @@ class _Buffers:
             self._uploaded.synchronize()
 
 
-class PackedModel:
+class ModelRunner:
     """Runs plans.
 
     Args:
@@ -132,7 +132,7 @@ class PackedModel:
         cuda_graphs: whether passes of one token a sequence are captured, by batch size.
         cascade: whether sequences of one token may attend together to blocks that they share.
         backend: of torch.compile, through which the model is called; None: not at all.
-        fused: whether Llama-like models run as :class:`PackedLlama`.
+        fused: whether Llama-like models run as :class:`FusedLlama`.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class PackedModel:
         self._buffers = _Buffers(
             len(groups.windows), max_batch_size, blocks, max_batch_tokens, cache.device
         )
-        self._llama: PackedLlama | None = None
+        self._llama: FusedLlama | None = None
         if fused and can_be_packed(model):
             windows = [groups.windows[group] for group in groups.group_of_layer]
-            self._llama = PackedLlama(model, self.pages, windows, max_length)
+            self._llama = FusedLlama(model, self.pages, windows, max_length)
         self._cascades = cascade and self._pays(max_batch_size, blocks)
         self._takes_positions = _takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
@@ -241,7 +241,7 @@ class PackedModel:
             return self._ready(self._forward(step, tokens), plan)
         buffers.upload(tokens, sequences)
         columns = self._columns(sequences)
-        step = PackedStep(
+        step = StepInputs(
             slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
             block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
@@ -286,10 +286,10 @@ class PackedModel:
 
     def _single_step(
         self, sequences: int, cascade: bool = False, columns: int | None = None
-    ) -> PackedStep:
+    ) -> StepInputs:
         """One token a sequence; ``columns`` of the tables, None: all, as a CUDA graph needs."""
         buffers = self._buffers
-        return PackedStep(
+        return StepInputs(
             slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
             block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
             seq_lens=buffers.seq_lens[:sequences],
@@ -299,7 +299,7 @@ class PackedModel:
             num_common_blocks=buffers.common[0] if cascade else None,
         )
 
-    def _forward(self, step: PackedStep, tokens: int, last: Tensor | None = None) -> Tensor:
+    def _forward(self, step: StepInputs, tokens: int, last: Tensor | None = None) -> Tensor:
         """Logits [n, vocabulary] of the tokens ``last``, or of all."""
         buffers = self._buffers
         self.pages.begin(step)
@@ -346,7 +346,7 @@ class PackedModel:
         graph.replay()
         return logits
 
-    def _capture(self, step: PackedStep) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, step: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Records the pass over the first rows of the device's buffers. What it computes meanwhile
         is this very pass, which is then replayed: writing the same keys twice is fine."""
         size = step.num_single

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
-from vllm_kernels.kv_tensors import KVCache, KVShape
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
 if TYPE_CHECKING:
-    from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
+    from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall
 
 
 _RESET = "reset() it between unrelated batches"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kernels.integrations.request import Sequence
-from vllm_kernels.integrations.upload import upload
+from vllm_kernels.engine.request import Sequence
+from vllm_kernels.engine.upload import upload
 
-__all__ = ["Flight"]
+__all__ = ["PendingTokens"]
 
 
-class Flight:
+class PendingTokens:
     """Tokens that were drawn on the device, on their way to the host.
 
     Args:

@@ -17,11 +17,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 import vllm_kernels
-from vllm_kernels.integrations.attention import AttentionOptions
-from vllm_kernels.integrations.llama_patch import FAMILIES
-from vllm_kernels.integrations.packed_pages import PackedPages
+from vllm_kernels.engine.layer_groups import PackedPages
+from vllm_kernels.hf.attention_interface import AttentionOptions
+from vllm_kernels.hf.llama_patch import FAMILIES
 
-__all__ = ["PackedLlama", "can_be_packed", "refuse_changing_rotary"]
+__all__ = ["FusedLlama", "can_be_packed", "refuse_changing_rotary"]
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
@@ -41,7 +41,7 @@ def refuse_changing_rotary(model: PreTrainedModel) -> None:
 
 
 def can_be_packed(model: PreTrainedModel) -> bool:
-    """Whether :class:`PackedLlama` serves ``model``: its family, plain linear layers, and a rotary
+    """Whether :class:`FusedLlama` serves ``model``: its family, plain linear layers, and a rotary
     embedding that does not change with the length."""
     config = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
@@ -56,7 +56,7 @@ def can_be_packed(model: PreTrainedModel) -> bool:
     )
 
 
-class PackedLlama:
+class FusedLlama:
     """The forward pass of a Llama-like model over one row of packed tokens.
 
     While it exists the model's projections are slices of joined weights, so that no memory is taken

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_kernels.integrations.paged_batch import PagedBatch
+from vllm_kernels.hf.paged_batch import PagedBatch
 from vllm_kernels.kv_cache import OutOfBlocks
-from vllm_kernels.kv_tensors import KVShape
+from vllm_kernels.kv_cache.tensors import KVShape
 
 
 def small_batch(num_blocks: int, layers: int = 1) -> PagedBatch:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kernels import CascadePlan, cascade_plan
-from vllm_kernels.integrations.attention import AttentionOptions, LayerCall
-from vllm_kernels.integrations.paged_batch import token_major
-from vllm_kernels.kv_tensors import KVCache
+from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall
+from vllm_kernels.hf.paged_batch import token_major
+from vllm_kernels.kv_cache.tensors import KVCache
 
-__all__ = ["LayerGroups", "PackedPages", "PackedStep"]
+__all__ = ["LayerGroups", "PackedPages", "StepInputs"]
 
 _MOST_GROUPS = 8
 
@@ -56,7 +56,7 @@ class LayerGroups:
 
 
 @dataclass
-class PackedStep:
+class StepInputs:
     """What attention needs in every layer of one pass. S sequences, T tokens."""
 
     slot_mappings: list[Tensor]  # a group: int64 [T]
@@ -84,11 +84,11 @@ class PackedPages:
         self.cache = cache
         self.groups = groups
         self.shape = cache.shape
-        self.step: PackedStep | None = None
+        self.step: StepInputs | None = None
         self._num_heads = num_heads
         self._cascades: dict[int, CascadePlan] = {}  # by group
 
-    def begin(self, step: PackedStep) -> None:
+    def begin(self, step: StepInputs) -> None:
         """Sets the pass. What it computes of lengths on the device belongs into the pass's CUDA
         graph."""
         self.step = step
