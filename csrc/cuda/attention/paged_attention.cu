@@ -5,8 +5,8 @@
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/prefill_sm80.h"
 #include "cuda/attention/simt/simt_kernel.cuh"
-#include "ops/report.h"
 #include "cuda/launchers.h"
+#include "ops/report.h"
 
 namespace vllm_kernels::cuda {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "cuda/attention/dispatch.h"
 #include "cuda/attention/fused_decode/new_token.cuh"
-#include "ops/report.h"
 #include "cuda/launchers.h"
+#include "ops/report.h"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -39,9 +39,10 @@ bool launch_in_one(const FusedDecodeAttentionParams& params, void* memory, Strea
 void launch(const FusedDecodeAttentionParams& params, void* memory, Stream stream) {
   if (launch_in_one(params, memory, stream)) return;
   const bool explained = report("fused_decode_attention", [] {
-    return std::string("two launches, rope_and_cache and paged_attention; one launch has float16, "
-                       "bfloat16 and e4m3 caches of layout vllm, pages up to 16 tokens, heads up "
-                       "to 128, up to 8 query heads a KV head");
+    return std::string(
+        "two launches, rope_and_cache and paged_attention; one launch has float16, "
+        "bfloat16 and e4m3 caches of layout vllm, pages up to 16 tokens, heads up "
+        "to 128, up to 8 query heads a KV head");
   });
   if (!explained) launch(params.rope, stream);
   launch_paged_attention(params.attention, memory, stream);
