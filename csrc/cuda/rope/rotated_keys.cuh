@@ -38,7 +38,7 @@ class RotatedKeys {
     }
   }
   __device__ __forceinline__ void rotate(int d, Vector<T> (&k)[kVectors]) const {
-    if (!known()) return;
+    if (!valid()) return;
     const int half = angles_->half;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
