@@ -16,8 +16,8 @@ namespace vllm_kernels {
 
 enum class KvLayout : uint8_t { kVllm, kNHD, kHND };
 
-// Strides are in elements and 64-bit. A cache may have more than 2^31 elements, and a layer may be
-// a slice of a packed tensor with a very large page stride.
+// Strides are in elements and 64-bit. A cache may have more than 2^31 elements. A layer may be a
+// slice of a packed tensor with a very large page stride.
 struct PagedKv {
   void* key = nullptr;
   void* value = nullptr;

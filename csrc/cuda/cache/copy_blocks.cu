@@ -14,8 +14,8 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Caches, and pairs that lie on the host, travel as kernel parameters, in portions. A launch uses 3
-// KB of the 4 KB allowed. So no table is uploaded, and a CUDA graph holds all it needs.
+// Caches, and pairs that lie on the host, travel as kernel parameters, in portions. A launch uses
+// about 3 KB of the 4 KB allowed. So no table is uploaded, and a CUDA graph holds all it needs.
 constexpr int kCopiesPerLaunch = 128;
 constexpr int kPairsPerLaunch = 64;
 constexpr int kThreads = 256;

@@ -21,7 +21,8 @@ namespace vllm_kernels::cuda {
 namespace {
 
 // Resident threads an SM, for __launch_bounds__: as many as registers allow. kOwn == 1 is one token
-// a CTA. kCrowd means hundreds of CTAs; then CTAs of the next launch find room beside them.
+// a CTA. kCrowd means hundreds of CTAs; then CTAs of the next launch fit on the SM at the same
+// time.
 template <typename T, typename C, int kEach, int kOwn, bool kCrowd>
 constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
                                  : kEach > 1 ? 1024

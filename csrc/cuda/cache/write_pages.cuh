@@ -23,7 +23,7 @@
 namespace vllm_kernels::cuda {
 
 // Up to kFewTokens tokens, a CTA stores scattered tokens from the values it has loaded. To get
-// enough CTAs, a CTA then takes at most kFewChunks chunks of a head, and kFewBlocks CTAs share its
+// enough CTAs, a CTA then takes at most kFewChunks chunks of a head. kFewBlocks CTAs share its
 // tokens.
 constexpr int kFewTokens = 64;
 constexpr int kFewChunks = 4;

@@ -42,8 +42,8 @@ __device__ __forceinline__ float rotate_one(float own, float other, float cosine
   return fmaf(own, cosine, other * sine);
 }
 
-// Rotates the kWidth pairs of two Vecs. Pair j is element j of both Vecs (Neox), or elements 2j and
-// 2j + 1 of the two Vecs in sequence (GPT-J).
+// Rotates the kWidth pairs of two Vecs. Neox: pair j is element j of both Vecs. GPT-J: it is
+// elements 2j and 2j + 1 of the two Vecs in sequence.
 template <bool kNeox, int kWidth>
 __device__ __forceinline__ void rotate_pairs(float (&values)[2][kWidth],
                                              const float (&cosines)[kWidth],
@@ -60,8 +60,8 @@ __device__ __forceinline__ void rotate_pairs(float (&values)[2][kWidth],
   }
 }
 
-// The same, for Vecs. The caller branches on kNeox before the conversions: converted values would
-// hold registers across the branch.
+// The same, for Vecs. The caller branches on is_neox first. Values converted before that branch
+// would hold registers across it.
 template <bool kNeox, typename T, typename A, int kWidth>
 __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
                                             const Vec<A, kWidth>& cosines,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
   vecs[1] = downcast<T>(values[1]);
 }
 
-// The places of a lane's Vec pairs in the head. Item i is Vec pair number lane + i * lanes.
+// The positions of a lane's Vec pairs in the head. Item i is the head's Vec pair lane + i * lanes.
 template <int kWidth, int kItems>
 struct HeadItems {
   int place[kItems][2];  // elements from the head's start; -1: none

@@ -112,12 +112,12 @@ struct Queries {
     by_period = FastDivisor(period);
   }
 
-  // The index of this CTA among those that store, or -1.
+  // The index of this CTA among the storing CTAs, or -1.
   __device__ __forceinline__ int group() const {
     const int nth = by_period.divide(blockIdx.x);
     return nth < storing && static_cast<int>(blockIdx.x) == nth * period ? nth : -1;
   }
-  // The index of this CTA among those of its grid row that rotate the query.
+  // The index of this CTA among the query-rotating CTAs of its grid row.
   __device__ __forceinline__ int other() const {
     return blockIdx.x - min(static_cast<int>(by_period.divide(blockIdx.x)) + 1, storing);
   }

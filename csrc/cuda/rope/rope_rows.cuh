@@ -1,6 +1,6 @@
 // A row is one head of one token, between the QKV GEMM and the paged cache or attention. This file
-// has its address, its processing (ops/rope_and_cache.h), its place in the cache, and the launchers
-// that rope_and_cache.cu chooses from.
+// has its address, its processing (ops/rope_and_cache.h) and its address in the cache. It also
+// declares the launchers that rope_and_cache.cu chooses from.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -41,7 +41,8 @@ struct HeadRow {
   int head;
   bool is_second;  // row of `second`, not of `first`
 
-  // Row `row` of all tokens. A token has `heads` rows: those of `first`, then those of `second`.
+  // Row `row` of all tokens. A token has `heads` rows: the heads of `first`, then the heads of
+  // `second`.
   __device__ __forceinline__ HeadRow(const ProjectedHeads& first, const ProjectedHeads& second,
                                      FastDivisor heads, int row) {
     token = heads.divide(row);

@@ -18,9 +18,9 @@ namespace {
 
 constexpr int kMaxThreads = 320;
 
-// A CTA takes a tile of one token's heads (query, then key) in y, and of a head's chunks in x. A
-// thread takes one chunk of kWidth pairs. A chunk is two Vecs: one of each half of the rotated
-// elements (Neox), or two consecutive ones (GPT-J).
+// A CTA takes a tile of one token's heads in y: query heads, then key heads. In x it takes a tile
+// of a head's chunks. A thread takes one chunk of kWidth pairs. A chunk is two Vecs: one of each
+// half of the rotated elements (Neox), or two consecutive ones (GPT-J).
 template <typename T, int kWidth, bool kNeox>
 __global__ void __launch_bounds__(kMaxThreads, 4)
     rotary_embedding_kernel(RotaryParams p, RowOffsets position_rows, RowOffsets query_tokens,
