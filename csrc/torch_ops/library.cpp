@@ -1,4 +1,6 @@
-// Every op of torch.ops.vllm_kernels: the table of contents. `!` marks what an op writes.
+// The schema of every op of torch.ops.vllm_kernels: the table of contents. `!` marks the tensors
+// that an op writes. The implementations register in the other files of this folder, once for CPU
+// and once for CUDA. vllm_kernels/ops.py has the typed calls and the docstrings.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
