@@ -1,4 +1,6 @@
-// The end of a paged-attention block: merge the warps' partial results and write them.
+// Which heads and tokens a CTA of the SIMT kernel, or of v1/v2's mma kernel, serves, and how it
+// ends. At the end it combines the warps' partials in shared memory and writes the output. The
+// decode kernel combines its partials in attention/decode/decode_kernel.cuh.
 #pragma once
 #include <cfloat>
 
@@ -8,7 +10,7 @@
 
 namespace vllm_kernels::cuda {
 
-// The heads that one block serves: `count` query heads from `first` on, all of one KV head.
+// The query heads that one CTA serves: `count` heads from `first` on, all of one KV head.
 struct HeadRange {
   int kv_head;
   int first;
@@ -24,19 +26,20 @@ __device__ __forceinline__ HeadRange head_range(const PagedAttentionParams& p, i
   return {kv_head, kv_head * group + start, min(heads_per_block, group - start)};
 }
 
-// The tokens [begin, end) of a sequence that one block serves, for one query token.
+// The tokens [begin, end) of a sequence that one CTA attends to, for one query token.
 struct TokenRange {
   int seq;
   int partition;
   int begin;
   int end;
   int seq_len;
-  int first_key;  // row of contiguous keys; 0 where there are pages
-  int query;      // row of query and out, -1: none
+  int first_key;  // row of contiguous keys; 0 for a paged cache
+  int query;      // row of the query and out tensors; -1: none
   int position;   // of the query token in its sequence
 };
 
-// v1 and v2: block `index` is partition index % max_partitions of a sequence.
+// v1 and v2: CTA `index` serves partition index % max_partitions of sequence index /
+// max_partitions.
 __device__ __forceinline__ TokenRange token_range(const PagedAttentionParams& p, int64_t index) {
   TokenRange range;
   range.seq = static_cast<int>(index / p.max_partitions);
@@ -51,7 +54,7 @@ __device__ __forceinline__ TokenRange token_range(const PagedAttentionParams& p,
   return range;
 }
 
-// paged_attention, varlen_attention: the tokens that row `query` of query sees.
+// paged_attention and varlen_attention: the tokens visible to row `query` of the query tensor.
 __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams& p, int query) {
   int seq = query;
   if (p.query_start_loc != nullptr) {  // the last sequence that starts at or before it
@@ -78,9 +81,9 @@ __device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams
   return range;
 }
 
-// Merges `parts` partial results that lie in shared memory and writes the block's heads.
-//   partial_out [parts][heads.count][head_size]  sum of exp2(logit - maximum) * v
-//   partial_max, partial_sum [parts][heads.count]  logits in units of log2
+// Combines `parts` partials in shared memory and writes the CTA's heads.
+//   partial_out               [parts][heads.count][head_size], sum of exp2(logit - row_max) * v
+//   partial_max, partial_sum  [parts][heads.count], logits in log2 units
 template <typename T>
 __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
                                                 const HeadRange& heads, const TokenRange& tokens,
@@ -125,7 +128,7 @@ __device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
     if (p.lse != nullptr && d == 0) {
       p.lse[row] = total == 0.0f ? -INFINITY : (row_max + log2f(total)) * kLn2;
     }
-    // total is 0 where every token was masked: the result is 0. NaN passes through.
+    // total is 0 where all tokens were masked; the result is then 0. NaN passes through.
     const float scale = total == 0.0f ? 0.0f : factor / total;
     T result[4] = {from_float<T>(sum.x * scale), from_float<T>(sum.y * scale),
                    from_float<T>(sum.z * scale), from_float<T>(sum.w * scale)};
