@@ -1,5 +1,5 @@
-// fused_decode_attention's kernels, one small file per cache type so that they compile side by
-// side. False: nothing was launched, two launches are better.
+// Launchers of fused_decode_attention's kernels, one small file per cache type so that they compile
+// in parallel. They return false, without a launch, where two separate launches are needed.
 #pragma once
 #include "cuda/attention/common/workspace.h"
 #include "ops/fused_decode_attention.h"
