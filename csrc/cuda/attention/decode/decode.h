@@ -1,5 +1,5 @@
-// The tensor-core kernels of paged_attention, one small file per cache type so that they compile
-// side by side. The query is 16-bit, and of the cache's dtype where that is.
+// Launchers of paged_attention's decode kernels, one small file per cache type so that they compile
+// in parallel. The query is 16-bit; with a 16-bit cache it has the cache's dtype.
 #pragma once
 #include <cuda_runtime.h>
 

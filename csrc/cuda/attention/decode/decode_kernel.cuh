@@ -1,15 +1,28 @@
-// paged_attention on tensor cores: one launch of one block a multiprocessor, or two, for any batch.
+// paged_attention's decode kernel on mma.sync: one launch for any batch.
 //
-// A block takes items (attention/decode/tile_scheduler.cuh) one after the other. Its teams take an
-// item's stages in turn, each through a ring of its own (kv_pipeline.cuh). At the end each team
-// starts to fill its ring for the next item; then the teams' results are merged in shared memory
-// and written: as output where the item is a whole segment, else to the workspace, where the
-// segment's last block to finish, or that of its last piece (split_exchange.cuh), merges all pieces
-// in order.
+//   query      [num_tokens, num_heads, head_size], 16-bit
+//   cache      paged, 16-bit (the query's dtype) or 8-bit
+//   out, lse   [num_tokens, num_heads, head_size], [num_tokens, num_heads]
+//   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
+//   work       tile_scheduler.cuh cuts it into work tiles, on the device
 //
-// A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
-// 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
-// warpgroup products, decode_wgmma_kernel.cuh has the items of more than 8 rows.)
+// Roles of warps: there is no separate producer. A "consumer" is one warp, for work tiles of up to
+// 8 query rows, or 1, 2 or 4 warps (kMultiWarp) that share the rows, 8 or 16 each. So a warp keeps
+// its query and its output in registers. The consumers take a tile's stages in turn, each through
+// its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh for tiles of more than 8
+// rows and heads of up to kWgmmaMaxHeadSize.
+//
+// A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
+// are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
+// the workspace, and one CTA combines all splits in order: the last CTA to finish (semaphore), or
+// the CTA of the last split (flag-in-data, split_exchange.cuh).
+//
+// Early reads, before the PDL wait: in small batches (and not kMultiWarp), lengths and block
+// tables. The first work tile is scheduled speculatively from them, and its first pages are
+// prefetched into L2. With kv_ready, lengths, tables and pages.
+//
+// Next: decode() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for the host's
+// choices.
 #pragma once
 #include <algorithm>
 
@@ -26,8 +39,8 @@
 
 namespace vllm_kernels::cuda {
 
-// What paged_attention has in the place of fused_decode_attention's FusedNewToken: query rows and
-// tokens are where the parameters say.
+// paged_attention's stand-in for fused_decode_attention's FusedNewToken: query and KV are already
+// in memory.
 struct NoNewToken {
   static constexpr bool kAny = false;
 };
@@ -64,21 +77,21 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + query_row.head] = result.lse;
 }
 
-// Query rows of a warp, in tiles of 8: alone, one; in a team, as many as its registers hold.
+// Tiles of 8 query rows per warp. kMultiWarp: as many as its registers hold.
 template <int kMaxHeadSize, bool kMultiWarp>
 constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 
-// Tiles of 16 tokens that a warp takes at a time: two where that is not more than 8 KiB of K and V,
-// or a team's.
+// Tiles of 16 tokens per stage: two where a stage is then at most 8 KiB of K and V, or is shared by
+// several warps.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
-// 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more
-// work.
+// Max threads. 16-bit: 8 warps with pipelines of 3 pages each. 8-bit: 12 warps, since pages are
+// half as many bytes and take more work.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
-// `fresh`: NoNewToken, or fused_decode_attention's FusedNewToken.
+// The kernel's body. `new_token`: NoNewToken, or fused_decode_attention's FusedNewToken.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const KvTensorMaps& maps, const DecodeWorkspace& workspace,
@@ -88,14 +101,15 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       WarpMma<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
   constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
   using Pipeline = KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kMultiWarp>;
-  extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
+  extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
   __shared__ float2 warp_stats[kWarps * 8];
-  // Three items: some threads may still write out the last one when the next but one is put down.
+  // Three work tiles: some threads may still write the output of one when the next but one is
+  // stored.
   __shared__ WorkTile work_tiles[3];
   __shared__ TileRows work_tile_rows[3];
-  __shared__ uint32_t next_index;  // thread 0 knows it first
+  __shared__ uint32_t next_index;  // written by thread 0; others wait for next_index_ready
   __shared__ uint64_t next_index_ready;
   __shared__ bool is_last;
   launch_dependents();
@@ -116,31 +130,30 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   }
   __syncwarp();
   float* results = reinterpret_cast<float*>(shared + consumers * pipeline_bytes);
-  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
+  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
   mma.head_size = head_size;
   mma.set_addresses(shape.stage_layout, lane);
   mma.keep_addresses();
-  if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
+  if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
     for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
   }
-  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // the barriers, the zeros
-  if (threadIdx.x == 0) {                                       // written anew before it is read
+  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
+  if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  // As registers allow.
+  // Kept rounds, as registers allow.
   using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
                                   : kBytes == 1                                 ? 4
                                                                                 : 8>;
   Scheduler scheduler;
-  uint32_t index = blockIdx.x;                         // of the item at hand
-  const int first_row = warp_in_consumer * warp_rows;  // this warp's
-  const void* query_rows[kTiles];  // this lane's of the item that the ring has next
-  // Puts down item `index`, which this warp's ring has next.
+  uint32_t index = blockIdx.x;                         // of the current work tile
+  const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
+  const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
     const TileRows rows = tile_rows(shape.work, work_tile);
@@ -179,18 +192,18 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     return produced;
   };
 
-  // The first item of a small batch, and its blocks, are guessed before the predecessor has ended,
-  // from lengths and tables that it may be writing; then both are read again, with the first pages
-  // under way. Where they differ all is done once more. (One place of the code takes first items
-  // and others: a block that has one waits for every line that it runs.)
+  // Speculative prologue of small batches. The first work tile and its pages are found before the
+  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
+  // both are read again, with the first pages in flight. If they differ, all is done again.
+  // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
   bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
   if (!speculative && !p.kv_ready) wait_at_start(p);
-  uint32_t count = UINT32_MAX;  // of all items, once there is a plan
-  bool merges = false;          // the item before this
+  uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
+  bool merges = false;          // whether a previous work tile is still to be combined and written
 #pragma unroll 1
   for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
     const int now = iteration < 3 ? iteration : iteration - 3,
-              last = now == 0 ? 2 : now - 1;  // of `items`
+              last = now == 0 ? 2 : now - 1;  // index into work_tiles
     if (index < count) {
       int produced = 0;  // stages
 #pragma unroll 1
@@ -212,8 +225,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         typename Pipeline::Copies copies = {};
         if (some) {
           looked_up = pipeline.look_up_speculative();
-          // Blocks of few items begin while the predecessor runs, and have time. With many, all
-          // stages at once would hold up the indices, which are asked for after them.
+          // With few work tiles, CTAs start while the primary kernel runs, and have time. With
+          // many, starting all stages at once would delay the indices, which are requested after
+          // them.
           const bool few = count <= gridDim.x / 2;
           pipeline.prefetch(p.kv, shape.pipeline.stages, few);
           copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
@@ -233,8 +247,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         produced = 0;
       }
       if (index < count) produce_stages(shape.pipeline.stages - produced);
-      // The query and the workspace are touched from here on only: the query is there before the
-      // first pages all the same.
+      // With kv_ready the wait comes only here, before the first access to query and workspace. The
+      // query still arrives before the first pages.
       if (!merges && p.kv_ready) wait_at_start(p);
       if (index < count) load_query();
     }
@@ -320,14 +334,15 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (is_last) combine_splits(std::integral_constant<int, 1>{}, CountedPartials{});
       }
       if (index >= count) {
-        // Blocks that post have no other item: here nothing else is in registers.
+        // CTAs with flag-in-data partials have no other work tile: nothing else is in registers
+        // here.
         if (!whole && flag_in_data && work_tile.split + 1 == work_tile.num_splits) {
           if (work_tile.num_splits <= 8) {
             combine_splits(std::integral_constant<int, 1>{}, FlaggedPartials{});
           } else {
             combine_splits(std::integral_constant<int, 2>{}, FlaggedPartials{});
           }
-          __syncthreads();  // all have read the maxima
+          __syncthreads();  // all have read the stats
           for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift;
                i += blockDim.x) {
             clear_flag(&num_splits.stats[partial_row(0, i)]);
@@ -336,7 +351,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         break;
       }
     } else {
-      __syncthreads();  // items[now] is there
+      __syncthreads();  // work_tiles[now] is written
       if (index >= count) break;
     }
     merges = true;
@@ -363,11 +378,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
-    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
-    int new_tokens = 0;  // that are not looked for in pages
+    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // first visible token
+    int new_tokens = 0;  // tokens that are not read from pages
     if constexpr (NewToken::kAny) new_tokens = new_token.counts(now) ? 1 : 0;
     const int end = rows.high + 1 - new_tokens;
-    // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
+    // Stages that begin in [plain_begin, plain_begin + plain_extent] need no mask and no score
+    // modification.
     int plain_begin = window > 0 ? rows.high - window + 1 : 0;
     int plain_extent = rows.low + 1 - new_tokens - kTokens - plain_begin;
     if (!plain_scores || plain_extent < 0) {
@@ -376,7 +392,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     plain_begin = opaque(plain_begin);
     plain_extent = opaque(plain_extent);
-    int first = 0;  // token of the step at hand
+    int first = 0;  // first token of the current stage
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
@@ -386,8 +402,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
     const int stages = opaque(work_tile.stages);
     first = (work_tile.sequence.first_stage + work_tile.stage + consumer) << kShift;
-    // Warp 0 asks for the next item before its last stage but one: late, so that no block holds
-    // items back that others could start. The last of `count` calls brings the counter back to 0.
+    // Warp 0 requests the next work tile one stage before its last. That is late, so that no CTA
+    // holds back tiles that others could start. The last of `count` requests wraps the counter to
+    // 0.
     const int asks_at =
         opaque(warp == 0 ? max(0, ((stages - 1) / consumers - 1) * consumers) : INT32_MAX);
     uint32_t following = count;
@@ -398,7 +415,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       pipeline.consumer_wait();
       uint32_t tokens = pipeline.present();
-      // A team's stage before this one: by now all its warps have it behind them, almost surely.
+      // Refills the stage before this one: almost surely all of the consumer's warps have released
+      // it.
       if (kMultiWarp && i != consumer) pipeline.produce(p.kv);
       const bool plain =
           tokens == kAllTokens<kTokens> &&

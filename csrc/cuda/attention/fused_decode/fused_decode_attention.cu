@@ -1,4 +1,5 @@
-// fused_decode_attention: one launch where there is a kernel for it, else those of its two parts.
+// fused_decode_attention's entry point. It launches the one fused kernel where there is one
+// (fused_decode_attention.cuh), else rope_and_cache and paged_attention one after the other.
 #include "cuda/attention/fused_decode/fused_decode_attention.h"
 
 #include "cuda/attention/dispatch.h"

@@ -1,5 +1,10 @@
-// fused_decode_attention in one launch: paged_attention's kernel of one warp a team, with the new
-// tokens' heads prepared in it (new_token.cuh).
+// fused_decode_attention in one launch: rotation, cache write and attention of one new token per
+// sequence (ops/fused_decode_attention.h). It is the decode kernel with one warp per consumer
+// (attention/decode/decode_kernel.cuh), which also prepares the new tokens' heads (new_token.cuh).
+// Layout vllm, pages of up to 16 tokens, heads of up to 128 dimensions.
+//
+// Grid, roles of warps and early reads are the decode kernel's. With a 16-bit cache, the new
+// tokens' positions are read early, too.
 #pragma once
 #include "cuda/attention/decode/decode_kernel.cuh"
 #include "cuda/attention/fused_decode/new_token.cuh"

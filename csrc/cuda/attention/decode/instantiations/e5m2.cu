@@ -1,3 +1,4 @@
+// paged_attention's decode kernels for a cache of e5m2.
 #include "cuda/attention/decode/decode_kernel.cuh"
 
 namespace vllm_kernels::cuda {

@@ -1,3 +1,4 @@
+// paged_attention's decode kernels for a cache of int8.
 #include "cuda/attention/decode/decode_kernel.cuh"
 
 namespace vllm_kernels::cuda {

@@ -1,3 +1,4 @@
+// fused_decode_attention's kernels for a cache of float16.
 #include "cuda/attention/fused_decode/fused_decode_attention.cuh"
 #include "cuda/attention/fused_decode/fused_decode_attention.h"
 
