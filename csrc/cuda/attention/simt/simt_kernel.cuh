@@ -24,6 +24,7 @@ constexpr int kSimtHeads = 8;
 constexpr int kSimtWarps = 4;
 constexpr int kSimtMaxHeadSize = 256;
 constexpr int kSimtSplitTokens = 512;  // of a split, at least
+constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
 
 __device__ __forceinline__ float to_float(int8_t x) {
   return static_cast<float>(x);
@@ -256,7 +257,7 @@ struct SimtCta {
 };
 
 template <typename Query, typename Cache>
-__global__ void __launch_bounds__(kSimtWarps * 32)
+__global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
     paged_attention_simt_kernel(const __grid_constant__ PagedAttentionParams p,
                                 const __grid_constant__ SimtShape shape,
                                 const __grid_constant__ DecodeWorkspace workspace) {
