@@ -14,6 +14,7 @@
 
 #include "export.h"
 #include "kv_cache/batch_buffers.h"
+#include "kv_cache/batch_plan.h"
 #include "kv_cache/block_pool.h"
 #include "kv_cache/events.h"
 #include "kv_cache/options.h"
@@ -192,22 +193,23 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
  private:
   friend struct TestAccess;
 
+  // The extra bytes of one block, such as the image that its placeholder tokens stand for.
   struct BlockExtra {
     int64_t index;  // of the block in its sequence
     PrefixCache::Extra bytes;
   };
-  // In two lines of the processor's cache: what every step reads, and what its tokens need.
+  // Two cache lines of the processor: the first for every step, the second for token ids.
   struct alignas(64) Sequence {
     int64_t num_tokens = 0;
     std::vector<int32_t> blocks;  // [entries, num_groups]; host blocks if swapped
-    uint64_t batch = 0;           // last batch that named it: finds an id that stands there twice
-    uint64_t serial = 0;          // no other sequence of this process has it
-    int64_t edits = 0;            // of table entries that were there before
+    uint64_t batch = 0;           // number of the last batch with this sequence
+    uint64_t serial = 0;          // unique in this process
+    int64_t edits = 0;            // changes of existing table entries
     bool swapped = false;
-    // The partly filled last block is surely held by nobody else and not findable: appending needs
-    // no look at it. False: perhaps not.
+    // True: the partly filled last block has one holder and is not findable, so append() need not
+    // look at it. False: append() must look.
     bool own_tail = true;
-    // What is known of its tokens, if `node` is not kNone: num_hashed blocks, and the tail.
+    // The recorded tokens: num_hashed blocks, then the tail. With node kNone there are none.
     int32_t node = PrefixCache::kNone;                      // of the last hashed block, or a root
     int64_t num_hashed = 0;                                 // blocks
     std::vector<int32_t> tail;                              // tokens, fewer than block_size
@@ -215,33 +217,17 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     int64_t id = 0;
   };
   static_assert(sizeof(Sequence) == 128);
-  struct BatchItem {
-    int32_t position;    // in sequences_
-    int64_t num_tokens;  // to append, to query or to keep
-  };
-  struct Fill {        // of blocks by an item's tokens
-    int32_t position;  // in sequences_
-    int64_t first;     // of the batch's tokens
-    int64_t blocks;
-  };
-  struct Told {  // a block that an item's tokens fill and that others hold as well
-    int32_t block;
-    const Sequence* sequence;
-    int64_t first;  // of the batch's tokens
-    int64_t index;  // of the block among those that they fill
-  };
-  struct AppendPlan {
-    int64_t blocks = 0;  // to take, those for copies included
-    int64_t copies = 0;
-    int64_t freed = 0;  // behind windows
-  };
   struct Swap {
     int32_t source;       // host block
     int32_t destination;  // block
     int32_t node;         // of its tokens, or kNone
     int32_t group;
-    bool claimed = false;  // by a table: the destination's first reference is its own
+    bool claimed = false;  // a table already owns the destination's first reference
   };
+
+  // Members that are `inline` in a .cpp run once an item. The class is exported, so a member that
+  // is not inline is called through the linkage table and never inlined.
+  static constexpr size_t kPrefetchDistance = 12;  // batch items, or table entries
 
   std::unique_lock<std::mutex> lock() const;
   int64_t block_of(int64_t token) const noexcept {
@@ -265,86 +251,103 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     const int64_t window = windows_[group];
     return window == kFullAttention || position < window ? 0 : block_of(position - window + 1);
   }
-  bool follows(const Sequence& sequence) const noexcept {
+  bool tracks_tokens(const Sequence& sequence) const noexcept {
     return sequence.node != PrefixCache::kNone;
   }
-  int64_t known(const Sequence& sequence) const noexcept {
+  int64_t num_recorded(const Sequence& sequence) const noexcept {
     return sequence.num_hashed * block_size_ + static_cast<int64_t>(sequence.tail.size());
   }
+  int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
+
+  // Checks. They throw, and change nothing.
+  enum class Where { kDevice, kHost, kAnywhere };
   int32_t position_of(const char* call, int64_t id) const;
   const Sequence& find(const char* call, int64_t id) const;
+  void check_where(const char* call, const Sequence& sequence, Where where) const;
   void check_group(const char* call, int64_t group) const;
   void check_new(const char* call, const char* argument, int64_t id) const;
   void check_visible(const Sequence& sequence, int64_t num_tokens) const;
-  static constexpr size_t kPrefetched = 12;  // items of a batch ahead
-
-  Sequence share(const Sequence& parent) const;
-  void check_tokens_of(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
-
-  // Validation: fills batch_ or throws.
-  enum class Where { kDevice, kHost, kAnywhere };
-  void resolve(const char* call, std::span<const int64_t> ids, const char* counts_name,
-               std::span<const int64_t> counts, Where where = Where::kDevice);
-  void check_where(const char* call, const Sequence& sequence, Where where) const;
   void check_lookahead(const char* call, int64_t lookahead) const;
-  int64_t plan_append(const char* call, size_t copies_room, const AppendOptions& options);
-  int64_t count_copies();
-  void find_behind_window(const Sequence& sequence);
-  int64_t count_freed();
-  void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
-  void check_told(const char* call, std::span<const int32_t> tokens);
-  void check_room(const char* call, std::span<BatchBuffers* const> buffers,
+  [[noreturn]] void refuse_tokens(const char* call, const Sequence& sequence, int64_t num_tokens,
+                                  bool have_slots) const;
+  void check_shared_fills(const char* call, std::span<const int32_t> tokens, BatchPlan& plan) const;
+  void check_room(const char* call, std::span<BatchBuffers* const> buffers, const BatchPlan& plan,
                   const AppendOptions* append) const;
+  void check_recorded_blocks(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
+
+  // Plans. They throw, fill a plan and reserve memory, and change nothing else.
+  BatchPlan& plan_batch(const char* call, std::span<const int64_t> ids, const char* counts_name,
+                        std::span<const int64_t> counts, Where where = Where::kDevice);
+  void plan_append(const char* call, size_t copies_room, const AppendOptions& options,
+                   BatchPlan& plan);
+  int64_t count_new_entries(const char* call, const AppendOptions& options, BatchPlan& plan) const;
+  int64_t count_copies(BatchPlan& plan) const;
+  int64_t count_freed(BatchPlan& plan) const;
+  void find_out_of_window(const Sequence& sequence, BatchPlan& plan) const;
+  void reserve_append(const AppendOptions& options, BatchPlan& plan);
+  void plan_tokens(const char* call, std::span<const int32_t> tokens, bool have_slots,
+                   BatchPlan& plan);
+  void plan_fill(const BatchItem& item, Sequence& sequence, int64_t first_token, BatchPlan& plan);
+  void reserve_fills(const BatchPlan& plan);
+  void hash_first_blocks(std::span<const int32_t> tokens, BatchPlan& plan) const;
+  void plan_forget_uncomputed(const BatchPlan& plan);
+  std::vector<Sequence> plan_reorder(const BatchPlan& plan) const;
+  void add_references(const std::vector<Sequence>& sequences);
+  Sequence share(const Sequence& parent) const;
   void reserve_sequences(size_t extra);
   void reserve_events(int64_t stored, int64_t removed);
-  int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
+  void reserve_prompt(const PrefixLookup& lookup, BatchPlan& plan, Sequence& sequence);
 
-  // Changes: cannot fail after the validation above.
-  int64_t commit_append(int64_t num_blocks, std::span<BlockCopy> copies,
-                        const AppendOptions& options);
-  int64_t fill(std::span<BatchBuffers* const> buffers) const noexcept;
-  int64_t fill(BatchBuffers& buffers, int64_t group) const noexcept;
+  // Commits. They cannot fail after the plan.
+  int64_t commit_append(const AppendOptions& options, std::span<BlockCopy> copies, BatchPlan& plan);
+  void commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
+                     std::span<const Hash>& first_hashes);
+  void commit_forget_uncomputed(const BatchPlan& plan);
+  void commit_free(BatchPlan& plan);
+  void commit_reorder(const BatchPlan& plan, std::vector<Sequence>& replacements);
+  void commit_prompt(const PrefixLookup& lookup, std::span<const int32_t> tokens,
+                     Sequence&& sequence, BatchPlan& plan);
+  void release_out_of_window(Sequence& sequence);
+  void drop_entries(Sequence& sequence, int64_t keep);
+  void forget_tokens(Sequence& sequence, int64_t keep);
+  void remove(int32_t position);
+  Sequence& push_sequence(Sequence&& sequence);
+
+  // Buffers.
+  int64_t fill(std::span<BatchBuffers* const> buffers, const BatchPlan& plan) const noexcept;
+  int64_t fill(BatchBuffers& buffers, int64_t group, const BatchPlan& plan) const noexcept;
   void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
-  void release_behind_window(Sequence& sequence);
-  void prefetch_known(size_t item) const noexcept;
-  void prefetch_last_block(size_t item) const noexcept;
-  void drop_entries(Sequence& sequence, int64_t keep);
-  void forget_tokens(Sequence& sequence, int64_t keep);
-  void plan_forget_uncomputed();
-  void forget_uncomputed();
-  void free_batch();
-  void remove(int32_t position);
-  Sequence& push_sequence(Sequence&& sequence);
+  void prefetch_recorded(const BatchPlan& plan, size_t item) const noexcept;
+  void prefetch_last_block(const BatchPlan& plan, size_t item) const noexcept;
 
   // Prefixes.
   std::shared_ptr<const std::vector<BlockExtra>> make_extras(const PrefixKeys& keys) const;
   static const PrefixCache::Extra* extra_of(const std::vector<BlockExtra>* extras,
                                             int64_t index) noexcept;
-  void walk(int32_t root, std::span<const int32_t> tokens,
-            const std::vector<BlockExtra>* extras) const;
-  int64_t usable_blocks(int64_t limit) const;
-  int64_t look_up(int32_t root, std::span<const int32_t> tokens,
-                  const std::vector<BlockExtra>* extras) const;
-  int32_t hit_block(int64_t index, int64_t hits, int64_t group) const;
-  int64_t revived_blocks(int64_t hits) const;
+  const PrefixLookup& look_up(int32_t root, std::span<const int32_t> tokens,
+                              const std::vector<BlockExtra>* extras) const;
+  void walk(int32_t root, std::span<const int32_t> tokens, const std::vector<BlockExtra>* extras,
+            PrefixLookup& lookup) const;
+  int64_t usable_blocks(const PrefixLookup& lookup, int64_t limit) const;
+  int32_t hit_block(const PrefixLookup& lookup, int64_t index, int64_t group) const;
+  int64_t revived_blocks(const PrefixLookup& lookup) const;
   void add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                   std::span<const Hash> hashes = {});
-  void commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count, size_t& filled);
   void register_block(int32_t block, int32_t node, int64_t group);
   void unregister_block(int32_t block);
   void detach(int32_t block, int32_t node);
   int32_t take_block();
-  void take_blocks(int64_t count, std::vector<int32_t>& blocks);
+  void take_blocks(int64_t count, std::vector<int32_t>& blocks, std::vector<int32_t>& evicted);
   void clear_cache();
 
   // Swapping.
-  std::vector<int32_t> blocks_of_batch() const;
-  std::vector<Swap> plan_swap_in(int64_t& needed) const;
+  std::vector<int32_t> blocks_of(const BatchPlan& plan) const;
+  std::vector<Swap> plan_swap_in(const BatchPlan& plan, int64_t& needed) const;
 
   const int64_t block_size_;
-  const int block_shift_;  // log2 of block_size, -1 if that is no whole number
+  const int block_shift_;  // log2 of block_size; -1 if block_size is not a power of two
   const std::vector<int64_t> windows_;
   const bool has_windows_;
   const int64_t watermark_blocks_;
@@ -358,19 +361,11 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   int64_t num_copies_ = 0;
   int64_t queried_tokens_ = 0;
   int64_t hit_tokens_ = 0;
-
   uint64_t batch_number_ = 0;
-  std::vector<BatchItem> batch_;        // scratch: the batch in work
-  std::vector<int32_t> shared_tails_;   // scratch: its shared, partly filled last blocks
-  std::vector<int32_t> behind_window_;  // scratch: blocks that its windows give back
-  std::vector<int32_t> taken_;          // scratch: blocks for it, in reverse order
-  std::vector<int32_t> evicted_;        // scratch of take_blocks(): what they held
-  std::vector<int64_t> computed_;       // scratch of free() and truncate()
-  std::vector<Fill> fills_;             // scratch of plan_tokens()
-  std::vector<Told> told_;              // scratch of check_told()
-  std::vector<int32_t> block_tokens_;   // scratch of plan_tokens(): of one block
-  mutable std::vector<Hash> hashes_;  // scratch of walk(): of the leading blocks; of plan_tokens()
-  mutable std::vector<int32_t> found_;  // scratch of walk(): their nodes, as far as there are
+
+  // Memory for the plan of the current call. No call reads what an earlier one left in it.
+  BatchPlan plan_;
+  mutable PrefixLookup lookup_;
 
   mutable std::mutex mutex_;
   const uint32_t process_;  // generation of the process that built it

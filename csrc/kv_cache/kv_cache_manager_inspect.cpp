@@ -78,12 +78,13 @@ Statistics KVCacheManager::statistics() const {
 }
 
 // Pins of its last node, and that the nodes above stand for the blocks in its table.
-void KVCacheManager::check_tokens_of(const Sequence& sequence,
-                                     std::map<int32_t, int64_t>& pins) const {
+void KVCacheManager::check_recorded_blocks(const Sequence& sequence,
+                                           std::map<int32_t, int64_t>& pins) const {
   require(cache_.has_value(), "tokens are known without a cache", sequence.id);
   require(static_cast<int64_t>(sequence.tail.size()) < block_size_, "tail is not a part of a block",
           sequence.id);
-  require(known(sequence) <= sequence.num_tokens, "more tokens known than there are", sequence.id);
+  require(num_recorded(sequence) <= sequence.num_tokens, "more tokens known than there are",
+          sequence.id);
   ++pins[sequence.node];
   int32_t node = sequence.node;
   for (int64_t index = sequence.num_hashed - 1; index >= 0; --index) {
@@ -131,7 +132,7 @@ void KVCacheManager::check_integrity() const {
               sequence.id);
       ++held[block];
     }
-    if (follows(sequence)) check_tokens_of(sequence, pins);
+    if (tracks_tokens(sequence)) check_recorded_blocks(sequence, pins);
   }
   check_holders(pool_, holders, "block");
   if (host_pool_) check_holders(*host_pool_, host_holders, "host block");

@@ -44,9 +44,9 @@ struct TestAccess {
   static Snapshot snapshot(const KVCacheManager& manager) {
     Snapshot result;
     for (const auto& sequence : manager.sequences_) {
-      result.sequences.emplace_back(sequence.id, sequence.num_tokens, sequence.blocks,
-                                    manager.follows(sequence) ? manager.known(sequence) : -1,
-                                    sequence.swapped);
+      result.sequences.emplace_back(
+          sequence.id, sequence.num_tokens, sequence.blocks,
+          manager.tracks_tokens(sequence) ? manager.num_recorded(sequence) : -1, sequence.swapped);
     }
     std::sort(result.sequences.begin(), result.sequences.end());
     for (const auto& block : manager.pool_.blocks_) result.references.push_back(block.references);
