@@ -1,4 +1,5 @@
-// Sequences one by one, and the batch calls that are loops of them.
+// The calls for one sequence, and the batch calls that are loops over sequences: allocate, fork,
+// reorder, free, truncate. Each checks and plans first, and then changes the state without failing.
 #include "kv_cache/kv_cache_manager.h"
 
 #include <pthread.h>
@@ -28,10 +29,10 @@ void check_tokens(const char* call, int64_t num_tokens) {
   }
 }
 
-int64_t checked(const char* argument, int64_t value, int64_t least, int64_t largest) {
-  if (value < least || value > largest) {
-    throw InvalidArgument(concat("KVCacheManager: ", argument, ": expected ", least, " to ",
-                                 largest, ", got ", value));
+int64_t checked(const char* argument, int64_t value, int64_t min, int64_t max) {
+  if (value < min || value > max) {
+    throw InvalidArgument(
+        concat("KVCacheManager: ", argument, ": expected ", min, " to ", max, ", got ", value));
   }
   return value;
 }
@@ -237,7 +238,7 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     throw InvalidArgument(concat("allocate: num_tokens: expected ", ids.size(),
                                  " elements (as sequence_ids), got ", num_tokens.size()));
   }
-  // The caller's arrays are read once, into `added`: another thread may write to them meanwhile.
+  // The caller's arrays are read once, because another thread may write to them meanwhile.
   std::vector<Sequence> added(ids.size());
   std::vector<int64_t> sorted(ids.size());
   int64_t needed = 0;
@@ -513,7 +514,7 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
   }
 }
 
-// Throws unless the blocks that a token behind the first `num_tokens` sees are there.
+// Throws unless all blocks are present that the token after the first `num_tokens` sees.
 void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens) const {
   for (int64_t group = 0; has_windows_ && group < num_groups(); ++group) {
     const int64_t first = first_visible(num_tokens, group);
@@ -528,7 +529,7 @@ void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens)
   }
 }
 
-// Goes back to the node before the block that is cut, and reads the tail's tokens there.
+// Moves to the node before the first truncated block. The new tail is the start of that block.
 void KVCacheManager::forget_tokens(Sequence& sequence, int64_t keep) {
   const int64_t hashed = block_of(keep);
   const auto rest = static_cast<size_t>(keep - hashed * block_size_);
@@ -558,8 +559,8 @@ void KVCacheManager::reset() {
   num_copies_ = queried_tokens_ = hit_tokens_ = 0;
 }
 
-// The tail first: it is the part of a sequence that is least likely to be wanted again, and the
-// pool gives out what was released longest ago.
+// Releases the last block first. It is the least likely to be reused, and the pool gives out the
+// block that was released first.
 void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
   std::vector<int32_t>& blocks = sequence.blocks;
   const auto wanted = static_cast<size_t>(keep * num_groups());

@@ -1,4 +1,4 @@
-// Which sequence owns which cache block.
+// The KV-cache manager: block tables of many sequences over one pool of cache blocks.
 #pragma once
 
 #include <algorithm>
@@ -24,48 +24,49 @@
 
 namespace vllm_kernels::kv_cache {
 
-// Copy the keys and values of block `source` to block `destination`, in every layer. Two int64, so
-// that an array of them is copy_blocks' or swap_blocks' block_mapping [n, 2].
+// An order to copy the keys and values of a block in every layer. It is two int64, so that an array
+// of them is the block_mapping [n, 2] of copy_blocks and swap_blocks.
 struct BlockCopy {
   int64_t source;
   int64_t destination;
 };
 
-// What append() may be told beside the counts.
+// Optional arguments of append() and step().
 struct AppendOptions {
-  std::optional<std::span<const int32_t>> tokens;  // ids of all appended tokens, one sequence after
-                                                   // the other; they must not change meanwhile
-  int64_t lookahead = 0;  // slots to have ready behind them, for speculative tokens
+  std::optional<std::span<const int32_t>> tokens;  // ids of all appended tokens, sequence by
+                                                   // sequence; constant during the call
+  int64_t lookahead = 0;  // slots past the appended tokens, for speculative tokens
 };
 
-// Maps sequence ids (any int64 that the caller likes) to tables of block ids, one table a group of
-// layers. Token i of a sequence lies in slot table[i / block_size] * block_size + i % block_size; a
-// table has ceil(tokens / block_size) entries, and more where lookahead asked for them. Sequences
-// may share blocks (fork, reorder, a common prefix); a sequence that appends to a shared, partly
-// filled block gets a block of its own first, and the caller is told to copy: run all copies in the
-// order in which they were returned, before anything is written to the cache. Memory that the
-// manager hands out is the caller's; it never touches it.
+// The manager maps sequence ids to tables of block ids, one table for each group of layers. An id
+// is any int64 of the caller. Token i of a sequence is in slot table[i / block_size] * block_size +
+// i % block_size. A table has ceil(tokens / block_size) entries, and more for lookahead. The
+// manager never touches the memory of the cache.
 //
-// Prefix caching: where token ids are known (allocate and append with tokens, record_tokens), every
-// full block is registered under them, and later sequences that start with the same ones share it;
-// it stays findable after its last sequence is freed, until the block is needed. Blocks are
-// registered when they are handed out: a batch that reads a block must not run before the batch
-// that was to fill it.
+// Sharing: sequences share blocks after fork, reorder, or with a common prefix. A sequence that
+// appends to a shared, partly filled block gets a new block first. The call returns the copy to
+// make. Run all copies in the returned order, before anything is written to the cache.
 //
-// Sliding windows: append() gives back the blocks that no token from the first appended one on can
-// see; kNullBlock stands in the table instead.
+// Prefix caching: allocate() and append() with tokens, and record_tokens(), record token ids. Every
+// full block with recorded tokens is registered under them. Later sequences that start with the
+// same tokens share it. The block stays findable after its last sequence is freed, until it is
+// evicted. Blocks are registered when they are handed out. So a batch that reads a block must not
+// run before the batch that fills it.
 //
-// Errors: every call is all or nothing. Whatever it throws (errors.h, std::bad_alloc), the state
-// and the caller's buffers are as before. Ids in one batch are distinct.
+// Sliding windows: append() gives back the blocks that no appended or later token can see. The
+// table then has kNullBlock in their stead.
 //
-// Threads: every call takes the manager's mutex, so calls from several threads are safe and happen
-// one after the other. A copy of the manager that fork(2) made in a child process refuses every
-// call: parent and child would hand out the same blocks.
+// Errors: every call is all or nothing. After any error (errors.h, std::bad_alloc) the state and
+// the caller's buffers are as before. The ids of one batch are distinct.
+//
+// Threads: every call takes the manager's mutex, so calls from several threads are safe and run one
+// after the other. After fork(2) the child's copy of the manager refuses every call: otherwise
+// parent and child would hand out the same blocks.
 class VLLM_KERNELS_EXPORT KVCacheManager {
  public:
   explicit KVCacheManager(const Options& options);
   // num_blocks in [1, kMaxBlocks], block_size (tokens) >= 1, their product an int64;
-  // max_references: sequences that may share one block.
+  // max_references limits the sequences that share one block.
   KVCacheManager(int64_t num_blocks, int64_t block_size, int64_t max_references = kMaxReferences);
 
   KVCacheManager(const KVCacheManager&) = delete;
@@ -85,24 +86,24 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // --- one sequence ---
   // Whether allocate(id, num_tokens) would find enough free blocks.
   bool can_allocate(int64_t num_tokens) const;
-  // A new sequence of num_tokens >= 0 tokens, whose ids may follow (record_tokens) and are then
-  // registered under these keys. Throws DuplicateSequence, OutOfBlocks.
+  // Adds a sequence of num_tokens >= 0 tokens. record_tokens() may record their ids later, under
+  // these keys. Throws DuplicateSequence, OutOfBlocks.
   void allocate(int64_t id, int64_t num_tokens, const PrefixKeys& keys = {});
-  // Lengthens a sequence by num_tokens >= 0; at most one pair a group. Throws UnknownSequence,
-  // OutOfBlocks.
+  // Lengthens a sequence by num_tokens >= 0. Returns at most one copy for each group. Throws
+  // UnknownSequence, OutOfBlocks.
   std::vector<BlockCopy> append(int64_t id, int64_t num_tokens, const AppendOptions& options = {});
-  // A new sequence `child` that shares all blocks of `parent`, those for lookahead excepted.
+  // Adds a sequence `child` that shares all blocks of `parent` except its lookahead.
   void fork(int64_t parent, int64_t child);
-  // Forgets a sequence; blocks that nobody else holds become free, the last one first. Blocks
-  // behind its first num_computed tokens become unfindable: no pass has filled them.
+  // Forgets a sequence. Blocks without another holder become free, the last block first. Blocks
+  // past the first num_computed tokens become unfindable: no forward pass has filled them.
   void free(int64_t id, int64_t num_computed = kMaxTokens);
-  // Shortens a sequence to num_tokens in [0, its tokens], but not to where a window has passed;
-  // num_computed as for free(), of the tokens before the call.
+  // Shortens a sequence to num_tokens in [0, its tokens]. The blocks in the window of the next
+  // token must be present. num_computed is as for free(), and counts tokens before the call.
   void truncate(int64_t id, int64_t num_tokens, int64_t num_computed = kMaxTokens);
   bool contains(int64_t id) const;
   bool is_swapped(int64_t id) const;
   int64_t num_tokens(int64_t id) const;
-  // Leading tokens whose ids are known; -1 where none will be registered (any more).
+  // Leading tokens with recorded ids; -1 if the manager does not track them (any more).
   int64_t num_known_tokens(int64_t id) const;
   std::vector<int32_t> block_table(int64_t id, int64_t group = 0) const;
   // Slots of tokens [start, start + slots.size()) into `slots`; -1 in the null block.
@@ -110,71 +111,71 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   std::vector<int64_t> sequence_ids() const;
 
   // --- prefixes ---
-  // How many leading tokens are cached: whole blocks, and fewer than all tokens, so that at least
-  // one is left to compute.
+  // The number of leading tokens that are cached, in whole blocks. At least one token is left to
+  // compute.
   int64_t match(std::span<const int32_t> tokens, const PrefixKeys& keys) const;
   bool can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const;
-  // A new sequence that shares what is cached of `tokens`, with slots for up to num_new tokens
-  // beyond (kMaxTokens: all). Returns the number of cached tokens.
+  // Adds a sequence that shares the cached prefix of `tokens`. It gets slots for up to num_new
+  // further tokens (kMaxTokens: all). Returns the number of cached tokens.
   int64_t allocate(int64_t id, std::span<const int32_t> tokens, int64_t num_new,
                    const PrefixKeys& keys);
-  // The ids of the next num_tokens[i] tokens of each sequence that has slots for them.
+  // Records the ids of the next num_tokens[i] tokens of each sequence. They have slots already.
   void record_tokens(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                      std::span<const int32_t> tokens);
   // Leading full blocks that all sequences share (for cascade attention).
   int64_t num_common_prefix_blocks(std::span<const int64_t> ids, int64_t group = 0) const;
-  // Makes blocks unfindable; sequences that hold them keep them.
+  // Makes blocks unfindable. Sequences that hold them keep them.
   void evict_blocks(std::span<const int64_t> blocks);
-  // Makes all blocks unfindable, and those too that sequences alive now will fill.
+  // Makes all blocks unfindable, and also the blocks that present sequences will fill.
   void reset_prefix_cache();
   // Events since the last call.
   Events take_events();
-  // The same in two halves, for a caller that may fail in between: a copy, and forgetting the first
-  // `count` of them. By one thread at a time.
+  // take_events() in two calls, for a caller that may fail in between. The first returns a copy,
+  // the second forgets the first `count` events. Only one thread at a time may use them.
   Events peek_events() const;
   void drop_events(size_t count);
 
   // --- many sequences in one call; arrays of one length ---
-  // The keys hold for all of them.
+  // The keys are the same for all sequences.
   void allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                 const PrefixKeys& keys = {});
-  // Writes the pairs to `copies` and returns how many; room for ids.size() * num_groups() is always
-  // enough, and less is an error before anything changes if it does not do.
+  // Writes the copies to make to `copies` and returns their number. Room for
+  // ids.size() * num_groups() is always enough. Too little room is an error before any change.
   int64_t append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                  std::span<BlockCopy> copies, const AppendOptions& options = {});
-  // num_computed: empty, or one for each.
+  // num_computed is empty, or has a count for each sequence.
   void free(std::span<const int64_t> ids, std::span<const int64_t> num_computed = {});
   void truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                 std::span<const int64_t> num_computed = {});
-  // Beam search: ids[i] becomes what parents[i] was before the call (its blocks shared, its own
-  // given back). Parents may repeat, and need not be among the ids.
+  // Beam search: ids[i] becomes a fork of parents[i] as it was before the call, and gives its own
+  // blocks back. Parents may repeat, and need not be among the ids.
   void reorder(std::span<const int64_t> ids, std::span<const int64_t> parents);
-  // Fills the buffers, one set a group, for a forward pass over the last num_query_tokens[i] tokens
-  // of every sequence. Returns their number in all.
+  // Fills the buffers of each group for a forward pass. Its query tokens are the last
+  // num_query_tokens[i] tokens of each sequence. Returns the number of query tokens.
   int64_t build(std::span<const int64_t> ids, std::span<const int64_t> num_query_tokens,
                 std::span<BatchBuffers* const> buffers);
-  // append and build in one: the appended tokens are the query tokens.
+  // append() and build() in one call. The appended tokens are the query tokens.
   int64_t step(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                std::span<BatchBuffers* const> buffers, std::span<BlockCopy> copies,
                const AppendOptions& options = {});
 
   // --- host blocks ---
-  // Blocks of the sequences' tables: an upper bound for the pairs of swap_out and swap_in.
+  // Entries of the sequences' tables: an upper bound for the pairs of swap_out() and swap_in().
   int64_t num_table_entries(std::span<const int64_t> ids) const;
   bool can_swap_out(std::span<const int64_t> ids);
   bool can_swap_in(std::span<const int64_t> ids);
-  // Moves sequences to host blocks; (device block, host block) pairs, each block once. Blocks that
-  // they share among each other stay shared. Returns the number of pairs.
+  // Moves sequences to host blocks. The pairs are (device block, host block), with each block once.
+  // Blocks that the sequences share among each other stay shared. Returns the number of pairs.
   int64_t swap_out(std::span<const int64_t> ids, std::span<BlockCopy> copies);
-  // And back; (host block, device block) pairs. A block that is still cached is not copied.
+  // Moves them back. The pairs are (host block, device block). A block still cached needs no copy.
   int64_t swap_in(std::span<const int64_t> ids, std::span<BlockCopy> copies);
 
   // --- all ---
   // Forgets every sequence and every cached block, and sets the statistics to zero.
   void reset();
   Statistics statistics() const;
-  // Throws IntegrityError unless pools, tables, prefixes and lengths agree. O(blocks + table
-  // entries).
+  // Throws IntegrityError unless pools, tables, prefixes and lengths agree.
+  // O(blocks + table entries).
   void check_integrity() const;
 
   // For one group of layers.
@@ -259,7 +260,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   }
   int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
 
-  // Checks. They throw, and change nothing.
+  // Checks. They throw, and change no sequence.
   enum class Where { kDevice, kHost, kAnywhere };
   int32_t position_of(const char* call, int64_t id) const;
   const Sequence& find(const char* call, int64_t id) const;
@@ -275,7 +276,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
                   const AppendOptions* append) const;
   void check_recorded_blocks(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
 
-  // Plans. They throw, fill a plan and reserve memory, and change nothing else.
+  // Plans. They throw, fill a plan and reserve memory, and change no sequence otherwise.
   BatchPlan& plan_batch(const char* call, std::span<const int64_t> ids, const char* counts_name,
                         std::span<const int64_t> counts, Where where = Where::kDevice);
   void plan_append(const char* call, size_t copies_room, const AppendOptions& options,

@@ -1,4 +1,8 @@
-// One step of a whole batch: append to every sequence, and write what the ops read.
+// One step of a whole batch: append to every sequence, and fill the buffers that the ops read.
+//
+// append() is plan_append() and commit_append(). step() also checks the buffers before the commit,
+// and fills them after it. Buffers keep what the last call wrote, so that fill() writes only
+// changes.
 #include <algorithm>
 #include <array>
 #include <functional>

@@ -1,4 +1,7 @@
-// Prefixes: what is cached of a sequence's tokens, and registering what it fills.
+// Prefix caching: look up the cached prefix of a prompt, and register the blocks of recorded
+// tokens.
+//
+// Hashes are computed ahead of the lookups: the index is large, and its memory is prefetched.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -20,8 +23,8 @@ void check_size(const char* call, size_t size) {
 
 }  // namespace
 
-// Extra bytes of every block that an item reaches into, ascending; null if there are none. The
-// items may come in any order, but not overlap, so that the work grows with their tokens only.
+// The extra bytes of every block with a multimodal item, ascending; null if there are none. Items
+// come in any order. They must not overlap, so that the work grows only with their tokens.
 std::shared_ptr<const std::vector<KVCacheManager::BlockExtra>> KVCacheManager::make_extras(
     const PrefixKeys& keys) const {
   if (keys.multimodal.empty()) return nullptr;
@@ -279,7 +282,7 @@ void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64
   }
 }
 
-// Of several blocks with one content, one is findable.
+// Makes a block findable, unless another block with the same tokens is findable already.
 void KVCacheManager::register_block(int32_t block, int32_t node, int64_t group) {
   if (is_null(block) || cache_->block(node, group) != kNone) return;
   if (pool_.content(block) != BlockPool::kNoContent) return;
@@ -338,7 +341,7 @@ void KVCacheManager::unregister_block(int32_t block) {
   detach(block, node);
 }
 
-// Amortised, as nothing takes events for a while.
+// Grows by doubling: events may pile up until somebody takes them.
 void KVCacheManager::reserve_events(int64_t stored, int64_t removed) {
   if (!record_events_) return;
   const auto reserve = [](auto& list, size_t wanted) {
@@ -536,7 +539,8 @@ int64_t KVCacheManager::num_common_prefix_blocks(std::span<const int64_t> ids,
     }
     common = std::min(common, block_of(sequence.num_tokens));
     const auto begin = sequence.blocks.begin();
-    if (num_groups() == 1 && &sequence != first &&  // whose null blocks have bounded `common`
+    if (num_groups() == 1 &&
+        &sequence != first &&  // the loop below bounds `common` by its null blocks
         std::equal(begin, begin + common, first->blocks.begin())) {
       continue;
     }
@@ -570,7 +574,7 @@ void KVCacheManager::reset_prefix_cache() {
   clear_cache();
 }
 
-// The sequences alive are not followed any more: what they will fill depends on what was cleared.
+// Stops tracking the present sequences: their next blocks depend on the nodes that are cleared.
 void KVCacheManager::clear_cache() {
   if (!cache_) return;
   for (int32_t block = pool_.has_null_block() ? 1 : 0; block < pool_.num_blocks(); ++block) {

@@ -1,4 +1,5 @@
-// Moving sequences to host blocks and back.
+// Moving sequences to host blocks and back. The caller copies the blocks; the manager moves only
+// the tables.
 #include <algorithm>
 #include <utility>
 
@@ -59,7 +60,7 @@ int64_t KVCacheManager::swap_out(std::span<const int64_t> ids, std::span<BlockCo
     throw OutOfBlocks("swap_out: host", static_cast<int64_t>(blocks.size()), free);
   }
   check_copies("swap_out", blocks.size(), copies.size());
-  std::vector<bool> claimed(blocks.size());  // by a table: the first reference is its own
+  std::vector<bool> claimed(blocks.size());  // a table already owns the first reference
 
   for (size_t i = 0; i < blocks.size(); ++i) copies[i] = {blocks[i], host_pool_->take()};
   for (const BatchItem& item : plan.items) {
@@ -105,7 +106,7 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(const BatchPlan& 
       if (hashed) node = cache_->parent(node);
     }
   }
-  // Of a block's holders, one that knows its tokens comes first.
+  // Among the holders of a block, one with recorded tokens comes first, and unique() keeps it.
   std::sort(swaps.begin(), swaps.end(), [](const Swap& left, const Swap& right) {
     return std::pair(left.source, -left.node) < std::pair(right.source, -right.node);
   });
@@ -126,7 +127,7 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(const BatchPlan& 
   }
   std::sort(revived.begin(), revived.end());
   needed += std::unique(revived.begin(), revived.end()) - revived.begin();
-  // Where none runs, none is to grow meanwhile, and one that is larger than the rest gets in.
+  // The watermark is for running sequences. Without any, even a very long sequence may come back.
   const bool some_run = std::any_of(sequences_.begin(), sequences_.end(),
                                     [](const Sequence& sequence) { return !sequence.swapped; });
   if (some_run) needed += watermark(needed);
@@ -152,7 +153,7 @@ int64_t KVCacheManager::swap_in(std::span<const int64_t> ids, std::span<BlockCop
   check_copies("swap_in", to_copy, copies.size());
   reserve_events(static_cast<int64_t>(to_copy), static_cast<int64_t>(to_copy));
 
-  // What is cached first, so that no block of it is given out.
+  // Cached blocks first, so that none of them is taken for the rest.
   for (const Swap& swap : swaps) {
     if (swap.destination != kNone) pool_.add_reference(swap.destination);
   }
