@@ -28,20 +28,20 @@ __device__ __forceinline__ float stored_to_float(int8_t x) {
 // Writes data[i] * scale, rounded to Out. Where Out is Stored it copies the bits and ignores
 // `scale`.
 template <typename Out, typename Stored, int kWidth>
-__device__ __forceinline__ void store_dequantized(Out* to, const StoredVec<Stored, kWidth>& part,
+__device__ __forceinline__ void store_dequantized(Out* to, const StoredVec<Stored, kWidth>& vec,
                                                   float scale) {
   using Written = StoredVec<Out, kWidth>;
   if constexpr (std::is_same_v<Out, Stored>) {
-    *reinterpret_cast<Written*>(to) = part;
+    *reinterpret_cast<Written*>(to) = vec;
   } else if constexpr (kWidth % 4 != 0) {
     static_assert(kWidth == 1);
-    *to = from_float<Out>(stored_to_float(part.data[0]) * scale);
+    *to = from_float<Out>(stored_to_float(vec.data[0]) * scale);
   } else {
     Written written;
 #pragma unroll
     for (int i = 0; i < kWidth; i += 4) {
       uint32_t bytes, pairs[2];
-      memcpy(&bytes, part.data + i, 4);
+      memcpy(&bytes, vec.data + i, 4);
       upcast4<Stored>(bytes, pairs[0], pairs[1]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {

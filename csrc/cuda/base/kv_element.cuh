@@ -37,15 +37,15 @@ __device__ __forceinline__ C to_cache(T x, Divisor scale) {
 }
 
 // Quantizes kVecWidth<C> values to 16 bytes of the cache: value / scale. With a 16- or 32-bit cache
-// C is T, and the values are copied. `parts` are the Vectors that hold the values.
+// C is T, and the values are copied. `vectors` are the Vectors that hold the values.
 template <typename T, typename C>
-__device__ __forceinline__ Vector<C> quantize(const Vector<T>* parts, Divisor scale) {
+__device__ __forceinline__ Vector<C> quantize(const Vector<T>* vectors, Divisor scale) {
   if constexpr (!kIs8Bit<C>) {
-    return parts[0];
+    return vectors[0];
   } else {
     Vector<C> result;
     const auto quotient = [&](int i) {
-      return scale.divide(to_float(parts[i / kVecWidth<T>][i % kVecWidth<T>]));
+      return scale.divide(to_float(vectors[i / kVecWidth<T>][i % kVecWidth<T>]));
     };
     if constexpr (std::is_same_v<C, int8_t>) {
       auto* words = reinterpret_cast<uint32_t*>(result.data);

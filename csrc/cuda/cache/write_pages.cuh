@@ -38,8 +38,8 @@ constexpr int kResident = !kMany || kVecWidth<C> > 2 * kVecWidth<T> ? 2
 
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;
-  FastDivisor by_parts;
-  int32_t parts;  // CTAs that share the chunks of one head
+  FastDivisor by_head_splits;
+  int32_t head_splits;  // CTAs that share the chunks of one head
 
   using CacheWrite::CacheWrite;
 };
@@ -141,12 +141,12 @@ struct ValueTile {
 // (write_token); otherwise its chunks of every kFewBlocks-th token.
 //
 // blockDim.x = kRun * kLanes. gridDim.z = 1 with kMany, else kFewBlocks. `group` is the index of
-// the kRun tokens, `part` that of the head's chunks. `rotate` of `rotates` is this CTA's share of
-// the whole rows; they are dealt round-robin. Returns whether whole rows were stored. kRest: the
-// caller has handled runs of consecutive slots already.
+// the kRun tokens, `head_split` that of the head's chunks. Whole rows are dealt round-robin: this
+// CTA is `writer` of `num_writers`. Returns whether it stored whole rows. kRest: the caller has
+// handled runs of consecutive slots already.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kRest, typename Keys>
 __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int group, int head,
-                                            int part, int rotate, int rotates) {
+                                            int head_split, int writer, int num_writers) {
   constexpr int kWidth = kVecWidth<C>;             // elements of a chunk
   constexpr int kVectors = kWidth / kVecWidth<T>;  // vectors of T a chunk
   constexpr int kThreads = kRun * kLanes;
@@ -156,7 +156,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   __shared__ SlotFilter filter;
 
   const int first = group * kRun;  // relative to this launch
-  const int first_chunk = part * kLanes;
+  const int first_chunk = head_split * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
   const int slot_lane = threadIdx.x % kRun;
@@ -223,7 +223,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     if (!kMany && blockIdx.z > 0) return false;
     tile.put(row, x, quantize<T, C>(v, v_scale));
     const OwnRange range{.start = start, .count = kRun};
-    if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) == 0) {
+    if (__syncthreads_or(duplicates_later(p, from, kThreads, later, range) != 0) == 0) {
       if (has_chunk) store_key(p.place(start + row));
       if (start % kRun == 0) {
         C* to = values_of(p.place(start));
@@ -249,27 +249,27 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
 
   OwnList own{.slots = own_slots, .end = kRun};
   if (scattered) {  // only this CTA's tokens
-    own.from = kMany ? rotate : blockIdx.z;
-    own.step = kMany ? rotates : kFewBlocks;
+    own.from = kMany ? writer : blockIdx.z;
+    own.step = kMany ? num_writers : kFewBlocks;
   }
   if (thread < kRun) own_slots[thread] = lane_slot;
   if (kMany && thread < 32) filter.fill(lane, lane < kRun ? lane_slot : -1);
   __syncthreads();
-  uint32_t repeated;
+  uint32_t duplicates;
   if constexpr (kMany) {
     const OwnFiltered filtered{.filter = &filter, .list = own};
-    repeated = find_duplicates<kRun>(p, from, kThreads, later, filtered);
+    duplicates = find_duplicates<kRun>(p, from, kThreads, later, filtered);
   } else {
-    repeated = find_duplicates<kRun>(p, from, kThreads, later, own);
+    duplicates = find_duplicates<kRun>(p, from, kThreads, later, own);
   }
-  repeated |= repeated_in_warp(lane, lane < kRun ? lane_slot : -1);
+  duplicates |= duplicates_in_warp(lane, lane < kRun ? lane_slot : -1);
   if constexpr (kMany) {
     // This branch around the loop frees the registers of k and v. Without it 8-bit caches spill.
     if (!kIs8Bit<C> || scattered) {
 #pragma unroll 1
-      for (int r = scattered ? rotate : kRun; r < kRun; r += rotates) {
+      for (int r = scattered ? writer : kRun; r < kRun; r += num_writers) {
         const int32_t slot = own_slots[r];
-        if (slot < 0 || (repeated >> r & 1)) continue;
+        if (slot < 0 || (duplicates >> r & 1)) continue;
         write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
       }
       if (scattered) return true;
@@ -278,7 +278,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
 
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
-  if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
+  if (own_row && has_chunk && slot >= 0 && (duplicates >> row & 1) == 0) {
     // Not earlier: it would hold registers.
     if constexpr (kRest) keys.load(token, head, d, k);
     store_key(p.place(slot));
@@ -294,7 +294,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   for (int r = scattered ? own.from + outer * own.step : inner; r < kRun;
        r += scattered ? step * own.step : kRun) {
     const int32_t to_slot = own_slots[r];
-    if (to_slot < 0 || (repeated >> r & 1)) continue;
+    if (to_slot < 0 || (duplicates >> r & 1)) continue;
     const Slot at = p.place(to_slot);
     C* to = values_of(at);
     for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
@@ -304,12 +304,12 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   return false;
 }
 
-// For a grid whose y counts (head, part) pairs.
+// For a grid whose y counts (head, head_split) pairs.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
 __device__ __forceinline__ void write_pages(const PagesWrite& p, const Keys& keys, int group) {
-  const int head = p.by_parts.divide(blockIdx.y);
-  write_pages<T, C, kRun, kLanes, kMany, false>(p, keys, group, head, blockIdx.y - head * p.parts,
-                                                blockIdx.y, gridDim.y);
+  const int head = p.by_head_splits.divide(blockIdx.y);
+  write_pages<T, C, kRun, kLanes, kMany, false>(
+      p, keys, group, head, blockIdx.y - head * p.head_splits, blockIdx.y, gridDim.y);
 }
 
 // Grid and block of write_pages. A CTA takes at most 16 chunks of a token, kFewChunks for few
@@ -326,11 +326,11 @@ struct PagesShape {
     const bool few = p.num_tokens <= kFewTokens;
     idle = spread && groups * p.kv.num_kv_heads < current_device_info().num_sms;
     lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
-    write.parts = static_cast<int>(ceil_div(chunks, lanes));
-    write.by_parts = FastDivisor(write.parts);
+    write.head_splits = static_cast<int>(ceil_div(chunks, lanes));
+    write.by_head_splits = FastDivisor(write.head_splits);
     write.by_head_size = FastDivisor(p.kv.head_size);
     grid = dim3(static_cast<unsigned>(groups),
-                static_cast<unsigned>(p.kv.num_kv_heads * write.parts), few ? kFewBlocks : 1);
+                static_cast<unsigned>(p.kv.num_kv_heads * write.head_splits), few ? kFewBlocks : 1);
   }
 };
 

@@ -70,7 +70,7 @@ class RotatedKeys {
     }
   }
   // Whether the position is valid.
-  __device__ __forceinline__ bool valid() const { return angles_->known(position_); }
+  __device__ __forceinline__ bool valid() const { return angles_->valid(position_); }
 
  private:
   static constexpr int kWidth = kVecWidth<T>;
