@@ -29,7 +29,7 @@ struct RowsWrite : CacheWrite {
   using CacheWrite::CacheWrite;
 };
 
-// CTA (group, head) writes the group-th kEach * p.rows tokens, at max_each kOwn. A chunk is 16
+// CTA (group, head) writes the group-th kEach * p.rows tokens, at most kOwn. A chunk is 16
 // bytes of the cache. Thread (x, y) moves chunks x, x + p.lanes, ... of K and V. Its tokens are y,
 // y + p.rows, ... of the CTA, kEach of them.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
