@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
 
 #pragma unroll 1
   for (int base = threadIdx.x; base < count; base += kUnroll * kThreads) {
-    StoredVec<Stored, kWidth> vecs[kUnroll];
+    Elements<Stored, kWidth> vecs[kUnroll];
     float scale[kUnroll];
     Out* to[kUnroll];
 #pragma unroll
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
         to[j] = rows + int64_t{first + token} * row_stride + head * out_head_stride + d;
       }
       if (at.block >= 0) {
-        vecs[j] = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(
+        vecs[j] = *reinterpret_cast<const Elements<Stored, kWidth>*>(
             source + at.block * block_stride + head * head_stride + at.token * token_stride +
             (d >> shift) * chunk_stride + (d & (kv.x - 1)));
         if constexpr (!std::is_same_v<Out, Stored>) scale[j] = p.scale(scales, at, head);
@@ -135,10 +135,10 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
     const int row = i / lanes, d = (i - row * lanes) * kWidth;
     const TokenLocation from = locations[row];
     if (from.block == TokenLocation::kUnwritten) continue;
-    StoredVec<Stored, kWidth> vec = {};
+    Elements<Stored, kWidth> vec = {};
     float scale = 1.0f;
     if (from.block >= 0) {
-      vec = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(tile + row * pitch + d);
+      vec = *reinterpret_cast<const Elements<Stored, kWidth>*>(tile + row * pitch + d);
       if constexpr (!std::is_same_v<Out, Stored>) scale = p.scale(kv.v_scale, from, head);
     }
     store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, vec, scale);

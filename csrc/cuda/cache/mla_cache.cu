@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first = blockIdx.x * tokens;
   const int count = tokens * vecs_per_entry;
 
-  using Loaded = std::conditional_t<kVectors, Vector<T>, StoredVec<T, 1>>;
+  using Loaded = Elements<T, kVectors ? kVecWidth<T> : 1>;
   Loaded x[kLoads];
   int token = 0, d = 0;  // of the access in x
   const auto fetch = [&](int i) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads)
       const Slot at = place_of(slot, block_size, p.block_size);
       C* to = static_cast<C*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride + d;
       if constexpr (kVectors) {
-        *reinterpret_cast<Vector<C>*>(to) = quantize<T, C>(x, scale);
+        *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(x, scale);
       } else {
         *to = to_cache<C>(x[0].data[0], scale);
       }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = min(first + warp, static_cast<int>(p.num_tokens) - 1);
   const T* latent = static_cast<const T*>(p.kv_c) + row * p.kv_c_stride + lane * kEach;
   const T* rope = static_cast<const T*>(p.k_pe) + row * p.k_pe_stride + lane % 8 * kRopeEach;
-  using LoadedVec = StoredVec<T, kAligned ? kVecWidth<T> : 1>;
+  using LoadedVec = Elements<T, kAligned ? kVecWidth<T> : 1>;
   constexpr int kStoredWidth = kAligned ? kVecWidth<T> : 1;
   LoadedVec x[kEach / kStoredWidth], r[kRopeEach / kStoredWidth];
 #pragma unroll
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
   if (slot < 0 || (duplicates >> warp & 1)) return;
   const Slot at = place_of(slot, block_size, p.block_size);
   char* entry = static_cast<char*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride;
-  Vector<Fp8E4M3> quantized;
+  Elements16<Fp8E4M3> quantized;
   auto* pairs = reinterpret_cast<uint16_t*>(quantized.data);
   const Divisor divisor = Divisor::of(scale);
 #pragma unroll
@@ -153,15 +153,15 @@ __global__ void __launch_bounds__(kThreads)
     };
     pairs[j / 2] = quantize2<Fp8E4M3>(quotient(j), quotient(j + 1));
   }
-  *reinterpret_cast<Vector<Fp8E4M3>*>(entry + lane * kEach) = quantized;
+  *reinterpret_cast<Elements16<Fp8E4M3>*>(entry + lane * kEach) = quantized;
   if (lane % 8 == 0) reinterpret_cast<float*>(entry + kDsMlaScales)[lane / 8] = scale;
   if (lane < 8) {
-    Vector<BFloat16> rotated;
+    Elements16<BFloat16> rotated;
 #pragma unroll
     for (int j = 0; j < kRopeEach; ++j) {
       rotated[j] = from_float<BFloat16>(to_float(r[j / kStoredWidth].data[j % kStoredWidth]));
     }
-    reinterpret_cast<Vector<BFloat16>*>(entry + kDsMlaRopeStart)[lane] = rotated;
+    reinterpret_cast<Elements16<BFloat16>*>(entry + kDsMlaRopeStart)[lane] = rotated;
   }
 }
 
@@ -184,15 +184,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
     T* row = static_cast<T*>(p.rows) + (first_row + i) * p.row_stride;
     const char* entry = p.entry(seq, i);
-    StoredVec<Fp8E4M3, kWidth> x[2] = {};
-    StoredVec<BFloat16, kWidth> rope = {};
+    Elements<Fp8E4M3, kWidth> x[2] = {};
+    Elements<BFloat16, kWidth> rope = {};
     float scale = 0.0f;
     if (entry != nullptr) {
-      const auto loaded = *reinterpret_cast<const Vector<Fp8E4M3>*>(entry + lane * kEach);
+      const auto loaded = *reinterpret_cast<const Elements16<Fp8E4M3>*>(entry + lane * kEach);
       memcpy(x, &loaded, sizeof(x));
       scale = reinterpret_cast<const float*>(entry + kDsMlaScales)[lane / 8];
       if (lane < 8) {
-        rope = reinterpret_cast<const StoredVec<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
+        rope = reinterpret_cast<const Elements<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
       }
     }
 #pragma unroll
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (sizeof(T) == 2) {
         store_dequantized<T>(to, x[j], scale);
       } else {
-        StoredVec<Fp8E4M3, 4> halves[2];
+        Elements<Fp8E4M3, 4> halves[2];
         memcpy(halves, &x[j], sizeof(halves));
         store_dequantized<T>(to, halves[0], scale);
         store_dequantized<T>(to + 4, halves[1], scale);

@@ -66,7 +66,8 @@ class RowScale {
 
   // round_to_nearest_even(x / scale) of 16 elements.
   template <typename T, int kVectors>
-  __device__ __forceinline__ Vector<int8_t> quantize(const Vector<T> (&vecs)[kVectors]) const {
+  __device__ __forceinline__ Elements16<int8_t> quantize(
+      const Elements16<T> (&vecs)[kVectors]) const {
     constexpr int kLoadWidth = kVecWidth<T>;
     float values[kWidth];
 #pragma unroll
@@ -93,7 +94,7 @@ class RowScale {
       const uint32_t bytes = low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
       words[i / 4] = finite_ ? bytes : 0;
     }
-    Vector<int8_t> result;
+    Elements16<int8_t> result;
     memcpy(&result, words, sizeof(result));
     return result;
   }
@@ -110,10 +111,10 @@ class RowScale {
 };
 
 template <typename T, int kVectors>
-__device__ __forceinline__ uint32_t largest_of(const Vector<T> (&vecs)[kVectors]) {
+__device__ __forceinline__ uint32_t largest_of(const Elements16<T> (&vecs)[kVectors]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (const Vector<T>& vec : vecs) {
+  for (const Elements16<T>& vec : vecs) {
     largest = max(largest, magnitude_bits(bits_as<Vec16<T>>(vec)));
   }
   return largest;
@@ -145,13 +146,13 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   const bool has_chunk = chunk * kWidth < p.head_size;
 
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
-  Vector<T> k[kVectors], v[kVectors];
+  Elements16<T> k[kVectors], v[kVectors];
   {
     const int token = min(first + row, p.num_tokens - 1);
     const int d = min(chunk * kWidth, p.head_size - kWidth);
-    const auto* key = reinterpret_cast<const Vector<T>*>(
+    const auto* key = reinterpret_cast<const Elements16<T>*>(
         stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head, p.key_head));
-    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+    const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
         stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
@@ -196,14 +197,14 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
       int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block), head,
                             p.to_key_head);
       key = stepped(stepped(key, at.token, p.to_key_token), chunk, p.to_key_chunk);
-      *reinterpret_cast<Vector<int8_t>*>(key) = k_scale.quantize(k);
+      *reinterpret_cast<Elements16<int8_t>*>(key) = k_scale.quantize(k);
       int8_t* value = tile + row * pitch + chunk * kWidth;
       if constexpr (!kTransposed) {
         value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
                         p.to_value_head);
         value = stepped(value, at.token, p.to_value_token) + chunk * kWidth;
       }
-      *reinterpret_cast<Vector<int8_t>*>(value) = v_scale.quantize(v);
+      *reinterpret_cast<Elements16<int8_t>*>(value) = v_scale.quantize(v);
     }
   }
   if constexpr (kTransposed) {

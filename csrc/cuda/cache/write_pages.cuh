@@ -80,12 +80,12 @@ __device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int 
 #pragma unroll 1
   for (int i = thread * kWidth; i < count; i += threads * kWidth) {
     const int head = p.by_head_size.divide(i), d = i - head * p.head_size;
-    Vector<T> k[kVectors];
+    Elements16<T> k[kVectors];
     keys.load(token, head, d, k);
     keys.rotate(d, k);
     if (!keys.valid()) return;
     C* to = stepped(stepped(key_cache, head, p.to_key_head), d / kWidth, p.to_key_chunk);
-    store_streaming(reinterpret_cast<Vector<C>*>(to),
+    store_streaming(reinterpret_cast<Elements16<C>*>(to),
                     quantize<T, C>(k, divisor_of<C>(p.k_scale, p.scale_stride, head)));
   }
 }
@@ -103,7 +103,7 @@ struct ValueTile {
   __device__ __forceinline__ static constexpr uint32_t row(uint32_t token) {
     return token * kPitch + token / kStore * kSkew;
   }
-  __device__ __forceinline__ void put(int token, int lane, const Vector<C>& chunk) {
+  __device__ __forceinline__ void put(int token, int lane, const Elements16<C>& chunk) {
     *reinterpret_cast<uint4*>(data + row(token) + lane * kWidth) = bits_as<uint4>(chunk);
   }
   __device__ __forceinline__ C get(int token, int d) const { return data[row(token) + d]; }
@@ -165,9 +165,9 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
   const int num_tokens = p.num_tokens;
   const int d = min(chunk * kWidth, p.head_size - kWidth);
-  Vector<T> k[kVectors], v[kVectors];
+  Elements16<T> k[kVectors], v[kVectors];
   const int token = min(first + row, num_tokens - 1);
-  const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+  const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
       stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
   const auto fetch_value = [&] {
 #pragma unroll
@@ -214,7 +214,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
             static_cast<uint32_t>(at.token * kWidth);
     if constexpr (kMany) keys.rotate(d, k);
     if (!p.values_only && keys.valid()) {
-      *reinterpret_cast<Vector<C>*>(to) = quantize<T, C>(k, k_scale);
+      *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(k, k_scale);
     }
   };
 

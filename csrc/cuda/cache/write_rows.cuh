@@ -47,7 +47,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   Keys keys[kEach];
 #pragma unroll
   for (Keys& key : keys) key = given;
-  Vector<T> k[kEach][kVectors], v[kEach][kVectors];
+  Elements16<T> k[kEach][kVectors], v[kEach][kVectors];
   // The KV head of element d of the row.
   const auto head_of = [&](int d) { return head + static_cast<int>(p.by_head_size.divide(d)); };
   // Head and element by which the keys address element d: within its head, or within the row.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   };
   const int num_tokens = p.num_tokens;
   const auto value_at = [&](int token, int d) {
-    return reinterpret_cast<const Vector<T>*>(stepped(
+    return reinterpret_cast<const Elements16<T>*>(stepped(
         stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
   };
   const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   const auto fetch = [&](int d) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const Vector<T>* value = value_at(token_of(j), d);
+      const Elements16<T>* value = value_at(token_of(j), d);
       keys[j].load(token_of(j), key_head(d), key_element(d), k[j]);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) v[j][i] = value[i];
@@ -149,8 +149,8 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
           stepped(stepped(page(static_cast<C*>(p.value_cache) + d, at.block, p.to_value_block),
                           at.token, p.to_value_token),
                   head, p.to_value_head);
-      if (keys[j].valid()) *reinterpret_cast<Vector<C>*>(key) = quantize<T, C>(k[j], k_scale);
-      *reinterpret_cast<Vector<C>*>(value) = quantize<T, C>(v[j], v_scale);
+      if (keys[j].valid()) *reinterpret_cast<Elements16<C>*>(key) = quantize<T, C>(k[j], k_scale);
+      *reinterpret_cast<Elements16<C>*>(value) = quantize<T, C>(v[j], v_scale);
     }
     d += p.lanes * kWidth;
     if (d >= p.row_size) break;

@@ -79,15 +79,9 @@ __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadR
   x.rotate(vec_pairs, angles, p.is_neox);
 }
 
-// kWidth elements of the cache's type.
-template <typename C, int kWidth>
-struct alignas(kWidth * sizeof(C)) Stored {
-  C data[kWidth];
-};
-
 template <typename C, typename T, int kWidth>
-__device__ __forceinline__ Stored<C, kWidth> round_to(const Vec<T, kWidth>& vec, Divisor scale) {
-  Stored<C, kWidth> stored;
+__device__ __forceinline__ Elements<C, kWidth> round_to(const Vec<T, kWidth>& vec, Divisor scale) {
+  Elements<C, kWidth> stored;
   if constexpr (kIs8Bit<C>) {
     float values[kWidth];
     upcast(vec, values);
@@ -118,16 +112,16 @@ struct CacheRow {
   }
 
   template <typename T, int kWidth>
-  __device__ __forceinline__ Stored<C, kWidth> round(const Vec<T, kWidth>& vec) const {
+  __device__ __forceinline__ Elements<C, kWidth> round(const Vec<T, kWidth>& vec) const {
     return round_to<C>(vec, scale);
   }
   // Stores kWidth elements from element `d` of the head on.
   template <int kWidth>
-  __device__ __forceinline__ void store(const Stored<C, kWidth>& stored, int d) const {
+  __device__ __forceinline__ void store(const Elements<C, kWidth>& stored, int d) const {
     constexpr int kX = 16 / sizeof(C);  // elements of a chunk
     if (is_key || stride == 1) {
       C* to = is_key ? start + d / kX * stride + d % kX : start + d;
-      *reinterpret_cast<Stored<C, kWidth>*>(to) = stored;
+      *reinterpret_cast<Elements<C, kWidth>*>(to) = stored;
     } else {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];

@@ -120,11 +120,11 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
                         head, p.to_value_head);
   if (valid) {
     k.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
-      *reinterpret_cast<Stored<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);
+      *reinterpret_cast<Elements<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);
     });
   }
   v.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
-    *reinterpret_cast<Stored<C, kWidth>*>(value_to + d) = round_to<C>(vec, v_scale);
+    *reinterpret_cast<Elements<C, kWidth>*>(value_to + d) = round_to<C>(vec, v_scale);
   });
 }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   if (!__all_sync(kWarp, start >= 0 && slot == start + slot_lane)) return false;
 
 #pragma unroll
-  for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Vector<T>>(v[i]));
+  for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Elements16<T>>(v[i]));
   const bool valid = angles.valid(position);
   AngleVecs<A, kWidth> angle;  // loaded while the later slots are scanned
   if (valid) angle = angles.of<A, kWidth>(position, x * kWidth);
