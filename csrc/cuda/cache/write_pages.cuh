@@ -131,6 +131,91 @@ struct ValueTile {
   }
 };
 
+// Where the cache has a CTA's chunks of one head.
+template <typename C>
+struct PagesTarget {
+  const PagesWrite& p;
+  int head;
+  int first_chunk;
+
+  // Chunk `chunk` of K, for a token.
+  __device__ __forceinline__ C* key(Slot at, int chunk) const {
+    return stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
+                           p.to_key_head),
+                   chunk, p.to_key_chunk) +
+           static_cast<uint32_t>(at.token * kVecWidth<C>);
+  }
+  // Value 0 of the CTA's chunks, for a token.
+  __device__ __forceinline__ C* values(Slot at) const {
+    return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
+                           p.to_value_head),
+                   first_chunk * kVecWidth<C>, p.to_value_dim) +
+           static_cast<uint32_t>(at.token);
+  }
+};
+
+// Stores the V of a CTA whose own slots are consecutive, from `start` on. `dims`: values of a
+// token.
+template <typename C, int kRun, int kLanes>
+__device__ __forceinline__ void store_consecutive_values(const PagesTarget<C>& target,
+                                                         const ValueTile<C, kRun, kLanes>& tile,
+                                                         int32_t start, int slot_lane, int dims) {
+  const PagesWrite& p = target.p;
+  if (start % kRun == 0) {
+    C* to = target.values(p.place(start));
+    tile.template store_run<kRun * kLanes>(to, p.to_value_dim, dims, threadIdx.x);
+    return;
+  }
+  C* to = target.values(p.place(start + slot_lane));
+#pragma unroll
+  for (int i = 0; i < kVecWidth<C>; ++i) {
+    const int d = i * kLanes + threadIdx.x / kRun;
+    if (d < dims) *stepped(to, d, p.to_value_dim) = tile.get(slot_lane, d);
+  }
+}
+
+// Stores the V of any own slots that are no duplicates, token by token.
+template <typename C, int kRun, int kLanes>
+__device__ __forceinline__ void store_values(const PagesTarget<C>& target,
+                                             const ValueTile<C, kRun, kLanes>& tile,
+                                             const OwnList& own, uint32_t duplicates,
+                                             bool scattered, int dims) {
+  const PagesWrite& p = target.p;
+  const int thread = threadIdx.x;
+  constexpr int kThreads = kRun * kLanes;
+  // Threads that share one row of the tile: at most as many as it has values.
+  constexpr int kScatterLanes = kLanes * kVecWidth<C> < 32 ? kLanes * kVecWidth<C> : 32;
+  const int lanes = scattered ? kScatterLanes : kRun;
+  const int outer = thread / lanes, inner = thread % lanes, step = kThreads / lanes;
+#pragma unroll 1
+  for (int r = scattered ? own.from + outer * own.step : inner; r < kRun;
+       r += scattered ? step * own.step : kRun) {
+    const int32_t slot = own.slots[r];
+    if (slot < 0 || (duplicates >> r & 1)) continue;
+    C* to = target.values(p.place(slot));
+    for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
+      *stepped(to, d, p.to_value_dim) = tile.get(r, d);
+    }
+  }
+}
+
+// A mask of the own tokens whose slot a later token has. All threads of the CTA call it.
+// `lane_slot`: the own slot of this lane, in every warp.
+template <int kRun, bool kMany, int kThreads, int kBatch>
+__device__ __forceinline__ uint32_t find_own_duplicates(const PagesWrite& p, const OwnList& own,
+                                                        const SlotFilter& filter, int from,
+                                                        const LaterSlots<kBatch>& later, int lane,
+                                                        int32_t lane_slot) {
+  uint32_t duplicates;
+  if constexpr (kMany) {
+    const OwnFiltered filtered{.filter = &filter, .list = own};
+    duplicates = find_duplicates<kRun>(p, from, kThreads, later, filtered);
+  } else {
+    duplicates = find_duplicates<kRun>(p, from, kThreads, later, own);
+  }
+  return duplicates | duplicates_in_warp(lane, lane < kRun ? lane_slot : -1);
+}
+
 // A CTA writes kRun consecutive tokens, and kLanes chunks of one head. A chunk is 16 bytes of the
 // cache. Thread (x, y) loads chunk x of token y. K is stored by chunks. How V leaves shared memory
 // depends on the own slots:
@@ -200,18 +285,9 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
   const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
   const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
-  // Value 0 of this CTA's chunks, for a token.
-  const auto values_of = [&](Slot at) {
-    return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
-                           p.to_value_head),
-                   first_chunk * kWidth, p.to_value_dim) +
-           static_cast<uint32_t>(at.token);
-  };
+  const PagesTarget<C> target{.p = p, .head = head, .first_chunk = first_chunk};
   const auto store_key = [&](Slot at) {
-    C* to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
-                            p.to_key_head),
-                    chunk, p.to_key_chunk) +
-            static_cast<uint32_t>(at.token * kWidth);
+    C* to = target.key(at, chunk);
     if constexpr (kMany) keys.rotate(d, k);
     if (!p.values_only && keys.valid()) {
       *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(k, k_scale);
@@ -225,17 +301,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     const OwnRange range{.start = start, .count = kRun};
     if (__syncthreads_or(duplicates_later(p, from, kThreads, later, range) != 0) == 0) {
       if (has_chunk) store_key(p.place(start + row));
-      if (start % kRun == 0) {
-        C* to = values_of(p.place(start));
-        tile.template store_run<kThreads>(to, p.to_value_dim, dims, threadIdx.x);
-      } else {
-        C* to = values_of(p.place(start + slot_lane));
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const int d = i * kLanes + threadIdx.x / kRun;
-          if (d < dims) *stepped(to, d, p.to_value_dim) = tile.get(slot_lane, d);
-        }
-      }
+      store_consecutive_values(target, tile, start, slot_lane, dims);
       return false;
     }
     later.load(p, from, kThreads);
@@ -255,14 +321,8 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   if (thread < kRun) own_slots[thread] = lane_slot;
   if (kMany && thread < 32) filter.fill(lane, lane < kRun ? lane_slot : -1);
   __syncthreads();
-  uint32_t duplicates;
-  if constexpr (kMany) {
-    const OwnFiltered filtered{.filter = &filter, .list = own};
-    duplicates = find_duplicates<kRun>(p, from, kThreads, later, filtered);
-  } else {
-    duplicates = find_duplicates<kRun>(p, from, kThreads, later, own);
-  }
-  duplicates |= duplicates_in_warp(lane, lane < kRun ? lane_slot : -1);
+  const uint32_t duplicates =
+      find_own_duplicates<kRun, kMany, kThreads>(p, own, filter, from, later, lane, lane_slot);
   if constexpr (kMany) {
     // This branch around the loop frees the registers of k and v. Without it 8-bit caches spill.
     if (!kIs8Bit<C> || scattered) {
@@ -286,21 +346,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     tile.put(row, x, quantize<T, C>(v, v_scale));
   }
   __syncthreads();
-  // Threads that share one row of the tile: at most as many as it has values.
-  constexpr int kScatterLanes = kLanes * kWidth < 32 ? kLanes * kWidth : 32;
-  const int lanes = scattered ? kScatterLanes : kRun;
-  const int outer = thread / lanes, inner = thread % lanes, step = kThreads / lanes;
-#pragma unroll 1
-  for (int r = scattered ? own.from + outer * own.step : inner; r < kRun;
-       r += scattered ? step * own.step : kRun) {
-    const int32_t to_slot = own_slots[r];
-    if (to_slot < 0 || (duplicates >> r & 1)) continue;
-    const Slot at = p.place(to_slot);
-    C* to = values_of(at);
-    for (int d = scattered ? inner : outer; d < dims; d += scattered ? lanes : step) {
-      *stepped(to, d, p.to_value_dim) = tile.get(r, d);
-    }
-  }
+  store_values(target, tile, own, duplicates, scattered, dims);
   return false;
 }
 
