@@ -154,6 +154,22 @@ struct PagesTarget {
   }
 };
 
+// Whether few own slots follow the slot of the token before. All lanes of the warp call it.
+template <int kRun>
+__device__ __forceinline__ bool is_scattered(int lane, int32_t lane_slot) {
+  const int32_t next = __shfl_down_sync(0xffffffffu, lane_slot, 1);
+  const uint32_t follows =
+      __ballot_sync(0xffffffffu, lane < kRun - 1 && lane_slot >= 0 && next == lane_slot + 1);
+  return __popc(follows) < kRun - 4;
+}
+
+template <typename T, int kVectors>
+__device__ __forceinline__ void load_chunk(Elements16<T> (&chunk)[kVectors],
+                                           const Elements16<T>* from) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) chunk[i] = from[i];
+}
+
 // Stores the V of a CTA whose own slots are consecutive, from `start` on. `dims`: values of a
 // token.
 template <typename C, int kRun, int kLanes>
@@ -244,8 +260,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int first_chunk = head_split * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
-  const int slot_lane = threadIdx.x % kRun;
-  const int chunk = first_chunk + x;
+  const int slot_lane = threadIdx.x % kRun, chunk = first_chunk + x;
 
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
   const int num_tokens = p.num_tokens;
@@ -254,10 +269,6 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int token = min(first + row, num_tokens - 1);
   const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
       stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
-  const auto fetch_value = [&] {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) v[i] = value[i];
-  };
   const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
   // Few tokens: prefetch before the PDL wait.
   if (!kRest && num_tokens <= 1024) {
@@ -269,7 +280,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int64_t lane_slot_read = *lane_slot_at;  // every warp reads all own slots and decides alone
   if constexpr (!kRest) {
     keys.load(token, head, d, k);
-    fetch_value();
+    load_chunk(v, value);
   }
   // Keeps these loads first: the compiler would delay them behind those of the later slots.
   __syncwarp();
@@ -307,10 +318,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     later.load(p, from, kThreads);
   }
 
-  const int32_t next = __shfl_down_sync(kWarp, lane_slot, 1);
-  const uint32_t follows =
-      __ballot_sync(kWarp, lane < kRun - 1 && lane_slot >= 0 && next == lane_slot + 1);
-  const bool scattered = __popc(follows) < kRun - 4;
+  const bool scattered = is_scattered<kRun>(lane, lane_slot);
   if (!kMany && !scattered && blockIdx.z > 0) return false;
 
   OwnList own{.slots = own_slots, .end = kRun};
@@ -342,7 +350,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     // Not earlier: it would hold registers.
     if constexpr (kRest) keys.load(token, head, d, k);
     store_key(p.place(slot));
-    if constexpr (kRest) fetch_value();
+    if constexpr (kRest) load_chunk(v, value);
     tile.put(row, x, quantize<T, C>(v, v_scale));
   }
   __syncthreads();
