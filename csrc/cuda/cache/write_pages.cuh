@@ -163,11 +163,44 @@ __device__ __forceinline__ bool is_scattered(int lane, int32_t lane_slot) {
   return __popc(follows) < kRun - 4;
 }
 
+// Stores a chunk of K. With kMany it is rotated only here, for fewer registers.
+template <bool kMany, typename T, typename C, int kVectors, typename Keys>
+__device__ __forceinline__ void store_key(const PagesWrite& p, C* to, Keys& keys, int d,
+                                          Elements16<T> (&k)[kVectors], const Divisor& k_scale) {
+  if constexpr (kMany) keys.rotate(d, k);
+  if (!p.values_only && keys.valid()) {
+    *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(k, k_scale);
+  }
+}
+
+// The address of element `d` of a head of V.
+template <typename T>
+__device__ __forceinline__ const Elements16<T>* value_at(const PagesWrite& p, int token, int head,
+                                                         int d) {
+  return reinterpret_cast<const Elements16<T>*>(stepped(
+      stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+}
+
 template <typename T, int kVectors>
 __device__ __forceinline__ void load_chunk(Elements16<T> (&chunk)[kVectors],
                                            const Elements16<T>* from) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) chunk[i] = from[i];
+}
+
+// Stores whole rows of own tokens `writer`, writer + num_writers, ... Without `scattered` it stores
+// none. `first`: own token 0.
+template <typename T, typename C, int kThreads, int kRun, typename Keys>
+__device__ __forceinline__ void store_whole_rows(const PagesWrite& p, Keys& keys,
+                                                 int32_t (&own_slots)[kRun], int first,
+                                                 bool scattered, uint32_t duplicates, int writer,
+                                                 int num_writers, int thread) {
+#pragma unroll 1
+  for (int r = scattered ? writer : kRun; r < kRun; r += num_writers) {
+    const int32_t slot = own_slots[r];
+    if (slot < 0 || (duplicates >> r & 1)) continue;
+    write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
+  }
 }
 
 // Stores the V of a CTA whose own slots are consecutive, from `start` on. `dims`: values of a
@@ -256,19 +289,16 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   __shared__ int32_t own_slots[kRun];
   __shared__ SlotFilter filter;
 
-  const int first = group * kRun;  // relative to this launch
-  const int first_chunk = head_split * kLanes;
+  const int first = group * kRun, first_chunk = head_split * kLanes;  // `first`: in this launch
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
   const int slot_lane = threadIdx.x % kRun, chunk = first_chunk + x;
 
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
-  const int num_tokens = p.num_tokens;
+  const int num_tokens = p.num_tokens, token = min(first + row, num_tokens - 1);
   const int d = min(chunk * kWidth, p.head_size - kWidth);
   Elements16<T> k[kVectors], v[kVectors];
-  const int token = min(first + row, num_tokens - 1);
-  const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
-      stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+  const Elements16<T>* value = value_at<T>(p, token, head, d);
   const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
   // Few tokens: prefetch before the PDL wait.
   if (!kRest && num_tokens <= 1024) {
@@ -297,12 +327,8 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
   const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
   const PagesTarget<C> target{.p = p, .head = head, .first_chunk = first_chunk};
-  const auto store_key = [&](Slot at) {
-    C* to = target.key(at, chunk);
-    if constexpr (kMany) keys.rotate(d, k);
-    if (!p.values_only && keys.valid()) {
-      *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(k, k_scale);
-    }
+  const auto store = [&](Slot at) {
+    store_key<kMany>(p, target.key(at, chunk), keys, d, k, k_scale);
   };
 
   // Most prompts: consecutive slots without duplicates.
@@ -311,7 +337,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     tile.put(row, x, quantize<T, C>(v, v_scale));
     const OwnRange range{.start = start, .count = kRun};
     if (__syncthreads_or(duplicates_later(p, from, kThreads, later, range) != 0) == 0) {
-      if (has_chunk) store_key(p.place(start + row));
+      if (has_chunk) store(p.place(start + row));
       store_consecutive_values(target, tile, start, slot_lane, dims);
       return false;
     }
@@ -334,12 +360,8 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   if constexpr (kMany) {
     // This branch around the loop frees the registers of k and v. Without it 8-bit caches spill.
     if (!kIs8Bit<C> || scattered) {
-#pragma unroll 1
-      for (int r = scattered ? writer : kRun; r < kRun; r += num_writers) {
-        const int32_t slot = own_slots[r];
-        if (slot < 0 || (duplicates >> r & 1)) continue;
-        write_token<T, C>(p, keys, first + r, p.place(slot), thread, kThreads);
-      }
+      store_whole_rows<T, C, kThreads>(p, keys, own_slots, first, scattered, duplicates, writer,
+                                       num_writers, thread);
       if (scattered) return true;
     }
   }
@@ -349,7 +371,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   if (own_row && has_chunk && slot >= 0 && (duplicates >> row & 1) == 0) {
     // Not earlier: it would hold registers.
     if constexpr (kRest) keys.load(token, head, d, k);
-    store_key(p.place(slot));
+    store(p.place(slot));
     if constexpr (kRest) load_chunk(v, value);
     tile.put(row, x, quantize<T, C>(v, v_scale));
   }
