@@ -21,8 +21,8 @@ struct alignas(kWidth * sizeof(T)) Vec {
 template <typename T>
 using Vec16 = Vec<T, kVecWidth<T>>;
 
-// The bytes of a Vec as separate elements, for code that takes them one by one. As a Vec it would
-// compile to other loads, and to more registers in some cache writers.
+// The bytes of a Vec as separate elements, for code that takes them one by one. With a Vec
+// instead the cache writers compile to other code; some kernels then take more registers.
 template <typename T, int kWidth>
 struct alignas(kWidth * sizeof(T)) Elements {
   T data[kWidth];
