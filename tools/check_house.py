@@ -47,7 +47,6 @@ ROOMS = {
 }  # fmt: skip
 LONG_FUNCTIONS = {
     "decode": "the decode kernel's body: six states in registers; to be cut in phases",
-    "write_pages": "155 lines: one page's loads, all in flight, then its transposition",
     "attend": "the consumers' main loops: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')

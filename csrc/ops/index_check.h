@@ -19,13 +19,13 @@ struct IndexBounds {
   bool unique = false;
   // One-dimensional tensors, if >= 0: a value must not be less than the one before it, nor exceed
   // it by more than this.
-  int64_t most_rise = -1;
+  int64_t max_increase = -1;
 
   VLLM_KERNELS_HOST_DEVICE IndexBounds after(int64_t previous) const {
     IndexBounds bounds = *this;
-    if (most_rise < 0) return bounds;
+    if (max_increase < 0) return bounds;
     if (previous > low) bounds.low = previous;
-    if (previous + most_rise + 1 < high) bounds.high = previous + most_rise + 1;
+    if (previous + max_increase + 1 < high) bounds.high = previous + max_increase + 1;
     return bounds;
   }
 };

@@ -129,6 +129,14 @@ def test_bad_input(device):
         vllm_kernels.combine_attn_partials(good["output"], partials.requires_grad_(), lses)
 
 
+def test_too_many_partials(device):
+    with raises(
+        r"^combine_attn_partials: out_partial: expected num_partials < 2\^31, "
+        r"got shape \[2147483648, 0, 4, 64\]$"
+    ):
+        run(*partials_of(2**31, 0, 4, 64, torch.float32, device))
+
+
 def test_opcheck_and_compile(device, dtype):
     partials, lses = partials_of(3, 5, 4, 64, dtype, device)
     output, lse = torch.empty_like(partials[0]), torch.empty_like(lses[0])

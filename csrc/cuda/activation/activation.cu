@@ -13,17 +13,17 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// A CTA computes one chunk of one row: blockDim.x Vecs. `pieces` divides by pieces_per_row, the
+// A CTA computes one chunk of one row: blockDim.x Vecs. `chunks` divides by chunks_per_row, the
 // number of chunks per row.
 template <typename T, Activation kActivation, bool kGated, int kWidth>
 __global__ void __launch_bounds__(256)
     activation_kernel(ActivationParams p, RowOffsets input_rows, RowOffsets out_rows,
-                      FastDivisor pieces, int pieces_per_row) {
+                      FastDivisor chunks, int chunks_per_row) {
   launch_dependents();
   wait_for_primary_kernel();
-  const uint32_t row = pieces.divide(blockIdx.x);
-  const uint32_t piece = blockIdx.x - row * pieces_per_row;
-  const int64_t i = static_cast<int64_t>(piece) * blockDim.x + threadIdx.x;
+  const uint32_t row = chunks.divide(blockIdx.x);
+  const uint32_t chunk = blockIdx.x - row * chunks_per_row;
+  const int64_t i = static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x;
   if (i >= p.width / kWidth) return;
   const int64_t from = input_rows.of(row);
   using Elements = Vec<T, kWidth>;
@@ -53,12 +53,12 @@ void launch_width(const ActivationParams& p, Stream stream) {
   // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
   // width. Width 14336 in bf16 (1792 Vecs): 128 threads for 16 rows, 256 from 19 rows on.
   const int64_t vecs = p.width / kWidth;
-  const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
+  const auto chunks = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;
-  while (threads > 64 && pieces(threads) * p.input_rows.count < current_device_info().num_sms) {
+  while (threads > 64 && chunks(threads) * p.input_rows.count < current_device_info().num_sms) {
     threads /= 2;
   }
-  const int64_t per_row = pieces(threads);
+  const int64_t per_row = chunks(threads);
   threads = (vecs + per_row - 1) / per_row;
   launch_kernel(p.op, activation_kernel<T, kActivation, kGated, kWidth>,
                 grid_size(p.op, p.input_rows.count * per_row),

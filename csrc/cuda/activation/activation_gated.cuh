@@ -59,19 +59,19 @@ __device__ __forceinline__ void load_gated(const T* gate, const T* up, int64_t i
   }
 }
 
-// A CTA computes one chunk of one row, one Vec per thread. `pieces` divides by pieces_per_row, the
+// A CTA computes one chunk of one row, one Vec per thread. `chunks` divides by chunks_per_row, the
 // number of chunks per row.
 template <typename T, Gated kFunction, typename Epilogue, bool kAligned>
 __global__ void __launch_bounds__(256)
-    gated_kernel(GatedParams p, GatedRows rows, Epilogue epilogue, FastDivisor pieces,
-                 int pieces_per_row) {
+    gated_kernel(GatedParams p, GatedRows rows, Epilogue epilogue, FastDivisor chunks,
+                 int chunks_per_row) {
   launch_dependents();
   wait_for_primary_kernel();
   using Out = typename Epilogue::template Out<T>;
   constexpr int kWidth = kVecWidth<T>;
-  const uint32_t row = pieces.divide(blockIdx.x);
-  const uint32_t piece = blockIdx.x - row * pieces_per_row;
-  const int64_t i = static_cast<int64_t>(piece) * blockDim.x + threadIdx.x;
+  const uint32_t row = chunks.divide(blockIdx.x);
+  const uint32_t chunk = blockIdx.x - row * chunks_per_row;
+  const int64_t i = static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x;
   const bool inside = i * kWidth < p.width;
 
   float gates[kWidth] = {}, ups[kWidth] = {};
@@ -105,12 +105,12 @@ void launch_gated(const GatedParams& p, const Epilogue& epilogue, Stream stream)
   // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
   // width.
   const int64_t vecs = (p.width + kWidth - 1) / kWidth;
-  const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
+  const auto chunks = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;
-  while (threads > 64 && pieces(threads) * p.gate_rows.count < current_device_info().num_sms) {
+  while (threads > 64 && chunks(threads) * p.gate_rows.count < current_device_info().num_sms) {
     threads /= 2;
   }
-  const int64_t per_row = pieces(threads);
+  const int64_t per_row = chunks(threads);
   threads = (vecs + per_row - 1) / per_row;
   launch_kernel(p.op,
                 aligned ? gated_kernel<T, kFunction, Epilogue, true>

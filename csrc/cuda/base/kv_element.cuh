@@ -8,6 +8,7 @@
 #include "cuda/base/fp8.cuh"
 #include "cuda/base/int8.cuh"
 #include "cuda/base/types.cuh"
+#include "cuda/base/vec.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -37,15 +38,15 @@ __device__ __forceinline__ C to_cache(T x, Divisor scale) {
 }
 
 // Quantizes kVecWidth<C> values to 16 bytes of the cache: value / scale. With a 16- or 32-bit cache
-// C is T, and the values are copied. `parts` are the Vectors that hold the values.
+// C is T, and the values are copied. `elements` hold the values.
 template <typename T, typename C>
-__device__ __forceinline__ Vector<C> quantize(const Vector<T>* parts, Divisor scale) {
+__device__ __forceinline__ Elements16<C> quantize(const Elements16<T>* elements, Divisor scale) {
   if constexpr (!kIs8Bit<C>) {
-    return parts[0];
+    return elements[0];
   } else {
-    Vector<C> result;
+    Elements16<C> result;
     const auto quotient = [&](int i) {
-      return scale.divide(to_float(parts[i / kVecWidth<T>][i % kVecWidth<T>]));
+      return scale.divide(to_float(elements[i / kVecWidth<T>][i % kVecWidth<T>]));
     };
     if constexpr (std::is_same_v<C, int8_t>) {
       auto* words = reinterpret_cast<uint32_t*>(result.data);

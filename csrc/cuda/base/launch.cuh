@@ -58,15 +58,15 @@ int dynamic_shared_memory(const char* op) {
   static std::atomic<int> allowed[kMaxDevices];  // bytes; 0: not queried yet
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>& known = allowed[device % kMaxDevices];
-  int bytes = known.load(std::memory_order_acquire);
+  std::atomic<int>& cached = allowed[device % kMaxDevices];
+  int bytes = cached.load(std::memory_order_acquire);
   if (bytes == 0) {  // two threads may both get here; they set the same value
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kKernel), op);
     bytes = current_device_info().shared_memory_per_block -
             static_cast<int>(attributes.sharedSizeBytes);
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    known.store(bytes, std::memory_order_release);
+    cached.store(bytes, std::memory_order_release);
   }
   return bytes;
 }
@@ -74,11 +74,11 @@ int dynamic_shared_memory(const char* op) {
 // Raises the kernel's shared-memory limit and checks the size that choose_kernel() computed.
 template <auto kKernel, typename Choice>
 void check_shared_memory(const char* op, const Choice& choice) {
-  const int most = dynamic_shared_memory<kKernel>(op);
-  if (choice.shared_bytes <= most && choice.stages >= 2) return;
+  const int limit = dynamic_shared_memory<kKernel>(op);
+  if (choice.shared_bytes <= limit && choice.stages >= 2) return;
   throw std::runtime_error(
       std::string(op) + ": expected shared memory for 2 stages, the kernel wants " +
-      std::to_string(choice.shared_bytes) + " bytes, the device leaves " + std::to_string(most));
+      std::to_string(choice.shared_bytes) + " bytes, the device leaves " + std::to_string(limit));
 }
 
 // An int as a type.

@@ -9,9 +9,9 @@ __device__ __forceinline__ float quad_sum(float sum) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-__device__ __forceinline__ float quad_max(float most) {
-  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-  return fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+__device__ __forceinline__ float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
 // Swaps `second` of the lower lane with `first` of the upper lane, for lanes `distance` apart.

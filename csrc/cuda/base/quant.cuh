@@ -94,9 +94,9 @@ struct DivideByScale {
   template <int kWidth>
   __device__ __forceinline__ Vec<Q, kWidth> quantized(float (&values)[kWidth]) const {
     if (saturates) {  // keeps the quotient finite
-      const float most = 512.0f * scale;
+      const float limit = 512.0f * scale;
 #pragma unroll
-      for (float& value : values) value = at_least(at_most(value, most), -most);
+      for (float& value : values) value = at_least(at_most(value, limit), -limit);
     }
 #pragma unroll
     for (float& value : values) {

@@ -1,4 +1,4 @@
-// Element types on the device: conversion to and from float, 16-byte vectors, and dispatch by
+// Element types on the device: conversion to and from float, and dispatch by
 // DType.
 #pragma once
 #include <cuda_bf16.h>
@@ -41,13 +41,6 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
 // Elements per 16-byte access.
 template <typename T>
 constexpr int kVecWidth = 16 / sizeof(T);
-
-template <typename T>
-struct alignas(16) Vector {
-  T data[kVecWidth<T>];
-  __device__ __forceinline__ T& operator[](int i) { return data[i]; }
-  __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
-};
 
 // Calls body(T{}) with the device type of a floating-point dtype. The bindings reject all other
 // dtypes.

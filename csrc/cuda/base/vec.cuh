@@ -21,6 +21,19 @@ struct alignas(kWidth * sizeof(T)) Vec {
 template <typename T>
 using Vec16 = Vec<T, kVecWidth<T>>;
 
+// The bytes of a Vec as separate elements, for code that takes them one by one. With a Vec
+// instead the cache writers compile to other code; some kernels then take more registers.
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Elements {
+  T data[kWidth];
+  __device__ __forceinline__ T& operator[](int i) { return data[i]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
+};
+
+// Elements of 16 bytes.
+template <typename T>
+using Elements16 = Elements<T, kVecWidth<T>>;
+
 template <typename To, typename From>
 __device__ __forceinline__ To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename To, typename From>
 void launch_as(const ConvertFp8Params& p, Stream stream) {
-  const bool vectors = aligned16(p.output) && aligned16(p.input);
-  const int64_t items = (p.count + (vectors ? 15 : 0)) / (vectors ? 16 : 1);
-  const int64_t blocks = std::min<int64_t>((items + kThreads - 1) / kThreads,
+  const bool vectorized = aligned16(p.output) && aligned16(p.input);
+  const int64_t vecs = (p.count + (vectorized ? 15 : 0)) / (vectorized ? 16 : 1);
+  const int64_t blocks = std::min<int64_t>((vecs + kThreads - 1) / kThreads,
                                            int64_t{32} * current_device_info().num_sms);
   launch_kernel("convert_fp8",
-                vectors ? convert_fp8_kernel<To, From, 16> : convert_fp8_kernel<To, From, 1>,
+                vectorized ? convert_fp8_kernel<To, From, 16> : convert_fp8_kernel<To, From, 1>,
                 dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
                 static_cast<To*>(p.output), static_cast<const From*>(p.input), p.count, p.scale);
 }
@@ -80,8 +80,8 @@ void dispatch_fp8(DType dtype, Body&& body) {
 
 void launch(const ConvertFp8Params& p, Stream stream) {
   const bool quantizes = size_of(p.output_dtype) == 1;
-  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto wide) {
-    using T = decltype(wide);
+  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto model) {
+    using T = decltype(model);
     dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto eight) {
       using Fp8 = decltype(eight);
       quantizes ? launch_as<Fp8, T>(p, stream) : launch_as<T, Fp8>(p, stream);

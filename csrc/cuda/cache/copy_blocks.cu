@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(kThreads)
 template <typename V, typename Pairs>
 void launch_copies(const CopyBlocksParams& p, const Caches& caches, int64_t num_caches,
                    const Pairs& pairs, int64_t num_pairs, Stream stream) {
-  const int64_t pieces =
+  const int64_t chunks =
       (p.block_bytes / sizeof(V) + kThreads * kUnroll - 1) / (kThreads * kUnroll);
   const dim3 grid(grid_size("copy_blocks", num_pairs),
-                  static_cast<unsigned>(std::min<int64_t>(pieces, 64)),
+                  static_cast<unsigned>(std::min<int64_t>(chunks, 64)),
                   static_cast<unsigned>(num_caches));
   launch_kernel("copy_blocks", copy_blocks_kernel<V, Pairs>, grid, dim3(kThreads), 0, stream,
                 caches, pairs, p.num_blocks, p.block_bytes);
@@ -93,10 +93,10 @@ void launch_all(const CopyBlocksParams& p, Stream stream) {
       continue;
     }
     for (int64_t first = 0; first < p.num_pairs; first += kPairsPerLaunch) {
-      const int64_t part = std::min<int64_t>(kPairsPerLaunch, p.num_pairs - first);
+      const int64_t num_pairs = std::min<int64_t>(kPairsPerLaunch, p.num_pairs - first);
       HostPairs pairs{};
-      std::copy_n(p.pairs + 2 * first, 2 * part, pairs.block);
-      launch_copies<V>(p, caches, count, pairs, part, stream);
+      std::copy_n(p.pairs + 2 * first, 2 * num_pairs, pairs.block);
+      launch_copies<V>(p, caches, count, pairs, num_pairs, stream);
     }
   }
 }

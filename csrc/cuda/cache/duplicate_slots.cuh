@@ -76,12 +76,13 @@ struct OwnRange {
 
   template <int kBatch>
   __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
-    uint32_t least = ~0u;  // distance from `start`
+    uint32_t min_distance = ~0u;  // distance from `start`
 #pragma unroll
     for (int slot : later.slot) {
-      least = __viaddmin_u32(static_cast<uint32_t>(slot), -static_cast<uint32_t>(start), least);
+      min_distance =
+          __viaddmin_u32(static_cast<uint32_t>(slot), -static_cast<uint32_t>(start), min_distance);
     }
-    return least < count ? ~0u : 0;
+    return min_distance < count ? ~0u : 0;
   }
   __device__ __forceinline__ uint32_t find(int32_t slot) const {
     const auto token = static_cast<uint32_t>(slot - start);
@@ -182,8 +183,8 @@ struct OwnFiltered {
 // This thread's share of the scan: tokens from, from + threads, ... Returns a mask: bit t is set
 // where one of them has own token t's slot. `later` holds the first kBatch of these slots.
 template <typename Own, int kBatch, typename Slots>
-__device__ __forceinline__ uint32_t repeated_later(const Slots& p, int from, int threads,
-                                                   LaterSlots<kBatch> later, const Own& own) {
+__device__ __forceinline__ uint32_t duplicates_later(const Slots& p, int from, int threads,
+                                                     LaterSlots<kBatch> later, const Own& own) {
   uint32_t mine = 0;
 #pragma unroll 1
   while (true) {
@@ -221,32 +222,32 @@ template <int kOwn, typename Own, int kBatch, typename Slots>
 __device__ __forceinline__ uint32_t find_duplicates(const Slots& p, int from, int threads,
                                                     const LaterSlots<kBatch>& later,
                                                     const Own& own) {
-  return any_of_block<kOwn>(repeated_later(p, from, threads, later, own));
+  return any_of_block<kOwn>(duplicates_later(p, from, threads, later, own));
 }
 
 // Bit i: a higher lane has the slot of lane i. All lanes of the warp call it.
-__device__ __forceinline__ uint32_t repeated_in_warp(int lane, int32_t slot) {
+__device__ __forceinline__ uint32_t duplicates_in_warp(int lane, int32_t slot) {
   const uint32_t same = __match_any_sync(0xffffffffu, slot);
   return __ballot_sync(0xffffffffu, slot >= 0 && (same >> lane) > 1);
 }
 
-// Writes list and filter for OwnFiltered, and marks in `repeated` the own tokens that a later own
-// token repeats. The first warp calls it. `slot`: this lane's own slot, or -1. The caller syncs the
-// CTA.
+// Writes list and filter for OwnFiltered, and marks in `own_duplicates` the own tokens that a later
+// own token repeats. The first warp calls it. `slot`: this lane's own slot, or -1. The caller syncs
+// the CTA.
 template <int kOwn>
 __device__ __forceinline__ void list_own(int lane, int32_t slot, int32_t (&slots)[kOwn],
-                                         SlotFilter& filter, uint32_t& repeated) {
+                                         SlotFilter& filter, uint32_t& own_duplicates) {
   static_assert(kOwn == 32);
   slots[lane] = slot;
   filter.fill(lane, slot);
-  const uint32_t again = repeated_in_warp(lane, slot);
-  if (lane == 0) repeated = again;
+  const uint32_t duplicates = duplicates_in_warp(lane, slot);
+  if (lane == 0) own_duplicates = duplicates;
 }
 
 // Whether a token after `token` has its slot. All lanes of a warp call it for one token.
 __device__ __forceinline__ bool is_duplicate(const SlotMapping& slots, int token, int64_t slot,
                                              int lane) {
-  bool again = false;
+  bool duplicate = false;
 #pragma unroll 1
   for (int from = token + 1 + lane; from < static_cast<int>(slots.num_tokens); from += 4 * 32) {
     int64_t later[4];
@@ -255,9 +256,9 @@ __device__ __forceinline__ bool is_duplicate(const SlotMapping& slots, int token
       later[i] = from + i * 32 < slots.num_tokens ? slots.slot_mapping[from + i * 32] : -1;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) again |= later[i] == slot;
+    for (int i = 0; i < 4; ++i) duplicate |= later[i] == slot;
   }
-  return __any_sync(0xffffffffu, again);
+  return __any_sync(0xffffffffu, duplicate);
 }
 
 // A page and a token in that page.

@@ -29,10 +29,10 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // accesses in flight a thread
 
 // How a CTA's work is divided, known at launch.
-struct RowPieces {
+struct RowVecs {
   int tokens;            // rows of a CTA, at most kMaxTokens
-  FastDivisor of_token;  // by the accesses of a row
-  FastDivisor of_head;   // by the accesses of one head of a row
+  FastDivisor by_token;  // by the accesses of a row
+  FastDivisor by_head;   // by the accesses of one head of a row
   int per_token;
   int per_head;
 };
@@ -41,12 +41,12 @@ struct RowPieces {
 // of layout vllm. CTA (x, y) gathers rows x * tokens and on, of K (y = 0) or V (y = 1).
 template <typename Out, typename Stored, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    gather_rows_kernel(GatherCacheParams p, RowPieces pieces) {
+    gather_rows_kernel(GatherCacheParams p, RowVecs row_vecs) {
   launch_dependents();
   wait_for_primary_kernel();
-  __shared__ TokenLocation places[kMaxTokens];
-  const int first = blockIdx.x * pieces.tokens;
-  if (threadIdx.x < 32) locate_rows(p.tokens, first, pieces.tokens, places);
+  __shared__ TokenLocation locations[kMaxTokens];
+  const int first = blockIdx.x * row_vecs.tokens;
+  if (threadIdx.x < 32) locate_rows(p.tokens, first, row_vecs.tokens, locations);
   __syncthreads();
 
   const PagedKv& kv = p.kv;
@@ -63,29 +63,29 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row_stride = is_key ? p.key_row_stride : p.value_row_stride;
   const int64_t out_head_stride = is_key ? p.key_head_stride : p.value_head_stride;
   const int shift = __ffs(kv.x) - 1;
-  const int count = pieces.tokens * pieces.per_token;
+  const int count = row_vecs.tokens * row_vecs.per_token;
 
 #pragma unroll 1
   for (int base = threadIdx.x; base < count; base += kUnroll * kThreads) {
-    StoredVec<Stored, kWidth> parts[kUnroll];
+    Elements<Stored, kWidth> vecs[kUnroll];
     float scale[kUnroll];
     Out* to[kUnroll];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
       const int i = min(base + j * kThreads, count - 1);
-      const int token = pieces.of_token.divide(i);
-      const int within = i - token * pieces.per_token;
-      const int head = pieces.of_head.divide(within);
-      const int d = (within - head * pieces.per_head) * kWidth;
-      const TokenLocation at = places[token];
+      const int token = row_vecs.by_token.divide(i);
+      const int within = i - token * row_vecs.per_token;
+      const int head = row_vecs.by_head.divide(within);
+      const int d = (within - head * row_vecs.per_head) * kWidth;
+      const TokenLocation at = locations[token];
       to[j] = nullptr;
       scale[j] = 1.0f;
-      parts[j] = {};
+      vecs[j] = {};
       if (at.block != TokenLocation::kUnwritten && base + j * kThreads < count) {
         to[j] = rows + int64_t{first + token} * row_stride + head * out_head_stride + d;
       }
       if (at.block >= 0) {
-        parts[j] = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(
+        vecs[j] = *reinterpret_cast<const Elements<Stored, kWidth>*>(
             source + at.block * block_stride + head * head_stride + at.token * token_stride +
             (d >> shift) * chunk_stride + (d & (kv.x - 1)));
         if constexpr (!std::is_same_v<Out, Stored>) scale[j] = p.scale(scales, at, head);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (to[j] != nullptr) store_dequantized<Out>(to[j], parts[j], scale[j]);
+      if (to[j] != nullptr) store_dequantized<Out>(to[j], vecs[j], scale[j]);
     }
   }
 }
@@ -108,9 +108,9 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   launch_dependents();
   wait_for_primary_kernel();
   extern __shared__ __align__(16) char tile_bytes[];  // [kGroup][pitch]
-  __shared__ TokenLocation places[kMaxTokens];
+  __shared__ TokenLocation locations[kMaxTokens];
   const int first = blockIdx.x * kGroup;
-  if (threadIdx.x < 32) locate_rows(p.tokens, first, kGroup, places);
+  if (threadIdx.x < 32) locate_rows(p.tokens, first, kGroup, locations);
   __syncthreads();
 
   const PagedKv& kv = p.kv;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
       kv.head_size + 16 / static_cast<int>(sizeof(Stored));  // padded against bank conflicts
   const auto* source = static_cast<const Stored*>(kv.value) + head * kv.value_head_stride;
   const int token = threadIdx.x % kGroup;
-  const TokenLocation at = places[token];
+  const TokenLocation at = locations[token];
   if (at.block >= 0) {
     source += at.block * kv.value_block_stride + at.token;
 #pragma unroll 8
@@ -133,22 +133,23 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   auto* rows = static_cast<Out*>(p.value) + head * p.value_head_stride;
   for (int i = threadIdx.x; i < kGroup * lanes; i += kThreads) {
     const int row = i / lanes, d = (i - row * lanes) * kWidth;
-    const TokenLocation from = places[row];
+    const TokenLocation from = locations[row];
     if (from.block == TokenLocation::kUnwritten) continue;
-    StoredVec<Stored, kWidth> part = {};
+    Elements<Stored, kWidth> vec = {};
     float scale = 1.0f;
     if (from.block >= 0) {
-      part = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(tile + row * pitch + d);
+      vec = *reinterpret_cast<const Elements<Stored, kWidth>*>(tile + row * pitch + d);
       if constexpr (!std::is_same_v<Out, Stored>) scale = p.scale(kv.v_scale, from, head);
     }
-    store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, part, scale);
+    store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, vec, scale);
   }
 }
 
 // Whether every access of `width` elements is aligned, at source and destination.
 bool rows_aligned(const GatherCacheParams& p, int width) {
   const PagedKv& kv = p.kv;
-  const auto wide = [&](const void* source, const void* rows, std::initializer_list<int64_t> all) {
+  const auto aligned_all = [&](const void* source, const void* rows,
+                               std::initializer_list<int64_t> all) {
     const auto source_bytes = static_cast<uintptr_t>(width * size_of(kv.dtype));
     bool aligned = reinterpret_cast<uintptr_t>(source) % source_bytes == 0 && aligned16(rows);
     for (int64_t stride : all) aligned = aligned && stride % width == 0;
@@ -156,33 +157,34 @@ bool rows_aligned(const GatherCacheParams& p, int width) {
   };
   const int64_t value_token = kv.layout == KvLayout::kVllm ? 0 : kv.value_token_stride;
   return kv.head_size % width == 0 &&
-         wide(kv.key, p.key,
-              {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride, kv.key_chunk_stride,
-               p.key_row_stride, p.key_head_stride}) &&
-         (p.value == nullptr || wide(kv.layout == KvLayout::kVllm ? nullptr : kv.value, p.value,
-                                     {kv.value_block_stride, kv.value_head_stride, value_token,
-                                      p.value_row_stride, p.value_head_stride}));
+         aligned_all(kv.key, p.key,
+                     {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride,
+                      kv.key_chunk_stride, p.key_row_stride, p.key_head_stride}) &&
+         (p.value == nullptr ||
+          aligned_all(kv.layout == KvLayout::kVllm ? nullptr : kv.value, p.value,
+                      {kv.value_block_stride, kv.value_head_stride, value_token, p.value_row_stride,
+                       p.value_head_stride}));
 }
 
 template <typename Out, typename Stored, int kWidth>
-void launch_parts(const GatherCacheParams& p, Stream stream) {
+void launch_width(const GatherCacheParams& p, Stream stream) {
   const PagedKv& kv = p.kv;
   const bool transposed = kv.layout == KvLayout::kVllm && p.value != nullptr;
-  const int parts = p.value == nullptr || transposed ? 1 : 2;
+  const int num_tensors = p.value == nullptr || transposed ? 1 : 2;
   const int per_head = kv.head_size / kWidth;
   int tokens = kGroup;
   const int64_t wanted = int64_t{2} * current_device_info().num_sms;
-  while (tokens > 1 && int64_t{p.tokens.num_rows} / tokens * parts < wanted) tokens /= 2;
-  const RowPieces pieces{.tokens = tokens,
-                         .of_token = FastDivisor(kv.num_kv_heads * per_head),
-                         .of_head = FastDivisor(per_head),
+  while (tokens > 1 && int64_t{p.tokens.num_rows} / tokens * num_tensors < wanted) tokens /= 2;
+  const RowVecs row_vecs{.tokens = tokens,
+                         .by_token = FastDivisor(kv.num_kv_heads * per_head),
+                         .by_head = FastDivisor(per_head),
                          .per_token = kv.num_kv_heads * per_head,
                          .per_head = per_head};
   const auto blocks = [&](int rows) {
     return static_cast<unsigned>((int64_t{p.tokens.num_rows} + rows - 1) / rows);
   };
-  launch_kernel(p.op, gather_rows_kernel<Out, Stored, kWidth>, dim3(blocks(tokens), parts),
-                dim3(kThreads), 0, stream, p, pieces);
+  launch_kernel(p.op, gather_rows_kernel<Out, Stored, kWidth>, dim3(blocks(tokens), num_tensors),
+                dim3(kThreads), 0, stream, p, row_vecs);
   if constexpr (sizeof(Out) > 1) {
     if (!transposed) return;
     const int64_t tile_bytes = int64_t{kGroup} * (kv.head_size * sizeof(Stored) + 16);
@@ -199,8 +201,8 @@ void launch_parts(const GatherCacheParams& p, Stream stream) {
 template <typename Out, typename Stored>
 void launch_as(const GatherCacheParams& p, Stream stream) {
   constexpr int kWidth = 16 / sizeof(Out);
-  rows_aligned(p, kWidth) ? launch_parts<Out, Stored, kWidth>(p, stream)
-                          : launch_parts<Out, Stored, 1>(p, stream);
+  rows_aligned(p, kWidth) ? launch_width<Out, Stored, kWidth>(p, stream)
+                          : launch_width<Out, Stored, 1>(p, stream);
 }
 
 }  // namespace

@@ -123,19 +123,19 @@ struct GivenKeys {
   GivenKeys() = default;
   __device__ __forceinline__ explicit GivenKeys(const CacheWrite& p)
       : key(static_cast<const T*>(p.key)), token_stride(p.key_token), head_stride(p.key_head) {}
-  __device__ __forceinline__ const Vector<T>* at(int token, int head, int d) const {
-    return reinterpret_cast<const Vector<T>*>(
+  __device__ __forceinline__ const Elements16<T>* at(int token, int head, int d) const {
+    return reinterpret_cast<const Elements16<T>*>(
         stepped(stepped(key + d, token, token_stride), head, head_stride));
   }
   __device__ __forceinline__ void prefetch(int token, int head, int d) const {
     prefetch_l2(at(token, head, d));
   }
-  __device__ __forceinline__ void load(int token, int head, int d, Vector<T> (&k)[kVectors]) {
-    const Vector<T>* key = at(token, head, d);
+  __device__ __forceinline__ void load(int token, int head, int d, Elements16<T> (&k)[kVectors]) {
+    const Elements16<T>* key = at(token, head, d);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
   }
-  __device__ __forceinline__ void rotate(int, Vector<T> (&)[kVectors]) const {}
+  __device__ __forceinline__ void rotate(int, Elements16<T> (&)[kVectors]) const {}
   __device__ __forceinline__ bool valid() const { return true; }
 };
 

@@ -37,7 +37,7 @@ constexpr int kFewTokens = 1024;  // up to here a CTA takes one token
 __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p, int first,
                                                int tokens, int32_t* list) {
   __shared__ SlotFilter filter;
-  __shared__ uint32_t repeated_here;
+  __shared__ uint32_t own_duplicates;
   const int thread = threadIdx.x, threads = blockDim.x;
   const int from = first + tokens + thread;
   LaterSlots<8> later;
@@ -46,12 +46,12 @@ __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p,
     const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
     list[thread] = slot;
     filter.fill(thread, slot);
-    const uint32_t repeated = repeated_in_warp(thread, slot);
-    if (thread == 0) repeated_here = repeated;
+    const uint32_t duplicates = duplicates_in_warp(thread, slot);
+    if (thread == 0) own_duplicates = duplicates;
   }
   __syncthreads();
   const OwnFiltered own{.filter = &filter, .list = {.slots = list, .end = tokens}};
-  return repeated_here | find_duplicates<kMaxTokens>(p, from, threads, later, own);
+  return own_duplicates | find_duplicates<kMaxTokens>(p, from, threads, later, own);
 }
 
 // Thread i moves accesses i, i + blockDim.x, ... of the CTA's entries. An access is kWidth
@@ -59,41 +59,41 @@ __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p,
 template <typename T, typename C, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     concat_and_cache_mla_kernel(ConcatAndCacheMlaParams p, FastDivisor block_size,
-                                FastDivisor per_entry, int pieces, int tokens) {
+                                FastDivisor by_entry, int vecs_per_entry, int tokens) {
   launch_dependents();
   wait_for_primary_kernel();
   constexpr bool kVectors = kWidth == kVecWidth<C>;
-  constexpr int kParts = kVectors ? kWidth / kVecWidth<T> : 1;
+  constexpr int kLoads = kVectors ? kWidth / kVecWidth<T> : 1;
   __shared__ int32_t own_slots[kMaxTokens];
   const int first = blockIdx.x * tokens;
-  const int count = tokens * pieces;
+  const int count = tokens * vecs_per_entry;
 
-  using Loaded = std::conditional_t<kVectors, Vector<T>, StoredVec<T, 1>>;
-  Loaded x[kParts];
+  using Loaded = Elements<T, kVectors ? kVecWidth<T> : 1>;
+  Loaded x[kLoads];
   int token = 0, d = 0;  // of the access in x
   const auto fetch = [&](int i) {
-    token = per_entry.divide(i);
-    d = (i - token * pieces) * kWidth;
+    token = by_entry.divide(i);
+    d = (i - token * vecs_per_entry) * kWidth;
     const int64_t row = min(first + token, static_cast<int>(p.num_tokens) - 1);
     const T* from = d < p.kv_lora_rank
                         ? static_cast<const T*>(p.kv_c) + row * p.kv_c_stride + d
                         : static_cast<const T*>(p.k_pe) + row * p.k_pe_stride + d - p.kv_lora_rank;
 #pragma unroll
-    for (int j = 0; j < kParts; ++j) x[j] = reinterpret_cast<const Loaded*>(from)[j];
+    for (int j = 0; j < kLoads; ++j) x[j] = reinterpret_cast<const Loaded*>(from)[j];
   };
   int i = threadIdx.x;
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
   fetch(min(i, count - 1));
   const Divisor scale = divisor_of<C>(p.scale, 0, 0);
-  const uint32_t repeated = load_slots(p, first, tokens, own_slots);
+  const uint32_t duplicates = load_slots(p, first, tokens, own_slots);
 #pragma unroll 1
   while (i < count) {
     const int32_t slot = own_slots[token];
-    if (slot >= 0 && (repeated >> token & 1) == 0) {
+    if (slot >= 0 && (duplicates >> token & 1) == 0) {
       const Slot at = place_of(slot, block_size, p.block_size);
       C* to = static_cast<C*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride + d;
       if constexpr (kVectors) {
-        *reinterpret_cast<Vector<C>*>(to) = quantize<T, C>(x, scale);
+        *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(x, scale);
       } else {
         *to = to_cache<C>(x[0].data[0], scale);
       }
@@ -118,14 +118,16 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = min(first + warp, static_cast<int>(p.num_tokens) - 1);
   const T* latent = static_cast<const T*>(p.kv_c) + row * p.kv_c_stride + lane * kEach;
   const T* rope = static_cast<const T*>(p.k_pe) + row * p.k_pe_stride + lane % 8 * kRopeEach;
-  using Part = StoredVec<T, kAligned ? kVecWidth<T> : 1>;
+  using LoadedVec = Elements<T, kAligned ? kVecWidth<T> : 1>;
   constexpr int kStoredWidth = kAligned ? kVecWidth<T> : 1;
-  Part x[kEach / kStoredWidth], r[kRopeEach / kStoredWidth];
+  LoadedVec x[kEach / kStoredWidth], r[kRopeEach / kStoredWidth];
 #pragma unroll
-  for (int j = 0; j < kEach / kStoredWidth; ++j) x[j] = reinterpret_cast<const Part*>(latent)[j];
+  for (int j = 0; j < kEach / kStoredWidth; ++j)
+    x[j] = reinterpret_cast<const LoadedVec*>(latent)[j];
 #pragma unroll
-  for (int j = 0; j < kRopeEach / kStoredWidth; ++j) r[j] = reinterpret_cast<const Part*>(rope)[j];
-  const uint32_t repeated = load_slots(p, first, tokens, own_slots);
+  for (int j = 0; j < kRopeEach / kStoredWidth; ++j)
+    r[j] = reinterpret_cast<const LoadedVec*>(rope)[j];
+  const uint32_t duplicates = load_slots(p, first, tokens, own_slots);
 
   float largest = 0.0f;  // fmaxf ignores NaN
 #pragma unroll
@@ -138,11 +140,11 @@ __global__ void __launch_bounds__(kThreads)
   }
   const float scale = fmaxf(__fdiv_rn(largest, 448.0f), kDsMlaSmallestScale);
   const int32_t slot = own_slots[warp];
-  if (slot < 0 || (repeated >> warp & 1)) return;
+  if (slot < 0 || (duplicates >> warp & 1)) return;
   const Slot at = place_of(slot, block_size, p.block_size);
   char* entry = static_cast<char*>(p.cache) + at.block * p.block_stride + at.token * p.token_stride;
-  Vector<Fp8E4M3> quantised;
-  auto* pairs = reinterpret_cast<uint16_t*>(quantised.data);
+  Elements16<Fp8E4M3> quantized;
+  auto* pairs = reinterpret_cast<uint16_t*>(quantized.data);
   const Divisor divisor = Divisor::of(scale);
 #pragma unroll
   for (int j = 0; j < kEach; j += 2) {
@@ -151,15 +153,15 @@ __global__ void __launch_bounds__(kThreads)
     };
     pairs[j / 2] = quantize2<Fp8E4M3>(quotient(j), quotient(j + 1));
   }
-  *reinterpret_cast<Vector<Fp8E4M3>*>(entry + lane * kEach) = quantised;
+  *reinterpret_cast<Elements16<Fp8E4M3>*>(entry + lane * kEach) = quantized;
   if (lane % 8 == 0) reinterpret_cast<float*>(entry + kDsMlaScales)[lane / 8] = scale;
   if (lane < 8) {
-    Vector<BFloat16> rotated;
+    Elements16<BFloat16> rotated;
 #pragma unroll
     for (int j = 0; j < kRopeEach; ++j) {
       rotated[j] = from_float<BFloat16>(to_float(r[j / kStoredWidth].data[j % kStoredWidth]));
     }
-    reinterpret_cast<Vector<BFloat16>*>(entry + kDsMlaRopeStart)[lane] = rotated;
+    reinterpret_cast<Elements16<BFloat16>*>(entry + kDsMlaRopeStart)[lane] = rotated;
   }
 }
 
@@ -182,15 +184,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = split * (kThreads / 32) + threadIdx.x / 32; i < end; i += step) {
     T* row = static_cast<T*>(p.rows) + (first_row + i) * p.row_stride;
     const char* entry = p.entry(seq, i);
-    StoredVec<Fp8E4M3, kWidth> x[2] = {};
-    StoredVec<BFloat16, kWidth> rope = {};
+    Elements<Fp8E4M3, kWidth> x[2] = {};
+    Elements<BFloat16, kWidth> rope = {};
     float scale = 0.0f;
     if (entry != nullptr) {
-      const auto loaded = *reinterpret_cast<const Vector<Fp8E4M3>*>(entry + lane * kEach);
+      const auto loaded = *reinterpret_cast<const Elements16<Fp8E4M3>*>(entry + lane * kEach);
       memcpy(x, &loaded, sizeof(x));
       scale = reinterpret_cast<const float*>(entry + kDsMlaScales)[lane / 8];
       if (lane < 8) {
-        rope = reinterpret_cast<const StoredVec<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
+        rope = reinterpret_cast<const Elements<BFloat16, kWidth>*>(entry + kDsMlaRopeStart)[lane];
       }
     }
 #pragma unroll
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (sizeof(T) == 2) {
         store_dequantized<T>(to, x[j], scale);
       } else {
-        StoredVec<Fp8E4M3, 4> halves[2];
+        Elements<Fp8E4M3, 4> halves[2];
         memcpy(halves, &x[j], sizeof(halves));
         store_dequantized<T>(to, halves[0], scale);
         store_dequantized<T>(to + 4, halves[1], scale);
@@ -251,12 +253,12 @@ void launch_ds_mla(const ConcatAndCacheMlaParams& p, Stream stream) {
 
 template <typename T, typename C, int kWidth>
 void launch_entries(const ConcatAndCacheMlaParams& p, Stream stream) {
-  const int pieces = (p.kv_lora_rank + p.pe_dim) / kWidth;
+  const int vecs_per_entry = (p.kv_lora_rank + p.pe_dim) / kWidth;
   const int tokens = p.num_tokens <= kFewTokens ? 1 : 4;
-  const int threads = std::min(kThreads, (tokens * pieces + 31) / 32 * 32);
+  const int threads = std::min(kThreads, (tokens * vecs_per_entry + 31) / 32 * 32);
   launch_kernel("concat_and_cache_mla", concat_and_cache_mla_kernel<T, C, kWidth>,
                 dim3(blocks_of(p.num_tokens, tokens)), dim3(threads), 0, stream, p,
-                FastDivisor(p.block_size), FastDivisor(pieces), pieces, tokens);
+                FastDivisor(p.block_size), FastDivisor(vecs_per_entry), vecs_per_entry, tokens);
 }
 
 void launch_once(const ConcatAndCacheMlaParams& p, Stream stream) {
@@ -300,14 +302,14 @@ void launch_concat(const ConcatMlaQParams& p, Stream stream) {
 }  // namespace
 
 void launch(const ConcatAndCacheMlaParams& params, Stream stream) {
-  ConcatAndCacheMlaParams part = params;
+  ConcatAndCacheMlaParams slice = params;
   const int64_t size = size_of(params.dtype);
   for (int64_t done = 0; done < params.num_tokens; done += kTokensPerLaunch) {
-    part.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
-    part.slot_mapping = params.slot_mapping + done;
-    part.kv_c = static_cast<const char*>(params.kv_c) + done * params.kv_c_stride * size;
-    part.k_pe = static_cast<const char*>(params.k_pe) + done * params.k_pe_stride * size;
-    launch_once(part, stream);
+    slice.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
+    slice.slot_mapping = params.slot_mapping + done;
+    slice.kv_c = static_cast<const char*>(params.kv_c) + done * params.kv_c_stride * size;
+    slice.k_pe = static_cast<const char*>(params.k_pe) + done * params.k_pe_stride * size;
+    launch_once(slice, stream);
   }
 }
 
@@ -325,11 +327,11 @@ void launch(const UpconvertMlaParams& p, Stream stream) {
 }
 
 void launch(const ConcatMlaQParams& p, Stream stream) {
-  const bool wide = rows_aligned16(p.nope, p.nope_rows, p.dtype) &&
-                    rows_aligned16(p.rope, p.rope_rows, p.dtype) &&
-                    rows_aligned16(p.out, p.out_rows, p.dtype) && p.nope_bytes % 16 == 0 &&
-                    p.rope_bytes % 16 == 0;
-  if (wide) return launch_concat<uint4>(p, stream);
+  const bool aligned = rows_aligned16(p.nope, p.nope_rows, p.dtype) &&
+                       rows_aligned16(p.rope, p.rope_rows, p.dtype) &&
+                       rows_aligned16(p.out, p.out_rows, p.dtype) && p.nope_bytes % 16 == 0 &&
+                       p.rope_bytes % 16 == 0;
+  if (aligned) return launch_concat<uint4>(p, stream);
   size_of(p.dtype) == 4 ? launch_concat<uint32_t>(p, stream) : launch_concat<uint16_t>(p, stream);
 }
 

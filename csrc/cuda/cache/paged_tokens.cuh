@@ -24,24 +24,24 @@ __device__ __forceinline__ int count_up_to(const int32_t* values, int count, int
   return low;
 }
 
-// Writes the location of row first + i to places[i], for i < tokens <= kMaxTokens. The first warp
-// of the CTA calls it.
+// Writes the location of row first + i to locations[i], for i < tokens <= kMaxTokens. The first
+// warp of the CTA calls it.
 __device__ __forceinline__ void locate_rows(const PagedTokens& p, int first, int tokens,
-                                            TokenLocation* places) {
+                                            TokenLocation* locations) {
   int seq = -1;  // sequence of row `first`
   if (p.token_to_seq == nullptr) seq = count_up_to(p.cu_seq_lens, p.num_seqs + 1, first) - 1;
   const int row = first + static_cast<int>(threadIdx.x % 32);
   if (row >= first + tokens) return;
-  TokenLocation place{TokenLocation::kUnwritten, 0};
+  TokenLocation location{TokenLocation::kUnwritten, 0};
   if (row < p.num_rows) {
     if (p.token_to_seq != nullptr) {
       seq = p.token_to_seq[row];
     } else {
       while (seq < p.num_seqs && p.cu_seq_lens[seq + 1] <= row) ++seq;
     }
-    place = p.locate(row, seq);
+    location = p.locate(row, seq);
   }
-  places[row - first] = place;
+  locations[row - first] = location;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -1,9 +1,9 @@
 // reshape_and_cache_per_token_quant: writes key and value into int8 caches of any layout. Each
 // (token, KV head) row gets its own scale = max |x| / 127.
 //
-//   quantise_rows_kernel       grid (tokens / blockDim.y, KV head), block (16-byte chunks of the
+//   quantize_rows_kernel       grid (tokens / blockDim.y, KV head), block (16-byte chunks of the
 //                              cache in a head, tokens); 16-byte accesses
-//   quantise_elements_kernel   grid: tokens; a row a warp; any layout, alignment and size
+//   quantize_elements_kernel   grid: tokens; a row a warp; any layout, alignment and size
 //
 // Nothing is read before the PDL wait. ops/reshape_and_cache_per_token_quant.h has the contract,
 // duplicate_slots.cuh the rule for duplicate slots.
@@ -66,15 +66,16 @@ class RowScale {
 
   // round_to_nearest_even(x / scale) of 16 elements.
   template <typename T, int kVectors>
-  __device__ __forceinline__ Vector<int8_t> quantise(const Vector<T> (&parts)[kVectors]) const {
-    constexpr int kPart = kVecWidth<T>;
+  __device__ __forceinline__ Elements16<int8_t> quantize(
+      const Elements16<T> (&vecs)[kVectors]) const {
+    constexpr int kLoadWidth = kVecWidth<T>;
     float values[kWidth];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      float part[kPart];
-      upcast(bits_as<Vec16<T>>(parts[i]), part);
+      float loaded[kLoadWidth];
+      upcast(bits_as<Vec16<T>>(vecs[i]), loaded);
 #pragma unroll
-      for (int j = 0; j < kPart; ++j) values[i * kPart + j] = part[j];
+      for (int j = 0; j < kLoadWidth; ++j) values[i * kLoadWidth + j] = loaded[j];
     }
     if (factor_ != 1.0f) {
 #pragma unroll
@@ -93,13 +94,13 @@ class RowScale {
       const uint32_t bytes = low_bytes4(values[i], values[i + 1], values[i + 2], values[i + 3]);
       words[i / 4] = finite_ ? bytes : 0;
     }
-    Vector<int8_t> result;
+    Elements16<int8_t> result;
     memcpy(&result, words, sizeof(result));
     return result;
   }
 
   template <typename T>
-  __device__ __forceinline__ int8_t quantise(T x) const {
+  __device__ __forceinline__ int8_t quantize(T x) const {
     const float value = quotient(to_float(x) * factor_, divisor_, inverse_);
     return finite_ ? from_float<int8_t>(value) : 0;
   }
@@ -110,11 +111,11 @@ class RowScale {
 };
 
 template <typename T, int kVectors>
-__device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors]) {
+__device__ __forceinline__ uint32_t largest_of(const Elements16<T> (&vecs)[kVectors]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (const Vector<T>& part : parts) {
-    largest = max(largest, magnitude_bits(bits_as<Vec16<T>>(part)));
+  for (const Elements16<T>& vec : vecs) {
+    largest = max(largest, magnitude_bits(bits_as<Vec16<T>>(vec)));
   }
   return largest;
 }
@@ -127,7 +128,7 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
 // (8, 16), known to the compiler.
 template <typename T, bool kTransposed, bool kUsual>
 __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
-    quantise_rows_kernel(TokenQuantWrite p) {
+    quantize_rows_kernel(TokenQuantWrite p) {
   launch_dependents();
   wait_for_primary_kernel();
   constexpr int kVectors = kWidth / kVecWidth<T>;
@@ -145,13 +146,13 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   const bool has_chunk = chunk * kWidth < p.head_size;
 
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
-  Vector<T> k[kVectors], v[kVectors];
+  Elements16<T> k[kVectors], v[kVectors];
   {
     const int token = min(first + row, p.num_tokens - 1);
     const int d = min(chunk * kWidth, p.head_size - kWidth);
-    const auto* key = reinterpret_cast<const Vector<T>*>(
+    const auto* key = reinterpret_cast<const Elements16<T>*>(
         stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head, p.key_head));
-    const auto* value = reinterpret_cast<const Vector<T>*>(stepped(
+    const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
         stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
@@ -170,21 +171,21 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   // A lane without a chunk of its own holds the last chunk again. That changes no maximum.
   const RowScale k_scale(lanes_max(largest_of(k), lanes));
   const RowScale v_scale(lanes_max(largest_of(v), lanes));
-  uint32_t repeated = 0;
+  uint32_t duplicates = 0;
   const OwnRange range{.start = start, .count = static_cast<uint32_t>(tokens)};
-  if (!run || __syncthreads_or(repeated_later(p, from, threads, later, range) != 0)) {
+  if (!run || __syncthreads_or(duplicates_later(p, from, threads, later, range) != 0)) {
     if (thread < 32) filter.fill(lane, lane < tokens ? lane_slot : -1);
     __syncthreads();
     later.load(p, from, threads);
     const OwnFiltered own{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
-    repeated = repeated_in_warp(lane, lane < tokens ? lane_slot : -1) |
-               find_duplicates<kMaxTokens>(p, from, threads, later, own);
+    duplicates = duplicates_in_warp(lane, lane < tokens ? lane_slot : -1) |
+                 find_duplicates<kMaxTokens>(p, from, threads, later, own);
   }
 
   const int pitch = (lanes + 1) * kWidth;  // row pitch of the tile; padded against bank conflicts
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
   const int32_t slot = own_slots[row];
-  if (slot >= 0 && (repeated >> row & 1) == 0) {
+  if (slot >= 0 && (duplicates >> row & 1) == 0) {
     const Slot at = p.place(slot);
     if (chunk == 0) {
       p.key_scales[at.block * p.key_scales_block_stride + head * p.key_scales_head_stride +
@@ -196,14 +197,14 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
       int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block), head,
                             p.to_key_head);
       key = stepped(stepped(key, at.token, p.to_key_token), chunk, p.to_key_chunk);
-      *reinterpret_cast<Vector<int8_t>*>(key) = k_scale.quantise(k);
+      *reinterpret_cast<Elements16<int8_t>*>(key) = k_scale.quantize(k);
       int8_t* value = tile + row * pitch + chunk * kWidth;
       if constexpr (!kTransposed) {
         value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
                         p.to_value_head);
         value = stepped(value, at.token, p.to_value_token) + chunk * kWidth;
       }
-      *reinterpret_cast<Vector<int8_t>*>(value) = v_scale.quantise(v);
+      *reinterpret_cast<Elements16<int8_t>*>(value) = v_scale.quantize(v);
     }
   }
   if constexpr (kTransposed) {
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
                      p.to_value_head) +
              at.token;
     };
-    if (run && repeated == 0 && tokens % 8 == 0 && p.block_size % tokens == 0 &&
+    if (run && duplicates == 0 && tokens % 8 == 0 && p.block_size % tokens == 0 &&
         start % tokens == 0) {
       int8_t* values = values_of(p.place(own_slots[0]));
       const int stores = tokens / 8;  // stores of one value index: 1, 2 or 4
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
 #pragma unroll 1
     for (int r = thread / 32; r < tokens; r += threads / 32) {
       const int32_t to_slot = own_slots[r];
-      if (to_slot < 0 || (repeated >> r & 1)) continue;
+      if (to_slot < 0 || (duplicates >> r & 1)) continue;
       int8_t* to = values_of(p.place(to_slot));
       for (int d = lane; d < p.head_size; d += 32)
         *stepped(to, d, p.to_value_dim) = tile[r * pitch + d];
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
 
 // One token a CTA, one row a warp, one element a lane: any layout, alignment and size.
 template <typename T>
-__global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
+__global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
   launch_dependents();
   wait_for_primary_kernel();
   const ReshapeAndCacheParams& w = p.write;
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
     int8_t* to = static_cast<int8_t*>(is_key ? kv.key : kv.value);
     for (int d = lane; d < kv.head_size; d += 32) {
       to[is_key ? kv.key_offset(block, head, token, d) : kv.value_offset(block, head, token, d)] =
-          scale.quantise(x[d]);
+          scale.quantize(x[d]);
     }
     if (lane == 0) {
       float* scales = is_key ? p.key_scales + block * p.key_scales_block_stride +
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   }
 }
 
-// Whether every 16-byte access of quantise_rows_kernel is aligned and its grid can be launched.
+// Whether every 16-byte access of quantize_rows_kernel is aligned and its grid can be launched.
 bool rows_aligned(const ReshapeAndCacheParams& w) {
   const PagedKv& kv = w.kv;
   const auto aligned = [](int64_t block, int64_t head, int64_t token) {
@@ -305,7 +306,7 @@ void launch_once(const Params& p, Stream stream) {
   dispatch_float(w.dtype, [&](auto model) {
     using T = decltype(model);
     if (!rows_aligned(w)) {
-      launch_kernel("reshape_and_cache_per_token_quant", quantise_elements_kernel<T>,
+      launch_kernel("reshape_and_cache_per_token_quant", quantize_elements_kernel<T>,
                     dim3(static_cast<unsigned>(w.num_tokens)), dim3(256), 0, stream, p);
       return;
     }
@@ -320,10 +321,10 @@ void launch_once(const Params& p, Stream stream) {
       tokens = std::max(run, warp_tokens);
     }
     const bool usual = lanes == 8 && tokens == 16;
-    const auto kernel = transposed ? usual ? quantise_rows_kernel<T, true, true>
-                                           : quantise_rows_kernel<T, true, false>
-                        : usual    ? quantise_rows_kernel<T, false, true>
-                                   : quantise_rows_kernel<T, false, false>;
+    const auto kernel = transposed ? usual ? quantize_rows_kernel<T, true, true>
+                                           : quantize_rows_kernel<T, true, false>
+                        : usual    ? quantize_rows_kernel<T, false, true>
+                                   : quantize_rows_kernel<T, false, false>;
     const int64_t tile_bytes = transposed ? int64_t{tokens} * (lanes + 1) * kWidth : 0;
     const dim3 grid(static_cast<unsigned>((w.num_tokens + tokens - 1) / tokens), kv.num_kv_heads);
     launch_kernel("reshape_and_cache_per_token_quant", kernel, grid, dim3(lanes, tokens),
@@ -334,15 +335,15 @@ void launch_once(const Params& p, Stream stream) {
 }  // namespace
 
 void launch(const Params& params, Stream stream) {
-  Params part = params;
+  Params slice = params;
   const ReshapeAndCacheParams& all = params.write;
   const int64_t size = size_of(all.dtype);
   for (int64_t done = 0; done < all.num_tokens; done += kTokensPerLaunch) {
-    part.write.num_tokens = std::min(kTokensPerLaunch, all.num_tokens - done);
-    part.write.slot_mapping = all.slot_mapping + done;
-    part.write.key = static_cast<const char*>(all.key) + done * all.key_token_stride * size;
-    part.write.value = static_cast<const char*>(all.value) + done * all.value_token_stride * size;
-    launch_once(part, stream);
+    slice.write.num_tokens = std::min(kTokensPerLaunch, all.num_tokens - done);
+    slice.write.slot_mapping = all.slot_mapping + done;
+    slice.write.key = static_cast<const char*>(all.key) + done * all.key_token_stride * size;
+    slice.write.value = static_cast<const char*>(all.value) + done * all.value_token_stride * size;
+    launch_once(slice, stream);
   }
 }
 

@@ -29,13 +29,13 @@ struct RowsWrite : CacheWrite {
   using CacheWrite::CacheWrite;
 };
 
-// CTA (group, head) writes the group-th kEach * p.rows tokens, at most kOwn. A chunk is 16 bytes of
-// the cache. Thread (x, y) moves chunks x, x + p.lanes, ... of K and V. Its tokens are y, y +
-// p.rows, ... of the CTA, kEach of them.
+// CTA (group, head) writes the group-th kEach * p.rows tokens, at most kOwn. A chunk is 16
+// bytes of the cache. Thread (x, y) moves chunks x, x + p.lanes, ... of K and V. Its tokens are y,
+// y + p.rows, ... of the CTA, kEach of them.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
 __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given, int group) {
   constexpr int kWidth = kVecWidth<C>;
-  constexpr int kParts = kWidth / kVecWidth<T>;
+  constexpr int kVectors = kWidth / kVecWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
   const int tokens = kOwn == 1 ? 1 : kEach * p.rows;
   const int first = group * tokens;  // relative to this launch
@@ -47,7 +47,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   Keys keys[kEach];
 #pragma unroll
   for (Keys& key : keys) key = given;
-  Vector<T> k[kEach][kParts], v[kEach][kParts];
+  Elements16<T> k[kEach][kVectors], v[kEach][kVectors];
   // The KV head of element d of the row.
   const auto head_of = [&](int d) { return head + static_cast<int>(p.by_head_size.divide(d)); };
   // Head and element by which the keys address element d: within its head, or within the row.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   };
   const int num_tokens = p.num_tokens;
   const auto value_at = [&](int token, int d) {
-    return reinterpret_cast<const Vector<T>*>(stepped(
+    return reinterpret_cast<const Elements16<T>*>(stepped(
         stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
   };
   const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
@@ -65,10 +65,10 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   const auto fetch = [&](int d) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const Vector<T>* value = value_at(token_of(j), d);
+      const Elements16<T>* value = value_at(token_of(j), d);
       keys[j].load(token_of(j), key_head(d), key_element(d), k[j]);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) v[j][part] = value[part];
+      for (int i = 0; i < kVectors; ++i) v[j][i] = value[i];
     }
   };
   int d = x * kWidth;
@@ -107,11 +107,11 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   };
   if constexpr (kOwn == 1) rotate(first_d);  // else later, for fewer registers
 
-  uint32_t repeated;
+  uint32_t duplicates;
   int32_t slot[kEach];
   if constexpr (kOwn == 1) {
     const OwnRange range{.start = own_slot, .count = own_slot >= 0};
-    repeated = find_duplicates<kOwn>(p, from, kThreads, later, range);
+    duplicates = find_duplicates<kOwn>(p, from, kThreads, later, range);
     slot[0] = own_slot;
   } else if constexpr (kFew) {
     const int lane = thread % 32;
@@ -120,16 +120,16 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     for (int i = 0; i < kOwn; ++i) few.slots[i] = __shfl_sync(kWarp, own_slot, i);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) slot[j] = __shfl_sync(kWarp, own_slot, j * p.rows + y);
-    repeated = find_duplicates<kOwn>(p, from, kThreads, later, few);
-    repeated |= repeated_in_warp(lane, lane < tokens ? own_slot : -1);
+    duplicates = find_duplicates<kOwn>(p, from, kThreads, later, few);
+    duplicates |= duplicates_in_warp(lane, lane < tokens ? own_slot : -1);
   } else {
     __shared__ int32_t own_slots[kOwn];
     __shared__ SlotFilter filter;
-    __shared__ uint32_t repeated_here;
-    if (thread < 32) list_own(thread, own_slot, own_slots, filter, repeated_here);
+    __shared__ uint32_t own_duplicates;
+    if (thread < 32) list_own(thread, own_slot, own_slots, filter, own_duplicates);
     __syncthreads();
     const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = tokens}};
-    repeated = find_duplicates<kOwn>(p, from, kThreads, later, filtered) | repeated_here;
+    duplicates = find_duplicates<kOwn>(p, from, kThreads, later, filtered) | own_duplicates;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) slot[j] = own_slots[min(j * p.rows + y, kOwn - 1)];
   }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   while (true) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      if (slot[j] < 0 || (repeated >> (j * p.rows + y) & 1)) continue;
+      if (slot[j] < 0 || (duplicates >> (j * p.rows + y) & 1)) continue;
       const Slot at = p.place(slot[j]);
       C* key = stepped(stepped(page(static_cast<C*>(p.key_cache) + d, at.block, p.to_key_block),
                                at.token, p.to_key_token),
@@ -149,8 +149,8 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
           stepped(stepped(page(static_cast<C*>(p.value_cache) + d, at.block, p.to_value_block),
                           at.token, p.to_value_token),
                   head, p.to_value_head);
-      if (keys[j].valid()) *reinterpret_cast<Vector<C>*>(key) = quantize<T, C>(k[j], k_scale);
-      *reinterpret_cast<Vector<C>*>(value) = quantize<T, C>(v[j], v_scale);
+      if (keys[j].valid()) *reinterpret_cast<Elements16<C>*>(key) = quantize<T, C>(k[j], k_scale);
+      *reinterpret_cast<Elements16<C>*>(value) = quantize<T, C>(v[j], v_scale);
     }
     d += p.lanes * kWidth;
     if (d >= p.row_size) break;
@@ -169,22 +169,22 @@ struct RowsShape {
   dim3 grid;
   RowsWrite write;
 
-  // `most`: tokens a thread may move. 0: wide rows are one token a CTA, however many tokens there
-  // are.
-  RowsShape(const ReshapeAndCacheParams& p, int most) : write(p) {
+  // `max_each`: tokens a thread may move. 0: wide rows are one token a CTA, however many tokens
+  // there are.
+  RowsShape(const ReshapeAndCacheParams& p, int max_each) : write(p) {
     const PagedKv& kv = p.kv;
     const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
                          kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
     write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
     const int chunks = write.row_size / kv.x;
-    const bool many = p.num_tokens > 1024 && most > 0;
+    const bool many = p.num_tokens > 1024 && max_each > 0;
     threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
     write.lanes = std::min(chunks, threads);
     write.by_lanes = FastDivisor(write.lanes);
     write.by_head_size = FastDivisor(kv.head_size);
     const bool single = !many && chunks > 16;
     write.rows = single ? 1 : std::min(threads / write.lanes, 32);
-    each = many && write.rows <= 2 ? std::min(2, most) : 1;
+    each = many && write.rows <= 2 ? std::min(2, max_each) : 1;
     grid = dim3(static_cast<unsigned>(ceil_div(p.num_tokens, each * write.rows)),
                 one_row ? 1 : kv.num_kv_heads);
   }

@@ -20,13 +20,13 @@ namespace {
 struct RmsNormRows {
   RowOffsets out, input, residual;
   float inverse_size;  // 1 / hidden_size
-  bool ask_early;
+  bool prefetch_early;
   explicit RmsNormRows(const RmsNormParams& p)
       : out(p.out_rows),
         input(p.input_rows),
         residual(p.residual_rows),
         inverse_size(1.0f / static_cast<float>(p.hidden_size)),
-        ask_early(asks_early(p)) {}
+        prefetch_early(prefetches_early(p)) {}
 };
 
 // The arrays of one row, as Vecs. `out` may alias `input`, so neither may be read through the
@@ -51,7 +51,7 @@ struct Row {
 // Loads kVecs Vecs per thread of the tile that starts at Vec `first` of the row. With kAdd it adds
 // the residual, rounds, and stores the sum to the residual. Vecs past the row's end are zero.
 template <bool kAdd, int kVecs, typename T, int kWidth>
-__device__ __forceinline__ void take_tile(Vec<T, kWidth> (&x)[kVecs], const Row<T, kWidth>& row,
+__device__ __forceinline__ void load_tile(Vec<T, kWidth> (&x)[kVecs], const Row<T, kWidth>& row,
                                           int first, int num_vecs) {
   Vec<T, kWidth> r[kAdd ? kVecs : 1];
 #pragma unroll
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   constexpr int kWidth = kVecWidth<T>;
   const int num_vectors = static_cast<int>(p.hidden_size) / kWidth;
   const Row<T, kWidth> row(p, rows, blockIdx.x);
-  if (rows.ask_early) {
-    ask_for(row.input, kAdd ? row.residual : nullptr, row.weight,
-            static_cast<uint32_t>(p.hidden_size * sizeof(T)));
+  if (rows.prefetch_early) {
+    prefetch_row(row.input, kAdd ? row.residual : nullptr, row.weight,
+                 static_cast<uint32_t>(p.hidden_size * sizeof(T)));
   }
   wait_for_primary_kernel();
   Vec<T, kWidth> x[kVectors], weight[kVectors];
-  const auto take_weight = [&] {
+  const auto load_weight = [&] {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int i = v * blockDim.x + threadIdx.x;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     }
   };
   if constexpr (kVectors == 1)
-    take_weight();  // with more Vecs, more CTAs are a better use of registers
-  take_tile<kAdd>(x, row, 0, num_vectors);
+    load_weight();  // with more Vecs, more CTAs are a better use of registers
+  load_tile<kAdd>(x, row, 0, num_vectors);
 
   float square = 0.0f;
 #pragma unroll
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     keep_packed(x[v]);
   }
   const float inverse = inverse_root(block_sum(square), rows.inverse_size, p.epsilon);
-  if constexpr (kVectors > 1) take_weight();
+  if constexpr (kVectors > 1) load_weight();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int i = v * blockDim.x + threadIdx.x;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, Rm
   Vec<T, kWidth> x[kVecs];
   float square = 0.0f;
   for (int first = 0; first < num_vecs; first += tile) {
-    take_tile<kAdd>(x, row, first, num_vecs);
+    load_tile<kAdd>(x, row, first, num_vecs);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) square += sum_of_squares(x[v]);
   }

@@ -44,9 +44,12 @@ __device__ __forceinline__ Vec<T, kWidth> weighted(const Vec<T, kWidth>& x, floa
 // two), or the whole CTA.
 struct RmsNormEpilogueRows {
   RowOffsets out, input, residual;
-  bool ask_early;
+  bool prefetch_early;
   explicit RmsNormEpilogueRows(const RmsNormParams& p)
-      : out(p.out_rows), input(p.input_rows), residual(p.residual_rows), ask_early(asks_early(p)) {}
+      : out(p.out_rows),
+        input(p.input_rows),
+        residual(p.residual_rows),
+        prefetch_early(prefetches_early(p)) {}
 };
 
 __device__ __forceinline__ float row_sum(float value) {
@@ -127,9 +130,9 @@ __global__ void __launch_bounds__(1024)
   T* residual = static_cast<T*>(p.residual) + rows.residual.of(row);
   const T* weight = static_cast<const T*>(p.weight);
   Out* out = static_cast<Out*>(p.out) + rows.out.of(row);
-  if (kAligned && kOneTile && rows.ask_early && blockDim.x > kWarpSize) {
-    ask_for(input, p.residual == nullptr ? nullptr : residual, kWeighted ? weight : nullptr,
-            static_cast<uint32_t>(size * sizeof(T)));
+  if (kAligned && kOneTile && rows.prefetch_early && blockDim.x > kWarpSize) {
+    prefetch_row(input, p.residual == nullptr ? nullptr : residual, kWeighted ? weight : nullptr,
+                 static_cast<uint32_t>(size * sizeof(T)));
   }
   wait_for_primary_kernel();
 

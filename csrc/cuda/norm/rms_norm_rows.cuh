@@ -8,7 +8,7 @@ namespace vllm_kernels::cuda {
 
 // Whether a CTA prefetches its row into L2 before the PDL wait. With more rows or bytes than this
 // memory is busy anyway, and the prefetch took up to 15% longer.
-inline bool asks_early(const RmsNormParams& p) {
+inline bool prefetches_early(const RmsNormParams& p) {
   const int64_t arrays = p.residual == nullptr ? 1 : 2;
   const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
   return p.input_rows.count <= 512 && bytes <= 6'000'000;
@@ -16,8 +16,8 @@ inline bool asks_early(const RmsNormParams& p) {
 
 // Prefetches `bytes` of each array into L2, one lane per array. `bytes` and the addresses are
 // multiples of 16. A null array is skipped.
-__device__ __forceinline__ void ask_for(const void* input, const void* residual, const void* weight,
-                                        uint32_t bytes) {
+__device__ __forceinline__ void prefetch_row(const void* input, const void* residual,
+                                             const void* weight, uint32_t bytes) {
   if (threadIdx.x >= 3) return;
   const void* array = threadIdx.x == 0 ? weight : threadIdx.x == 1 ? input : residual;
   if (array != nullptr) prefetch_l2(array, bytes);

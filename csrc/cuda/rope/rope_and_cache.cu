@@ -61,7 +61,7 @@ struct RowBlocks {
   FastDivisor block_size;
 };
 
-template <typename T, typename A, int kWidth, int kItems, bool kFew>
+template <typename T, typename A, int kWidth, int kVecPairs, bool kFew>
 __device__ __forceinline__ void rotate_in_place(const RopeAndCacheParams& p,
                                                 const RowBlocks& blocks) {
   const ProjectedHeads second = p.stores ? ProjectedHeads{} : p.key;
@@ -69,42 +69,42 @@ __device__ __forceinline__ void rotate_in_place(const RopeAndCacheParams& p,
   const int r = (blockIdx.x - blocks.storing) * blockDim.y + threadIdx.y;
   const bool inside = r < rows;
   const HeadRow<T> row(p.query, second, blocks.inplace_heads, inside ? r : 0);
-  Lane<T, A, kWidth, kItems> lane;
-  const auto items = lane.items(p, false, inside, threadIdx.x, blockDim.x);
-  if constexpr (kFew) lane.prefetch(p, row, items);
+  Lane<T, A, kWidth, kVecPairs> lane;
+  const auto vec_pairs = lane.vec_pairs(p, false, inside, threadIdx.x, blockDim.x);
+  if constexpr (kFew) lane.prefetch(p, row, vec_pairs);
   wait_for_primary_kernel();
-  const bool good = lane.load(p, row, items);
-  prepare(p, row, items, lane.angles, blockDim.x, lane.x);
-  if (good) lane.x.store(items, row.start);  // else the row stays unchanged
+  const bool valid = lane.load(p, row, vec_pairs);
+  prepare(p, row, vec_pairs, lane.angles, blockDim.x, lane.x);
+  if (valid) lane.x.store(vec_pairs, row.start);  // else the row stays unchanged
 }
 
 // Few tokens, and all rows of a warp belong to one token. Every warp checks alone whether its slot
 // is a duplicate, without a barrier.
-template <typename T, typename C, typename A, int kWidth, int kItems>
+template <typename T, typename C, typename A, int kWidth, int kVecPairs>
 __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const RowBlocks& blocks,
                                           const SlotMapping& slots) {
   const int rows = static_cast<int>(p.num_tokens) * (p.key.count + p.value.count);
   const int r = blockIdx.x * blockDim.y + threadIdx.y;
   const bool inside = r < rows;
   const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : 0);
-  Lane<T, A, kWidth, kItems> lane;
-  const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
-  lane.prefetch(p, row, items);
+  Lane<T, A, kWidth, kVecPairs> lane;
+  const auto vec_pairs = lane.vec_pairs(p, row.is_second, inside, threadIdx.x, blockDim.x);
+  lane.prefetch(p, row, vec_pairs);
   prefetch_l2(p.slot_mapping + min(row.token, static_cast<int>(p.num_slots) - 1));
   wait_for_primary_kernel();
   const int32_t slot = slot_of(slots, row.token);
-  const bool good = lane.load(p, row, items);
+  const bool valid = lane.load(p, row, vec_pairs);
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const bool again = is_duplicate(slots, row.token, slot, thread % 32);
-  prepare(p, row, items, lane.angles, blockDim.x, lane.x);
-  if ((!good && !row.is_second) || slot < 0 || again) return;
+  const bool duplicate = is_duplicate(slots, row.token, slot, thread % 32);
+  prepare(p, row, vec_pairs, lane.angles, blockDim.x, lane.x);
+  if ((!valid && !row.is_second) || slot < 0 || duplicate) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
-  lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
+  lane.x.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
 // The CTA scans the later slots once for all its rows.
-template <typename T, typename C, typename A, int kWidth, int kItems>
+template <typename T, typename C, typename A, int kWidth, int kVecPairs>
 __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const RowBlocks& blocks,
                                            const SlotMapping& slots) {
   const int rows = static_cast<int>(p.num_tokens) * (p.key.count + p.value.count);
@@ -117,33 +117,33 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
   const int r = first_row + threadIdx.y;
   const bool inside = r < end_row;
   const HeadRow<T> row(p.key, p.value, blocks.stored_heads, inside ? r : first_row);
-  Lane<T, A, kWidth, kItems> lane;
-  const auto items = lane.items(p, row.is_second, inside, threadIdx.x, blockDim.x);
+  Lane<T, A, kWidth, kVecPairs> lane;
+  const auto vec_pairs = lane.vec_pairs(p, row.is_second, inside, threadIdx.x, blockDim.x);
   __shared__ int32_t own_slots[kOwnTokens];
-  __shared__ uint32_t repeated_here;
+  __shared__ uint32_t own_duplicates;
   wait_for_primary_kernel();
   const int32_t slot_here =
       first_token + thread < end_token ? slot_of(slots, first_token + thread) : -1;
-  const bool good = lane.load(p, row, items);
+  const bool valid = lane.load(p, row, vec_pairs);
   const int from = end_token + thread;
   LaterSlots<16> later;
   later.load(slots, from, threads);
   if (thread < 32) {
     own_slots[thread] = slot_here;
-    const uint32_t repeated = repeated_in_warp(thread, slot_here);
-    if (thread == 0) repeated_here = repeated;
+    const uint32_t duplicates = duplicates_in_warp(thread, slot_here);
+    if (thread == 0) own_duplicates = duplicates;
   }
   __syncthreads();
   const OwnList list{.slots = own_slots, .end = end_token - first_token};
-  const uint32_t repeated =
-      repeated_here | find_duplicates<kOwnTokens>(slots, from, threads, later, list);
+  const uint32_t duplicates =
+      own_duplicates | find_duplicates<kOwnTokens>(slots, from, threads, later, list);
   const int own = row.token - first_token;
   const int32_t slot = own_slots[own];
-  prepare(p, row, items, lane.angles, blockDim.x, lane.x);
-  if ((!good && !row.is_second) || slot < 0 || (repeated >> own & 1)) return;
+  prepare(p, row, vec_pairs, lane.angles, blockDim.x, lane.x);
+  if ((!valid && !row.is_second) || slot < 0 || (duplicates >> own & 1)) return;
   const CacheRow<C> to(p.kv, !row.is_second, row.head,
                        place_of(slot, blocks.block_size, p.kv.block_size));
-  lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
+  lane.x.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
 // Resident CTAs an SM, for __launch_bounds__. With one more, conversions or float32 angles would
@@ -153,19 +153,19 @@ constexpr int kMinBlocks = kWidth == 1                           ? 2
                            : kIs8Bit<C> || sizeof(A) > sizeof(T) ? 3
                                                                  : 4;
 
-template <typename T, typename C, typename A, int kWidth, int kItems, bool kFew>
+template <typename T, typename C, typename A, int kWidth, int kVecPairs, bool kFew>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<T, C, A, kWidth>)
     rope_and_cache_kernel(RopeAndCacheParams p, RowBlocks blocks) {
   launch_dependents();
   if (static_cast<int>(blockIdx.x) >= blocks.storing) {
-    rotate_in_place<T, A, kWidth, kItems, kFew>(p, blocks);
+    rotate_in_place<T, A, kWidth, kVecPairs, kFew>(p, blocks);
     return;
   }
   const SlotMapping slots{p.slot_mapping, p.num_slots, p.kv.num_blocks * p.kv.block_size};
   if constexpr (kFew) {
-    store_few<T, C, A, kWidth, kItems>(p, blocks, slots);
+    store_few<T, C, A, kWidth, kVecPairs>(p, blocks, slots);
   } else {
-    store_many<T, C, A, kWidth, kItems>(p, blocks, slots);
+    store_many<T, C, A, kWidth, kVecPairs>(p, blocks, slots);
   }
 }
 
@@ -175,8 +175,8 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const bool stores = p.stores;
   const int64_t stored = stores ? p.key.count + p.value.count : 0;
   const int64_t inplace = p.query.count + (stores ? 0 : p.key.count);
-  const auto items = static_cast<unsigned>(ceil_div(p.head_size, 2 * kWidth));
-  const int64_t lanes = std::min(32u, std::bit_ceil(items));
+  const auto num_pairs = static_cast<unsigned>(ceil_div(p.head_size, 2 * kWidth));
+  const int64_t lanes = std::min(32u, std::bit_ceil(num_pairs));
   int64_t rows = kThreads / lanes;  // of a CTA
   constexpr bool kMayBeFew = kWidth > 1;
   const bool few = kMayBeFew && p.num_tokens <= 256 && stored * lanes % 32 == 0;
@@ -192,9 +192,9 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   blocks.inplace_heads = FastDivisor(std::max<int64_t>(inplace, 1));
   blocks.block_size = FastDivisor(std::max(p.kv.block_size, 1));
   // With one element an access, a head of 256 has 128 pairs: 4 a lane.
-  constexpr int kItems = kWidth == 1 ? 4 : 1;
-  const auto kernel = few ? rope_and_cache_kernel<T, C, A, kWidth, kItems, kMayBeFew>
-                          : rope_and_cache_kernel<T, C, A, kWidth, kItems, false>;
+  constexpr int kVecPairs = kWidth == 1 ? 4 : 1;
+  const auto kernel = few ? rope_and_cache_kernel<T, C, A, kWidth, kVecPairs, kMayBeFew>
+                          : rope_and_cache_kernel<T, C, A, kWidth, kVecPairs, false>;
   launch_kernel(
       p.op, kernel, grid_size(p.op, blocks.storing + ceil_div(p.num_tokens * inplace, rows)),
       dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(rows)), 0, stream, p, blocks);
@@ -235,7 +235,7 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& p) {
 // At most kTokensPerLaunch tokens a launch: rows are numbered in 31 bits, and duplicate slots are
 // found within a launch.
 void launch(const RopeAndCacheParams& params, Stream stream) {
-  RopeAndCacheParams part = params;
+  RopeAndCacheParams slice = params;
   const bool stores = params.stores && params.num_slots > 0;
   const bool paged = params.kv.value_dim_stride != 1;
   // Measured, in us. One token in layout vllm: rope_and_cache_kernel 2.3, launch_writers() 2.9.
@@ -248,7 +248,7 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   // In layout vllm a token's values lie block_size elements apart. The cache writer gathers several
   // tokens and stores whole sectors where the slots allow. It cannot add a bias.
   if (stores && paged && !in_writers && params.num_tokens > 1 && params.value.bias == nullptr) {
-    part.value.count = 0;
+    slice.value.count = 0;
     ReshapeAndCacheParams values = as_write(params);
     values.key = values.value;
     values.key_token_stride = values.value_token_stride;
@@ -261,17 +261,17 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
     heads.data = static_cast<char*>(all.data) + tokens * all.token_stride * size;
   };
   for (int64_t done = 0; done < params.num_tokens; done += kTokensPerLaunch) {
-    part.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
-    part.num_slots = std::clamp<int64_t>(params.num_slots - done, 0, part.num_tokens);
-    if (params.stores) part.slot_mapping = params.slot_mapping + done;
-    part.positions = params.positions + done;
-    advance(part.query, params.query, done);
-    advance(part.key, params.key, done);
-    advance(part.value, params.value, done);
-    const auto launch_part = in_many && part.num_slots > 512 ? launch_many
-                             : in_writers                    ? launch_writers
-                                                             : launch_once;
-    launch_part(part, stream);
+    slice.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
+    slice.num_slots = std::clamp<int64_t>(params.num_slots - done, 0, slice.num_tokens);
+    if (params.stores) slice.slot_mapping = params.slot_mapping + done;
+    slice.positions = params.positions + done;
+    advance(slice.query, params.query, done);
+    advance(slice.key, params.key, done);
+    advance(slice.value, params.value, done);
+    const auto launch_slice = in_many && slice.num_slots > 512 ? launch_many
+                              : in_writers                     ? launch_writers
+                                                               : launch_once;
+    launch_slice(slice, stream);
   }
 }
 

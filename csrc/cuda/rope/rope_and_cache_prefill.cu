@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
   asm volatile("" : "+r"(group));
   const RotatedKeys<T, 1, A> keys(queries.angles, write);
 #pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
+  for (int head_split = 0; head_split < 2; ++head_split) {
     __syncthreads();
-    if (write_pages<T, T, kRun, kChunks / 2, true, true>(write, keys, group, blockIdx.y, part,
+    if (write_pages<T, T, kRun, kChunks / 2, true, true>(write, keys, group, blockIdx.y, head_split,
                                                          blockIdx.y, gridDim.y)) {
       return;
     }

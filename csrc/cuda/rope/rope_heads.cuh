@@ -1,5 +1,5 @@
 // One head in the registers of neighbouring lanes, between the QKV GEMM and attention: bias, RMS
-// norm, rotation. A lane holds kItems pairs of Vecs (HeadItems, HeadVecs). Within the rotated
+// norm, rotation. A lane holds kVecPairs pairs of Vecs (HeadVecPairs, HeadVecs). Within the rotated
 // elements a pair holds the Vecs that are rotated together. Past them it holds two consecutive
 // Vecs.
 #pragma once
@@ -66,27 +66,27 @@ template <bool kNeox, typename T, typename A, int kWidth>
 __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
                                             const Vec<A, kWidth>& cosines,
                                             const Vec<A, kWidth>& sines) {
-  float values[2][kWidth], wide_cosines[kWidth], wide_sines[kWidth];
-  upcast(cosines, wide_cosines);
-  upcast(sines, wide_sines);
+  float values[2][kWidth], float_cosines[kWidth], float_sines[kWidth];
+  upcast(cosines, float_cosines);
+  upcast(sines, float_sines);
   upcast(vecs[0], values[0]);
   upcast(vecs[1], values[1]);
-  rotate_pairs<kNeox>(values, wide_cosines, wide_sines);
+  rotate_pairs<kNeox>(values, float_cosines, float_sines);
   vecs[0] = downcast<T>(values[0]);
   vecs[1] = downcast<T>(values[1]);
 }
 
-// The positions of a lane's Vec pairs in the head. Item i is the head's Vec pair lane + i * lanes.
-template <int kWidth, int kItems>
-struct HeadItems {
-  int place[kItems][2];  // elements from the head's start; -1: none
-  int pair[kItems];      // index of its first cosine; -1: not rotated
+// The positions of a lane's Vec pairs in the head. Pair i is the head's Vec pair lane + i * lanes.
+template <int kWidth, int kVecPairs>
+struct HeadVecPairs {
+  int place[kVecPairs][2];  // elements from the head's start; -1: none
+  int pair[kVecPairs];      // index of its first cosine; -1: not rotated
 
-  __device__ __forceinline__ HeadItems(int head_size, int rotary_size, bool is_neox, int lane,
-                                       int lanes, bool inside) {
+  __device__ __forceinline__ HeadVecPairs(int head_size, int rotary_size, bool is_neox, int lane,
+                                          int lanes, bool inside) {
     const int half = rotary_size / 2;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kVecPairs; ++i) {
       const int first = (lane + i * lanes) * kWidth;  // index of the first pair
       const bool rotated = first < half;
       pair[i] = rotated && inside ? first : -1;
@@ -100,20 +100,24 @@ struct HeadItems {
   }
 };
 
+// The name that attention/fused_decode uses.
+template <int kWidth, int kVecPairs>
+using HeadItems = HeadVecPairs<kWidth, kVecPairs>;
+
 // The cosines and sines of a lane's pairs, as they are stored: type A. For kWidth == 1 the stored
 // type is known at run time only, and they are float.
-template <typename A, int kWidth, int kItems>
+template <typename A, int kWidth, int kVecPairs>
 struct HeadAngles {
-  Vec<A, kWidth> cosines[kItems];
-  Vec<A, kWidth> sines[kItems];
+  Vec<A, kWidth> cosines[kVecPairs];
+  Vec<A, kWidth> sines[kVecPairs];
 
   // `row` is the index of the position's first cosine; its sines start `half` later.
-  __device__ __forceinline__ void load(const HeadItems<kWidth, kItems>& items, const void* cos_sin,
-                                       DType dtype, int64_t row, int half) {
+  __device__ __forceinline__ void load(const HeadVecPairs<kWidth, kVecPairs>& vec_pairs,
+                                       const void* cos_sin, DType dtype, int64_t row, int half) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (items.pair[i] < 0) continue;
-      const int64_t first = row + items.pair[i];
+    for (int i = 0; i < kVecPairs; ++i) {
+      if (vec_pairs.pair[i] < 0) continue;
+      const int64_t first = row + vec_pairs.pair[i];
       if constexpr (kWidth == 1) {
         float cosine[1], sine[1];
         load_angles(cos_sin, dtype, first, first + half, cosine, sine);
@@ -128,44 +132,44 @@ struct HeadAngles {
   }
 };
 
-template <typename T, int kWidth, int kItems>
+template <typename T, int kWidth, int kVecPairs>
 struct HeadVecs {
-  using Items = HeadItems<kWidth, kItems>;
-  Vec<T, kWidth> vecs[kItems][2];  // zero where the head has no Vec
+  using VecPairs = HeadVecPairs<kWidth, kVecPairs>;
+  Vec<T, kWidth> vecs[kVecPairs][2];  // zero where the head has no Vec
 
   // Calls body(vec, element of the head) for every Vec of the head.
   template <typename Body>
-  __device__ __forceinline__ void each(const Items& items, Body&& body) {
+  __device__ __forceinline__ void each(const VecPairs& vec_pairs, Body&& body) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kVecPairs; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (items.place[i][half] >= 0) body(vecs[i][half], items.place[i][half]);
+        if (vec_pairs.place[i][half] >= 0) body(vecs[i][half], vec_pairs.place[i][half]);
       }
     }
   }
 
-  __device__ __forceinline__ void prefetch(const Items& items, const T* row) {
+  __device__ __forceinline__ void prefetch(const VecPairs& vec_pairs, const T* row) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kVecPairs; ++i) {
 #pragma unroll
-      for (int d : items.place[i]) {
+      for (int d : vec_pairs.place[i]) {
         if (d >= 0) prefetch_l2(row + d);
       }
     }
   }
-  __device__ __forceinline__ void load(const Items& items, const T* row) {
+  __device__ __forceinline__ void load(const VecPairs& vec_pairs, const T* row) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) vecs[i][0] = vecs[i][1] = {};
-    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = at(row, d); });
+    for (int i = 0; i < kVecPairs; ++i) vecs[i][0] = vecs[i][1] = {};
+    each(vec_pairs, [&](Vec<T, kWidth>& vec, int d) { vec = at(row, d); });
   }
-  __device__ __forceinline__ void store(const Items& items, T* row) {
-    each(items, [&](const Vec<T, kWidth>& vec, int d) {
+  __device__ __forceinline__ void store(const VecPairs& vec_pairs, T* row) {
+    each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
       *reinterpret_cast<Vec<T, kWidth>*>(row + d) = vec;
     });
   }
-  __device__ __forceinline__ void add(const Items& items, const T* bias) {
-    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = vec + at(bias, d); });
+  __device__ __forceinline__ void add(const VecPairs& vec_pairs, const T* bias) {
+    each(vec_pairs, [&](Vec<T, kWidth>& vec, int d) { vec = vec + at(bias, d); });
   }
 
   // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. All lanes of
@@ -173,7 +177,7 @@ struct HeadVecs {
   __device__ __forceinline__ float inverse_root(int head_size, int lanes, float epsilon) const {
     float square = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kVecPairs; ++i) {
       square += sum_of_squares(vecs[i][0]) + sum_of_squares(vecs[i][1]);
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
@@ -181,17 +185,17 @@ struct HeadVecs {
     }
     return cuda::inverse_root(square, __frcp_rn(head_size), epsilon);
   }
-  __device__ __forceinline__ void norm(const Items& items, const T* weight, float inverse) {
-    each(items, [&](Vec<T, kWidth>& vec, int d) { vec = normed(vec, inverse, at(weight, d)); });
+  __device__ __forceinline__ void norm(const VecPairs& vec_pairs, const T* weight, float inverse) {
+    each(vec_pairs, [&](Vec<T, kWidth>& vec, int d) { vec = normed(vec, inverse, at(weight, d)); });
   }
 
   template <typename A>
-  __device__ __forceinline__ void rotate(const Items& items,
-                                         const HeadAngles<A, kWidth, kItems>& angles,
+  __device__ __forceinline__ void rotate(const VecPairs& vec_pairs,
+                                         const HeadAngles<A, kWidth, kVecPairs>& angles,
                                          bool is_neox) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (items.pair[i] < 0) continue;
+    for (int i = 0; i < kVecPairs; ++i) {
+      if (vec_pairs.pair[i] < 0) continue;
       float values[2][kWidth], cosines[kWidth], sines[kWidth];
       upcast(vecs[i][0], values[0]);
       upcast(vecs[i][1], values[1]);

@@ -40,7 +40,7 @@ struct Angles {
         dtype(p.cos_sin_dtype),
         is_neox(p.is_neox) {}
 
-  __device__ __forceinline__ bool known(int64_t position) const {
+  __device__ __forceinline__ bool valid(int64_t position) const {
     return static_cast<uint64_t>(position) < max_position;
   }
   // The cosines of a valid position.
@@ -145,7 +145,7 @@ __device__ __forceinline__ void rotate_query(const Queries& q) {
   wait_for_primary_kernel();
   const int64_t position = angles.positions[token];
   Vec16<T> vecs[2] = {*first, *second};
-  if (!angles.known(position)) return;  // the head stays unchanged
+  if (!angles.valid(position)) return;  // the head stays unchanged
   if constexpr (std::is_void_v<A>) {
     float cosines[kWidth], sines[kWidth], values[2][kWidth];
     angles.load<A>(position, pair, cosines, sines);

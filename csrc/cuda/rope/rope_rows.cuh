@@ -66,28 +66,22 @@ struct HeadRow {
 
 // Bias, norm and rotation of a row in the registers of `lanes` neighbouring lanes. All lanes of a
 // warp call it.
-template <typename T, typename A, int kWidth, int kItems>
+template <typename T, typename A, int kWidth, int kVecPairs>
 __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                        const HeadItems<kWidth, kItems>& items,
-                                        const HeadAngles<A, kWidth, kItems>& angles, int lanes,
-                                        HeadVecs<T, kWidth, kItems>& x) {
-  if (row.bias != nullptr) x.add(items, row.bias + row.head * p.head_size);
+                                        const HeadVecPairs<kWidth, kVecPairs>& vec_pairs,
+                                        const HeadAngles<A, kWidth, kVecPairs>& angles, int lanes,
+                                        HeadVecs<T, kWidth, kVecPairs>& x) {
+  if (row.bias != nullptr) x.add(vec_pairs, row.bias + row.head * p.head_size);
   if (p.query.weight != nullptr || p.key.weight != nullptr) {
     const float inverse = x.inverse_root(p.head_size, lanes, p.epsilon);
-    if (row.weight != nullptr) x.norm(items, row.weight, inverse);
+    if (row.weight != nullptr) x.norm(vec_pairs, row.weight, inverse);
   }
-  x.rotate(items, angles, p.is_neox);
+  x.rotate(vec_pairs, angles, p.is_neox);
 }
 
-// kWidth elements of the cache's type.
-template <typename C, int kWidth>
-struct alignas(kWidth * sizeof(C)) Stored {
-  C data[kWidth];
-};
-
 template <typename C, typename T, int kWidth>
-__device__ __forceinline__ Stored<C, kWidth> round_to(const Vec<T, kWidth>& vec, Divisor scale) {
-  Stored<C, kWidth> stored;
+__device__ __forceinline__ Elements<C, kWidth> round_to(const Vec<T, kWidth>& vec, Divisor scale) {
+  Elements<C, kWidth> stored;
   if constexpr (kIs8Bit<C>) {
     float values[kWidth];
     upcast(vec, values);
@@ -118,16 +112,16 @@ struct CacheRow {
   }
 
   template <typename T, int kWidth>
-  __device__ __forceinline__ Stored<C, kWidth> round(const Vec<T, kWidth>& vec) const {
+  __device__ __forceinline__ Elements<C, kWidth> round(const Vec<T, kWidth>& vec) const {
     return round_to<C>(vec, scale);
   }
   // Stores kWidth elements from element `d` of the head on.
   template <int kWidth>
-  __device__ __forceinline__ void store(const Stored<C, kWidth>& stored, int d) const {
+  __device__ __forceinline__ void store(const Elements<C, kWidth>& stored, int d) const {
     constexpr int kX = 16 / sizeof(C);  // elements of a chunk
     if (is_key || stride == 1) {
       C* to = is_key ? start + d / kX * stride + d % kX : start + d;
-      *reinterpret_cast<Stored<C, kWidth>*>(to) = stored;
+      *reinterpret_cast<Elements<C, kWidth>*>(to) = stored;
     } else {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) start[(d + j) * stride] = stored.data[j];
@@ -136,33 +130,33 @@ struct CacheRow {
 };
 
 // The registers of one lane. `lanes` neighbouring lanes, a power of two, hold one row.
-template <typename T, typename A, int kWidth, int kItems>
+template <typename T, typename A, int kWidth, int kVecPairs>
 struct Lane {
-  using Items = HeadItems<kWidth, kItems>;
-  HeadVecs<T, kWidth, kItems> x;
-  HeadAngles<A, kWidth, kItems> angles{};
+  using VecPairs = HeadVecPairs<kWidth, kVecPairs>;
+  HeadVecs<T, kWidth, kVecPairs> x;
+  HeadAngles<A, kWidth, kVecPairs> angles{};
 
-  __device__ __forceinline__ static Items items(const RopeAndCacheParams& p, bool is_value,
-                                                bool inside, int lane, int lanes) {
-    return Items(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, lane, lanes, inside);
+  __device__ __forceinline__ static VecPairs vec_pairs(const RopeAndCacheParams& p, bool is_value,
+                                                       bool inside, int lane, int lanes) {
+    return VecPairs(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, lane, lanes, inside);
   }
   // Prefetches into L2, before the PDL wait.
   __device__ __forceinline__ void prefetch(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                           const Items& items) {
-    x.prefetch(items, row.start);
+                                           const VecPairs& vec_pairs) {
+    x.prefetch(vec_pairs, row.start);
     prefetch_l2(p.positions + row.token);
   }
   // Returns whether the row's position is valid.
   __device__ __forceinline__ bool load(const RopeAndCacheParams& p, const HeadRow<T>& row,
-                                       const Items& items) {
-    x.load(items, row.start);
+                                       const VecPairs& vec_pairs) {
+    x.load(vec_pairs, row.start);
     const int64_t position = p.positions[row.token];
-    const bool good = position >= 0 && position < p.max_position;
-    if (good) {
-      angles.load(items, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
+    const bool valid = position >= 0 && position < p.max_position;
+    if (valid) {
+      angles.load(vec_pairs, p.cos_sin_cache, p.cos_sin_dtype, position * p.cos_sin_stride,
                   p.rotary_size / 2);
     }
-    return good;
+    return valid;
   }
 };
 

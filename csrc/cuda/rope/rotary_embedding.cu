@@ -60,7 +60,9 @@ template <typename T, int kWidth, bool kNeox>
 void launch_width(const RotaryParams& p, Stream stream) {
   // Block shape: all chunks of as many heads as fit, divided evenly. 32 + 8 heads of 128 give 8 x
   // 40 threads.
-  const auto tiles = [](int64_t count, int64_t most) { return (count + most - 1) / most; };
+  const auto tiles = [](int64_t count, int64_t max_per_tile) {
+    return (count + max_per_tile - 1) / max_per_tile;
+  };
   const int64_t chunks = p.rotary_size / 2 / kWidth;
   const int64_t heads = p.query.count + p.key.count;
   const int64_t z = tiles(chunks, kMaxThreads);

@@ -26,7 +26,7 @@ class RotatedKeys {
     given_.prefetch(token, head, d);
     prefetch_l2(angles_->positions + token);
   }
-  __device__ __forceinline__ void load(int token, int head, int d, Vector<T> (&k)[kVectors]) {
+  __device__ __forceinline__ void load(int token, int head, int d, Elements16<T> (&k)[kVectors]) {
     position_ = angles_->positions[token];
     given_.load(token, head, d, k);
     if (!angles_->is_neox) return;
@@ -37,7 +37,7 @@ class RotatedKeys {
       other_[i] = *given_.at(token, head, at < half ? at + half : at < 2 * half ? at - half : at);
     }
   }
-  __device__ __forceinline__ void rotate(int d, Vector<T> (&k)[kVectors]) const {
+  __device__ __forceinline__ void rotate(int d, Elements16<T> (&k)[kVectors]) const {
     if (!valid()) return;
     const int half = angles_->half;
 #pragma unroll
@@ -54,7 +54,7 @@ class RotatedKeys {
         for (int j = 0; j < kWidth; ++j) {
           own[j] = rotate_one(own[j], other[j], cosines[j], second ? sines[j] : -sines[j]);
         }
-        k[i] = bits_as<Vector<T>>(downcast<T>(own));
+        k[i] = bits_as<Elements16<T>>(downcast<T>(own));
       } else {
         constexpr int kPairs = kWidth / 2;
         float all[kWidth], values[2][kPairs], cosines[kPairs], sines[kPairs];
@@ -65,22 +65,22 @@ class RotatedKeys {
         rotate_pairs<false>(values, cosines, sines);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) all[j] = values[j / kPairs][j % kPairs];
-        k[i] = bits_as<Vector<T>>(downcast<T>(all));
+        k[i] = bits_as<Elements16<T>>(downcast<T>(all));
       }
     }
   }
   // Whether the position is valid.
-  __device__ __forceinline__ bool valid() const { return angles_->known(position_); }
+  __device__ __forceinline__ bool valid() const { return angles_->valid(position_); }
 
  private:
   static constexpr int kWidth = kVecWidth<T>;
-  __device__ __forceinline__ static Vec16<T> as_vec(const Vector<T>& x) {
+  __device__ __forceinline__ static Vec16<T> as_vec(const Elements16<T>& x) {
     return bits_as<Vec16<T>>(x);
   }
 
   const Angles* angles_;
   GivenKeys<T, kVectors> given_;
-  Vector<T> other_[kVectors];
+  Elements16<T> other_[kVectors];
   int64_t position_;
 };
 

@@ -35,12 +35,12 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const int thread = threadIdx.x;
   const int row = p.by_lanes.divide(thread), lane = thread - row * p.lanes;
   const int own = p.by_heads.divide(row);
-  const int part = p.by_tiles.divide(group);
-  const int head = (group - part * p.tiles) * p.heads + row - own * p.heads;
-  const int first = part * p.tokens;  // relative to this launch
+  const int token_group = p.by_tiles.divide(group);
+  const int head = (group - token_group * p.tiles) * p.heads + row - own * p.heads;
+  const int first = token_group * p.tokens;  // relative to this launch
   const bool inside = own < p.tokens && first + own < p.num_tokens && head < p.num_kv_heads;
-  const HeadItems<kWidth, 1> items(p.head_size, 2 * angles.half, angles.is_neox, lane, p.lanes,
-                                   inside);
+  const HeadVecPairs<kWidth, 1> vec_pairs(p.head_size, 2 * angles.half, angles.is_neox, lane,
+                                          p.lanes, inside);
   const int token = min(first + own, p.num_tokens - 1);
   const T* key =
       stepped(stepped(static_cast<const T*>(p.key), token, p.key_token), head, p.key_head);
@@ -51,15 +51,15 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const int own_index = kFew ? thread % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, p.num_tokens - 1);
   HeadVecs<T, kWidth, 1> k, v;
-  k.prefetch(items, key);
-  v.prefetch(items, value);
+  k.prefetch(vec_pairs, key);
+  v.prefetch(vec_pairs, value);
   prefetch_l2(angles.positions + token);
   prefetch_l2(own_slot_at);
   wait_for_primary_kernel();
   const int64_t position = angles.positions[token];
   const int64_t own_slot_read = *own_slot_at;
-  k.load(items, key);
-  v.load(items, value);
+  k.load(vec_pairs, key);
+  v.load(vec_pairs, value);
   // Keeps these loads first: the compiler would delay them behind those of the later slots.
   __syncwarp();
   const int from = first + p.tokens + thread;
@@ -72,13 +72,13 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, scaled_head);
 
   // The angles are loaded while the later slots are scanned.
-  const bool known = inside && angles.known(position);
-  const bool rotated = known && items.pair[0] >= 0;
-  AngleVecs<A, kWidth> rotate;
+  const bool valid = inside && angles.valid(position);
+  const bool rotated = valid && vec_pairs.pair[0] >= 0;
+  AngleVecs<A, kWidth> angle;
   const auto fetch_angles = [&] {
-    if (rotated) rotate = angles.of<A, kWidth>(position, items.pair[0]);
+    if (rotated) angle = angles.of<A, kWidth>(position, vec_pairs.pair[0]);
   };
-  uint32_t repeated = 0, mine;
+  uint32_t duplicates = 0, mine;
   int32_t slot;
   if constexpr (kFew) {
     const int lane_of_warp = thread % 32;
@@ -90,27 +90,27 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
         kWarp, own_index >= p.tokens || (own_slot >= 0 && own_slot == few.slots[0] + own_index));
     if (neighbours) {
       const OwnRange range{.start = few.slots[0], .count = static_cast<uint32_t>(p.tokens)};
-      mine = repeated_later(p, from, kThreads, later, range);
+      mine = duplicates_later(p, from, kThreads, later, range);
     } else {
-      mine = repeated_later(p, from, kThreads, later, few);
-      repeated = repeated_in_warp(lane_of_warp, lane_of_warp < p.tokens ? own_slot : -1);
+      mine = duplicates_later(p, from, kThreads, later, few);
+      duplicates = duplicates_in_warp(lane_of_warp, lane_of_warp < p.tokens ? own_slot : -1);
     }
     fetch_angles();
   } else {
     __shared__ int32_t own_slots[kOwn];
     __shared__ SlotFilter filter;
-    __shared__ uint32_t repeated_here;
-    if (thread < 32) list_own(thread, own_slot, own_slots, filter, repeated_here);
+    __shared__ uint32_t own_duplicates;
+    if (thread < 32) list_own(thread, own_slot, own_slots, filter, own_duplicates);
     __syncthreads();
     const OwnFiltered filtered{.filter = &filter, .list = {.slots = own_slots, .end = p.tokens}};
-    mine = repeated_later(p, from, kThreads, later, filtered);
+    mine = duplicates_later(p, from, kThreads, later, filtered);
     fetch_angles();
-    repeated = repeated_here;
+    duplicates = own_duplicates;
     slot = own_slots[min(own, kOwn - 1)];
   }
-  repeated |= any_of_block<kOwn>(mine);
-  if (!inside || slot < 0 || (repeated >> own & 1)) return;
-  if (rotated) rotate_by(angles.is_neox, k.vecs[0], rotate);
+  duplicates |= any_of_block<kOwn>(mine);
+  if (!inside || slot < 0 || (duplicates >> own & 1)) return;
+  if (rotated) rotate_by(angles.is_neox, k.vecs[0], angle);
   const Slot at = p.place(slot);
   C* key_to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block),
                               at.token, p.to_key_token),
@@ -118,13 +118,13 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   C* value_to = stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block),
                                 at.token, p.to_value_token),
                         head, p.to_value_head);
-  if (known) {
-    k.each(items, [&](const Vec<T, kWidth>& vec, int d) {
-      *reinterpret_cast<Stored<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);
+  if (valid) {
+    k.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
+      *reinterpret_cast<Elements<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);
     });
   }
-  v.each(items, [&](const Vec<T, kWidth>& vec, int d) {
-    *reinterpret_cast<Stored<C, kWidth>*>(value_to + d) = round_to<C>(vec, v_scale);
+  v.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
+    *reinterpret_cast<Elements<C, kWidth>*>(value_to + d) = round_to<C>(vec, v_scale);
   });
 }
 

@@ -59,14 +59,14 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   if (!__all_sync(kWarp, start >= 0 && slot == start + slot_lane)) return false;
 
 #pragma unroll
-  for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Vector<T>>(v[i]));
-  const bool known = angles.known(position);
-  AngleVecs<A, kWidth> rotate;  // loaded while the later slots are scanned
-  if (known) rotate = angles.of<A, kWidth>(position, x * kWidth);
+  for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Elements16<T>>(v[i]));
+  const bool valid = angles.valid(position);
+  AngleVecs<A, kWidth> angle;  // loaded while the later slots are scanned
+  if (valid) angle = angles.of<A, kWidth>(position, x * kWidth);
   const OwnRange range{.start = start, .count = kRun};
-  if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) != 0) return false;
-  if (known) {
-    rotate_vecs<true>(k, rotate.cosines, rotate.sines);
+  if (__syncthreads_or(duplicates_later(p, from, kThreads, later, range) != 0) != 0) return false;
+  if (valid) {
+    rotate_vecs<true>(k, angle.cosines, angle.sines);
     const Slot at = p.place(start + row);
     T* to = stepped(stepped(page(static_cast<T*>(p.key_cache), at.block, p.to_key_block), head,
                             p.to_key_head),

@@ -26,7 +26,7 @@ void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& ou
                          .float32()
                          .shape({&num_partials, &num_tokens, &num_heads})
                          .contiguous();
-  if (num_partials > INT32_MAX) p.fail("expected fewer than 2^31 out_partial");
+  if (num_partials > INT32_MAX) p.fail("expected num_partials < 2^31, got shape " + p.shape_text());
   expect.apart(o, p);
   expect.apart(o, l);
   float* out_lse = nullptr;

@@ -152,7 +152,7 @@ void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_
   check_index(expect, starts,
               {.noun = "a token of query, at most max_query_len past the one before,",
                .high = queries.num_tokens + 1,
-               .most_rise = max_query_len});
+               .max_increase = max_query_len});
   queries.query_start_loc = starts.as<const int32_t>();
   read.add(starts);
 }

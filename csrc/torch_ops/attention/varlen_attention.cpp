@@ -28,7 +28,7 @@ Argument read_key_start_loc(Expect& expect, const Tensor& key_start_loc, const Q
   check_index(expect, starts,
               {.noun = "a token of key, not before the one before,",
                .high = num_keys + 1,
-               .most_rise = num_keys});
+               .max_increase = num_keys});
   return starts;
 }
 

@@ -16,9 +16,9 @@ void convert_fp8(const Tensor& output, const Tensor& input, double scale, const 
   expect.that(std::string_view(kv_dtype) != "auto",
               "kv_dtype: expected \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\", got \"auto\"");
   const DType eight = cache_dtype(expect, kv_dtype, DType::kFp8E4M3, "kv_dtype");
-  const bool narrows = o.element_size() == 1;
-  (narrows ? i : o).floating();
-  (narrows ? o : i).cache_dtype(eight, kv_dtype, "kv_dtype");
+  const bool quantizes = o.element_size() == 1;
+  (quantizes ? i : o).floating();
+  (quantizes ? o : i).cache_dtype(eight, kv_dtype, "kv_dtype");
   if (o.numel() != i.numel()) {
     o.fail("expected as many elements as input = " + std::to_string(i.numel()) + ", got shape " +
            o.shape_text());
@@ -26,12 +26,12 @@ void convert_fp8(const Tensor& output, const Tensor& input, double scale, const 
   expect.apart(o, i);
   if (i.numel() == 0) return;
 
-  const DType wide = (narrows ? i : o).dtype();
+  const DType wide = (quantizes ? i : o).dtype();
   const ConvertFp8Params params{.output = o.mutable_data(),
                                 .input = i.data(),
                                 .count = i.numel(),
-                                .output_dtype = narrows ? eight : wide,
-                                .input_dtype = narrows ? wide : eight,
+                                .output_dtype = quantizes ? eight : wide,
+                                .input_dtype = quantizes ? wide : eight,
                                 .scale = static_cast<float>(scale)};
   launch(params, input);
 }

@@ -35,8 +35,8 @@ void GatherTables::apart_from(const Argument& out) const {
 }
 
 PagedTokens GatherTables::pack(int64_t num_blocks, int64_t block_size, int64_t num_rows) const {
-  constexpr int64_t kMostRows = INT32_MAX - 64;
-  expect_.that(num_rows <= kMostRows && table_.size(1) <= INT32_MAX,
+  constexpr int64_t kMaxRows = INT32_MAX - 64;
+  expect_.that(num_rows <= kMaxRows && table_.size(1) <= INT32_MAX,
                "expected fewer than 2^31 - 64 rows and as many blocks a sequence, got " +
                    std::to_string(num_rows) + " and " + std::to_string(table_.size(1)));
   const int64_t capacity = table_.size(1) * block_size;  // tokens of a sequence
@@ -50,7 +50,7 @@ PagedTokens GatherTables::pack(int64_t num_blocks, int64_t block_size, int64_t n
                            .num_blocks = num_blocks,
                            .block_size = static_cast<int32_t>(block_size)};
   check_index(expect_, ends_,
-              {.noun = "a row", .low = 0, .high = num_rows + 1, .most_rise = capacity});
+              {.noun = "a row", .low = 0, .high = num_rows + 1, .max_increase = capacity});
   if (starts_) check_index(expect_, *starts_, {.noun = "a token", .low = 0, .high = capacity + 1});
   if constexpr (kOnCpu) {
     for (int64_t seq = 0; starts_ && seq < num_seqs_; ++seq) {

@@ -51,9 +51,9 @@ inline void expect_rope_head_size(const Expect& expect, const char* name, int64_
 constexpr int64_t kMaxRopeHeads = 65536;
 
 inline void expect_rope_heads(const Expect& expect, const char* name, int64_t count,
-                              int64_t least = 1) {
-  expect.that(count >= least && count <= kMaxRopeHeads,
-              std::string(name) + ": expected " + std::to_string(least) + " to " +
+                              int64_t min_count = 1) {
+  expect.that(count >= min_count && count <= kMaxRopeHeads,
+              std::string(name) + ": expected " + std::to_string(min_count) + " to " +
                   std::to_string(kMaxRopeHeads) + " heads, got " + std::to_string(count));
 }
 
