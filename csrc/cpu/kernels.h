@@ -81,23 +81,23 @@ VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention
-VLLM_KERNELS_DECLARE(PagedAttentionWork)
-VLLM_KERNELS_DECLARE(PagedAttentionMerge)
+VLLM_KERNELS_DECLARE(DecodePlan)
+VLLM_KERNELS_DECLARE(DecodeCombine)
 #if defined(__x86_64__)
 template <>
-constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
-VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
+constexpr bool kHasBf16Kernel<DecodePlan> = true;
+VLLM_KERNELS_DECLARE_AT(DecodePlan, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(DecodeCombine, avx512_bf16)
 #endif
-VLLM_KERNELS_DECLARE(GeneralAttentionWork)
-VLLM_KERNELS_DECLARE(GeneralAttentionMerge)
+VLLM_KERNELS_DECLARE(PagedAttentionPlan)
+VLLM_KERNELS_DECLARE(PagedAttentionCombine)
 #if defined(__x86_64__)
 template <>
-constexpr bool kHasBf16Kernel<GeneralAttentionWork> = true;
+constexpr bool kHasBf16Kernel<PagedAttentionPlan> = true;
 template <>
-constexpr bool kHasAmxKernel<GeneralAttentionWork> = true;
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
+constexpr bool kHasAmxKernel<PagedAttentionPlan> = true;
+VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)

@@ -17,7 +17,7 @@ namespace {
 #if defined(__x86_64__)
 // Whether the processor multiplies tiles of bf16 (cpuid 7: bits 22 and 24 of edx) and the system
 // lets this process use their registers, for which it is to be asked.
-bool has_tile_registers() {
+bool has_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -40,7 +40,7 @@ bool runs(Level level) {
     case Level::avx512_bf16:
       return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512bf16") != 0;
     case Level::avx512_amx:
-      return runs(Level::avx512_bf16) && has_tile_registers();
+      return runs(Level::avx512_bf16) && has_amx();
   }
   return false;
 }

@@ -46,32 +46,32 @@ void activate_row(T* out, const T* gate, const T* up, int64_t n) {
   }
 }
 
-// A piece is up to kPiece elements of one row; a task is as many pieces as make up its traffic.
-constexpr int64_t kPiece = 4096;
+// A piece is up to kChunk elements of one row; a task is as many pieces as make up its traffic.
+constexpr int64_t kChunk = 4096;
 
-struct Pieces {
+struct RowChunks {
   int64_t per_row;
   int64_t count;
   int64_t per_task;
-  explicit Pieces(const ActivationParams& p) {
-    per_row = ceil_div(p.width, kPiece);
+  explicit RowChunks(const ActivationParams& p) {
+    per_row = ceil_div(p.width, kChunk);
     count = per_row * p.input_rows.count;
-    const int64_t elements = p.width < kPiece ? p.width : kPiece;
+    const int64_t elements = p.width < kChunk ? p.width : kChunk;
     per_task = rows_per_task(3 * elements * size_of(p.dtype));
   }
 };
 
 int64_t num_tasks(const ActivationParams& p) {
-  const Pieces pieces(p);
-  return ceil_div(pieces.count, pieces.per_task);
+  const RowChunks chunks(p);
+  return ceil_div(chunks.count, chunks.per_task);
 }
 
 template <Activation kActivation, typename T>
-void run_pieces(const ActivationParams& p, const Pieces& pieces, int64_t begin, int64_t end) {
-  for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t row = piece / pieces.per_row;
-    const int64_t first = piece % pieces.per_row * kPiece;
-    const int64_t n = p.width - first < kPiece ? p.width - first : kPiece;
+void run_chunks(const ActivationParams& p, const RowChunks& chunks, int64_t begin, int64_t end) {
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t row = chunk / chunks.per_row;
+    const int64_t first = chunk % chunks.per_row * kChunk;
+    const int64_t n = p.width - first < kChunk ? p.width - first : kChunk;
     const int64_t from = p.input_rows.offset(row) + first;
     T* out = static_cast<T*>(p.out) + p.out_rows.offset(row) + first;
     const T* gate = static_cast<const T*>(p.gate) + from;
@@ -84,20 +84,20 @@ void run_pieces(const ActivationParams& p, const Pieces& pieces, int64_t begin, 
 }
 
 void run(const ActivationParams& p, int64_t begin, int64_t end) {
-  const Pieces pieces(p);
-  begin *= pieces.per_task;
-  end = end * pieces.per_task < pieces.count ? end * pieces.per_task : pieces.count;
+  const RowChunks chunks(p);
+  begin *= chunks.per_task;
+  end = end * chunks.per_task < chunks.count ? end * chunks.per_task : chunks.count;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
     switch (p.activation) {
       case Activation::kSilu:
-        return run_pieces<Activation::kSilu, T>(p, pieces, begin, end);
+        return run_chunks<Activation::kSilu, T>(p, chunks, begin, end);
       case Activation::kGelu:
-        return run_pieces<Activation::kGelu, T>(p, pieces, begin, end);
+        return run_chunks<Activation::kGelu, T>(p, chunks, begin, end);
       case Activation::kGeluTanh:
-        return run_pieces<Activation::kGeluTanh, T>(p, pieces, begin, end);
+        return run_chunks<Activation::kGeluTanh, T>(p, chunks, begin, end);
       case Activation::kGeluQuick:
-        return run_pieces<Activation::kGeluQuick, T>(p, pieces, begin, end);
+        return run_chunks<Activation::kGeluQuick, T>(p, chunks, begin, end);
     }
   });
 }

@@ -15,9 +15,9 @@ struct GateAndUp {
 };
 
 inline GateAndUp deinterleaved(Vec a, Vec b) {
-  GateAndUp parts;
-  split_pairs(a, b, parts.gate, parts.up);
-  return parts;
+  GateAndUp pair;
+  split_pairs(a, b, pair.gate, pair.up);
+  return pair;
 }
 
 // A NaN passes: it is the second argument.
@@ -80,18 +80,18 @@ inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   return round_to<T>(round_to<T>(gate) * up);
 }
 
-// A piece is up to kGatedPiece elements of one row, whole groups of them; a task is as many pieces
+// A piece is up to kGatedChunk elements of one row, whole groups of them; a task is as many pieces
 // as make up its traffic.
-constexpr int64_t kGatedPiece = 4096;
+constexpr int64_t kGatedChunk = 4096;
 
-struct GatedPieces {
+struct GatedChunks {
   int64_t per_row;
   int64_t count;
   int64_t per_task;
-  explicit GatedPieces(const GatedParams& p) {
-    per_row = ceil_div(p.width, kGatedPiece);
+  explicit GatedChunks(const GatedParams& p) {
+    per_row = ceil_div(p.width, kGatedChunk);
     count = per_row * p.gate_rows.count;
-    const int64_t elements = p.width < kGatedPiece ? p.width : kGatedPiece;
+    const int64_t elements = p.width < kGatedChunk ? p.width : kGatedChunk;
     per_task = rows_per_task(3 * elements * size_of(p.dtype));
   }
   int64_t num_tasks() const { return ceil_div(count, per_task); }
@@ -100,10 +100,10 @@ struct GatedPieces {
   template <typename Body>
   void for_each(const GatedParams& p, int64_t begin, int64_t end, Body&& body) const {
     const int64_t last = end * per_task < count ? end * per_task : count;
-    for (int64_t piece = begin * per_task; piece < last; ++piece) {
-      const int64_t first = piece % per_row * kGatedPiece;
+    for (int64_t chunk = begin * per_task; chunk < last; ++chunk) {
+      const int64_t first = chunk % per_row * kGatedChunk;
       const int64_t left = p.width - first;
-      body(piece / per_row, first, left < kGatedPiece ? left : kGatedPiece);
+      body(chunk / per_row, first, left < kGatedChunk ? left : kGatedChunk);
     }
   }
 };

@@ -8,7 +8,7 @@ namespace {
 
 // With the scale that is given: what silu_and_mul would have stored, quantised.
 template <typename T>
-void quant_piece(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
+void quant_chunk(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
                  int64_t n) {
   const MultiplyByInverse quantizer(scale);
   const auto quantized = [&](GateAndUp x) {
@@ -48,7 +48,7 @@ void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* g
 }
 
 int64_t num_tasks(const GatedQuantParams& p) {
-  return GatedPieces(p.gated).num_tasks();
+  return GatedChunks(p.gated).num_tasks();
 }
 
 void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
@@ -56,12 +56,12 @@ void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
   const QuantParams& q = params.quant;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    GatedPieces(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+    GatedChunks(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
       const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + first;
       const T* up = static_cast<const T*>(p.up) + p.up_rows.offset(row) + first;
       const int64_t to = p.out_rows.offset(row) + first;
       if (q.scale_of == ScaleOf::kTensor) {
-        return quant_piece(static_cast<Fp8E4M3*>(p.out) + to, p, gate, up, *q.scale, n);
+        return quant_chunk(static_cast<Fp8E4M3*>(p.out) + to, p, gate, up, *q.scale, n);
       }
       float* scale =
           q.scales + row * q.scale_row_stride + first / q.group_size * q.scale_group_stride;

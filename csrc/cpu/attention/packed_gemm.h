@@ -17,8 +17,8 @@ namespace {
 // what lies in the rows past those asked for is of no meaning.
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
-constexpr int kTileRegisterRows = 16;
-constexpr int kMostBlockRows = 2 * kTileRegisterRows;  // of any kernel
+constexpr int kAmxTileRows = 16;
+constexpr int kMaxBlockRows = 2 * kAmxTileRows;  // of any kernel
 
 // Whether products of T are of pairs, two elements a word.
 template <typename T>
@@ -87,19 +87,19 @@ inline Vec rotated(Vec v, std::integer_sequence<int, lane...>) {
 }
 
 // In every lane what `combine` makes of all of them.
-template <typename Combine>
-inline Vec combine_lanes(Vec v, Combine&& combine) {
+template <typename Op>
+inline Vec reduce_lanes(Vec v, Op&& op) {
   constexpr std::make_integer_sequence<int, kLanes> kSequence;
-  if constexpr (kLanes > 8) v = combine(v, rotated<kLanes / 2>(v, kSequence));
-  if constexpr (kLanes > 4) v = combine(v, rotated<4>(v, kSequence));
-  v = combine(v, rotated<2>(v, kSequence));
-  return combine(v, rotated<1>(v, kSequence));
+  if constexpr (kLanes > 8) v = op(v, rotated<kLanes / 2>(v, kSequence));
+  if constexpr (kLanes > 4) v = op(v, rotated<4>(v, kSequence));
+  v = op(v, rotated<2>(v, kSequence));
+  return op(v, rotated<1>(v, kSequence));
 }
 
 // --- products ------------------------------------------------------------------------------------
 
 // Strides in words.
-struct Product {
+struct Gemm {
   const float* a;
   int a_stride;
   const float* b;
@@ -127,8 +127,8 @@ inline Vec multiply_words(Vec b, float a, Vec sum) {
   return fma(b, splat_word(a), sum);
 }
 
-template <typename T, int kVectors, bool kAdds>
-inline void multiply_block(const Product& p, int row, int column) {
+template <typename T, int kVectors, bool kAccumulate>
+inline void gemm_block(const Gemm& p, int row, int column) {
   const float* a = p.a + row * p.a_stride;
   const float* b = p.b + column;
   float* c = p.c + row * p.c_stride + column;
@@ -137,7 +137,7 @@ inline void multiply_block(const Product& p, int row, int column) {
   for (int r = 0; r < kBlockRows; ++r) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
-      sums[r][i] = kAdds ? load(c + r * p.c_stride + i * kLanes) : Vec{};
+      sums[r][i] = kAccumulate ? load(c + r * p.c_stride + i * kLanes) : Vec{};
     }
   }
   for (int word = 0; word < p.words; ++word, b += p.b_stride) {
@@ -162,14 +162,14 @@ inline void multiply_block(const Product& p, int row, int column) {
 #if defined(__AMX_BF16__)
 // Tile registers 0 .. 3 are C of 2 x 2 (kColumns = 2) or 2 x 1 blocks of 16 x 16, 4 and 5 rows of
 // A, 6 and 7 columns of B.
-template <int kColumns, bool kAdds>
-inline void multiply_tiles(const Product& p, int row, int column) {
+template <int kColumns, bool kAccumulate>
+inline void gemm_amx(const Gemm& p, int row, int column) {
   const float* a = p.a + row * p.a_stride;
   const float* b = p.b + column;
   float* c = p.c + row * p.c_stride + column;
   const int64_t a_bytes = int64_t{4} * p.a_stride, b_bytes = int64_t{4} * p.b_stride;
   const int64_t c_bytes = int64_t{4} * p.c_stride;
-  if constexpr (kAdds) {
+  if constexpr (kAccumulate) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(2, c + 16 * p.c_stride, c_bytes);
     if constexpr (kColumns == 2) {
@@ -205,34 +205,34 @@ inline void multiply_tiles(const Product& p, int row, int column) {
 // This thread's tile registers, all of 16 rows of 64 bytes; taken before products of pairs and
 // given back after them. (No destructor does it: that would be code for exceptions, which all
 // levels would share.)
-inline void take_tile_registers() {
+inline void configure_amx_tiles() {
   alignas(64) uint8_t config[64] = {1};  // palette
   for (int tile = 0; tile < 8; ++tile) {
     config[16 + 2 * tile] = 64;
-    config[48 + tile] = kTileRegisterRows;
+    config[48 + tile] = kAmxTileRows;
   }
   asm volatile("" ::: "memory");
   _tile_loadconfig(config);
 }
-inline void release_tile_registers() {
+inline void release_amx_tiles() {
   _tile_release();
 }
 #else
-inline void take_tile_registers() {}
-inline void release_tile_registers() {}
+inline void configure_amx_tiles() {}
+inline void release_amx_tiles() {}
 #endif
 
 // The product of T's words, for `rows` rows and `columns` columns (whole vectors; of pairs, whole
 // 16 words).
-template <typename T, bool kAdds>
-inline void multiply(const Product& p, int rows, int columns) {
+template <typename T, bool kAccumulate>
+inline void gemm(const Gemm& p, int rows, int columns) {
 #if defined(__AMX_BF16__)
   if constexpr (kPairs<T>) {
     asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
-    for (int row = 0; row < rows; row += 2 * kTileRegisterRows) {
+    for (int row = 0; row < rows; row += 2 * kAmxTileRows) {
       int column = 0;
-      for (; column + 32 <= columns; column += 32) multiply_tiles<2, kAdds>(p, row, column);
-      if (column < columns) multiply_tiles<1, kAdds>(p, row, column);
+      for (; column + 32 <= columns; column += 32) gemm_amx<2, kAccumulate>(p, row, column);
+      if (column < columns) gemm_amx<1, kAccumulate>(p, row, column);
     }
     return;
   }
@@ -240,11 +240,11 @@ inline void multiply(const Product& p, int rows, int columns) {
   int column = 0;
   for (; column + kBlockVectors * kLanes <= columns; column += kBlockVectors * kLanes) {
     for (int row = 0; row < rows; row += kBlockRows) {
-      multiply_block<T, kBlockVectors, kAdds>(p, row, column);
+      gemm_block<T, kBlockVectors, kAccumulate>(p, row, column);
     }
   }
   for (; column < columns; column += kLanes) {
-    for (int row = 0; row < rows; row += kBlockRows) multiply_block<T, 1, kAdds>(p, row, column);
+    for (int row = 0; row < rows; row += kBlockRows) gemm_block<T, 1, kAccumulate>(p, row, column);
   }
 }
 

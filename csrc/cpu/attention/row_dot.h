@@ -12,9 +12,9 @@ namespace {
 
 // The lines of `count` spans of `bytes` bytes, in turns from kStreams places, so that address
 // translations and rows of DRAM are opened side by side.
-class LineFetch {
+class LinePrefetcher {
  public:
-  LineFetch(const char* const* spans, int count, int bytes)
+  LinePrefetcher(const char* const* spans, int count, int bytes)
       : spans_(spans), each_(count / kStreams), bytes_(bytes), left_(count % kStreams) {
     if (each_ == 0) next_spans();
   }
@@ -65,18 +65,18 @@ class LineFetch {
 template <typename T>
 struct FloatTokenLanes {
   using Element = T;
-  using Part = Vec;
+  using Operand = Vec;
   static constexpr float kScale = 1.0f;
   static constexpr int kTokens = kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
   static constexpr int kStep = kLanes;
   static constexpr int kPair = 1;  // tokens of V that a product takes
 
-  static Part load(const T* from) { return cpu::load(from); }
-  static Part load(const T* from, int count) { return load_partial(from, count); }
-  static Part query(const float* row, int d) { return cpu::load(row + d); }
-  static Part weight(const float* weights, int token) { return splat(weights[token]); }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Operand load(const T* from) { return cpu::load(from); }
+  static Operand load(const T* from, int count) { return load_partial(from, count); }
+  static Operand query(const float* row, int d) { return cpu::load(row + d); }
+  static Operand prob(const float* probs, int token) { return splat(probs[token]); }
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return multiply_add_as<T>(key, query, sum);
   }
 
@@ -85,8 +85,8 @@ struct FloatTokenLanes {
     for (; d + kLanes <= count; d += kLanes) store(to + d, cpu::load(row + d));
     if (d < count) store(to + d, load_partial(row + d, count - d));
   }
-  static Vec round(Vec weight) { return weight; }
-  static void pack(const Vec* weights, Part* to) { to[0] = weights[0]; }
+  static Vec round(Vec prob) { return prob; }
+  static void pack(const Vec* probs, Operand* to) { to[0] = probs[0]; }
 };
 
 template <typename T>
@@ -95,14 +95,14 @@ struct TokenLanes : FloatTokenLanes<T> {};
 #if defined(__AVX2__)
 template <typename T>
 struct Fp8TokenLanes : FloatTokenLanes<T> {
-  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr float kScale = Fp8ToHalf<T>::kScale;
 
   static Vec load(const T* from) {
 #if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps(WideFp8<T>::half_bits(load_raw<__m128i>(from)));
+    return (Vec)_mm512_cvtph_ps(Fp8ToHalf<T>::half_bits(load_raw<__m128i>(from)));
 #else
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(WideFp8<T>::half_bits(bytes)));
+    return (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(Fp8ToHalf<T>::half_bits(bytes)));
 #endif
   }
   static Vec load(const T* from, int count) {
@@ -123,29 +123,29 @@ struct TokenLanes<Fp8E5M2> : Fp8TokenLanes<Fp8E5M2> {};
 template <>
 struct TokenLanes<BFloat16> {
   using Element = BFloat16;
-  using Part = __m512i;
+  using Operand = __m512i;
   static constexpr float kScale = 1.0f;
   static constexpr int kStep = 2 * kLanes;
   static constexpr int kPair = 2;
   static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
 
-  static Part load(const BFloat16* from) { return _mm512_loadu_si512(from); }
-  static Part load(const BFloat16* from, int count) {
+  static Operand load(const BFloat16* from) { return _mm512_loadu_si512(from); }
+  static Operand load(const BFloat16* from, int count) {
     return _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
   }
-  static Part query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
-  static Part weight(const float* weights, int token) {
-    return _mm512_set1_epi32(load_raw<int>(weights + token / 2));
+  static Operand query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
+  static Operand prob(const float* probs, int token) {
+    return _mm512_set1_epi32(load_raw<int>(probs + token / 2));
   }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)query);
   }
 
   // Pairs of dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
-  static void join(Part token, Part next, Part* parts) {
-    parts[0] = _mm512_unpacklo_epi16(token, next);
-    parts[1] = _mm512_unpackhi_epi16(token, next);
+  static void join(Operand token, Operand next, Operand* operands) {
+    operands[0] = _mm512_unpacklo_epi16(token, next);
+    operands[1] = _mm512_unpackhi_epi16(token, next);
   }
   static void in_order(Vec* sums) {
     const Vec a = sums[0], b = sums[1];
@@ -163,9 +163,9 @@ struct TokenLanes<BFloat16> {
                                          : Vec{});
     }
   }
-  static Vec round(Vec weight) { return round_to<BFloat16>(weight); }
-  static void pack(const Vec* weights, Part* to) {
-    to[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+  static Vec round(Vec prob) { return round_to<BFloat16>(prob); }
+  static void pack(const Vec* probs, Operand* to) {
+    to[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)probs[1], (__m512)probs[0]);
   }
 };
 #endif
@@ -174,7 +174,7 @@ struct TokenLanes<BFloat16> {
 
 // A loop's step that reads `bytes` bytes asks for as many, at `at` of every 64 where that is less.
 template <bool kFetch, int bytes>
-inline void fetch_step(LineFetch& ahead, int at) {
+inline void fetch_step(LinePrefetcher& ahead, int at) {
   if constexpr (kFetch && bytes >= 64) {
     ahead.next<bytes / 64>();
   } else if constexpr (kFetch) {
@@ -188,10 +188,10 @@ inline void fetch_step(LineFetch& ahead, int at) {
 //   steps; scores: [H][score_stride], whole vectors
 template <typename Lanes, int H, bool kFetch>
 inline void score_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
-                             const float* query, int query_stride, float scale, LineFetch& ahead,
-                             float* scores, int score_stride) {
+                             const float* query, int query_stride, float scale,
+                             LinePrefetcher& ahead, float* scores, int score_stride) {
   using T = typename Lanes::Element;
-  using Part = typename Lanes::Part;
+  using Operand = typename Lanes::Operand;
   constexpr int kTokens = kLanes / H;  // at once; kLanes sums
   constexpr int kBytes = kTokens * Lanes::kStep * static_cast<int>(sizeof(T));
   const int whole = head_size / Lanes::kStep * Lanes::kStep;
@@ -202,10 +202,10 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
       from[i] = reinterpret_cast<const T*>(rows[token + i] + offset);
     }
     Vec sums[kLanes] = {};
-    const auto add = [&](int d, const Part* keys) {
+    const auto add = [&](int d, const Operand* keys) {
 #pragma GCC unroll 4
       for (int head = 0; head < H; ++head) {
-        const Part q = Lanes::query(query + head * query_stride, d);
+        const Operand q = Lanes::query(query + head * query_stride, d);
 #pragma GCC unroll 16
         for (int i = 0; i < kTokens; ++i) {
           Vec& sum = sums[head * kTokens + i];
@@ -213,7 +213,7 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
         }
       }
     };
-    Part keys[kTokens];
+    Operand keys[kTokens];
     for (int d = 0; d < whole; d += Lanes::kStep) {
       fetch_step<kFetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
 #pragma GCC unroll 16
@@ -239,10 +239,10 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
 // dimensions d .. d + kVectors loads, or `count` of one load. The arguments as in score_token_rows.
 template <typename Lanes, int H, int kVectors, bool kPartial, bool kFetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int d, int count,
-                           const float* weights, int weight_stride, const float* factors,
-                           LineFetch& ahead, float* out, int out_stride) {
+                           const float* probs, int prob_stride, const float* factors,
+                           LinePrefetcher& ahead, float* out, int out_stride) {
   using T = typename Lanes::Element;
-  using Part = typename Lanes::Part;
+  using Operand = typename Lanes::Operand;
   constexpr int kPair = Lanes::kPair, kSums = kVectors * kPair;
   constexpr int kBytes = kVectors * kPair * Lanes::kStep * static_cast<int>(sizeof(T));
   Vec sums[H][kSums] = {};
@@ -251,23 +251,23 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
     return kPartial ? Lanes::load(from, count) : Lanes::load(from);
   };
   const auto add = [&](int token, auto has_next) {
-    Part parts[kSums];
+    Operand operands[kSums];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kPair == 1) {
-        parts[i] = load(token, i);
+        operands[i] = load(token, i);
       } else {
-        Part next = {};
+        Operand next = {};
         if constexpr (has_next) next = load(token + 1, i);
-        Lanes::join(load(token, i), next, parts + 2 * i);
+        Lanes::join(load(token, i), next, operands + 2 * i);
       }
     }
 #pragma GCC unroll 4
     for (int head = 0; head < H; ++head) {
-      const Part weight = Lanes::weight(weights + head * weight_stride, token);
+      const Operand prob = Lanes::prob(probs + head * prob_stride, token);
 #pragma GCC unroll 8
       for (int i = 0; i < kSums; ++i) {
-        sums[head][i] = Lanes::multiply_add(parts[i], weight, sums[head][i]);
+        sums[head][i] = Lanes::multiply_add(operands[i], prob, sums[head][i]);
       }
     }
   };
@@ -293,23 +293,23 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
 // The same for all dimensions; rows of out hold whole steps.
 template <typename Lanes, int H, bool kFetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
-                           const float* weights, int weight_stride, const float* factors,
-                           LineFetch& ahead, float* out, int out_stride) {
-  constexpr int kMost = kLanes / H / Lanes::kPair;  // H * kMost * kPair sums
-  constexpr int kVectors = kMost < 1 ? 1 : kMost > 8 ? 8 : kMost;
+                           const float* probs, int prob_stride, const float* factors,
+                           LinePrefetcher& ahead, float* out, int out_stride) {
+  constexpr int kMaxVectors = kLanes / H / Lanes::kPair;  // H * kMaxVectors * kPair sums
+  constexpr int kVectors = kMaxVectors < 1 ? 1 : kMaxVectors > 8 ? 8 : kMaxVectors;
   constexpr int kStep = Lanes::kStep;
   int d = 0;
   for (; d + kVectors * kStep <= head_size; d += kVectors * kStep) {
-    add_token_rows<Lanes, H, kVectors, false, kFetch>(
-        rows, offset, tokens, d, 0, weights, weight_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, kVectors, false, kFetch>(rows, offset, tokens, d, 0, probs,
+                                                      prob_stride, factors, ahead, out, out_stride);
   }
   for (; d + kStep <= head_size; d += kStep) {
-    add_token_rows<Lanes, H, 1, false, kFetch>(rows, offset, tokens, d, 0, weights, weight_stride,
+    add_token_rows<Lanes, H, 1, false, kFetch>(rows, offset, tokens, d, 0, probs, prob_stride,
                                                factors, ahead, out, out_stride);
   }
   if (d < head_size) {
-    add_token_rows<Lanes, H, 1, true, kFetch>(rows, offset, tokens, d, head_size - d, weights,
-                                              weight_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, true, kFetch>(rows, offset, tokens, d, head_size - d, probs,
+                                              prob_stride, factors, ahead, out, out_stride);
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 // --- load: by way of fp16, whose exponent field takes either type -------------------------------
 
-inline VecHalfBits widen_bytes(const void* from) {
+inline VecHalfBits upcast_bytes(const void* from) {
 #if defined(__AVX512F__)
   return (VecHalfBits)_mm256_cvtepu8_epi16(load_raw<__m128i>(from));
 #elif defined(__AVX2__)
@@ -35,13 +35,13 @@ inline Vec load_half_bits(VecHalfBits bits) {
 
 // e5m2 is the upper byte of an fp16.
 inline Vec load(const Fp8E5M2* from) {
-  return load_half_bits(widen_bytes(from) << 8);
+  return load_half_bits(upcast_bytes(from) << 8);
 }
 
 // e4m3 read as an fp16 with a zero on top of its exponent is too small by 2^(15 - 7), denormals
 // included; 0x7f, where infinity would be, is a NaN.
 inline Vec load(const Fp8E4M3* from) {
-  const VecHalfBits bytes = widen_bytes(from);
+  const VecHalfBits bytes = upcast_bytes(from);
   const VecHalfBits magnitude = (bytes & 0x7f) << 7;
   const VecHalfBits is_nan = (VecHalfBits)(magnitude == 0x3f80);
   const VecHalfBits sign = (bytes & 0x80) << 8;
@@ -52,7 +52,7 @@ inline Vec load(const Fp8E4M3* from) {
 
 // `mantissa` and `bias` describe the 8-bit type, `largest` is its largest finite value.
 template <int mantissa, int bias>
-inline VecUint narrow(Vec value, float largest) {
+inline VecUint quantize_bits(Vec value, float largest) {
   constexpr int kShift = 23 - mantissa;                      // mantissa bits that go
   constexpr uint32_t kSmallestNormal = (128u - bias) << 23;  // 2^(1 - bias), as a float's bits
   // A float whose last bit is worth the type's smallest denormal, 2^(1 - bias - mantissa).
@@ -86,10 +86,10 @@ inline void store_bytes(void* to, VecUint bytes) {
 }
 
 inline void store(Fp8E4M3* to, Vec value) {
-  store_bytes(to, narrow<3, 7>(value, 448.0f));
+  store_bytes(to, quantize_bits<3, 7>(value, 448.0f));
 }
 inline void store(Fp8E5M2* to, Vec value) {
-  store_bytes(to, narrow<2, 15>(value, 57344.0f));
+  store_bytes(to, quantize_bits<2, 15>(value, 57344.0f));
 }
 
 }  // namespace

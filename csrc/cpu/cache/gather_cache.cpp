@@ -12,7 +12,7 @@ struct Raw {
   char bytes[kBytes];
 };
 
-constexpr int kPiece = 16 * kLanes;  // elements converted at a time
+constexpr int kBufferElements = 16 * kLanes;  // elements converted at a time
 
 template <typename T, typename C>
 void convert(T* to, const C* from, int64_t n, float scale) {
@@ -31,16 +31,17 @@ void convert(T* to, const C* from, int64_t n, float scale) {
 template <typename T, typename C>
 void read_row(T* to, const C* from, int64_t run, int64_t stride, int64_t n, float scale) {
   if (run >= n) return convert(to, from, n, scale);
-  C piece[kPiece];
-  for (int64_t i = 0; i < n; i += kPiece) {  // kPiece is a multiple of run, which is 1 or x
-    const int64_t count = n - i < kPiece ? n - i : kPiece;
+  C buffer[kBufferElements];
+  for (int64_t i = 0; i < n;
+       i += kBufferElements) {  // kBufferElements is a multiple of run, which is 1 or x
+    const int64_t count = n - i < kBufferElements ? n - i : kBufferElements;
     const C* at = from + i / run * stride;
     if (run == 1) {
-      for (int64_t j = 0; j < count; ++j) piece[j] = at[j * stride];
+      for (int64_t j = 0; j < count; ++j) buffer[j] = at[j * stride];
     } else {
-      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(piece + j, at, 16);
+      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(buffer + j, at, 16);
     }
-    convert(to + i, piece, count, scale);
+    convert(to + i, buffer, count, scale);
   }
 }
 

@@ -5,7 +5,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kPiece = 16 * kLanes;  // elements converted at a time
+constexpr int kBufferElements = 16 * kLanes;  // elements converted at a time
 
 template <typename T, typename C>
 void convert(C* to, const T* from, int64_t n, float scale) {
@@ -24,15 +24,16 @@ void convert(C* to, const T* from, int64_t n, float scale) {
 template <typename T, typename C>
 void write_row(C* to, int64_t run, int64_t stride, const T* from, int64_t n, float scale) {
   if (run >= n) return convert(to, from, n, scale);
-  C piece[kPiece];
-  for (int64_t i = 0; i < n; i += kPiece) {  // kPiece is a multiple of run, which is 1 or x
-    const int64_t count = n - i < kPiece ? n - i : kPiece;
-    convert(piece, from + i, count, scale);
+  C buffer[kBufferElements];
+  for (int64_t i = 0; i < n;
+       i += kBufferElements) {  // kBufferElements is a multiple of run, which is 1 or x
+    const int64_t count = n - i < kBufferElements ? n - i : kBufferElements;
+    convert(buffer, from + i, count, scale);
     C* at = to + i / run * stride;
     if (run == 1) {
-      for (int64_t j = 0; j < count; ++j) at[j * stride] = piece[j];
+      for (int64_t j = 0; j < count; ++j) at[j * stride] = buffer[j];
     } else {
-      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(at, piece + j, 16);
+      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(at, buffer + j, 16);
     }
   }
 }

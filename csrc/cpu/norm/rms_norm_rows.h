@@ -12,7 +12,7 @@ namespace {
 // Two vectors of the row from `x` on; with the residual added, rounded and stored where there is
 // one.
 template <bool kAdd, typename T>
-inline VecPair take(const T* x, T* residual) {
+inline VecPair load_row(const T* x, T* residual) {
   VecPair value = load_pair(x);
   if constexpr (kAdd) {
     const VecPair other = load_pair(residual);
@@ -23,7 +23,7 @@ inline VecPair take(const T* x, T* residual) {
 }
 
 template <bool kAdd, typename T>
-inline Vec take_partial(const T* x, T* residual, int64_t count) {
+inline Vec load_row_partial(const T* x, T* residual, int64_t count) {
   Vec value = load_partial(x, count);
   if constexpr (kAdd) {
     value = round_to<T>(value + load_partial(residual, count));
@@ -42,11 +42,11 @@ inline float mean_square(const T* x, T* residual, int64_t n) {
   constexpr int64_t kPair = 2 * kLanes;
   int64_t i = 0;
   for (; i + 2 * kPair <= n; i += 2 * kPair) {
-    add(take<kAdd>(x + i, residual + i), 0);
-    add(take<kAdd>(x + i + kPair, residual + i + kPair), 2);
+    add(load_row<kAdd>(x + i, residual + i), 0);
+    add(load_row<kAdd>(x + i + kPair, residual + i + kPair), 2);
   }
   for (; i < n; i += kLanes) {
-    const Vec value = take_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
+    const Vec value = load_row_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
     sums[0] = fma(value, value, sums[0]);
   }
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);

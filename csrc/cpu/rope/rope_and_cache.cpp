@@ -58,7 +58,7 @@ void prepare(T* row, const ProjectedHeads& heads, int64_t head, const RopeAndCac
   if (heads.weight != nullptr) {
     norm_head(row, static_cast<const T*>(heads.weight), n, p.epsilon);
   }
-  if (cosines != nullptr) turn_head(row, cosines, p.rotary_size / 2, p.is_neox);
+  if (cosines != nullptr) rotate_head(row, cosines, p.rotary_size / 2, p.is_neox);
 }
 
 // Where a key or value head goes, and how its row lies there.

@@ -8,11 +8,11 @@ namespace vllm_kernels::cpu {
 namespace {
 
 template <typename T, typename Cache>
-void turn_heads(const RotaryParams& p, const RotaryHeads& heads, int64_t token,
-                const Cache* cosines) {
+void rotate_heads(const RotaryParams& p, const RotaryHeads& heads, int64_t token,
+                  const Cache* cosines) {
   T* head = static_cast<T*>(heads.data) + heads.tokens.offset(token);
   for (int64_t h = 0; h < heads.count; ++h, head += heads.stride) {
-    turn_head(head, cosines, p.rotary_size / 2, p.is_neox);
+    rotate_head(head, cosines, p.rotary_size / 2, p.is_neox);
   }
 }
 
@@ -37,8 +37,8 @@ void run(const RotaryParams& p, int64_t begin, int64_t end) {
         const int64_t position = p.positions[p.position_rows.offset(token)];
         const Cache* cosines =
             static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
-        turn_heads<T>(p, p.query, token, cosines);
-        turn_heads<T>(p, p.key, token, cosines);
+        rotate_heads<T>(p, p.query, token, cosines);
+        rotate_heads<T>(p, p.key, token, cosines);
       }
     });
   });
