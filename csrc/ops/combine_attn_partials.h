@@ -1,8 +1,7 @@
-// combine_attn_partials: attention results over any number of disjoint sets of keys become the one
-// over all of them.
-//   lse = log(sum_i exp(l_i))      output = sum_i exp(l_i) part_i / sum_i exp(l_i)
-// with l_i the natural-log sum of part i. An l_i of +inf counts as -inf, a part without keys: its
-// output is not looked at. Where all out_partial are empty the output is 0 and the lse -inf.
+// combine_attn_partials: combines any number of attention results over disjoint sets of keys.
+//   lse = log(sum_i exp(l_i))      output = sum_i exp(l_i) out_partial[i] / sum_i exp(l_i)
+// l_i = lse_partial[i], a natural logarithm. An l_i of +inf counts as -inf: a partial without keys,
+// whose output is ignored. Where all partials are empty, output is 0 and lse is -inf.
 #pragma once
 #include "ops/dtype.h"
 
@@ -13,11 +12,11 @@ struct CombineAttnPartialsParams {
   int64_t output_token_stride;
   int64_t output_head_stride;
   float* output_lse;         // [tokens, heads], contiguous, or null
-  const void* out_partial;   // [out_partial, tokens, heads, head_size]
+  const void* out_partial;   // [num_partials, tokens, heads, head_size]
   int64_t partial_stride;    // elements
   int64_t token_stride;      // elements
   int64_t head_stride;       // elements
-  const float* lse_partial;  // [out_partial, tokens, heads], contiguous
+  const float* lse_partial;  // [num_partials, tokens, heads], contiguous
   int64_t num_tokens;
   int32_t num_partials;
   int32_t num_heads;

@@ -8,8 +8,7 @@
 // with softcap(x) = c * tanh(x / c). A query token that sees nothing gives 0, and -inf (its sink
 // where there is one).
 //
-// v1 is partition_size 0: one pass over the sequence. v2 cuts it in partitions of 512 tokens and
-// merges their partial results by log-sum-exp. Both have one query token a sequence.
+// v1 and v2 have one query token a sequence; v2's scratch is checked and not used.
 #pragma once
 #include "ops/paged_kv.h"
 
@@ -57,14 +56,8 @@ struct PagedAttentionParams {
   int32_t num_heads;    // a multiple of kv.num_kv_heads
   int64_t max_seq_len;  // the caller's bound; a longer row is clamped to it
   float scale;
-  DType dtype;  // of out, query and tmp_out
+  DType dtype;  // of out and query
   BlockSparse sparse;
-
-  int32_t partition_size;  // tokens; 0: the whole sequence at once
-  int32_t max_partitions;  // of the scratch; 1 when partition_size is 0
-  float* exp_sums;         // [num_seqs, num_heads, max_partitions] sum of exp(logit - max)
-  float* max_logits;       // [num_seqs, num_heads, max_partitions] largest logit
-  void* tmp_out;           // [num_seqs, num_heads, max_partitions, head_size] normalised
 
   // Of paged_attention only.
   const int32_t* query_start_loc = nullptr;  // [num_seqs + 1] first tokens; null: one a sequence

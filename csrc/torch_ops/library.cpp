@@ -1,4 +1,6 @@
-// Every op of torch.ops.vllm_kernels: the table of contents. `!` marks what an op writes.
+// The schema of every op of torch.ops.vllm_kernels: the table of contents. `!` marks the tensors
+// that an op writes. The implementations register in the other files of this folder, once for CPU
+// and once for CUDA. vllm_kernels/ops.py has the typed calls and the docstrings.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
@@ -142,4 +144,8 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");
   library.def("raise_bad_index() -> ()");
+
+  // --- vllm_kernels.explain(): `on` names the device by its own
+  library.def("start_explaining(Tensor on) -> ()");
+  library.def("take_explanation(Tensor on, Tensor! text) -> ()");
 }

@@ -73,14 +73,14 @@ class Case:
     def run(self, version: int) -> Tensor:
         return self.v1() if version == 1 else self.v2()
 
-    def naive(self, partition_size: int | None = None, absolute_value: bool = False):
+    def naive(self, absolute_value: bool = False) -> Tensor:
         value_cache = self.value_cache
         if absolute_value:  # 8-bit floats: drop the sign bit
             value_cache = value_cache & 0x7F if self.kv_cache_dtype != "auto" else value_cache.abs()
         return reference.naive_paged_attention(
             self.query, self.key_cache, value_cache, self.num_kv_heads, self.scale,
             self.block_tables, self.seq_lens, self.block_size, self.alibi_slopes, self.k_scale,
-            self.v_scale, self.kv_cache_dtype, **self.sparse, partition_size=partition_size,
+            self.v_scale, self.kv_cache_dtype, **self.sparse,
         )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
         call()
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profile.key_averages())
-    kinds = ("prefill", "prefill_mma", "decode", "team", "simt")
+    kinds = ("prefill", "prefill_sm80", "decode", "decode_wgmma", "simt")
     return [kind for kind in kinds if f"paged_attention_{kind}_kernel" in names]
 
 
@@ -61,7 +61,7 @@ def test_which_kernel_runs(cuda):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's kernel")
     prompts = [300, 130], [300, 77]
-    if "prefill_mma" in kernels_of(make(cuda, BF16, *prompts, head_size=128).run):
+    if "prefill_sm80" in kernels_of(make(cuda, BF16, *prompts, head_size=128).run):
         pytest.skip("built as before Hopper")
     for options in ({}, {"stored": torch.float8_e4m3fn}, {"causal": False}, {"softcap": 2.0}):
         ran = kernels_of(make(cuda, BF16, *prompts, head_size=128, **options).run)

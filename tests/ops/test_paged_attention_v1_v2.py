@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import EPSILON, assert_compiles, assert_graph_replays, opcheck
-from paged_attention_v1_v2_cases import PARTITION, assert_right, make_case
+from helpers import assert_compiles, assert_graph_replays, opcheck
+from paged_attention_v1_v2_cases import assert_right, make_case
 
 import vllm_kernels
 
@@ -136,29 +136,14 @@ def test_threads_give_right_results(version):
         torch.set_num_threads(before)
 
 
-# --- v2's scratch
+# --- v2's scratch: checked, its contents unspecified
 
 
-@pytest.mark.parametrize("extra", [0, 2])
-def test_scratch_contents(device, dtype, extra):
+def test_larger_scratch_changes_nothing(device, dtype):
     case = make_case(device, dtype, [0, 1, 511, 512, 513, 1600])
-    partitions = -(-1600 // PARTITION) + extra
-    sums, maxima, tmp = case.scratch(partitions)
     out = case.out()
-    vllm_kernels.paged_attention_v2(out, sums, maxima, tmp, *case.arguments())
-    want_out, want_sums, want_maxima, want_tmp = case.naive(partition_size=PARTITION)
-    assert_right(case, out, want_out)
-    unit = max(EPSILON[dtype], 1e-5)
-    for seq, length in enumerate(case.seq_lens.tolist()):
-        used = -(-length // PARTITION)
-        torch.testing.assert_close(
-            maxima[seq, :, :used].double(), want_maxima[seq, :, :used], rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(
-            sums[seq, :, :used].double(), want_sums[seq, :, :used], rtol=max(unit, 1e-4), atol=0
-        )
-        error = (tmp[seq, :, :used].double() - want_tmp[seq, :, :used]).norm()
-        assert error <= 0.45 * unit * want_tmp[seq, :, :used].norm() + 1e-30
+    vllm_kernels.paged_attention_v2(out, *case.scratch(6), *case.arguments())
+    assert torch.equal(out, case.v2())
 
 
 def test_v1_and_v2_agree(device, dtype):

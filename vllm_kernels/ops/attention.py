@@ -151,15 +151,15 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """:func:`paged_attention_v1` with the sequence cut in partitions of 512 tokens, merged after.
+    """:func:`paged_attention_v1` with vLLM's scratch arguments, which are checked and not used.
 
-    Better than v1 for few long sequences. The scratch holds what vLLM's holds afterwards.
+    Both run :func:`paged_attention`'s kernels. The contents of the scratch are unspecified.
 
     Args (beside those of v1):
-        exp_sum: [num_seqs, num_heads, partitions] float32, written: sum of exp(logit - max_logits).
-        max_logits: [num_seqs, num_heads, partitions] float32, written: largest logit.
-        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
-            output of each partition. partitions >= ceil(max_seq_len / 512).
+        exp_sum: [num_seqs, num_heads, partitions] float32.
+        max_logits: [num_seqs, num_heads, partitions] float32.
+        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
+            least ceil(max_seq_len / 512).
     """
     if is_grad_enabled():
         inference_only(

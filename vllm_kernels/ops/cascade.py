@@ -149,7 +149,8 @@ def cascade_attention(
     inference in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). Equal to
     :func:`paged_attention` up to rounding. With one query token a sequence, and no sinks, a GPU
     gets both levels as one mixed batch, and works on them side by side; it pays where
-    :func:`cascade_pays` says. Chunks of prompts gain little: they are bound by products, not by what they read.
+    :func:`cascade_pays` says. Chunks of prompts gain little: they are bound by matrix products,
+    not by memory.
 
     Args:
         num_common_blocks: leading blocks that all rows of block_tables share, as

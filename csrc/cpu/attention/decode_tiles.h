@@ -1,4 +1,4 @@
-// Which pages a task of paged attention visits, in order: rows, partitions, tiles.
+// Which pages a task of paged attention visits, in order: rows, segments, tiles.
 #pragma once
 #include "cpu/attention/paged_attention_decode.h"
 
@@ -80,15 +80,13 @@ class SplitIterator {
   int32_t tile_grains_ = 0;  // a row of this sequence has so many; 0: not looked at
 };
 
-// Pages whose scores are computed together, all of one partition. In layouts NHD and HND every
+// Pages whose scores are computed together, all of one segment. In layouts NHD and HND every
 // token is a page of its own here.
 struct PageBlock {
   Split split{};
   int32_t pages;
   int32_t tokens;  // of these pages; only the last one may be partly used
-  int32_t partition;
   bool starts_split, ends_split;
-  bool starts_partition, ends_partition;
   int32_t position[kMaxBlockPages];      // of a page's first token in the sequence
   const char* key[kMaxBlockPages + 16];  // and the last again, up to whole vectors
   const char* value[kMaxBlockPages + 16];
@@ -105,8 +103,8 @@ inline bool visible_to_any_head(const PagedAttentionParams& p, const Split& spli
   return false;
 }
 
-// The tiles of units [begin, end), in order. Every segment and every partition has at least one
-// tile, which may be empty.
+// The page blocks of grains [begin, end), in order. Every split has at least one, which may be
+// empty.
 class PageBlockIterator {
  public:
   PageBlockIterator(const DecodePlan& plan, int64_t begin, int64_t end, int32_t block_tokens)
@@ -121,28 +119,19 @@ class PageBlockIterator {
     const int64_t element = size_of(kv.dtype);
     block.split = split_;
     block.starts_split = token_ == split_.begin;
-    int32_t partition_end = split_.end;
-    block.partition = 0;
-    block.starts_partition = block.starts_split;
-    if (p_.partition_size > 0) {
-      block.partition = token_ / p_.partition_size;
-      block.starts_partition = token_ == block.partition * p_.partition_size;
-      partition_end =
-          min_int32(partition_end, static_cast<int64_t>(block.partition + 1) * p_.partition_size);
-    }
     const int32_t* table = p_.block_tables + split_.seq * p_.block_table_stride;
     if (block.starts_split || token_ >= warmed_) warm_tlb(table);
     const int32_t max_pages =
         kv.layout == KvLayout::kVllm ? block_tokens_ / kv.block_size : block_tokens_;
     int32_t pages = 0, tokens = 0;
-    while (token_ < partition_end && pages < max_pages) {
+    while (token_ < split_.end && pages < max_pages) {
       if (kv.layout != KvLayout::kVllm) {
-        const int32_t end = min_int32(partition_end, int64_t{token_} + max_pages - pages);
+        const int32_t end = min_int32(split_.end, int64_t{token_} + max_pages - pages);
         pages = add_token_rows(table, end, pages, block);
         tokens = pages;
         continue;
       }
-      const int32_t count = min_int32(kv.block_size, partition_end - token_);
+      const int32_t count = min_int32(kv.block_size, split_.end - token_);
       if (!p_.sparse.on() || visible_to_any_head(p_, split_, token_)) {
         const int64_t page = table[token_ / kv.block_size];
         block.position[pages] = token_;
@@ -162,7 +151,6 @@ class PageBlockIterator {
     }
     block.pages = pages;
     block.tokens = tokens;
-    block.ends_partition = token_ >= partition_end;
     block.ends_split = token_ >= split_.end;
     if (block.ends_split) {
       more_ = splits_.next(split_);

@@ -71,8 +71,7 @@ class DecodeTask {
       PageBlock& next = blocks[i ^ 1];
       more = from.next(next);
       if (!more) next.pages = 0;
-      if (block.starts_split) begin_tile(block.split);
-      if (block.starts_partition) begin_partition(block.split);
+      if (block.starts_split) begin_split(block.split);
       if (block.pages > 0) {
         if constexpr (kTokenRows) {
           add_token_block(block, next);
@@ -80,7 +79,6 @@ class DecodeTask {
           add_page_block(block, next);
         }
       }
-      if (block.ends_partition) end_partition(block);
       if (block.ends_split) end_split(block.split);
     }
   }
@@ -101,11 +99,11 @@ class DecodeTask {
     for (int page = 0; page < block.pages; ++page) prefetch_span(block.key[page], bytes);
   }
 
-  void begin_tile(const Split& split) {
+  void begin_split(const Split& split) {
+    clear(split);
     if constexpr (!kTokenRows) {
       logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, split.kv_head);
     }
-    done_partitions_ = 0;
     const int64_t token = query_token(p_, split.seq);
     if (token < 0) return;
     alignas(64) float rows[4 * kMaxHeadSize];
@@ -171,7 +169,7 @@ class DecodeTask {
 
   // --- both
 
-  void begin_partition(const Split& split) {
+  void clear(const Split& split) {
     for (int head = 0; head < split.heads; ++head) {
       row_max_[head] = -kInfinity;
       row_sum_[head] = 0.0f;
@@ -309,7 +307,7 @@ class DecodeTask {
     return rescale;
   }
 
-  // The partition's sums, from vectors of [H][kLanes / H] to rows.
+  // The split's sums, from vectors of [H][kLanes / H] to rows.
   void unpack_out(const Split& split, float* to) {
     if constexpr (kTokenRows) {
       for (int head = 0; head < split.heads; ++head) {
@@ -333,62 +331,28 @@ class DecodeTask {
     });
   }
 
-  void end_partition(const PageBlock& block) {
-    const Split& split = block.split;
-    Partial& partial = done_partitions_ == 0 ? tile_partial_ : partition_partial_;
-    for (int head = 0; head < split.heads; ++head) {
-      partial.row_max[head] = row_max_[head];
-      partial.row_sum[head] = row_sum_[head];
-    }
-    unpack_out(split, partial.out);
-    if (p_.partition_size > 0 && split.seq_len > 0) {
-      for (int head = 0; head < split.heads; ++head) {
-        const int64_t row =
-            static_cast<int64_t>(split.seq) * p_.num_heads + split.first_head + head;
-        const int64_t slot = row * p_.max_partitions + block.partition;
-        p_.exp_sums[slot] = row_sum_[head];
-        p_.max_logits[slot] = row_max_[head];
-        store_row(
-            p_.dtype, p_.tmp_out, slot * head_size_, partial.out + head * head_size_,
-            row_sum_[head] == 0.0f ? 0.0f : value_scale(p_.kv, split.kv_head) / row_sum_[head],
-            head_size_);
-      }
-    }
-    if (done_partitions_ > 0) combine(split.heads, partition_partial_, tile_partial_);
-    ++done_partitions_;
-  }
-
-  void combine(int heads, const Partial& from, Partial& into) {
-    for (int head = 0; head < heads; ++head) {
-      const float new_max =
-          from.row_max[head] > into.row_max[head] ? from.row_max[head] : into.row_max[head];
-      const float rescale = rescale_factor(into.row_max[head], new_max);
-      const float weight = rescale_factor(from.row_max[head], new_max);
-      into.row_max[head] = new_max;
-      into.row_sum[head] = into.row_sum[head] * rescale + from.row_sum[head] * weight;
-      float* to = into.out + head * head_size_;
-      const float* more = from.out + head * head_size_;
-      for (int d = 0; d < head_size_; ++d) to[d] = to[d] * rescale + more[d] * weight;
-    }
-  }
-
   void end_split(const Split& split) {
+    for (int head = 0; head < split.heads; ++head) {
+      partial_.row_max[head] = row_max_[head];
+      partial_.row_sum[head] = row_sum_[head];
+    }
+    unpack_out(split, partial_.out);
     if (split.starts_tile && split.ends_tile) {
       const int64_t token = query_token(p_, split.seq);
       for (int head = 0; token >= 0 && head < split.heads; ++head) {
         epilogue(p_, token, split.first_head + head,
-                 {.row_max = tile_partial_.row_max[head],
-                  .row_sum = tile_partial_.row_sum[head],
-                  .acc = tile_partial_.out + head * head_size_});
+                 {.row_max = partial_.row_max[head],
+                  .row_sum = partial_.row_sum[head],
+                  .acc = partial_.out + head * head_size_});
       }
       return;
     }
     const int back = split.starts_tile ? 1 : 0;
     float* slot = plan_.partials + (2 * task_ + back) * plan_.partial_size();
     for (int head = 0; head < split.heads; ++head, slot += head_size_ + 2) {
-      slot[0] = tile_partial_.row_sum[head];
-      slot[1] = tile_partial_.row_max[head];
-      for (int d = 0; d < head_size_; ++d) slot[2 + d] = tile_partial_.out[head * head_size_ + d];
+      slot[0] = partial_.row_sum[head];
+      slot[1] = partial_.row_max[head];
+      for (int d = 0; d < head_size_; ++d) slot[2 + d] = partial_.out[head * head_size_ + d];
     }
   }
 
@@ -400,7 +364,6 @@ class DecodeTask {
   const int block_size_;
   const bool sparse_;
   float logit_scale_ = 1.0f;
-  int done_partitions_ = 0;
 
   alignas(64) float query_[kMaxTileHeads * kMaxHeadSize];  // pack_query()'s, block after block
   alignas(64) float scores_[4 * kMaxBlockTokens];          // of the head block at hand
@@ -410,8 +373,7 @@ class DecodeTask {
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float row_max_[kMaxTileHeads];
   float row_sum_[kMaxTileHeads];
-  Partial tile_partial_;       // of the partitions finished so far
-  Partial partition_partial_;  // the one that just ended
+  Partial partial_;  // of the split that just ended
 };
 
 template <typename Cache, bool kTokenRows>

@@ -37,11 +37,11 @@ struct DecodeCombine {
   DecodePlan plan;
 };
 
-constexpr int32_t kMaxTileHeads = 64;           // query heads of a row
-constexpr int32_t kDecodeGrainTokens = 128;     // without partitions, of short pages
-constexpr int32_t kUnsplit = 1 << 30;           // tokens: a row is one unit
+constexpr int32_t kMaxTileHeads = 64;           // query heads of a tile
+constexpr int32_t kDecodeGrainTokens = 128;     // of short pages
+constexpr int32_t kUnsplit = 1 << 30;           // tokens: a tile is one grain
 constexpr int64_t kDecodeTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
-constexpr int32_t kMaxSpanBytes = 2 << 10;      // of a token in a row of several KV heads
+constexpr int32_t kMaxSpanBytes = 2 << 10;      // of a token in a tile of several KV heads
 
 namespace {
 
@@ -88,9 +88,7 @@ inline DecodePlan plan_decode(const PagedAttentionParams& p, int64_t threads) {
                   .kv_heads_per_tile = kv_heads,
                   .heads_per_tile = group < kMaxTileHeads ? kv_heads * group : kMaxTileHeads,
                   .tiles_per_kv_head = (group + kMaxTileHeads - 1) / kMaxTileHeads,
-                  .grain_tokens = p.partition_size > 0     ? p.partition_size
-                                  : p.fixed_split_size > 0 ? kUnsplit
-                                                           : grain_tokens(p.kv),
+                  .grain_tokens = p.fixed_split_size > 0 ? kUnsplit : grain_tokens(p.kv),
                   .tasks = 1,
                   .num_grains = 0,
                   .partials = nullptr};

@@ -1,4 +1,4 @@
-// The activations of one element.
+// Activation functions of one element.
 #pragma once
 #include <cmath>
 
@@ -8,13 +8,13 @@ namespace vllm_kernels::cuda {
 
 constexpr float kLog2E = static_cast<float>(M_LOG2E);
 
-// In float32, with the order of operations of torch.nn.functional's kernels: their results bit for
-// bit, but for silu in 16 bits.
+// Computes the activation in float32, with the order of operations of torch.nn.functional's
+// kernels. Results equal theirs bit for bit, except for silu of a 16-bit T.
 template <Activation kActivation, typename T>
 __device__ __forceinline__ float activate(float x) {
   if constexpr (kActivation == Activation::kSilu && sizeof(T) == 2) {
-    // x / (1 + exp(-x)) in six instructions, to about 2^-20, where 16 bits keep 2^-11. All is taken
-    // times 1/4, so that the reciprocal stays normal.
+    // x / (1 + exp(-x)) in six instructions. The relative error is about 2^-20; 16-bit types keep
+    // 2^-11. The denominator is scaled by 1/4 so that the reciprocal stays a normal float.
     float exponential, reciprocal;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(fmaf(x, -kLog2E, -2.0f)));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(exponential + 0.25f));

@@ -1,3 +1,7 @@
+// silu_and_mul, mul_and_silu, gelu_and_mul, gelu_tanh_and_mul, gelu_new, gelu_fast, gelu_quick:
+// out [rows, width], formulas in ops/activation.h. A CTA computes one chunk of one row, one 16-byte
+// Vec (or one element, where rows are unaligned) per thread. There are no early reads.
+// The functions are in activate.cuh; other gated activations are in activation_gated.cuh.
 #include "ops/activation.h"
 
 #include "cuda/activation/activate.cuh"
@@ -9,7 +13,8 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// A block takes one piece of one row, blockDim.x packs of it.
+// A CTA computes one chunk of one row: blockDim.x Vecs. `pieces` divides by pieces_per_row, the
+// number of chunks per row.
 template <typename T, Activation kActivation, bool kGated, int kWidth>
 __global__ void __launch_bounds__(256)
     activation_kernel(ActivationParams p, RowOffsets input_rows, RowOffsets out_rows,
@@ -45,8 +50,8 @@ __global__ void __launch_bounds__(256)
 
 template <typename T, Activation kActivation, bool kGated, int kWidth>
 void launch_width(const ActivationParams& p, Stream stream) {
-  // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
-  // row. Width 14336 in bf16 (1792 packs): 128 threads for 16 rows, 256 from 19 rows on.
+  // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
+  // width. Width 14336 in bf16 (1792 Vecs): 128 threads for 16 rows, 256 from 19 rows on.
   const int64_t vecs = p.width / kWidth;
   const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;

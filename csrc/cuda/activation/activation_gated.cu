@@ -1,9 +1,11 @@
+// Gated activations whose result has the dtype of the inputs. The kernel is in
+// activation_gated.cuh; activation_quant.cu has the 8-bit results.
 #include "cuda/activation/activation_gated.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
-// Stored in T.
+// Epilogue that stores the product in T.
 template <bool kRounds_>
 struct StoreProduct {
   template <typename T>

@@ -1,9 +1,10 @@
-// The kernel of the gated activations of ops/activation_gated.h, and a Finish that says what
-// becomes of their products:
-//   Out<T>           the element type of the result
-//   kRounds          whether activation and product are rounded to T before it
-//   prepare()        its loads that need not wait for the row
-//   finished(...)    the pack to store
+// The kernel of the gated activations, out [rows, width]; ops/activation_gated.h has the formulas.
+// A CTA computes one chunk of one row, one Vec per thread. There are no early reads.
+// An Epilogue (activation_gated.cu, activation_quant.cu) converts the products to the result:
+//   Out<T>           element type of the result
+//   kRounds          whether the activation and the product are rounded to T before done()
+//   prepare()        loads that do not depend on the row
+//   done(...)        returns the Vec to store
 #pragma once
 #include "cuda/activation/activate.cuh"
 #include "cuda/base/fast_divmod.cuh"
@@ -19,7 +20,7 @@ struct GatedRows {
   explicit GatedRows(const GatedParams& p) : out(p.out_rows), gate(p.gate_rows), up(p.up_rows) {}
 };
 
-// The activated gate, and what it is multiplied by.
+// gate_value() returns the activated gate, up_value() its factor.
 template <Gated kFunction, typename T>
 __device__ __forceinline__ float gate_value(const GatedParams& p, float gate) {
   if constexpr (kFunction == Gated::kFatRelu) return gate <= p.bound ? 0.0f : gate;
@@ -35,7 +36,7 @@ __device__ __forceinline__ float up_value(const GatedParams& p, float up) {
   return kFunction == Gated::kSwigluOai ? up + 1.0f : up;
 }
 
-// Gate and up of pack i.
+// Loads gate and up of Vec i. kSwigluOai: gate and up alternate in one row.
 template <Gated kFunction, bool kAligned, typename T, int kWidth>
 __device__ __forceinline__ void load_gated(const T* gate, const T* up, int64_t i, int64_t width,
                                            float (&gates)[kWidth], float (&ups)[kWidth]) {
@@ -58,7 +59,8 @@ __device__ __forceinline__ void load_gated(const T* gate, const T* up, int64_t i
   }
 }
 
-// A block takes one piece of one row, a pack a thread.
+// A CTA computes one chunk of one row, one Vec per thread. `pieces` divides by pieces_per_row, the
+// number of chunks per row.
 template <typename T, Gated kFunction, typename Epilogue, bool kAligned>
 __global__ void __launch_bounds__(256)
     gated_kernel(GatedParams p, GatedRows rows, Epilogue epilogue, FastDivisor pieces,
@@ -100,8 +102,8 @@ void launch_gated(const GatedParams& p, const Epilogue& epilogue, Stream stream)
                        multiple(p.out_rows.inner_stride, kWidth) &&
                        multiple(p.out_rows.outer_stride, kWidth);
 
-  // Block shape: as wide as leaves every multiprocessor a block, then the same for all pieces of a
-  // row.
+  // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
+  // width.
   const int64_t vecs = (p.width + kWidth - 1) / kWidth;
   const auto pieces = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
   int64_t threads = 256;

@@ -1,10 +1,12 @@
+// silu_and_mul with an 8-bit result: a given scale for the tensor, or one computed per group. The
+// rules are in ops/activation_gated.h and ops/quant.h, the kernel is in activation_gated.cuh.
 #include "cuda/activation/activation_gated.cuh"
 #include "cuda/base/quant.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
 
-// With the scale that is given.
+// Epilogue with a given scale for the tensor.
 struct ProductByTensor {
   template <typename T>
   using Out = Fp8E4M3;
@@ -22,7 +24,7 @@ struct ProductByTensor {
   }
 };
 
-// With a scale a group: that of neighbouring lanes, 8 to 32 of them.
+// Epilogue with one computed scale per group. Each group lies in 8 to 32 neighbouring lanes.
 template <typename Q>
 struct ProductByGroup {
   template <typename T>
@@ -42,7 +44,7 @@ struct ProductByGroup {
     const float magnitude = __uint_as_float(lanes_max(magnitude_bits(values), lanes));
     const float scale = at_least(at_most(__fdiv_rn(magnitude, largest_of(kDType)), upper_bound),
                                  min_scale_of(kDType));
-    const auto index = static_cast<uint32_t>(vec);  // of fewer than 2^31
+    const auto index = static_cast<uint32_t>(vec);  // a row has fewer than 2^31 Vecs
     if (inside && index % lanes == 0) {
       p.scales[row * p.scale_row_stride + index / lanes * p.scale_group_stride] = scale;
     }

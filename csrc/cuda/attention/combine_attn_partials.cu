@@ -1,3 +1,6 @@
+// combine_attn_partials: merges any number of attention results over disjoint keys by their lse.
+// Shapes and the formula are in ops/combine_attn_partials.h. Rows are (token, head): up to 32 lanes
+// share one, and a CTA of 128 threads has several. There are no early reads.
 #include "ops/combine_attn_partials.h"
 
 #include <cmath>
@@ -10,10 +13,10 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAhead = 4;  // out_partial whose loads are under way together
+constexpr int kAhead = 4;  // partials whose loads are in flight together
 
-// `lanes` neighbouring lanes, a power of two up to 32, share a (token, head) row; kWidth elements a
-// step: 16 bytes, or 1 where a row is unaligned.
+// `lanes` neighbouring lanes (a power of two, at most 32) share a (token, head) row. kWidth is the
+// number of elements per access: 16 bytes, or one element where a row is unaligned.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     combine_attn_partials_kernel(CombineAttnPartialsParams p, int lanes) {
@@ -32,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll kAhead
   for (int partial = 0; partial < p.num_partials; ++partial)
     largest = fmaxf(largest, lse_of(partial));
-  if (largest == -INFINITY) largest = 0.0f;  // all are empty, and weigh 0
+  if (largest == -INFINITY) largest = 0.0f;  // all partials are empty: their weights become 0
   const auto weight_of = [&](int partial) { return expf(lse_of(partial) - largest); };
   float sum = 0.0f;
 #pragma unroll kAhead
@@ -54,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
       const Elements loaded =
           reinterpret_cast<const Elements*>(first + partial * p.partial_stride)[i];
       const float weight = weight_of(partial);
-      // A partial of weight 0 may hold anything, NaN too: it is read as 0.
+      // A partial of weight 0 may contain anything, even NaN: it counts as 0.
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         merged[j] += weight == 0.0f ? 0.0f : to_float(loaded.data[j]) * weight;

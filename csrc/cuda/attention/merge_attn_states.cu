@@ -1,3 +1,7 @@
+// merge_attn_states: merges two attention results over disjoint keys by their lse. Shapes and the
+// formula are in ops/merge_attn_states.h. Rows are (token, head): up to 32 lanes share one, and a
+// CTA of 128 threads has several. There are no early reads.
+// combine_attn_partials.cu merges any number of results.
 #include "ops/merge_attn_states.h"
 
 #include <cmath>
@@ -11,8 +15,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// `lanes` neighbouring lanes, a power of two up to 32, share a (token, head) row; kWidth elements a
-// step: 16 bytes, or 1 where a row is unaligned.
+// `lanes` neighbouring lanes (a power of two, at most 32) share a (token, head) row. kWidth is the
+// number of elements per access: 16 bytes, or one element where a row is unaligned.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     merge_attn_states_kernel(MergeAttnStatesParams p, int lanes) {
@@ -26,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t at = head * p.num_tokens + token;
   float prefix_lse = exists ? p.prefix_lse[at] : 0.0f;
   float suffix_lse = exists ? p.suffix_lse[at] : 0.0f;
-  __syncwarp();  // output_lse may be one of them: every lane has read before one writes
+  __syncwarp();  // output_lse may alias an input: all lanes read before one writes
   if (!exists) return;
 
   if (prefix_lse == INFINITY) prefix_lse = -INFINITY;
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     Elements merged;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      // A part of weight 0 may hold anything, NaN too: it is read as 0.
+      // A state of weight 0 may contain anything, even NaN: it counts as 0.
       const float l = prefix_weight == 0.0f ? 0.0f : to_float(left.data[j]) * prefix_weight;
       const float r = suffix_weight == 0.0f ? 0.0f : to_float(right.data[j]) * suffix_weight;
       merged.data[j] = from_float<T>(l + r);

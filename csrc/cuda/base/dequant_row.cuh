@@ -1,4 +1,4 @@
-// Neighbouring elements of the cache, and what they become in a row of a model's dtype.
+// Dequantization of neighbouring cache elements into a row of the model's dtype.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,7 +25,8 @@ __device__ __forceinline__ float stored_to_float(int8_t x) {
   return static_cast<float>(x);
 }
 
-// data[i] * scale, rounded to Out; the same bits where Out is Stored.
+// Writes data[i] * scale, rounded to Out. Where Out is Stored it copies the bits and ignores
+// `scale`.
 template <typename Out, typename Stored, int kWidth>
 __device__ __forceinline__ void store_dequantized(Out* to, const StoredVec<Stored, kWidth>& part,
                                                   float scale) {

@@ -1,3 +1,6 @@
+// Answers which device code the driver picked from the fat binary for the current device: its PTX
+// version and whether it has wgmma. launch.cuh declares these functions and caches the answers in
+// DeviceInfo.
 #include "cuda/base/architecture.cuh"
 #include "cuda/base/launch.cuh"
 
@@ -6,7 +9,8 @@ namespace {
 
 __global__ void nothing_kernel() {}
 
-// The host cannot ask which macros the device code at hand saw; it can ask for its shared memory.
+// Never launched. The host cannot query the macros that the device code saw. It can query static
+// shared memory, so this kernel has some only where VLLM_KERNELS_HAS_WGMMA was defined.
 __global__ void wgmma_kernel(uint32_t* out) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   __shared__ uint32_t present[64];

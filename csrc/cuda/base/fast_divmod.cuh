@@ -1,5 +1,6 @@
-// Division by a number known at launch, in a multiplication and a shift: a general integer division
-// is dozens of instructions, and a kernel of few microseconds waits for every line of its code.
+// Division by a launch-time constant as one multiplication and one shift. A general integer
+// division takes dozens of instructions. A kernel that runs for a few microseconds also pays for
+// each instruction cache line that it fetches.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace vllm_kernels::cuda {
 
-// Exact for dividends and divisors from 1 below 2^31 (and dividend 0).
+// Exact for 0 <= dividend < 2^31 and 1 <= divisor < 2^31.
 class FastDivisor {
  public:
   FastDivisor() = default;
@@ -26,7 +27,7 @@ class FastDivisor {
   int32_t shift_ = 31;
 };
 
-// Rows::offset on the device, for fewer than 2^31 rows.
+// Rows::offset() without an integer division, for fewer than 2^31 rows.
 class RowOffsets {
  public:
   explicit RowOffsets(const Rows& rows) : stride_(rows.inner_stride) {
@@ -35,7 +36,7 @@ class RowOffsets {
     jump_ = rows.outer_stride - rows.inner_count * rows.inner_stride;
   }
 
-  // Elements from the start of row 0.
+  // Returns the offset of `row` from row 0, in elements.
   __device__ __forceinline__ int64_t of(uint32_t row) const {
     return row * stride_ + inner_.divide(row) * jump_;
   }
@@ -43,7 +44,7 @@ class RowOffsets {
  private:
   FastDivisor inner_;
   int64_t stride_;
-  int64_t jump_ = 0;  // from the end of the inner rows to the next outer one
+  int64_t jump_ = 0;  // elements from the end of the inner rows to the next outer row
 };
 
 }  // namespace vllm_kernels::cuda

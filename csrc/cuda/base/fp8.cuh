@@ -1,5 +1,6 @@
-// 8-bit floats of the cache on the device. Stores round to nearest even and saturate to the largest
-// finite value; a NaN is stored as 0x7f. cuda_fp8.h has the instructions where the GPU has them.
+// fp8 elements of the KV cache. Quantizing rounds to nearest even and saturates to the largest
+// finite value; a NaN becomes 0x7f. cuda_fp8.h uses the hardware conversions where the GPU has
+// them.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -25,7 +26,7 @@ constexpr __nv_fp8_interpretation_t kInterpretation = __NV_E4M3;
 template <>
 inline constexpr __nv_fp8_interpretation_t kInterpretation<Fp8E5M2> = __NV_E5M2;
 
-// Two floats as two bytes; `low` is element 0.
+// Quantizes two floats to two bytes; `low` is element 0.
 template <typename Fp8>
 __device__ __forceinline__ uint16_t quantize2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kInterpretation<Fp8>);

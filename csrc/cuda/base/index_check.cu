@@ -1,3 +1,8 @@
+// VLLM_KERNELS_CHECK=1: scans an index argument [rows, columns] (int32 or int64) for values that
+// are out of bounds or repeated. One CTA of 1024 threads walks the elements in order. It stops at
+// the first 1024 that contain a bad one and reports the smallest bad index to the host. Nothing is
+// read before the PDL wait. The bounds are in ops/index_check.h; the host side of the report is
+// take_bad_index() below.
 #include "cuda/base/index_check.h"
 
 #include <atomic>
@@ -12,15 +17,16 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// In pinned host memory, mapped into the device. A report is fresh while reported != taken.
+// One per device, in pinned host memory that is mapped into the device. The report is unread while
+// reported != taken.
 struct Report {
   BadIndex bad;
-  unsigned taken;              // written by the host: reports it has read
-  volatile unsigned reported;  // written by the device, after `bad`
+  unsigned taken;              // written by the host: number of reports that it has read
+  volatile unsigned reported;  // written by the device after `bad`: number of reports
 };
 
-// Reports this device has begun; ahead of Report::taken while one waits to be read, and then later
-// bad indices are dropped: the first one counts.
+// Number of reports that this device has begun. While a report is unread it is ahead of
+// Report::taken, and later bad indices are dropped: the first one counts.
 __device__ unsigned begun;
 
 __device__ int64_t value_at(const IndexCheckParams& p, int64_t i) {
@@ -43,14 +49,14 @@ __device__ bool out_of_bounds(const IndexBounds& bounds, int64_t value) {
   return value < bounds.low || value >= bounds.high;
 }
 
-// Whether an element before `i` has this value; i is blockDim.x * n + threadIdx.x. All threads of
-// the block call it together.
+// Whether an element before `i` has this value, for value >= 0. `i` is
+// blockDim.x * n + threadIdx.x. All threads of the CTA must call it together.
 __device__ bool comes_before(const IndexCheckParams& p, int64_t i, int64_t value) {
   __shared__ int64_t tile[kThreads];
   bool found = false;
   for (int64_t first = 0; first <= i - threadIdx.x; first += kThreads) {
     const int64_t mine = first + threadIdx.x;
-    __syncthreads();  // the tile before was looked at
+    __syncthreads();  // all threads have read the previous tile
     tile[threadIdx.x] = mine < p.rows * p.columns ? value_at(p, mine) : -1;
     __syncthreads();
     const int count = static_cast<int>(min(i - first, int64_t{kThreads}));
@@ -59,7 +65,7 @@ __device__ bool comes_before(const IndexCheckParams& p, int64_t i, int64_t value
   return found && value >= 0;
 }
 
-// One block, so that the smallest bad element is found by one reduction.
+// A single CTA, so that one reduction finds the smallest bad index.
 __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams p, Report* report) {
   launch_dependents();
   wait_for_primary_kernel();
@@ -93,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
 }
 
 std::mutex reports_mutex;
-Report* reports[kMaxDevices] = {};  // by device; never freed: a graph may still write to them
+Report* reports[kMaxDevices] =
+    {};  // by device; never freed, because a CUDA graph may still write to it
 
 Report* report_of_current_device() {
   int device = 0;
@@ -101,7 +108,8 @@ Report* report_of_current_device() {
   const std::lock_guard<std::mutex> lock(reports_mutex);
   Report*& report = reports[device % kMaxDevices];
   if (report == nullptr) {
-    // The first call may come during a capture, where allocations are refused unless allowed.
+    // The first call may come during a stream capture, which forbids allocation in the default
+    // mode.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check(cudaThreadExchangeStreamCaptureMode(&mode), "VLLM_KERNELS_CHECK");
     void* memory = nullptr;

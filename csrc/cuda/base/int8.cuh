@@ -1,5 +1,5 @@
-// Symmetric 8-bit integers of the cache on the device. Stores round to nearest even and saturate to
-// [-128, 127]; a NaN is stored as 0.
+// Symmetric int8 elements of the KV cache. Quantizing rounds to nearest even and saturates to
+// [-128, 127]; a NaN becomes 0.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ int8_t from_float<int8_t>(float x) {
   return static_cast<int8_t>(result);
 }
 
-// Four floats as four bytes; `a` is element 0.
+// Quantizes four floats to four bytes; `a` is element 0.
 __device__ __forceinline__ uint32_t quantize4_int8(float a, float b, float c, float d) {
   uint32_t high, bytes;
   asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;"
@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t quantize4_int8(float a, float b, float c, fl
   return bytes;
 }
 
-// Four floats that int8 holds as the low bytes of the integers nearest to them: without a
-// conversion, of which a multiprocessor has a quarter of the rate of additions.
+// Rounds four floats in int8's range to the nearest integers and packs their low bytes. It adds
+// 1.5 * 2^23 instead of converting: an SM has a quarter of the throughput for conversions.
 __device__ __forceinline__ uint32_t low_bytes4(float a, float b, float c, float d) {
   const auto nearest = [](float x) { return __float_as_uint(x + 0x1.8p23f); };
   const uint32_t low = __byte_perm(nearest(a), nearest(b), 0x0040);

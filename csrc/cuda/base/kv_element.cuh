@@ -1,5 +1,5 @@
-// From what a model computes to what the paged cache stores: the same type, or 8 bits of
-// value / scale.
+// Conversion from the model's type to the element type of the KV cache. The cache stores the same
+// type, or value / scale quantized to 8 bits.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -14,8 +14,9 @@ namespace vllm_kernels::cuda {
 template <typename C>
 constexpr bool kIs8Bit = sizeof(C) == 1;
 
-// What the elements of a KV head are divided by. `scale`, `stride`: PagedKv's k_scale or v_scale,
-// and scale_stride (null for 1); not looked at where the cache stores T itself.
+// Returns the divisor for the elements of KV head `head`. `scale` and `stride` are PagedKv's
+// k_scale or v_scale, and scale_stride. A null `scale` means 1. Both are ignored unless the cache
+// is 8-bit.
 template <typename C>
 __device__ __forceinline__ Divisor divisor_of(const float* scale, int32_t stride, int32_t head) {
   if constexpr (kIs8Bit<C>) {
@@ -25,7 +26,7 @@ __device__ __forceinline__ Divisor divisor_of(const float* scale, int32_t stride
   }
 }
 
-// One element of the cache.
+// Converts one element to the type of the cache.
 template <typename C, typename T>
 __device__ __forceinline__ C to_cache(T x, Divisor scale) {
   if constexpr (kIs8Bit<C>) {
@@ -35,8 +36,8 @@ __device__ __forceinline__ C to_cache(T x, Divisor scale) {
   }
 }
 
-// Sixteen bytes of the cache from the kVecWidth<C> values they stand for, divided by `scale`;
-// T itself is stored as it is.
+// Quantizes kVecWidth<C> values to 16 bytes of the cache: value / scale. With a 16- or 32-bit cache
+// C is T, and the values are copied. `parts` are the Vectors that hold the values.
 template <typename T, typename C>
 __device__ __forceinline__ Vector<C> quantize(const Vector<T>* parts, Divisor scale) {
   if constexpr (!kIs8Bit<C>) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ Vector<C> quantize(const Vector<T>* parts, Divisor sc
   }
 }
 
-// Calls body(C{}) with the stored type of a cache for a model of type T: T itself or an 8-bit type.
+// Calls body(C{}) with the cache's element type for a model of type T: an 8-bit type, or T itself.
 template <typename T, typename Body>
 void dispatch_cache(DType cache, Body&& body) {
   switch (cache) {

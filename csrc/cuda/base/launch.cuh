@@ -1,4 +1,5 @@
-// Launching: one call that checks, and programmatic dependent launch.
+// Kernel launch: one call that checks for errors and enables programmatic dependent launch (PDL).
+// Also device properties and the PDL instructions for kernels.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,8 +9,10 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/base/architecture.cuh"
+#include "cuda/base/device.h"
 
 namespace vllm_kernels::cuda {
 
@@ -18,28 +21,19 @@ inline void check(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// What the launchers ask about a device, read once per device.
-struct DeviceInfo {
-  int num_sms = 0;
-  // 90 for sm_90: the device's, or that of the code it runs where it was built for an older one.
-  int architecture = 0;
-  int shared_memory_per_block = 0;  // bytes, after opt-in
-  bool has_wgmma = false;           // the code is for sm_90a
-};
-
 constexpr int kMaxDevices = 64;
 
-// Of the PTX that this library's kernels come from on the current device.
+// Architecture of the PTX from which this library's kernels come on the current device.
 int code_architecture();
-// Whether they were compiled for sm_90a, with Hopper's warpgroup products.
+// Whether those kernels were compiled for sm_90a, with wgmma.
 bool code_has_wgmma();
 
-inline const DeviceInfo& current_device_info() {
-  static DeviceInfo infos[kMaxDevices];
+inline const DeviceModel& current_device_info() {
+  static DeviceModel infos[kMaxDevices];
   static std::once_flag filled[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  DeviceInfo& info = infos[device % kMaxDevices];
+  DeviceModel& info = infos[device % kMaxDevices];
   std::call_once(filled[device % kMaxDevices], [&] {
     int major = 0, minor = 0, count = 0, shared = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
@@ -55,17 +49,18 @@ inline const DeviceInfo& current_device_info() {
   return info;
 }
 
-// Bytes of dynamic shared memory that a launch of the kernel may ask for on the current device: all
-// that its static arrays leave. The first call for a kernel and device allows it as much; setting
-// the attribute to each launch's own need would race with launches of other threads.
+// Returns the dynamic shared memory in bytes that kKernel may use on the current device: the opt-in
+// maximum minus the kernel's static shared memory. The first call for a kernel and a device also
+// sets the kernel's attribute to this limit. Setting it for each launch to what that launch needs
+// would race with launches from other threads.
 template <auto kKernel>
 int dynamic_shared_memory(const char* op) {
-  static std::atomic<int> allowed[kMaxDevices];  // bytes; 0: not asked yet
+  static std::atomic<int> allowed[kMaxDevices];  // bytes; 0: not queried yet
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   std::atomic<int>& known = allowed[device % kMaxDevices];
   int bytes = known.load(std::memory_order_acquire);
-  if (bytes == 0) {  // idempotent: two threads may both set it
+  if (bytes == 0) {  // two threads may both get here; they set the same value
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kKernel), op);
     bytes = current_device_info().shared_memory_per_block -
@@ -76,7 +71,21 @@ int dynamic_shared_memory(const char* op) {
   return bytes;
 }
 
-// Blocks as the first dimension of a grid.
+// Raises the kernel's shared-memory limit and checks the size that choose_kernel() computed.
+template <auto kKernel, typename Choice>
+void check_shared_memory(const char* op, const Choice& choice) {
+  const int most = dynamic_shared_memory<kKernel>(op);
+  if (choice.shared_bytes <= most && choice.stages >= 2) return;
+  throw std::runtime_error(
+      std::string(op) + ": expected shared memory for 2 stages, the kernel wants " +
+      std::to_string(choice.shared_bytes) + " bytes, the device leaves " + std::to_string(most));
+}
+
+// An int as a type.
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// Returns the number of CTAs as a grid dimension x, and throws if it is too large.
 inline unsigned grid_size(const char* op, int64_t blocks) {
   if (blocks > INT32_MAX) {
     throw std::runtime_error(std::string(op) + ": expected work for fewer than 2^31 blocks, got " +
@@ -85,11 +94,12 @@ inline unsigned grid_size(const char* op, int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws when it is
-// refused. From sm_90 on the kernel may start while its predecessor still runs (programmatic
-// dependent launch), so every kernel launched here calls wait_for_primary_kernel() before it reads
-// or writes what counts. (paged_attention looks at indices earlier, and reads them again.) Code for
-// older ones cannot wait, on whatever device it runs.
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...) and throws if the launch
+// fails.
+// From sm_90 on it uses PDL: the kernel may start while its primary kernel still runs. So every
+// kernel launched here must call wait_for_primary_kernel() before it reads or writes global memory
+// that another kernel may touch. (paged_attention reads indices earlier, and reads them again after
+// the wait.) Code for older architectures cannot wait, so it is launched without PDL on any device.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                    size_t shared_bytes, void* stream, Arguments&&... arguments) {
@@ -112,15 +122,16 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
 }
 
 #if defined(__CUDACC__)
-// Lets the next kernel of the stream be scheduled; it still waits for this one's results.
+// Allows the next kernel in the stream to be scheduled. That kernel still waits for this one's
+// results.
 __device__ __forceinline__ void launch_dependents() {
 #if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// A word of every 64 bytes of a kernel parameter. Whoever reads them before
-// wait_for_primary_kernel() has the parameter in the constant cache after it.
+// Reads one word of every 64 bytes of a kernel parameter and returns their xor. A call before
+// wait_for_primary_kernel() brings the parameter into the constant cache during the wait.
 template <typename Parameter>
 __device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
   uint32_t words = 0;
@@ -131,7 +142,7 @@ __device__ __forceinline__ uint32_t touch(const Parameter& parameter) {
   return words;
 }
 
-// Until every earlier kernel of the stream has finished and its writes are visible.
+// Waits until every earlier kernel in the stream has finished and its writes are visible.
 __device__ __forceinline__ void wait_for_primary_kernel() {
 #if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,5 +1,5 @@
-// Asking the second-level cache for what is not read yet. Before a wait for the predecessor, too:
-// no result depends on it.
+// Prefetches into L2. They are allowed before wait_for_primary_kernel(), because no result depends
+// on them.
 #pragma once
 #include <cstdint>
 
@@ -7,13 +7,13 @@
 
 namespace vllm_kernels::cuda {
 
-// For the sector, or the line, that `at` lies in.
+// Prefetches the cache line, or its sector, that contains `at`.
 __device__ __forceinline__ void prefetch_l2(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-// For `bytes` from `at` on, both multiples of 16. Only from sm_90 on, where a kernel may start
-// before its predecessor has finished; before, nothing would come of it.
+// Prefetches `bytes` bytes at `at`; both are multiples of 16. It does nothing before sm_90: without
+// PDL a kernel cannot start before its primary kernel ends, so a prefetch gains nothing.
 __device__ __forceinline__ void prefetch_l2(const void* at, uint32_t bytes) {
 #if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes));

@@ -1,4 +1,5 @@
-// The PTX instructions the attention kernels are made of, one thin wrapper each.
+// Thin wrappers around the PTX instructions that the attention kernels use. wgmma has its own:
+// attention/common/wgmma.cuh.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,21 +15,21 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Keeps a value that the compiler would rather compute again.
+// Hides how `value` was computed, so that the compiler keeps it instead of computing it again.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// A value that is the same in all lanes, so that the compiler knows it, and that branches on it do
-// not part them.
+// Makes a value that is equal in all lanes warp-uniform for the compiler: branches on it do not
+// diverge.
 __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-// The running maximum before any token was seen. Finite, so that exp2(-inf - it) is 0, not NaN.
+// Initial row_max of the online softmax. It is finite, so that exp2(-inf - row_max) is 0, not NaN.
 constexpr float kRowMaxInit = -1e30f;
 
 // 2^x, flushing denormal results to zero; -inf gives 0.
@@ -38,7 +39,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements (ldmatrix). Lane l gives the address of row l % 8 of
+// matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -46,7 +48,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint32_t ro
                : "memory");
 }
 
-// The same, each matrix transposed.
+// The same, with each matrix transposed.
 __device__ __forceinline__ void load_transposed(uint32_t (&matrix)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -101,9 +103,10 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// Adds 1, from `last` back to 0; gives the value before. What the block's threads wrote before the
-// barrier that precedes this call is seen by whoever reads after the barrier that follows the call
-// that comes later in the counter's order.
+// Increments a counter that wraps from `last` to 0, and returns the previous value.
+// One thread of a CTA calls it, between two barriers of the CTA. The call releases what the CTA
+// wrote before the first barrier. A CTA whose call comes later in the counter's order sees these
+// writes after its second barrier.
 __device__ __forceinline__ uint32_t atomic_inc_acquire_release(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -113,7 +116,8 @@ __device__ __forceinline__ uint32_t atomic_inc_acquire_release(uint32_t* counter
   return before;
 }
 
-// Past the first-level cache, not parted, and in no order with others.
+// Relaxed loads and stores at gpu scope. They bypass L1, are not torn, and are not ordered with
+// other accesses.
 __device__ __forceinline__ float2 load_relaxed(const float2* at) {
   uint64_t x;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
@@ -153,14 +157,14 @@ __device__ __forceinline__ void store_relaxed(float4* at, float4 x) {
       : "memory");
 }
 
-// The 8x8 matrix of 16-bit elements spread over the warp, transposed.
+// Transposes an 8x8 matrix of 16-bit elements that is distributed over the warp.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// c [16, 8] += a [16, 16] b [16, 8], float32 accumulators.
+// c [16, 8] += a [16, 16] * b [16, 8] with float32 accumulators.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1);
@@ -183,7 +187,7 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats as one register of 16-bit elements; `low` is element 0.
+// Rounds two floats to a register of two 16-bit elements; `low` is element 0.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float low, float high);
 template <>
@@ -208,8 +212,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
                : "memory");
 }
-// A warp's arrivals, for what all its lanes have read and written: one, behind __syncwarp().
-// racecheck follows none but a thread's own, so code built for it has one a lane.
+// Arrivals per warp on an mbarrier: one, after __syncwarp(), on behalf of all lanes' reads and
+// writes. racecheck tracks only a thread's own arrivals, so code built for it arrives once per
+// lane.
 #if defined(VLLM_KERNELS_RACECHECK)
 constexpr int kWarpArrivals = 32;
 #else
@@ -219,7 +224,7 @@ __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) 
   __syncwarp();
   if (kWarpArrivals == 32 || lane == 0) barrier_arrive(barrier);
 }
-// This lane's asynchronous copies so far, once they are done, count as one arrival.
+// Arrives once when all prior cp.async copies of this thread are complete.
 __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -252,18 +257,18 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Arrives once and announces `bytes` that bulk copies will bring.
+// Arrives once and adds `bytes` to the transaction count that bulk copies must complete.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Pages are read once: they should not push anything else out of the L2.
+// Policy for pages that are read once: they should not evict other data from L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// `bytes` and both addresses are multiples of 16.
+// Copies `bytes` from global to shared memory. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -272,7 +277,7 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// One box of a 4-dimensional tensor map, from (c0, c1, c2, c3) on.
+// Copies one box of a 4-dimensional tensor map by TMA, starting at (c0, c1, c2, c3).
 __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                              int c3, uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -281,7 +286,7 @@ __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
       : "memory");
 }
-// The same, of 4 or 5 dimensions, of pages that other blocks read as well.
+// The same for 4 or 5 dimensions and without an L2 policy: other CTAs read the same pages.
 __device__ __forceinline__ void tma_copy_box(uint32_t to, const void* map, int c0, int c1, int c2,
                                              int c3, uint32_t barrier) {
   asm volatile(
@@ -304,7 +309,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 
 #endif
 
-// Ordinary shared-memory accesses before it come before bulk copies after it.
+// Orders this thread's earlier shared-memory accesses (generic proxy) before later accesses by the
+// async proxy: bulk copies and wgmma.
 __device__ __forceinline__ void fence_async_proxy() {
 #if defined(VLLM_KERNELS_HAS_SM90)
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -317,7 +323,7 @@ __device__ __forceinline__ void copy16_async(uint32_t to, const void* from) {
 __device__ __forceinline__ void copy8_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
-// Of 16, or 8, bytes: the first `bytes`, and zeros behind them.
+// Copies the first `bytes` of 16 (or 8) bytes and fills the rest with zeros.
 __device__ __forceinline__ void copy16_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -332,7 +338,7 @@ __device__ __forceinline__ void wait_all_copies() {
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until at most `newer` of the youngest groups are under way.
+// Waits until at most `newer` cp.async groups are in flight.
 template <int newer>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(newer) : "memory");

@@ -1,4 +1,4 @@
-// Between the four lanes that hold a row of a product's fragments.
+// Shuffles within a quad: the four lanes that hold one row of an mma accumulator fragment.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,8 @@ __device__ __forceinline__ float quad_max(float most) {
   return fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
 }
 
-// Lanes `distance` apart: the lower one's second for the upper one's first.
+// Swaps `second` of the lower lane with `first` of the upper lane, for lanes `distance` apart.
+// `quarter` is the lane's index in its quad.
 template <int distance>
 __device__ __forceinline__ void quad_exchange(uint32_t& first, uint32_t& second, int quarter) {
   const bool upper = quarter & distance;
@@ -22,7 +23,8 @@ __device__ __forceinline__ void quad_exchange(uint32_t& first, uint32_t& second,
   (upper ? first : second) = got;
 }
 
-// Word i of lane `quarter` (of 4) for word `quarter` of lane i.
+// Transposes a 4x4 matrix of words across the quad: word i of lane `quarter` swaps with word
+// `quarter` of lane i.
 __device__ __forceinline__ void quad_transpose(uint32_t (&words)[4], int quarter) {
   quad_exchange<1>(words[0], words[1], quarter);
   quad_exchange<1>(words[2], words[3], quarter);

@@ -1,4 +1,5 @@
-// Packs of values to 8 bits, and the magnitudes that scales come from. ops/quant.h has the rules.
+// Quantization of Vecs to 8 bits, and the magnitudes from which scales are computed. ops/quant.h
+// defines the rules.
 #pragma once
 #include <type_traits>
 
@@ -13,8 +14,8 @@ namespace vllm_kernels::cuda {
 template <typename Q>
 constexpr DType kQuantDType = std::is_same_v<Q, int8_t> ? DType::kInt8 : DType::kFp8E4M3;
 
-// The largest magnitude of a pack as the bits of a float: they are ordered as the floats are, with
-// NaNs on top.
+// Returns the largest magnitude of a Vec, as the bits of a float. Bits of non-negative floats
+// compare like their values, and a NaN compares above all numbers.
 template <typename T, int kWidth>
 __device__ __forceinline__ uint32_t magnitude_bits(const Vec<T, kWidth>& vec) {
   static_assert(Vec<T, kWidth>::kBytes % 4 == 0);
@@ -39,7 +40,8 @@ __device__ __forceinline__ uint32_t magnitude_bits(const float (&values)[kWidth]
   return largest;
 }
 
-// The largest of `lanes` neighbouring lanes, a power of two; every thread of the warp calls it.
+// Returns the maximum over groups of `lanes` neighbouring lanes; `lanes` is a power of two. All
+// lanes of the warp must call it.
 __device__ __forceinline__ uint32_t lanes_max(uint32_t value, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
@@ -64,7 +66,7 @@ __device__ __forceinline__ Vec<Q, kWidth> quantize8(const float (&values)[kWidth
   return vec;
 }
 
-// value * (1 / scale)
+// Quantizes value * (1 / scale).
 template <typename Q>
 struct MultiplyByInverse {
   float inverse;
@@ -78,11 +80,12 @@ struct MultiplyByInverse {
   }
 };
 
-// value / scale as IEEE rounds it, for values of at most `magnitude`. An infinite scale gives NaNs.
+// Quantizes value / scale with IEEE rounding, for |value| <= `magnitude`. An infinite scale gives
+// NaNs.
 template <typename Q>
 struct DivideByScale {
   float scale, inverse;
-  bool saturates;  // some values may lie far outside of what 8 bits reach
+  bool saturates;  // some values may be far outside the 8-bit range
 
   __device__ __forceinline__ static DivideByScale of(float scale, float magnitude) {
     const float inverse = __frcp_rn(scale);
@@ -90,7 +93,7 @@ struct DivideByScale {
   }
   template <int kWidth>
   __device__ __forceinline__ Vec<Q, kWidth> quantized(float (&values)[kWidth]) const {
-    if (saturates) {  // a quotient must not be infinite
+    if (saturates) {  // keeps the quotient finite
       const float most = 512.0f * scale;
 #pragma unroll
       for (float& value : values) value = at_least(at_most(value, most), -most);

@@ -1,4 +1,4 @@
-// Sums across a warp and across a block.
+// Reductions (sum, max) across a warp and across a CTA.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,8 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Every thread gets the block's sum. One barrier, so a kernel may call it once: two calls would
-// share their memory.
+// Returns the sum over the CTA to every thread. A kernel may call it only once: there is one
+// barrier, so a second call would overwrite `partial` while other warps still read it.
 __device__ __forceinline__ float block_sum(float value) {
   __shared__ alignas(16) float partial[32];
   value = warp_sum(value);
@@ -23,7 +23,7 @@ __device__ __forceinline__ float block_sum(float value) {
   if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
   if (threadIdx.x >= warps && threadIdx.x < 32) partial[threadIdx.x] = 0.0f;
   __syncthreads();
-  // Four at a time, 8 or all 32: shorter code than a loop over the warps, and sooner done.
+  // Adds float4s of 8, 16 or 32 partials. The code is shorter and faster than a loop over warps.
   const auto* quads = reinterpret_cast<const float4*>(partial);
   const auto added = [](float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -39,7 +39,7 @@ __device__ __forceinline__ float block_sum(float value) {
   return (sums.x + sums.y) + (sums.z + sums.w);
 }
 
-// Every thread gets the block's largest value.
+// Returns the maximum over the CTA to every thread. A kernel may call it only once.
 __device__ __forceinline__ float block_max(float value) {
   __shared__ float partial[32];
 #pragma unroll
@@ -54,8 +54,7 @@ __device__ __forceinline__ float block_max(float value) {
   return largest;
 }
 
-// The same of unsigned integers, or of the bits of floats >= 0. One barrier, so a kernel may call
-// it once.
+// The same for unsigned integers, or for the bits of floats >= 0. A kernel may call it only once.
 __device__ __forceinline__ uint32_t block_max(uint32_t value) {
   __shared__ uint32_t partial[32];
   value = __reduce_max_sync(0xffffffffu, value);

@@ -1,4 +1,5 @@
-// Element types on the device: conversion to and from float, and 16-byte vectors of them.
+// Element types on the device: conversion to and from float, 16-byte vectors, and dispatch by
+// DType.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -37,7 +38,7 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Elements that one 16-byte access moves.
+// Elements per 16-byte access.
 template <typename T>
 constexpr int kVecWidth = 16 / sizeof(T);
 
@@ -48,7 +49,8 @@ struct alignas(16) Vector {
   __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
 };
 
-// Calls body(T{}) with the device type of a floating dtype. The bindings let no other pass.
+// Calls body(T{}) with the device type of a floating-point dtype. The bindings reject all other
+// dtypes.
 template <typename Body>
 void dispatch_float(DType dtype, Body&& body) {
   switch (dtype) {

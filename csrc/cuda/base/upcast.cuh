@@ -1,4 +1,4 @@
-// Four 8-bit elements as two registers of fp16 pairs, exactly.
+// Exact upcast of four 8-bit elements to two registers of fp16 pairs.
 #pragma once
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -10,7 +10,7 @@
 
 namespace vllm_kernels::cuda {
 
-// `low` gets elements 0 and 1 of `bytes`, `high` elements 2 and 3.
+// Writes elements 0 and 1 of `bytes` to `low`, elements 2 and 3 to `high`.
 template <typename Cache>
 __device__ __forceinline__ void upcast4(uint32_t bytes, uint32_t& low, uint32_t& high);
 
@@ -18,7 +18,7 @@ template <>
 __device__ __forceinline__ void upcast4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
                                                        uint32_t& high) {
 #if defined(VLLM_KERNELS_HAS_FP8)
-  // In this form no shift is needed for the upper half.
+  // Unpacking by mov.b32 {a, b} needs no shift for the upper half.
   asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
       : "=r"(low), "=r"(high)
@@ -33,7 +33,7 @@ __device__ __forceinline__ void upcast4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t&
 #endif
 }
 
-// e5m2 is the upper byte of an fp16.
+// An e5m2 value is the upper byte of the equal fp16 value.
 template <>
 __device__ __forceinline__ void upcast4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& low,
                                                        uint32_t& high) {
@@ -41,7 +41,8 @@ __device__ __forceinline__ void upcast4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t&
   high = __byte_perm(bytes, 0, 0x3424);
 }
 
-// 1024 + u has u in its low byte, and 1152 - 128 is 1024: u is the element with its sign flipped.
+// Let u be the element with its sign bit flipped, that is, the element + 128. The fp16 number
+// 0x6400 | u is 1024 + u, and subtracting 1152 = 1024 + 128 gives the element.
 template <>
 __device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, uint32_t& high) {
   bytes ^= 0x80808080u;
@@ -57,8 +58,8 @@ __device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, u
   high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
 }
 
-// The power of two that brings a row's largest element to [2^14, 2^15), in reach of fp16 whatever
-// the row's dtype.
+// Returns the exponent e for which 2^e * `largest` is in [2^14, 2^15), clamped to [-100, 100].
+// A row scaled by 2^e fits fp16, whatever the row's dtype. `largest` is its largest magnitude.
 __device__ __forceinline__ int power_for_half(float largest) {
   const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
   return min(max(exponent, -100), 100);

@@ -1,5 +1,5 @@
-// Neighbouring elements that one access moves. 16-bit elements stay packed two to a register and
-// are converted in pairs, one instruction each way.
+// Vec: neighbouring elements that one access moves. 16-bit elements stay packed, two per register.
+// They are converted in pairs, with one instruction per pair and direction.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -17,7 +17,7 @@ struct alignas(kWidth * sizeof(T)) Vec {
   Word words[kBytes / sizeof(Word)];
 };
 
-// A whole 16-byte access, or a single element where width or alignment forbid that.
+// A Vec of 16 bytes.
 template <typename T>
 using Vec16 = Vec<T, kVecWidth<T>>;
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ To bits_as(From from) {
   return to;
 }
 
-// A store whose line the caches give up first; of 1, 2, 4 or 16 bytes.
+// Stores 1, 2, 4 or 16 bytes with the evict-first policy (st.global.cs).
 template <typename T>
 __device__ __forceinline__ void store_streaming(T* to, T x) {
   static_assert(sizeof(T) == 16 || sizeof(T) <= 4);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void upcast(const Vec<T, kWidth>& vec, float (&values
         const float2 pair = __half22float2(bits_as<__half2>(vec.words[i]));
         values[2 * i] = pair.x;
         values[2 * i + 1] = pair.y;
-      } else {  // the upper half of a float: one instruction each, where the library's take three
+      } else {  // bf16 is the upper half of a float: 1 instruction each, cuda_bf16.h needs 3
         values[2 * i] = bits_as<float>(vec.words[i] << 16);
         values[2 * i + 1] = bits_as<float>(vec.words[i] & 0xffff0000u);
       }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void upcast(const Vec<T, kWidth>& vec, float (&values
   }
 }
 
-// To nearest even.
+// Rounds to nearest even.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> downcast(const float (&values)[kWidth]) {
   Vec<T, kWidth> vec;
@@ -84,11 +84,11 @@ __device__ __forceinline__ Vec<T, kWidth> downcast(const float (&values)[kWidth]
   return vec;
 }
 
-// body(x, y) for every word of two packs.
+// Returns body(x, y) for each word of two Vecs.
 template <typename T, int kWidth, typename Body>
 __device__ __forceinline__ Vec<T, kWidth> elementwise(const Vec<T, kWidth>& a,
                                                       const Vec<T, kWidth>& b, Body&& body) {
-  // What a word holds: two 16-bit elements, or one element.
+  // The type of a word: a pair of 16-bit elements, or one element.
   using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
   using Element = std::conditional_t<(sizeof(T) < 4 && kWidth > 1), Pair, T>;
   Vec<T, kWidth> result;
@@ -100,8 +100,8 @@ __device__ __forceinline__ Vec<T, kWidth> elementwise(const Vec<T, kWidth>& a,
   return result;
 }
 
-// Sums and products of two packs, element by element, each rounded once: for 16 bits two elements
-// an instruction.
+// Element-wise sum and product of two Vecs, each rounded once. One instruction handles two 16-bit
+// elements.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> operator+(const Vec<T, kWidth>& a,
                                                     const Vec<T, kWidth>& b) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ Vec<T, kWidth> operator*(const Vec<T, kWidth>& a,
   return elementwise(a, b, [](auto x, auto y) { return x * y; });
 }
 
-// Pack i of a row of `size` elements. Without kAligned the row may start and end anywhere: element
-// by element, zeros past its end.
+// Loads Vec i of a row of `size` elements. Without kAligned the row may have any alignment and any
+// size: elements are loaded one by one, and those past the row's end are zero.
 template <bool kAligned, int kWidth, typename T>
 __device__ __forceinline__ Vec<T, kWidth> load_vec(const T* row, int64_t i, int64_t size) {
   if constexpr (kAligned) {
@@ -131,6 +131,7 @@ __device__ __forceinline__ Vec<T, kWidth> load_vec(const T* row, int64_t i, int6
   }
 }
 
+// Stores Vec i of a row; see load_vec(). Without kAligned nothing is written past the row's end.
 template <bool kAligned, typename T, int kWidth>
 __device__ __forceinline__ void store_vec(T* row, int64_t i, int64_t size,
                                           const Vec<T, kWidth>& vec) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ void store_vec(T* row, int64_t i, int64_t size,
   }
 }
 
-// Whether every row starts at a multiple of 16 bytes (`base` may be null: there are no rows).
+// Whether every row starts at a multiple of 16 bytes. A null `base` (no tensor) counts as aligned.
 inline bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
   const int64_t width = 16 / size_of(dtype);
   return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;

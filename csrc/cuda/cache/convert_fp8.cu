@@ -1,3 +1,7 @@
+// convert_fp8: fp8 = x / scale, or x = fp8 * scale, over `count` contiguous elements.
+//
+// Grid: a grid-stride loop, at most 32 CTAs an SM. Nothing is read before the PDL wait.
+// ops/convert_fp8.h has the contract, cuda/base/fp8.cuh the conversions.
 #include "ops/convert_fp8.h"
 
 #include <algorithm>
@@ -22,8 +26,9 @@ __device__ __forceinline__ To converted(From x, float scale, Divisor divisor) {
   }
 }
 
-// kWidth neighbouring elements a thread: 16 bytes of the 8-bit side, or 1 where a side is unaligned
-// and for what is left over.
+// A thread converts kWidth neighbouring elements. kWidth is 16 where both pointers are 16-byte
+// aligned: one access of the 8-bit side. Otherwise it is 1. The last count % kWidth elements are
+// converted one a thread by CTA 0.
 template <typename To, typename From, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     convert_fp8_kernel(To* output, const From* input, int64_t count, float scale) {

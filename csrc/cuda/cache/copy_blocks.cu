@@ -1,3 +1,8 @@
+// copy_blocks: within every cache, page pairs[i][0] is copied to page pairs[i][1].
+//
+// Grid (pair, slice of the page, cache). A CTA copies kThreads * kUnroll accesses of a page at a
+// time. A pair out of range is skipped. Nothing is read before the PDL wait. ops/copy_blocks.h has
+// the contract; swap_blocks.cu copies between two tensors.
 #include "ops/copy_blocks.h"
 
 #include <algorithm>
@@ -9,16 +14,16 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Both lists travel as kernel parameters (at most 4 KB of them), in portions: no table has to be
-// uploaded, and a CUDA graph holds all it needs.
+// Caches, and pairs that lie on the host, travel as kernel parameters, in portions. A launch uses
+// about 3 KB of the 4 KB allowed. So no table is uploaded, and a CUDA graph holds all it needs.
 constexpr int kCopiesPerLaunch = 128;
 constexpr int kPairsPerLaunch = 64;
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // vectors in flight a thread
+constexpr int kUnroll = 4;  // accesses in flight a thread
 
 struct Caches {
   char* start[kCopiesPerLaunch];
-  int64_t stride[kCopiesPerLaunch];  // bytes between blocks
+  int64_t stride[kCopiesPerLaunch];  // bytes between pages
 };
 
 struct HostPairs {
@@ -31,7 +36,7 @@ struct DevicePairs {
   __device__ int64_t at(int64_t i) const { return block[i]; }
 };
 
-// Grid (pair, piece of the block, cache). V is what one access moves.
+// Grid (pair, slice of the page, cache). V is the type of one access.
 template <typename V, typename Pairs>
 __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const __grid_constant__ Caches caches, const __grid_constant__ Pairs pairs,

@@ -1,10 +1,13 @@
-// Slots that come up more than once in a call. The blocks of a launch run in no order, so two
-// tokens that are written to one slot at the same time could leave a mixed row. Therefore a block
-// looks through the slots of all later tokens before it writes and leaves out those of its tokens
-// that come up again: exactly the last token of a slot is written, with whole rows.
+// Duplicate slots: a slot that several tokens of one call name. The last token must win, with its
+// whole row. The CTAs of a launch run in no order. Two tokens written to one slot at the same time
+// could leave a mixed row. Therefore a CTA scans the slots of all later tokens before it writes. It
+// skips those of its own tokens whose slot is found again.
 //
-// A launch takes at most kTokensPerLaunch tokens, which bounds the looking; launches of one stream
-// follow one another, so the last one wins there, too.
+// A launch takes at most kTokensPerLaunch tokens, which bounds the scan. Launches of one stream run
+// one after the other, so the last token wins across launches, too.
+//
+// The scan, as the writers use it: LaterSlots loads slots early, an Own* struct tests them,
+// find_duplicates() combines the CTA's threads. "Own" means: of this CTA's tokens.
 #pragma once
 #include <cstdint>
 
@@ -15,11 +18,11 @@ namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
 
-// What the functions below take for `p`: these members of an op's params, or this struct.
+// The functions below take as `p` any params struct with these members, or this struct.
 struct SlotMapping {
   const int64_t* slot_mapping;  // [num_tokens]
   int64_t num_tokens;
-  int64_t limit;  // slots of the cache, fewer than 2^31
+  int64_t limit;  // slots of the cache, < 2^31
 
   __device__ __forceinline__ int32_t usable(int64_t slot) const {
     return static_cast<uint64_t>(slot) < static_cast<uint64_t>(limit) ? static_cast<int32_t>(slot)
@@ -32,14 +35,14 @@ __device__ __forceinline__ int32_t slot_of(const Slots& p, int token) {
   return token < static_cast<int>(p.num_tokens) ? p.usable(p.slot_mapping[token]) : -1;
 }
 
-// Slots of tokens behind the block's own, on their way to this thread: loaded before anything else
-// is known, so that the block waits for memory once. Only their lower halves: enough to see that a
-// slot is none of the block's own, and half the registers.
+// Slots of tokens after the CTA's own, in registers. They are loaded before anything else is known,
+// so that the CTA waits for memory only once. Only the lower 32 bits are kept. That suffices to
+// rule a slot out, and takes half the registers.
 template <int kBatch>
 struct LaterSlots {
   int32_t slot[kBatch];  // INT32_MIN past the last token
 
-  // Tokens from, from + threads, ...
+  // Loads the slots of tokens from, from + threads, ...
   template <typename Slots>
   __device__ __forceinline__ void load(const Slots& p, int from, int threads) {
     const auto* half = reinterpret_cast<const int32_t*>(p.slot_mapping + from);
@@ -48,7 +51,8 @@ struct LaterSlots {
 #pragma unroll
     for (int first = 0; first < kBatch; first += kGroup) {
       const int end = first + kGroup < kBatch ? first + kGroup : kBatch;
-      if (kBatch >= kGroup && left > (end - 1) * threads) {  // without a look at each
+      // All tokens of the group exist: no bounds check per token.
+      if (kBatch >= kGroup && left > (end - 1) * threads) {
 #pragma unroll
         for (int i = first; i < end; ++i) slot[i] = half[2 * i * threads];
       } else {
@@ -61,17 +65,18 @@ struct LaterSlots {
   }
 };
 
-// A block's own tokens that are looked for, in four forms. `candidates`: bit i where later slot i
-// may be one of them. `find`: bit t where `slot`, which is valid, is token t's.
+// The CTA's own slots, in four forms. Each has two functions. `candidates` returns a mask: bit i is
+// set where later slot i may be an own slot. `find` takes a valid slot and returns a mask: bit t is
+// set where it is own token t's.
 
-// Tokens 0, 1, ... on neighbouring slots.
+// Own tokens 0, 1, ... on consecutive slots.
 struct OwnRange {
   int32_t start;
   uint32_t count;
 
   template <int kBatch>
   __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
-    uint32_t least = ~0u;  // distance from the start
+    uint32_t least = ~0u;  // distance from `start`
 #pragma unroll
     for (int slot : later.slot) {
       least = __viaddmin_u32(static_cast<uint32_t>(slot), -static_cast<uint32_t>(start), least);
@@ -84,14 +89,14 @@ struct OwnRange {
   }
 };
 
-// A few tokens in registers.
+// A few own tokens, in registers.
 template <int kOwn>
 struct OwnFew {
   int32_t slots[kOwn];  // -1: none
 
   template <int kBatch>
   __device__ __forceinline__ uint32_t candidates(const LaterSlots<kBatch>& later) const {
-    bool any[kOwn] = {};  // apart, so that no comparison waits for another
+    bool any[kOwn] = {};  // one flag per own token: the comparisons are independent
 #pragma unroll
     for (int slot : later.slot) {
 #pragma unroll
@@ -112,7 +117,7 @@ struct OwnFew {
   }
 };
 
-// Few tokens: from, from + step, ... of a list in shared memory.
+// Few own tokens, `from`, from + step, ... < end of a list in shared memory.
 struct OwnList {
   const int32_t* slots;  // -1: none
   int from = 0;
@@ -141,12 +146,13 @@ struct OwnList {
   }
 };
 
-// Bits of own slots in shared memory, by which most others are seen to be none of them.
+// A Bloom filter of the own slots in shared memory (one hash). It rules out most other slots with
+// one load.
 struct SlotFilter {
   static constexpr uint32_t kBits = 4096;
   uint32_t words[kBits / 32];
 
-  // By a whole warp; `slot`: this lane's, or -1.
+  // Fills the filter. All lanes of one warp call it. `slot`: this lane's own slot, or -1.
   __device__ __forceinline__ void fill(int lane, int32_t slot) {
 #pragma unroll
     for (uint32_t i = 0; i < kBits / 32; i += 32) words[i + lane] = 0;
@@ -158,7 +164,7 @@ struct SlotFilter {
   }
 };
 
-// Many tokens: a list with a filter.
+// Many own tokens: a list behind a filter.
 struct OwnFiltered {
   const SlotFilter* filter;
   OwnList list;
@@ -173,8 +179,8 @@ struct OwnFiltered {
   __device__ __forceinline__ uint32_t find(int32_t slot) const { return list.find(slot); }
 };
 
-// Bit t: one of the tokens from, from + threads, ... has the slot of own token t. `later`: loaded
-// there.
+// This thread's share of the scan: tokens from, from + threads, ... Returns a mask: bit t is set
+// where one of them has own token t's slot. `later` holds the first kBatch of these slots.
 template <typename Own, int kBatch, typename Slots>
 __device__ __forceinline__ uint32_t repeated_later(const Slots& p, int from, int threads,
                                                    LaterSlots<kBatch> later, const Own& own) {
@@ -195,7 +201,8 @@ __device__ __forceinline__ uint32_t repeated_later(const Slots& p, int from, int
   }
 }
 
-// Bit t: a thread of the block has bit t < kOwn of `mine`. By all threads of the block together.
+// ORs `mine` over the CTA: bit t < kOwn of the result is set where any thread has it. All threads
+// of the CTA call it.
 template <int kOwn>
 __device__ __forceinline__ uint32_t any_of_block(uint32_t mine) {
   if (__syncthreads_or(mine != 0) == 0) return 0;
@@ -207,9 +214,9 @@ __device__ __forceinline__ uint32_t any_of_block(uint32_t mine) {
   return all;
 }
 
-// Bit t: some token from `from` on has the slot of own token t < kOwn. By all threads of the block
-// together, each with its own `from` (that of the first thread + its number); a barrier after list
-// and filter were written is the caller's.
+// Scans all later tokens. Returns a mask: bit t < kOwn is set where a later token has own token t's
+// slot. All threads of the CTA call it. `from` differs by thread: that of thread 0 plus the
+// thread's index. The caller syncs the CTA after writing list and filter.
 template <int kOwn, typename Own, int kBatch, typename Slots>
 __device__ __forceinline__ uint32_t find_duplicates(const Slots& p, int from, int threads,
                                                     const LaterSlots<kBatch>& later,
@@ -217,14 +224,15 @@ __device__ __forceinline__ uint32_t find_duplicates(const Slots& p, int from, in
   return any_of_block<kOwn>(repeated_later(p, from, threads, later, own));
 }
 
-// Bit i: a later lane has the slot of lane i. By a whole warp.
+// Bit i: a higher lane has the slot of lane i. All lanes of the warp call it.
 __device__ __forceinline__ uint32_t repeated_in_warp(int lane, int32_t slot) {
   const uint32_t same = __match_any_sync(0xffffffffu, slot);
   return __ballot_sync(0xffffffffu, slot >= 0 && (same >> lane) > 1);
 }
 
-// What OwnFiltered looks in, and which of a block's own tokens repeat among themselves. By the
-// first warp; `slot`: this lane's own token's, or -1. A barrier is the caller's.
+// Writes list and filter for OwnFiltered, and marks in `repeated` the own tokens that a later own
+// token repeats. The first warp calls it. `slot`: this lane's own slot, or -1. The caller syncs the
+// CTA.
 template <int kOwn>
 __device__ __forceinline__ void list_own(int lane, int32_t slot, int32_t (&slots)[kOwn],
                                          SlotFilter& filter, uint32_t& repeated) {
@@ -235,7 +243,7 @@ __device__ __forceinline__ void list_own(int lane, int32_t slot, int32_t (&slots
   if (lane == 0) repeated = again;
 }
 
-// Whether a token after `token` has its slot. By a whole warp, of one token.
+// Whether a token after `token` has its slot. All lanes of a warp call it for one token.
 __device__ __forceinline__ bool is_duplicate(const SlotMapping& slots, int token, int64_t slot,
                                              int lane) {
   bool again = false;
@@ -252,7 +260,7 @@ __device__ __forceinline__ bool is_duplicate(const SlotMapping& slots, int token
   return __any_sync(0xffffffffu, again);
 }
 
-// A page and a token in it.
+// A page and a token in that page.
 struct Slot {
   int32_t block;
   int32_t token;

@@ -1,3 +1,13 @@
+// Gathers tokens of paged sequences into rows [num_rows, num_kv_heads, head_size], and dequantizes
+// an 8-bit cache on the way. It serves cp_gather_cache, gather_and_maybe_dequant_cache and
+// gather_paged_kv.
+//
+//   gather_rows_kernel    grid (rows / tokens, K and V): all layouts but the V of layout vllm
+//   gather_pages_kernel   grid (rows / kGroup, KV head): the V of layout vllm, transposed in
+//                         shared memory
+//
+// Nothing is read before the PDL wait. ops/gather_cache.h has the contract, paged_tokens.cuh the
+// lookup of a row's page.
 #include "ops/gather_cache.h"
 
 #include <initializer_list>
@@ -18,17 +28,17 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // accesses in flight a thread
 
-// Division of a block's work, known at launch.
+// How a CTA's work is divided, known at launch.
 struct RowPieces {
-  int tokens;            // rows of a block, at most kMaxTokens
-  FastDivisor of_token;  // accesses that a row takes
-  FastDivisor of_head;   // accesses that a head of it takes
+  int tokens;            // rows of a CTA, at most kMaxTokens
+  FastDivisor of_token;  // by the accesses of a row
+  FastDivisor of_head;   // by the accesses of one head of a row
   int per_token;
   int per_head;
 };
 
-// Rows whose head is a run of chunks in the cache: NHD, HND and entries, and the K of layout vllm.
-// Block (x, y): rows x * tokens and on, of K (y = 0) or V.
+// Sources whose head is a sequence of chunks: layouts NHD and HND, single-head entries, and the K
+// of layout vllm. CTA (x, y) gathers rows x * tokens and on, of K (y = 0) or V (y = 1).
 template <typename Out, typename Stored, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(GatherCacheParams p, RowPieces pieces) {
@@ -47,7 +57,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t block_stride = is_key ? kv.key_block_stride : kv.value_block_stride;
   const int64_t token_stride = is_key ? kv.key_token_stride : kv.value_token_stride;
   const int64_t head_stride = is_key ? kv.key_head_stride : kv.value_head_stride;
-  // Of x elements; the V that comes here has no chunks, or ones that follow each other.
+  // Distance between chunks of x elements. The V gathered here is contiguous in a head: a chunk
+  // stride of x.
   const int64_t chunk_stride = is_key ? kv.key_chunk_stride : kv.x;
   const int64_t row_stride = is_key ? p.key_row_stride : p.value_row_stride;
   const int64_t out_head_stride = is_key ? p.key_head_stride : p.value_head_stride;
@@ -87,9 +98,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// V of layout vllm, whose values of one token lie block_size apart: read with neighbouring threads
-// on neighbouring tokens, turned over in shared memory. Block (x, y): rows x * kGroup and on, of
-// head y.
+// The V of layout vllm. A token's values lie block_size elements apart. Neighbouring threads read
+// neighbouring tokens, and shared memory transposes the tile. CTA (x, y) gathers rows x * kGroup
+// and on, of KV head y.
 constexpr int kGroup = 16;
 
 template <typename Out, typename Stored, int kWidth>
@@ -105,7 +116,8 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   const PagedKv& kv = p.kv;
   const int head = blockIdx.y;
   auto* tile = reinterpret_cast<Stored*>(tile_bytes);
-  const int pitch = kv.head_size + 16 / static_cast<int>(sizeof(Stored));  // spreads over banks
+  const int pitch =
+      kv.head_size + 16 / static_cast<int>(sizeof(Stored));  // padded against bank conflicts
   const auto* source = static_cast<const Stored*>(kv.value) + head * kv.value_head_stride;
   const int token = threadIdx.x % kGroup;
   const TokenLocation at = places[token];
@@ -117,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
     }
   }
   __syncthreads();
-  const int lanes = kv.head_size / kWidth;  // accesses that a row takes
+  const int lanes = kv.head_size / kWidth;  // accesses of a row
   auto* rows = static_cast<Out*>(p.value) + head * p.value_head_stride;
   for (int i = threadIdx.x; i < kGroup * lanes; i += kThreads) {
     const int row = i / lanes, d = (i - row * lanes) * kWidth;
@@ -133,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParam
   }
 }
 
-// Whether kWidth elements can be moved at once, everywhere.
+// Whether every access of `width` elements is aligned, at source and destination.
 bool rows_aligned(const GatherCacheParams& p, int width) {
   const PagedKv& kv = p.kv;
   const auto wide = [&](const void* source, const void* rows, std::initializer_list<int64_t> all) {
@@ -194,7 +206,7 @@ void launch_as(const GatherCacheParams& p, Stream stream) {
 }  // namespace
 
 void launch(const GatherCacheParams& p, Stream stream) {
-  if (p.dtype == p.kv.dtype) {  // bits that are only moved
+  if (p.dtype == p.kv.dtype) {  // equal dtypes: only bits are moved
     switch (size_of(p.dtype)) {
       case 1:
         return launch_as<uint8_t, uint8_t>(p, stream);

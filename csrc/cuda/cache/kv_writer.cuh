@@ -1,4 +1,5 @@
-// What the cache writers' bodies (write_rows.cuh, write_pages.cuh) take from outside.
+// Shared by the cache writers' device bodies, write_rows.cuh and write_pages.cuh: their params,
+// addressing, and the source of keys.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -12,9 +13,10 @@
 
 namespace vllm_kernels::cuda {
 
-// ReshapeAndCacheParams as the kernels take them, in few lines of the constant cache: a kernel of
-// few microseconds waits for each. Strides are in bytes, those of blocks in 16 bytes: times an
-// index of 32 bits they are one instruction, where 64 bits times 64 bits are four.
+// ReshapeAndCacheParams packed for the kernels. It takes few lines of the constant cache, and a
+// kernel of a few microseconds waits for each. Strides are 32-bit and in bytes; page strides are in
+// units of 16 bytes. Times a 32-bit index they take one instruction. A 64 x 64 bit product takes
+// four.
 struct CacheWrite {
   const void* key;
   const void* value;
@@ -72,7 +74,7 @@ struct CacheWrite {
     to_value_token = bytes(kv.value_token_stride, kv.dtype);
     to_value_dim = bytes(kv.value_dim_stride, kv.dtype);
   }
-  // Whether the strides are exact.
+  // Whether the strides fit these units.
   static bool fits(const ReshapeAndCacheParams& p) {
     const PagedKv& kv = p.kv;
     const auto small = [](int64_t stride, DType dtype) {
@@ -94,24 +96,26 @@ struct CacheWrite {
   }
 };
 
-// `base` and `index` times `stride` bytes.
+// The address `index` steps of `stride` bytes after `base`.
 template <typename T>
 __device__ __forceinline__ T* stepped(T* base, uint32_t index, uint32_t stride) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(base) + uint64_t{index} * stride);
 }
 
-// `base` and a block, whose stride is in 16 bytes.
+// The address of page `block`. `stride` is in units of 16 bytes.
 template <typename T>
 __device__ __forceinline__ T* page(T* base, uint32_t block, uint32_t stride) {
   return reinterpret_cast<T*>(reinterpret_cast<char*>(base) + (uint64_t{block} * stride << 4));
 }
 
-// Where a writer's keys come from; these: as they are given. `load` only sends for a token's key,
-// `turn` makes of it what the cache is to get, `known`: whether there is one.
+// The source of a writer's keys: here, the keys as given. (RotatedKeys of
+// cuda/rope/rotated_keys.cuh is the other one.) `load` only issues the loads of a token's key.
+// `rotate` turns it into the key that the cache gets. `valid`: whether the token has a key to
+// store.
 template <typename T, int kVectors>
 struct GivenKeys {
-  static constexpr bool kByHead = false;  // needs to know where in its head an element is
+  static constexpr bool kByHead = false;  // whether d must be an element of a head, not of a row
   const T* key;
   uint32_t token_stride;
   uint32_t head_stride;
@@ -135,7 +139,7 @@ struct GivenKeys {
   __device__ __forceinline__ bool valid() const { return true; }
 };
 
-// 16-byte loads of key and value, from the first element of any head, are aligned.
+// Whether 16-byte loads of key and value are aligned for every head.
 inline bool inputs_aligned(const ReshapeAndCacheParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
   return aligned16(p.key) && aligned16(p.value) && p.key_token_stride % width == 0 &&

@@ -1,3 +1,14 @@
+// The cache of multi-head latent attention (DeepSeek). One entry a token: latent kv_c
+// [kv_lora_rank] and k_pe [pe_dim], which all heads share.
+//
+//   concat_and_cache_mla_kernel      writes entries [kv_c | k_pe], as they are or in fp8;
+//                                    1 token a CTA up to kFewTokens, else 4
+//   concat_and_cache_ds_mla_kernel   writes 656-byte entries of "fp8_ds_mla"; a warp a token
+//   cp_gather_and_upconvert_kernel   gathers 656-byte entries into rows; a warp an entry
+//   concat_mla_q_kernel              q_out = [ql_nope | q_pe]; a grid-stride loop
+//
+// Nothing is read before the PDL wait. ops/mla_cache.h has the formats, duplicate_slots.cuh the
+// rule for duplicate slots.
 #include "ops/mla_cache.h"
 
 #include <algorithm>
@@ -18,11 +29,11 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxTokens = 32;    // of a block
-constexpr int kFewTokens = 1024;  // up to here a block has one
+constexpr int kMaxTokens = 32;    // of a CTA
+constexpr int kFewTokens = 1024;  // up to here a CTA takes one token
 
-// The block's own slots and which of them come up again, by all its threads. `list`: kMaxTokens in
-// shared memory.
+// Loads the CTA's own slots into `list` [kMaxTokens] in shared memory. Returns a mask of the own
+// tokens whose slot a later token repeats. All threads of the CTA call it.
 __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p, int first,
                                                int tokens, int32_t* list) {
   __shared__ SlotFilter filter;
@@ -43,8 +54,8 @@ __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p,
   return repeated_here | find_duplicates<kMaxTokens>(p, from, threads, later, own);
 }
 
-// Thread i of the block moves piece i, i + blockDim.x, .. of the block's entries: kWidth
-// neighbouring elements, 16 bytes of the cache or one element.
+// Thread i moves accesses i, i + blockDim.x, ... of the CTA's entries. An access is kWidth
+// neighbouring elements: 16 bytes of the cache, or one element.
 template <typename T, typename C, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     concat_and_cache_mla_kernel(ConcatAndCacheMlaParams p, FastDivisor block_size,
@@ -59,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
 
   using Loaded = std::conditional_t<kVectors, Vector<T>, StoredVec<T, 1>>;
   Loaded x[kParts];
-  int token = 0, d = 0;  // of the piece in x
+  int token = 0, d = 0;  // of the access in x
   const auto fetch = [&](int i) {
     token = per_entry.divide(i);
     d = (i - token * pieces) * kWidth;
@@ -71,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kParts; ++j) x[j] = reinterpret_cast<const Loaded*>(from)[j];
   };
   int i = threadIdx.x;
-  fetch(min(i, count - 1));  // without a branch, so that all loads of the prologue are under way
+  // Clamped instead of branching, so that all loads of the prologue are in flight together.
+  fetch(min(i, count - 1));
   const Divisor scale = divisor_of<C>(p.scale, 0, 0);
   const uint32_t repeated = load_slots(p, first, tokens, own_slots);
 #pragma unroll 1
@@ -91,8 +103,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp writes an entry: lane l quantises elements 16 l to 16 l + 15 of the latent, 8 lanes a
-// tile, and the first 8 lanes store 8 elements of the rope each.
+// A warp writes an entry. Lane l quantizes latent elements 16 l to 16 l + 15. Eight lanes share a
+// scale. The first 8 lanes store 8 elements of k_pe each.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     concat_and_cache_ds_mla_kernel(ConcatAndCacheMlaParams p, FastDivisor block_size) {
@@ -115,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kRopeEach / kStoredWidth; ++j) r[j] = reinterpret_cast<const Part*>(rope)[j];
   const uint32_t repeated = load_slots(p, first, tokens, own_slots);
 
-  float largest = 0.0f;  // a NaN does not count
+  float largest = 0.0f;  // fmaxf ignores NaN
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     largest = fmaxf(largest, fabsf(to_float(x[j / kStoredWidth].data[j % kStoredWidth])));
@@ -151,7 +163,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `splits` blocks a sequence; a warp reads an entry, lane l what lane l wrote.
+// num_splits CTAs gather a sequence. A warp reads an entry, and lane l reads what lane l of
+// concat_and_cache_ds_mla_kernel wrote.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     cp_gather_and_upconvert_kernel(UpconvertMlaParams p, FastDivisor splits, int num_splits) {
@@ -200,7 +213,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// V is what one access moves; rows of the three tensors in elements of V.
+// V is the type of one access. Rows and widths of the three tensors count elements of V.
 template <typename V>
 __global__ void __launch_bounds__(kThreads)
     concat_mla_q_kernel(const V* nope, const V* rope, V* out, RowOffsets nope_rows,
@@ -264,7 +277,7 @@ void launch_once(const ConcatAndCacheMlaParams& p, Stream stream) {
 template <typename V>
 void launch_concat(const ConcatMlaQParams& p, Stream stream) {
   const int64_t size = size_of(p.dtype);
-  const auto in_accesses = [&](Rows rows) {  // as elements of V
+  const auto in_accesses = [&](Rows rows) {  // strides in elements of V
     rows.outer_stride = rows.outer_stride * size / static_cast<int64_t>(sizeof(V));
     rows.inner_stride = rows.inner_stride * size / static_cast<int64_t>(sizeof(V));
     return RowOffsets(rows);
@@ -299,7 +312,7 @@ void launch(const ConcatAndCacheMlaParams& params, Stream stream) {
 }
 
 void launch(const UpconvertMlaParams& p, Stream stream) {
-  // Enough blocks to fill the device, were all rows one sequence's; at least one a sequence.
+  // Enough CTAs to fill the device if one sequence had all rows; at least one CTA a sequence.
   const int64_t wanted = std::min<int64_t>((p.num_rows + kThreads / 32 - 1) / (kThreads / 32),
                                            int64_t{16} * current_device_info().num_sms);
   const int64_t splits = std::max<int64_t>(1, wanted / p.num_seqs);

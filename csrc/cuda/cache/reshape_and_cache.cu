@@ -1,3 +1,12 @@
+// reshape_and_cache: writes key and value [num_tokens, num_kv_heads, head_size] to slot_mapping's
+// slots of a paged cache. This file has the launcher of all layouts and the kernel of layout vllm.
+//
+//   layout NHD             launch_rows(), reshape_and_cache_flash.cu
+//   layout vllm, aligned   write_pages_kernel; body and grid in write_pages.cuh
+//   anything else          launch_elements(), reshape_and_cache_flash.cu
+//
+// Before the PDL wait nothing is read; addresses are only prefetched into L2. At most
+// kTokensPerLaunch tokens a launch, which duplicate_slots.cuh explains.
 #include "ops/reshape_and_cache.h"
 
 #include <algorithm>
@@ -10,7 +19,8 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Where there are few blocks registers for transfers are worth more than room for others.
+// Resident CTAs an SM, for __launch_bounds__. With an idle SM (kIdle) more registers for loads in
+// flight are worth more than more CTAs an SM.
 template <typename T, typename C, bool kMany, bool kIdle>
 constexpr int kBlocks = kIdle ? 4 : kResident<T, C, kMany>;  // of 256 threads
 

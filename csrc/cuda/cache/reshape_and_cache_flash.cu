@@ -1,3 +1,11 @@
+// Writes key and value into caches of layout NHD (reshape_and_cache_flash), and into any cache that
+// no vectorised kernel can address.
+//
+//   write_rows_kernel       16-byte accesses; body and grid in write_rows.cuh
+//   write_elements_kernel   grid: tokens; one element a thread; any layout, alignment and size
+//
+// Before the PDL wait write_rows_kernel only prefetches into L2. write_elements_kernel reads
+// nothing.
 #include <algorithm>
 
 #include "cuda/base/kv_element.cuh"
@@ -12,8 +20,9 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Threads that a multiprocessor is to hold: as many as registers allow. A token a block: with
-// kCrowd, of hundreds of blocks, so many that those of the next launch find room beside them.
+// Resident threads an SM, for __launch_bounds__: as many as registers allow. kOwn == 1 is one token
+// a CTA. kCrowd means hundreds of CTAs; then CTAs of the next launch fit on the SM at the same
+// time.
 template <typename T, typename C, int kEach, int kOwn, bool kCrowd>
 constexpr int kResidentThreads = kIs8Bit<C>  ? (kEach > 1 || sizeof(T) == 4 ? 512 : 1024)
                                  : kEach > 1 ? 1024
@@ -30,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, kResidentThreads<T, C, kEach, kOwn, 
   write_rows<T, C, kThreads, kEach, kOwn>(p, keys, blockIdx.x);
 }
 
-// One token a block.
+// One token a CTA.
 template <typename T, typename C>
 __global__ void __launch_bounds__(256) write_elements_kernel(ReshapeAndCacheParams p) {
   launch_dependents();
@@ -67,7 +76,7 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       using C = decltype(stored);
-      constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // by registers
+      constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // limited by registers
       const RowsShape shape(p, kEach);
       const int rows = shape.write.rows;
       auto kernel =

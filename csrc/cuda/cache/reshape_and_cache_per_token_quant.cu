@@ -1,3 +1,12 @@
+// reshape_and_cache_per_token_quant: writes key and value into int8 caches of any layout. Each
+// (token, KV head) row gets its own scale = max |x| / 127.
+//
+//   quantise_rows_kernel       grid (tokens / blockDim.y, KV head), block (16-byte chunks of the
+//                              cache in a head, tokens); 16-byte accesses
+//   quantise_elements_kernel   grid: tokens; a row a warp; any layout, alignment and size
+//
+// Nothing is read before the PDL wait. ops/reshape_and_cache_per_token_quant.h has the contract,
+// duplicate_slots.cuh the rule for duplicate slots.
 #include "ops/reshape_and_cache_per_token_quant.h"
 
 #include <algorithm>
@@ -35,26 +44,27 @@ struct TokenQuantWrite : CacheWrite {
         value_scales_head_stride(p.value_scales_head_stride) {}
 };
 
-constexpr int kMaxTokens = 32;    // of a block
-constexpr int kMaxThreads = 512;  // of a block
-constexpr int kFewTokens = 64;    // up to here blocks are as small as they can be
+constexpr int kMaxTokens = 32;    // of a CTA
+constexpr int kMaxThreads = 512;  // of a CTA
+constexpr int kFewTokens = 64;    // up to here a CTA is one warp
 constexpr int kWidth = kVecWidth<int8_t>;
 
-// How a row is quantised whose largest magnitude has these bits.
+// Quantizes a row, given the bits of its largest magnitude.
 class RowScale {
  public:
-  float scale;  // stored
+  float scale;  // as stored
 
   __device__ __forceinline__ explicit RowScale(uint32_t largest_bits) {
     scale = __fdiv_rn(__uint_as_float(largest_bits), 127.0f);
-    // A power of two that brings row and scale to where their quotients can be corrected.
+    // A power of two. It scales values and divisor into the range in which quotient() can correct
+    // its result.
     factor_ = scale < 0x1p-100f ? 0x1p100f : scale > 0x1p100f ? 0x1p-64f : 1.0f;
     divisor_ = scale > 0.0f ? scale * factor_ : 1.0f;
     inverse_ = __frcp_rn(divisor_);
-    finite_ = scale < __int_as_float(0x7f800000);  // no NaN either
+    finite_ = scale < __int_as_float(0x7f800000);  // false for NaN, too
   }
 
-  // x / scale to nearest even, of 16 elements.
+  // round_to_nearest_even(x / scale) of 16 elements.
   template <typename T, int kVectors>
   __device__ __forceinline__ Vector<int8_t> quantise(const Vector<T> (&parts)[kVectors]) const {
     constexpr int kPart = kVecWidth<T>;
@@ -72,7 +82,8 @@ class RowScale {
     }
 #pragma unroll
     for (float& value : values) value = quotient(value, divisor_, inverse_);
-    if (scale < 0x1p-126f) {  // rounded to so few bits that quotients leave int8's range
+    // A denormal scale has few significant bits: quotients can leave int8's range.
+    if (scale < 0x1p-126f) {
 #pragma unroll
       for (float& value : values) value = fminf(fmaxf(value, -128.0f), 127.0f);
     }
@@ -108,12 +119,12 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<T> (&parts)[kVectors
   return largest;
 }
 
-// Thread (x, y) quantises chunk x (16 elements) of K and V of the block's token y, of head
-// blockIdx.y; blockDim.x is a power of two, so that a row's threads are lanes of one warp. With
-// kTransposed (layout vllm) V goes through shared memory: where the tokens' slots are an aligned
-// run of neighbours, 8 tokens of a value are stored at once; else neighbouring threads store
-// neighbouring values of one token, each of which costs a sector in that layout. kUsual: blockDim
-// is (8, 16), known to the compiler.
+// Thread (x, y) quantizes chunk x (16 elements) of K and V. The row is token y of the CTA, KV head
+// blockIdx.y. blockDim.x is a power of two, so the threads of a row are lanes of one warp.
+// kTransposed (layout vllm): V goes through shared memory. Where the own slots are an aligned run
+// of consecutive slots, one store takes 8 tokens of a value. Otherwise neighbouring threads store
+// neighbouring values of one token; each store costs a sector in that layout. kUsual: blockDim is
+// (8, 16), known to the compiler.
 template <typename T, bool kTransposed, bool kUsual>
 __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
     quantise_rows_kernel(TokenQuantWrite p) {
@@ -126,14 +137,14 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   constexpr uint32_t kWarp = 0xffffffffu;
 
   const int lanes = kUsual ? 8 : blockDim.x, tokens = kUsual ? 16 : blockDim.y;
-  const int first = blockIdx.x * tokens;  // within this launch
+  const int first = blockIdx.x * tokens;  // relative to this launch
   const int head = blockIdx.y;
   const int chunk = threadIdx.x, row = threadIdx.y;
   const int thread = row * lanes + chunk, lane = thread % 32;
   const int threads = lanes * tokens;
   const bool has_chunk = chunk * kWidth < p.head_size;
 
-  // Without a branch, so that all loads of the prologue are under way at once.
+  // Clamped instead of branching, so that all loads of the prologue are in flight together.
   Vector<T> k[kVectors], v[kVectors];
   {
     const int token = min(first + row, p.num_tokens - 1);
@@ -147,7 +158,8 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
   }
-  const int slot_lane = lane & (tokens - 1);  // a power of two; every warp finds out for itself
+  // `tokens` is a power of two. Every warp reads all own slots and decides alone.
+  const int slot_lane = lane & (tokens - 1);
   const int32_t lane_slot = slot_of(p, first + slot_lane);
   const int from = first + tokens + thread;
   LaterSlots<sizeof(T) == 4 ? 4 : 8> later;
@@ -155,7 +167,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   const int32_t start = __shfl_sync(kWarp, lane_slot, 0);
   const bool run = __all_sync(kWarp, start >= 0 && lane_slot == start + slot_lane);
   if (thread < tokens) own_slots[thread] = lane_slot;
-  // A lane without a chunk holds another's values: they change no maximum.
+  // A lane without a chunk of its own holds the last chunk again. That changes no maximum.
   const RowScale k_scale(lanes_max(largest_of(k), lanes));
   const RowScale v_scale(lanes_max(largest_of(v), lanes));
   uint32_t repeated = 0;
@@ -169,7 +181,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
                find_duplicates<kMaxTokens>(p, from, threads, later, own);
   }
 
-  const int pitch = (lanes + 1) * kWidth;  // of the tile's rows: spreads a column over banks
+  const int pitch = (lanes + 1) * kWidth;  // row pitch of the tile; padded against bank conflicts
   auto* tile = reinterpret_cast<int8_t*>(tile_bytes);
   const int32_t slot = own_slots[row];
   if (slot >= 0 && (repeated >> row & 1) == 0) {
@@ -204,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
     if (run && repeated == 0 && tokens % 8 == 0 && p.block_size % tokens == 0 &&
         start % tokens == 0) {
       int8_t* values = values_of(p.place(own_slots[0]));
-      const int stores = tokens / 8;  // of one value index: 1 or 2 or 4
+      const int stores = tokens / 8;  // stores of one value index: 1, 2 or 4
       const int shift = stores == 1 ? 0 : stores == 2 ? 1 : 2;
 #pragma unroll 1
       for (int i = thread; i < p.head_size << shift; i += threads) {
@@ -229,7 +241,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
   }
 }
 
-// One token a block, one row a warp, an element a lane: any layout, alignment and size.
+// One token a CTA, one row a warp, one element a lane: any layout, alignment and size.
 template <typename T>
 __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   launch_dependents();
@@ -272,7 +284,7 @@ __global__ void __launch_bounds__(256) quantise_elements_kernel(Params p) {
   }
 }
 
-// Every wide access of quantise_rows_kernel is aligned, and its grid can be launched.
+// Whether every 16-byte access of quantise_rows_kernel is aligned and its grid can be launched.
 bool rows_aligned(const ReshapeAndCacheParams& w) {
   const PagedKv& kv = w.kv;
   const auto aligned = [](int64_t block, int64_t head, int64_t token) {
@@ -299,7 +311,8 @@ void launch_once(const Params& p, Stream stream) {
     }
     const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kv.head_size / kWidth)));
     const bool transposed = kv.layout == KvLayout::kVllm;
-    // Whole warps. Many tokens: as many as a page has, so that runs of slots are seen.
+    // Whole warps. For many tokens a CTA takes 16, or in layout vllm as many as divide a page, so
+    // that aligned runs of slots are found.
     const int warp_tokens = 32 / lanes;
     int tokens = warp_tokens;
     if (w.num_tokens > kFewTokens) {

@@ -1,3 +1,6 @@
+// swap_blocks: copies pages between two tensors, each on the GPU or on the host, with
+// cudaMemcpyAsync or one cudaMemcpyBatchAsync. There is no kernel. copy_blocks.cu copies within a
+// cache.
 #include <vector>
 
 #include "cuda/base/launch.cuh"
@@ -6,14 +9,14 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Copies from stretches of memory to others, all of one swap.
+// All copies of one swap: copy i moves bytes[i] from from[i] to to[i].
 struct Copies {
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<size_t> bytes;
 };
 
-// One for each stretch of pairs whose sources and destinations both follow one another.
+// Merges pairs into one copy where source and destination pages both are consecutive.
 Copies join(const SwapBlocksParams& p) {
   const BlockCopy& copy = p.copy;
   const bool joinable =
@@ -40,13 +43,15 @@ cudaMemoryType memory_of(const void* pointer) {
   return attributes.type;
 }
 
-// Device memory or pinned host memory: a batch would read pageable memory when the stream gets
-// there, after the call, where a single copy reads it before it returns.
+// Whether a batch may copy from or to this memory: device memory or pinned host memory. A batch
+// reads pageable memory when the stream reaches it, after the call has returned. A single
+// cudaMemcpyAsync reads it before it returns.
 bool can_wait(cudaMemoryType type) {
   return type == cudaMemoryTypeDevice || type == cudaMemoryTypeHost;
 }
 
-// A batch has no order of its own, and cannot be captured. The legacy default stream takes none.
+// Whether a batch is allowed. Its copies have no order among themselves, which overlapping tensors
+// need. It cannot be captured into a graph. The legacy default stream accepts none.
 bool takes_batch(const SwapBlocksParams& p, cudaStream_t stream) {
   if (p.one_tensor || stream == nullptr || stream == cudaStreamLegacy) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -54,7 +59,7 @@ bool takes_batch(const SwapBlocksParams& p, cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone;
 }
 
-// All copies in one call, or false where runtime or driver do not have it.
+// Issues all copies in one call. Returns false where the runtime or the driver lacks that call.
 bool copy_batch(const SwapBlocksParams& p, Copies& copies, cudaStream_t stream) {
 #if CUDART_VERSION >= 12080
   if (copies.to.size() < 2 || !takes_batch(p, stream)) return false;
@@ -63,7 +68,8 @@ bool copy_batch(const SwapBlocksParams& p, Copies& copies, cudaStream_t stream) 
   cudaMemcpyAttributes attributes = {};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   if (from != to) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  size_t first = 0;  // copy that has these attributes, and so have those after it
+  // The attributes apply from this copy on.
+  size_t first = 0;
 #if CUDART_VERSION >= 13000
   const cudaError_t error =
       cudaMemcpyBatchAsync(copies.to.data(), copies.from.data(), copies.bytes.data(),
@@ -75,8 +81,8 @@ bool copy_batch(const SwapBlocksParams& p, Copies& copies, cudaStream_t stream) 
       copies.to.size(), &attributes, &first, 1, &failed, stream);
 #endif
   if (error == cudaSuccess) return true;
-  cudaGetLastError();  // not of this call: the copies one by one will say what is wrong, if
-                       // anything
+  // Clears the error. The single copies that follow report what is wrong, if anything is.
+  cudaGetLastError();
 #endif
   return false;
 }

@@ -1,4 +1,11 @@
-// The writer of layout vllm: the body that reshape_and_cache and rope_and_cache share.
+// The device body that writes pages of layout vllm. reshape_and_cache (kernel in
+// reshape_and_cache.cu) and rope_and_cache (kernels in cuda/rope) share it. PagesShape has grid and
+// block.
+//
+// K [num_blocks, num_kv_heads, head_size / x, block_size, x] is stored by 16-byte chunks. V
+// [num_blocks, num_kv_heads, head_size, block_size] has a token's values block_size elements apart,
+// so it is transposed in shared memory. Before the PDL wait nothing is read; for few tokens
+// addresses are prefetched into L2.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,14 +22,15 @@
 
 namespace vllm_kernels::cuda {
 
-// Up to here a block writes its part of scattered tokens from what it has loaded. So that enough
-// blocks write, a part is at most kFewChunks, and kFewBlocks blocks share its tokens.
+// Up to kFewTokens tokens, a CTA stores scattered tokens from the values it has loaded. To get
+// enough CTAs, a CTA then takes at most kFewChunks chunks of a head. kFewBlocks CTAs share its
+// tokens.
 constexpr int kFewTokens = 64;
 constexpr int kFewChunks = 4;
 constexpr int kFewBlocks = 4;
 
-// Blocks of 256 threads that a multiprocessor is to hold: as many as registers allow, so that one
-// block's transfers meet another's instructions.
+// Resident CTAs an SM (of 256 threads), for __launch_bounds__: as many as registers allow. One
+// CTA's memory accesses then overlap another's instructions.
 template <typename T, typename C, bool kMany>
 constexpr int kResident = !kMany || kVecWidth<C> > 2 * kVecWidth<T> ? 2
                           : kIs8Bit<C>                              ? 3
@@ -31,13 +39,13 @@ constexpr int kResident = !kMany || kVecWidth<C> > 2 * kVecWidth<T> ? 2
 struct PagesWrite : CacheWrite {
   FastDivisor by_head_size;
   FastDivisor by_parts;
-  int32_t parts;  // of a head's chunks
+  int32_t parts;  // CTAs that share the chunks of one head
 
   using CacheWrite::CacheWrite;
 };
 
-// Layout vllm, one token, all heads: neighbouring threads on neighbouring values of V, each of
-// which lies in a sector of its own, seldom touched again.
+// Writes one token, all heads. Neighbouring threads take neighbouring values of V. Each of these
+// stores touches a sector of its own that is seldom written again.
 template <typename T, typename C, typename Keys>
 __device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int token, Slot at,
                                             int thread, int threads) {
@@ -82,13 +90,13 @@ __device__ __forceinline__ void write_token(const PagesWrite& p, Keys keys, int 
   }
 }
 
-// V of a block's tokens on their way into pages: rows of tokens, read by columns.
+// Transposes the V of a CTA's tokens: filled by rows (tokens), read by columns (value indices).
 template <typename C, int kRun, int kLanes>
 struct ValueTile {
   static constexpr int kWidth = kVecWidth<C>;                   // elements of a chunk
   static constexpr int kStore = kWidth < kRun ? kWidth : kRun;  // tokens of one store
-  static constexpr int kPitch = (kLanes + 1) * kWidth;          // spreads a column over the banks
-  // The stores of a value index read from different banks.
+  static constexpr int kPitch = (kLanes + 1) * kWidth;          // padded against bank conflicts
+  // The stores of one value index read from different banks.
   static constexpr int kSkew = kStore < kRun ? 2 * kWidth : 0;
   alignas(16) C data[kRun * kPitch + (kRun / kStore - 1) * kSkew];
 
@@ -100,12 +108,12 @@ struct ValueTile {
   }
   __device__ __forceinline__ C get(int token, int d) const { return data[row(token) + d]; }
 
-  // Of an aligned run of kRun neighbours: `to` is value 0 of its first token, `dims` values of
-  // each. By kThreads together.
+  // Stores V where the own slots are an aligned run of kRun consecutive slots. `to` is value 0 of
+  // the first token, `dims` the values of a token. All kThreads threads call it.
   template <int kThreads>
   __device__ __forceinline__ void store_run(C* to, uint32_t dim_stride, uint32_t dims,
                                             uint32_t thread) const {
-    constexpr uint32_t kStores = kRun / kStore;  // of one value index
+    constexpr uint32_t kStores = kRun / kStore;  // stores of one value index
     const uint32_t token = thread % kStores * kStore;
 #pragma unroll
     for (uint32_t i = 0; i < kLanes * kWidth * kStores; i += kThreads) {
@@ -123,36 +131,38 @@ struct ValueTile {
   }
 };
 
-// Layout vllm. A block looks after kRun neighbouring tokens and a part of a head's chunks (a chunk
-// is 16 bytes of the cache); thread (x, y) loads the part's chunk x of token y. K is stored chunk
-// by chunk; V goes through shared memory, and how it is stored depends on the tokens' slots:
-//   an aligned run of kRun neighbours    16 bytes a store
-//   few neighbourhoods                   neighbouring threads on neighbouring slots of one value
-//   scattered                            neighbouring threads on neighbouring values of one slot;
-//                                        the block then writes some tokens: with kMany their
-//                                        whole rows, otherwise its part of every kFewBlocks-th
-// blockDim.x = kRun * kLanes, kLanes chunks of a part, gridDim.z = 1 with kMany, else kFewBlocks.
-// `group`: which kRun tokens. Of those that a block writes as whole rows it takes the `turn`-th of
-// every `turns`; whether it did is returned. kRest: runs of neighbours have been dealt with.
+// A CTA writes kRun consecutive tokens, and kLanes chunks of one head. A chunk is 16 bytes of the
+// cache. Thread (x, y) loads chunk x of token y. K is stored by chunks. How V leaves shared memory
+// depends on the own slots:
+//   an aligned run of kRun slots   16 bytes a store
+//   few runs                       neighbouring threads store neighbouring slots of one value
+//   scattered                      neighbouring threads store neighbouring values of one slot
+// A CTA with scattered slots stores only some of its tokens. With kMany it stores their whole rows
+// (write_token); otherwise its chunks of every kFewBlocks-th token.
+//
+// blockDim.x = kRun * kLanes. gridDim.z = 1 with kMany, else kFewBlocks. `group` is the index of
+// the kRun tokens, `part` that of the head's chunks. `rotate` of `rotates` is this CTA's share of
+// the whole rows; they are dealt round-robin. Returns whether whole rows were stored. kRest: the
+// caller has handled runs of consecutive slots already.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, bool kRest, typename Keys>
 __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int group, int head,
                                             int part, int rotate, int rotates) {
   constexpr int kWidth = kVecWidth<C>;             // elements of a chunk
-  constexpr int kVectors = kWidth / kVecWidth<T>;  // of T that make a chunk
+  constexpr int kVectors = kWidth / kVecWidth<T>;  // vectors of T a chunk
   constexpr int kThreads = kRun * kLanes;
   constexpr uint32_t kWarp = 0xffffffffu;
   __shared__ ValueTile<C, kRun, kLanes> tile;
   __shared__ int32_t own_slots[kRun];
   __shared__ SlotFilter filter;
 
-  const int first = group * kRun;  // within this launch
+  const int first = group * kRun;  // relative to this launch
   const int first_chunk = part * kLanes;
   const int thread = threadIdx.x;
   const int x = threadIdx.x % kLanes, row = threadIdx.x / kLanes, lane = threadIdx.x % 32;
   const int slot_lane = threadIdx.x % kRun;
   const int chunk = first_chunk + x;
 
-  // Without a branch, so that all loads of the prologue are under way at once.
+  // Clamped instead of branching, so that all loads of the prologue are in flight together.
   const int num_tokens = p.num_tokens;
   const int d = min(chunk * kWidth, p.head_size - kWidth);
   Vector<T> k[kVectors], v[kVectors];
@@ -164,18 +174,20 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     for (int i = 0; i < kVectors; ++i) v[i] = value[i];
   };
   const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
-  if (!kRest && num_tokens <= 1024) {  // few: under way before the wait
+  // Few tokens: prefetch before the PDL wait.
+  if (!kRest && num_tokens <= 1024) {
     keys.prefetch(token, head, d);
     prefetch_l2(value);
     prefetch_l2(lane_slot_at);
   }
   wait_for_primary_kernel();
-  const int64_t lane_slot_read = *lane_slot_at;  // every warp finds out for itself
+  const int64_t lane_slot_read = *lane_slot_at;  // every warp reads all own slots and decides alone
   if constexpr (!kRest) {
     keys.load(token, head, d, k);
     fetch_value();
   }
-  __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
+  // Keeps these loads first: the compiler would delay them behind those of the later slots.
+  __syncwarp();
   const int from = first + kRun + thread;
   LaterSlots<kMany ? 8 : 1> later;
   later.load(p, from, kThreads);
@@ -188,7 +200,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, head);
   const bool has_chunk = chunk * kWidth < p.head_size && first + row < num_tokens;
   const int dims = min(kLanes * kWidth, p.head_size - first_chunk * kWidth);
-  // A token's value 0 of this part.
+  // Value 0 of this CTA's chunks, for a token.
   const auto values_of = [&](Slot at) {
     return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
                            p.to_value_head),
@@ -206,7 +218,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
     }
   };
 
-  // Most prompts: neighbours of which no slot comes up again.
+  // Most prompts: consecutive slots without duplicates.
   if (!kRest && neighbours) {
     if (!kMany && blockIdx.z > 0) return false;
     tile.put(row, x, quantize<T, C>(v, v_scale));
@@ -236,7 +248,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   if (!kMany && !scattered && blockIdx.z > 0) return false;
 
   OwnList own{.slots = own_slots, .end = kRun};
-  if (scattered) {  // this block's tokens only
+  if (scattered) {  // only this CTA's tokens
     own.from = kMany ? rotate : blockIdx.z;
     own.step = kMany ? rotates : kFewBlocks;
   }
@@ -252,7 +264,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   }
   repeated |= repeated_in_warp(lane, lane < kRun ? lane_slot : -1);
   if constexpr (kMany) {
-    // Around the loop a branch, in which k and v need no registers: 8 bits spill without.
+    // This branch around the loop frees the registers of k and v. Without it 8-bit caches spill.
     if (!kIs8Bit<C> || scattered) {
 #pragma unroll 1
       for (int r = scattered ? rotate : kRun; r < kRun; r += rotates) {
@@ -267,13 +279,14 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int32_t slot = own_slots[row];
   const bool own_row = !scattered || row % kFewBlocks == own.from;
   if (own_row && has_chunk && slot >= 0 && (repeated >> row & 1) == 0) {
-    if constexpr (kRest) keys.load(token, head, d, k);  // no earlier: it would hold registers
+    // Not earlier: it would hold registers.
+    if constexpr (kRest) keys.load(token, head, d, k);
     store_key(p.place(slot));
     if constexpr (kRest) fetch_value();
     tile.put(row, x, quantize<T, C>(v, v_scale));
   }
   __syncthreads();
-  // That divide the work on one row of the tile's: at most as many as it has values.
+  // Threads that share one row of the tile: at most as many as it has values.
   constexpr int kScatterLanes = kLanes * kWidth < 32 ? kLanes * kWidth : 32;
   const int lanes = scattered ? kScatterLanes : kRun;
   const int outer = thread / lanes, inner = thread % lanes, step = kThreads / lanes;
@@ -291,7 +304,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   return false;
 }
 
-// Of a grid whose y has the parts of heads.
+// For a grid whose y counts (head, part) pairs.
 template <typename T, typename C, int kRun, int kLanes, bool kMany, typename Keys>
 __device__ __forceinline__ void write_pages(const PagesWrite& p, const Keys& keys, int group) {
   const int head = p.by_parts.divide(blockIdx.y);
@@ -299,11 +312,11 @@ __device__ __forceinline__ void write_pages(const PagesWrite& p, const Keys& key
                                                 blockIdx.y, gridDim.y);
 }
 
-// At most 16 chunks a token, fewer for few tokens; with `spread` also where that leaves
-// multiprocessors idle.
+// Grid and block of write_pages. A CTA takes at most 16 chunks of a token, kFewChunks for few
+// tokens. With `spread` it takes 8 also where 16 would leave SMs idle.
 struct PagesShape {
   int lanes;
-  bool idle;  // with 16 chunks a block some multiprocessors would have none
+  bool idle;  // with 16 chunks a CTA some SMs would have none
   dim3 grid;
   PagesWrite write;
 
@@ -321,7 +334,7 @@ struct PagesShape {
   }
 };
 
-// Every 16-byte access of write_pages is aligned, and its grid can be launched.
+// Whether every 16-byte access of write_pages is aligned and its grid can be launched.
 inline bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&

@@ -1,4 +1,7 @@
-// The writer of rows (layout NHD): the body that reshape_and_cache_flash and rope_and_cache share.
+// The device body that writes rows (layout NHD: K, V [num_blocks, block_size, num_kv_heads,
+// head_size]). reshape_and_cache_flash (kernel in reshape_and_cache_flash.cu) and rope_and_cache
+// (cuda/rope/rope_and_cache_writers.cu) share it. RowsShape has grid and block. Before the PDL wait
+// nothing is read; addresses are only prefetched into L2.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,27 +18,27 @@
 
 namespace vllm_kernels::cuda {
 
-// Where all heads of a token lie in one row they count as one of `row_size` elements.
+// Where all heads of a token are contiguous, they count as one row of `row_size` elements.
 struct RowsWrite : CacheWrite {
   FastDivisor by_head_size;
   FastDivisor by_lanes;
   int32_t row_size;
   int32_t lanes;  // threads of a token
-  int32_t rows;   // tokens side by side
+  int32_t rows;   // tokens that the CTA moves at once
 
   using CacheWrite::CacheWrite;
 };
 
-// A block's tokens are the group-th kEach * p.rows, at most kOwn, of head blockIdx.y; a thread
-// moves a chunk, and those that come p.lanes later, of K and V of every p.rows-th of them. A
-// chunk is 16 bytes of the cache.
+// CTA (group, head) writes the group-th kEach * p.rows tokens, at most kOwn. A chunk is 16 bytes of
+// the cache. Thread (x, y) moves chunks x, x + p.lanes, ... of K and V. Its tokens are y, y +
+// p.rows, ... of the CTA, kEach of them.
 template <typename T, typename C, int kThreads, int kEach, int kOwn, typename Keys>
 __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given, int group) {
   constexpr int kWidth = kVecWidth<C>;
   constexpr int kParts = kWidth / kVecWidth<T>;
   constexpr uint32_t kWarp = 0xffffffffu;
   const int tokens = kOwn == 1 ? 1 : kEach * p.rows;
-  const int first = group * tokens;  // within this launch
+  const int first = group * tokens;  // relative to this launch
   const int head = blockIdx.y;
   const int thread = threadIdx.x;
   const int y = kOwn == 1 ? 0 : p.by_lanes.divide(thread);
@@ -45,9 +48,9 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
 #pragma unroll
   for (Keys& key : keys) key = given;
   Vector<T> k[kEach][kParts], v[kEach][kParts];
-  // The KV head of the row's element d.
+  // The KV head of element d of the row.
   const auto head_of = [&](int d) { return head + static_cast<int>(p.by_head_size.divide(d)); };
-  // Where keys look for element d: head and element of it, or of the row.
+  // Head and element by which the keys address element d: within its head, or within the row.
   const auto key_head = [&](int d) { return Keys::kByHead ? head_of(d) : head; };
   const auto key_element = [&](int d) {
     return Keys::kByHead ? d - (head_of(d) - head) * p.head_size : d;
@@ -58,7 +61,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
         stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
   };
   const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
-  // Without a branch, so that all loads of the prologue are under way at once.
+  // Clamped instead of branching, so that all loads of the prologue are in flight together.
   const auto fetch = [&](int d) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -71,11 +74,12 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   int d = x * kWidth;
   const bool inside = d < p.row_size && y < p.rows;
   const int first_d = min(d, p.row_size - kWidth);
-  // A few own tokens are a lane's each, more are in shared memory.
+  // A few own slots are kept one a lane, more of them in shared memory.
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? threadIdx.x % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, num_tokens - 1);
-  if constexpr (kEach == 1) {  // under way before the wait
+  // Prefetch before the PDL wait.
+  if constexpr (kEach == 1) {
     keys[0].prefetch(token_of(0), key_head(first_d), key_element(first_d));
     prefetch_l2(value_at(token_of(0), first_d));
     prefetch_l2(p.slot_mapping + min(first + thread, num_tokens - 1));
@@ -83,7 +87,8 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   wait_for_primary_kernel();
   const int64_t own_slot_read = *own_slot_at;
   fetch(first_d);
-  __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
+  // Keeps these loads first: the compiler would delay them behind those of the later slots.
+  __syncwarp();
   const int from = first + tokens + thread;
   constexpr int kLater = kOwn == 1 ? 4 : Keys::kByHead ? 6 : kEach > 1 ? 16 : 8;
   LaterSlots<kLater> later;
@@ -155,15 +160,17 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   }
 }
 
-// What a block takes. Few tokens: one, or what fills two warps of narrow rows. Many: for enough
-// loads in flight and fewer blocks that look for repetitions two and more, `each` a thread.
+// Grid and block of write_rows. Few tokens: a CTA takes one token, or as many narrow rows as fill
+// two warps. Many tokens: a CTA takes two or more, and a thread `each` of them. So more loads are
+// in flight, and fewer CTAs scan for duplicate slots.
 struct RowsShape {
   int threads;
   int each;
   dim3 grid;
   RowsWrite write;
 
-  // `most`: tokens a thread may move; 0: one a block of wide rows, however many there are.
+  // `most`: tokens a thread may move. 0: wide rows are one token a CTA, however many tokens there
+  // are.
   RowsShape(const ReshapeAndCacheParams& p, int most) : write(p) {
     const PagedKv& kv = p.kv;
     const bool one_row = p.key_head_stride == kv.head_size && p.value_head_stride == kv.head_size &&
@@ -183,7 +190,7 @@ struct RowsShape {
   }
 };
 
-// Every 16-byte access of write_rows is aligned.
+// Whether every 16-byte access of write_rows is aligned.
 inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
   const auto aligned = [&](int64_t block, int64_t token, int64_t head) {

@@ -1,3 +1,10 @@
+// rms_norm and fused_add_rms_norm, out [rows, hidden_size]; ops/rms_norm.h has the formula.
+// Three kernels; launch_rows() below chooses:
+//   rms_norm_kernel        one CTA per row, the row in registers: 1, 2 or 4 16-byte Vecs per thread
+//   rms_norm_short_kernel  rows of at most 32 Vecs (heads): several rows per CTA, a Vec per lane
+//   rms_norm_long_kernel   one CTA per row, any length and alignment, two passes over the row
+// Early reads: none, only L2 prefetches before the PDL wait (rms_norm_rows.cuh).
+// Norms with another epilogue (8-bit results, other gains) are in rms_norm_epilogue.cuh.
 #include "ops/rms_norm.h"
 
 #include "cuda/base/fast_divmod.cuh"
@@ -22,7 +29,8 @@ struct RmsNormRows {
         ask_early(asks_early(p)) {}
 };
 
-// One row's arrays as packs. out may be input, so neither is read through the read-only cache.
+// The arrays of one row, as Vecs. `out` may alias `input`, so neither may be read through the
+// read-only cache.
 template <typename T, int kWidth>
 struct Row {
   Vec<T, kWidth>* out;
@@ -40,8 +48,8 @@ struct Row {
   }
 };
 
-// `kVecs` packs a thread of a tile, whose first pack is `first`: the row's elements, with the
-// residual added, rounded and stored where there is one. Zero past the row's end.
+// Loads kVecs Vecs per thread of the tile that starts at Vec `first` of the row. With kAdd it adds
+// the residual, rounds, and stores the sum to the residual. Vecs past the row's end are zero.
 template <bool kAdd, int kVecs, typename T, int kWidth>
 __device__ __forceinline__ void take_tile(Vec<T, kWidth> (&x)[kVecs], const Row<T, kWidth>& row,
                                           int first, int num_vecs) {
@@ -62,15 +70,16 @@ __device__ __forceinline__ void take_tile(Vec<T, kWidth> (&x)[kVecs], const Row<
   }
 }
 
-// Threads of the widest block, and blocks of that size that registers must leave room for.
+// __launch_bounds__ of rms_norm_kernel: threads of the widest CTA, and resident CTAs per SM of that
+// size.
 template <int kVectors>
 constexpr int kMaxThreads = kVectors == 1   ? 1024
                             : kVectors == 2 ? 512
-                                            : 896;  // of 1024, float16 would spill
+                                            : 896;  // float16 would spill with 1024
 template <int kVectors>
 constexpr int kMinBlocks = kVectors == 2 ? 3 : 1;
 
-// One block a row; the row is read once into registers, kVectors 16-byte vectors a thread.
+// One CTA per row. The row is read once, into registers: kVectors 16-byte Vecs per thread.
 template <typename T, bool kAdd, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
     rms_norm_kernel(RmsNormParams p, RmsNormRows rows) {
@@ -91,7 +100,8 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
       weight[v] = i < num_vectors ? row.weight[i] : Vec<T, kWidth>{};
     }
   };
-  if constexpr (kVectors == 1) take_weight();  // with more, registers are better spent on blocks
+  if constexpr (kVectors == 1)
+    take_weight();  // with more Vecs, more CTAs are a better use of registers
   take_tile<kAdd>(x, row, 0, num_vectors);
 
   float square = 0.0f;
@@ -109,8 +119,8 @@ __global__ void __launch_bounds__(kMaxThreads<kVectors>, kMinBlocks<kVectors>)
   }
 }
 
-// Rows of at most 32 vectors, such as heads: `lanes` (a power of two) neighbouring lanes a row, one
-// vector each.
+// Rows of at most 32 Vecs, such as heads. `lanes` neighbouring lanes (a power of two) share a row,
+// one Vec each.
 template <typename T, bool kAdd>
 __global__ void __launch_bounds__(256)
     rms_norm_short_kernel(RmsNormParams p, RmsNormRows rows, int lanes) {
@@ -138,8 +148,8 @@ __global__ void __launch_bounds__(256)
   if (inside) row.out[i] = normed(x, inverse_root(square, rows.inverse_size, p.epsilon), weight);
 }
 
-// Any length, and with kWidth 1 any alignment: two passes over tiles of 4 packs a thread, the
-// second mostly served by the caches.
+// One CTA per row of any length, and with kWidth 1 of any alignment. It makes two passes over tiles
+// of 4 Vecs per thread; caches serve most reads of the second pass.
 template <typename T, bool kAdd, int kWidth>
 __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, RmsNormRows rows) {
   launch_dependents();
@@ -174,7 +184,7 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(RmsNormParams p, Rm
 template <typename T, bool kAdd>
 void launch_rows(const RmsNormParams& p, Stream stream) {
   const char* op = kAdd ? "fused_add_rms_norm" : "rms_norm";
-  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernels number them in 32 bits
+  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernels use 32-bit row indices
   const auto run = [&](auto kernel, int64_t blocks, int64_t threads, auto... more) {
     launch_kernel(op, kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0,
                   stream, p, RmsNormRows(p), more...);
@@ -189,8 +199,9 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_long_kernel<T, kAdd, 1>, rows, p.hidden_size >= 1024 ? 1024 : 256);
   }
 
-  // Block shapes, by vectors a row. Few rows: wide blocks, one load of an array a thread, the
-  // widest where a multiprocessor has one row at most. Many rows: two loads in flight a thread.
+  // The CTA's shape follows from the number of Vecs per row. Few rows: wide CTAs, where each thread
+  // loads one Vec per array. They are widest where an SM gets at most one row. Many rows: two loads
+  // in flight per thread and array.
   const int64_t vectors = p.hidden_size / kWidth;
   const auto run_with = [&](auto kernel, int64_t per_thread) {
     const int64_t threads = (vectors + per_thread - 1) / per_thread;

@@ -1,10 +1,12 @@
-// The norms whose rows end otherwise than rms_norm's: one kernel for every length and alignment,
-// and a Finish that says what becomes of a normalised row. A Finish has
-//   Out<T>            the element type of the result
-//   kWeighting        what the normalised row is multiplied by
-//   prepare()         its loads that need not wait for the row
-//   kScaleOfRow       whether it wants set_scale(row, magnitude, writes) before
-//   finished(...)     the pack to store, from the normalised and weighted one
+// RMS norms with another epilogue than rms_norm's, out [rows, hidden_size]: one kernel for every
+// length and alignment. A CTA takes one row, or several rows of at most 32 Vecs.
+// Early reads: none, only L2 prefetches before the PDL wait.
+// An Epilogue (rms_norm_gain.cu, rms_norm_quant.cu) converts the normalised row to the result:
+//   Out<T>            element type of the result
+//   kWeighting        factor of the normalised row
+//   prepare()         loads that do not depend on the row
+//   kScaleOfRow       whether set_scale(row, magnitude, writes) is called before done()
+//   done(...)         returns the Vec to store for a normalised and weighted Vec
 #pragma once
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
@@ -18,8 +20,8 @@ namespace vllm_kernels::cuda {
 
 enum class Weighting { kNone, kWeight, kOnePlusWeight };
 
-// A pack of the normalised row. The weight is multiplied in the dtype, Gemma's 1 + weight in
-// float32.
+// Returns a Vec of the normalised and weighted row. The multiplication by the weight is in T, the
+// one by Gemma's 1 + weight in float32.
 template <Weighting kWeighting, typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> weighted(const Vec<T, kWidth>& x, float inverse,
                                                    const Vec<T, kWidth>& weight) {
@@ -38,8 +40,8 @@ __device__ __forceinline__ Vec<T, kWidth> weighted(const Vec<T, kWidth>& x, floa
   }
 }
 
-// The kernel's rows. A row belongs to blockDim.x threads: up to 32 lanes of a warp (a power of
-// two), or the whole block.
+// Row addresses of the kernel. blockDim.x threads share a row: up to 32 lanes of a warp (a power of
+// two), or the whole CTA.
 struct RmsNormEpilogueRows {
   RowOffsets out, input, residual;
   bool ask_early;
@@ -59,7 +61,7 @@ __device__ __forceinline__ uint32_t row_max(uint32_t value) {
   return blockDim.x > kWarpSize ? block_max(value) : lanes_max(value, blockDim.x);
 }
 
-// `kVecs` packs a thread of one row's tile.
+// A tile of one row in registers, kVecs Vecs per thread.
 template <typename T, bool kAligned, int kVecs>
 struct RmsNormTile {
   static constexpr int kWidth = kVecWidth<T>;
@@ -82,7 +84,7 @@ struct RmsNormTile {
       weight[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
     }
   }
-  // Adds the residual and leaves the sum there.
+  // Adds the residual and stores the sum to it.
   __device__ __forceinline__ void add(T* residual, int first, int num_vecs, int64_t size) {
     Vec16<T> r[kVecs];
 #pragma unroll
@@ -99,8 +101,8 @@ struct RmsNormTile {
   }
 };
 
-// A row of one tile is read once, into registers. Of a longer one every step reads all tiles again,
-// mostly from the caches.
+// kOneTile: the row is read once, into registers. A longer row is read again, tile by tile, in each
+// pass (sum of squares, magnitude, store), mostly from the caches.
 template <typename T, typename Epilogue, bool kAligned, int kVecs, bool kOneTile>
 __global__ void __launch_bounds__(1024)
     rms_norm_epilogue_kernel(RmsNormParams p, RmsNormEpilogueRows rows, Epilogue epilogue) {
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(1024)
   constexpr int kWidth = kVecWidth<T>;
   constexpr bool kWeighted = Epilogue::kWeighting != Weighting::kNone;
   const uint32_t index = blockIdx.x * blockDim.y + threadIdx.y;
-  const bool inside = index < p.input_rows.count;  // of the last block's rows
+  const bool inside = index < p.input_rows.count;  // false past the last row, in the last CTA
   const uint32_t row = inside ? index : 0;
   const int64_t size = p.hidden_size;
   const int all_vecs = static_cast<int>((size + kWidth - 1) / kWidth);
@@ -190,13 +192,13 @@ void launch_epilogue(const char* op, const RmsNormParams& p, const Epilogue& epi
                        multiple(p.out_rows.inner_stride, kWidth) &&
                        multiple(p.out_rows.outer_stride, kWidth);
 
-  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernel numbers them in 32 bits
+  const int64_t rows = grid_size(op, p.input_rows.count);  // the kernel uses 32-bit row indices
   const int64_t vecs = (p.hidden_size + kWidth - 1) / kWidth;
   unsigned threads = 1, rows_per_block = 1;
-  if (vecs <= kWarpSize) {  // several rows a block, such as heads
+  if (vecs <= kWarpSize) {  // several rows per CTA, such as heads
     while (threads < vecs) threads *= 2;
     rows_per_block = 256 / threads;
-  } else {  // few rows: one pack a thread; many: two
+  } else {  // few rows: one Vec per thread; many rows: two
     const int64_t wanted = rows < 1024 ? vecs : (vecs + 1) / 2;
     threads = static_cast<unsigned>(std::min<int64_t>((wanted + 31) / 32 * 32, 1024));
   }

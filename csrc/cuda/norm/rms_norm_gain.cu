@@ -1,3 +1,5 @@
+// rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm_gain.h). The kernel is
+// in rms_norm_epilogue.cuh; the epilogue here stores its result unchanged.
 #include "ops/rms_norm_gain.h"
 
 #include "cuda/launchers.h"
@@ -6,7 +8,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Stored as it is.
+// Epilogue that stores the row in T.
 template <Weighting kWeighting_>
 struct StoreRow {
   template <typename T>

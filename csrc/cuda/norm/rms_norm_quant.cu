@@ -1,3 +1,5 @@
+// rms_norm and fused_add_rms_norm with an 8-bit result (ops/rms_norm_quant.h): epilogues with a
+// given scale, one scale per row, or one per group. The kernel is in rms_norm_epilogue.cuh.
 #include "ops/rms_norm_quant.h"
 
 #include <bit>
@@ -8,7 +10,8 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// e4m3 by division and int8 by the scale's inverse, as in vLLM.
+// A scale computed from the largest magnitude, and its quantizer. As in vLLM, e4m3 divides by the
+// scale and int8 multiplies by its inverse.
 template <typename Q>
 struct ComputedScale {
   float scale;
@@ -31,7 +34,7 @@ struct QuantizedRow {
   QuantParams p;
 };
 
-// With the scale that is given.
+// Epilogue with a given scale for the tensor.
 template <typename Q>
 struct QuantByTensor : QuantizedRow {
   template <typename T>
@@ -49,7 +52,7 @@ struct QuantByTensor : QuantizedRow {
   }
 };
 
-// With a scale a row.
+// Epilogue with one computed scale per row.
 template <typename Q>
 struct QuantByRow : QuantizedRow {
   template <typename T>
@@ -74,7 +77,7 @@ struct QuantByRow : QuantizedRow {
   }
 };
 
-// With a scale a group: that of neighbouring lanes, 8 to 32 of them.
+// Epilogue with one computed scale per group. Each group lies in 8 to 32 neighbouring lanes.
 template <typename Q>
 struct QuantByGroup : QuantizedRow {
   template <typename T>
@@ -105,7 +108,7 @@ void launch_as(const RmsNormQuantParams& p, Stream stream) {
   dispatch_float(p.norm.dtype, [&](auto tag) {
     using T = decltype(tag);
     switch (p.quant.scale_of) {
-      case ScaleOf::kTensor:  // no op asks for int8
+      case ScaleOf::kTensor:  // no op uses int8 here
         if constexpr (!std::is_same_v<Q, int8_t>) {
           launch_epilogue<T>(p.op, p.norm, QuantByTensor<Q>{{p.quant}}, stream);
         }

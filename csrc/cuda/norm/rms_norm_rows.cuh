@@ -1,4 +1,4 @@
-// Steps that the root-mean-square norms share, on packs of a row's elements.
+// Steps on Vecs of a row that all RMS norm kernels share.
 #pragma once
 #include "cuda/base/prefetch.cuh"
 #include "cuda/base/vec.cuh"
@@ -6,15 +6,16 @@
 
 namespace vllm_kernels::cuda {
 
-// Whether blocks of a row each ask the second-level cache for it before the wait. More rows than
-// these keep memory busy as it is: asking early took up to 15% longer.
+// Whether a CTA prefetches its row into L2 before the PDL wait. With more rows or bytes than this
+// memory is busy anyway, and the prefetch took up to 15% longer.
 inline bool asks_early(const RmsNormParams& p) {
   const int64_t arrays = p.residual == nullptr ? 1 : 2;
   const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
   return p.input_rows.count <= 512 && bytes <= 6'000'000;
 }
 
-// A lane an array of `bytes`, a multiple of 16, at an address that is one; null: it is not there.
+// Prefetches `bytes` of each array into L2, one lane per array. `bytes` and the addresses are
+// multiples of 16. A null array is skipped.
 __device__ __forceinline__ void ask_for(const void* input, const void* residual, const void* weight,
                                         uint32_t bytes) {
   if (threadIdx.x >= 3) return;
@@ -31,7 +32,8 @@ __device__ __forceinline__ float sum_of_squares(const Vec<T, kWidth>& vec) {
   return square;
 }
 
-// The normalised value is rounded before the product.
+// Returns x * inverse * weight. The normalised value is rounded to T before it is multiplied by the
+// weight.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> normed(Vec<T, kWidth> x, float inverse,
                                                  Vec<T, kWidth> weight) {
@@ -42,15 +44,15 @@ __device__ __forceinline__ Vec<T, kWidth> normed(Vec<T, kWidth> x, float inverse
   return downcast<T>(values) * weight;
 }
 
-// Stops the compiler from holding on to the elements' float copies, which take twice the registers.
+// Stops the compiler from keeping the upcast elements alive: they take twice the registers.
 template <typename T>
 __device__ __forceinline__ void keep_packed(Vec16<T>& vec) {
 #pragma unroll
   for (uint32_t& word : vec.words) asm volatile("" : "+r"(word));
 }
 
-// 1 / sqrt(mean square + epsilon) of a row; 0 for a row of zeros without an epsilon.
-// `inverse_size`: 1 / hidden_size.
+// Returns 1 / sqrt(square / hidden_size + epsilon), or 0 for a row of zeros with epsilon 0.
+// `inverse_size` is 1 / hidden_size.
 __device__ __forceinline__ float inverse_root(float square, float inverse_size, float epsilon) {
   const float mean = fmaf(square, inverse_size, epsilon);
   return mean == 0.0f ? 0.0f : rsqrtf(mean);

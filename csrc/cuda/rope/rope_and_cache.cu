@@ -1,3 +1,16 @@
+// rope_and_cache and fused_qk_norm_rope: bias, RMS norm and rotation of a layer's projected heads.
+// The query is rotated in place; key and value are stored in a paged cache. Without a cache the key
+// is rotated in place, too. launch() chooses among three kernels:
+//
+//   rope_and_cache_kernel      any input, this file
+//   launch_writers()           no bias, no norm: the cache writers' bodies with RotatedKeys,
+//                              rope_and_cache_writers.cu
+//   launch_many()              the same inputs, many tokens: rope_and_cache_prefill.cu
+//
+// Shapes: query, key, value [num_tokens, heads, head_size]. A row is one head of one token.
+// rope_and_cache_kernel has grid (CTAs that store, then CTAs that rotate in place) and block (lanes
+// of a row, rows). Before the PDL wait nothing is read; for few tokens addresses are prefetched
+// into L2. rope_heads.cuh has the arithmetic, rope_rows.cuh the addressing of a row.
 #include "ops/rope_and_cache.h"
 
 #include <algorithm>
@@ -37,14 +50,14 @@ bool vecs_fit(const RopeAndCacheParams& p) {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOwnTokens = 32;  // of a block that stores
+constexpr int kOwnTokens = 32;  // of a CTA that stores
 
-// How the rows (one head of one token) are dealt out: first blocks that store keys and values, then
-// blocks that turn in place. A block takes blockDim.y rows.
+// How rows are distributed. CTAs that store keys and values come first, CTAs that rotate in place
+// after them. A CTA takes blockDim.y rows.
 struct RowBlocks {
-  int storing = 0;            // blocks
-  FastDivisor stored_heads;   // of a token: of key and value
-  FastDivisor inplace_heads;  // of query; without a cache of key, too
+  int storing = 0;            // CTAs that store
+  FastDivisor stored_heads;   // by the heads of a token in key and value
+  FastDivisor inplace_heads;  // by the heads of a token in query (without a cache: and key)
   FastDivisor block_size;
 };
 
@@ -62,11 +75,11 @@ __device__ __forceinline__ void rotate_in_place(const RopeAndCacheParams& p,
   wait_for_primary_kernel();
   const bool good = lane.load(p, row, items);
   prepare(p, row, items, lane.angles, blockDim.x, lane.x);
-  if (good) lane.x.store(items, row.start);  // else the token stays as it is
+  if (good) lane.x.store(items, row.start);  // else the row stays unchanged
 }
 
-// Few tokens, and a warp's rows are one token's: every warp finds out for itself whether the slot
-// comes up again, without a barrier.
+// Few tokens, and all rows of a warp belong to one token. Every warp checks alone whether its slot
+// is a duplicate, without a barrier.
 template <typename T, typename C, typename A, int kWidth, int kItems>
 __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const RowBlocks& blocks,
                                           const SlotMapping& slots) {
@@ -90,7 +103,7 @@ __device__ __forceinline__ void store_few(const RopeAndCacheParams& p, const Row
   lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
-// The block looks through the later slots once for all its rows.
+// The CTA scans the later slots once for all its rows.
 template <typename T, typename C, typename A, int kWidth, int kItems>
 __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const RowBlocks& blocks,
                                            const SlotMapping& slots) {
@@ -133,7 +146,8 @@ __device__ __forceinline__ void store_many(const RopeAndCacheParams& p, const Ro
   lane.x.each(items, [&](const Vec<T, kWidth>& vec, int d) { to.store(to.round(vec), d); });
 }
 
-// Blocks that registers must leave room for; one more, and conversions or wide angles would spill.
+// Resident CTAs an SM, for __launch_bounds__. With one more, conversions or float32 angles would
+// spill.
 template <typename T, typename C, typename A, int kWidth>
 constexpr int kMinBlocks = kWidth == 1                           ? 2
                            : kIs8Bit<C> || sizeof(A) > sizeof(T) ? 3
@@ -163,7 +177,7 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const int64_t inplace = p.query.count + (stores ? 0 : p.key.count);
   const auto items = static_cast<unsigned>(ceil_div(p.head_size, 2 * kWidth));
   const int64_t lanes = std::min(32u, std::bit_ceil(items));
-  int64_t rows = kThreads / lanes;  // of a block
+  int64_t rows = kThreads / lanes;  // of a CTA
   constexpr bool kMayBeFew = kWidth > 1;
   const bool few = kMayBeFew && p.num_tokens <= 256 && stored * lanes % 32 == 0;
   RowBlocks blocks;
@@ -177,7 +191,7 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   blocks.stored_heads = FastDivisor(std::max<int64_t>(stored, 1));
   blocks.inplace_heads = FastDivisor(std::max<int64_t>(inplace, 1));
   blocks.block_size = FastDivisor(std::max(p.kv.block_size, 1));
-  // With single elements a head of 256 has 128 pairs.
+  // With one element an access, a head of 256 has 128 pairs: 4 a lane.
   constexpr int kItems = kWidth == 1 ? 4 : 1;
   const auto kernel = few ? rope_and_cache_kernel<T, C, A, kWidth, kItems, kMayBeFew>
                           : rope_and_cache_kernel<T, C, A, kWidth, kItems, false>;
@@ -218,19 +232,21 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& p) {
           .op = p.op};
 }
 
-// Rows are numbered in 31 bits, and slots that come up again are looked for within a launch.
+// At most kTokensPerLaunch tokens a launch: rows are numbered in 31 bits, and duplicate slots are
+// found within a launch.
 void launch(const RopeAndCacheParams& params, Stream stream) {
   RopeAndCacheParams part = params;
   const bool stores = params.stores && params.num_slots > 0;
   const bool paged = params.kv.value_dim_stride != 1;
-  // Measured: rope_and_cache_kernel is faster for one token in layout vllm (2.3 us for 2.9), the
-  // writers' kernels in rows from 16 (1.31 for 1.49); those for many from 1024 (7.9 for 8.2), but
-  // not for 256 (2.9 for 2.6).
+  // Measured, in us. One token in layout vllm: rope_and_cache_kernel 2.3, launch_writers() 2.9.
+  // Rows (layout NHD), from 16 tokens on: launch_writers() 1.31, rope_and_cache_kernel 1.49.
+  // launch_many() gains from 1024 tokens on (7.9 instead of 8.2), but not at 256 (2.9 instead of
+  // 2.6).
   const bool gains = params.num_tokens >= (paged ? 2 : 16);
   const bool in_writers = stores && gains && fits_writers(params);
   const bool in_many = in_writers && (!paged || fits_runs(params));
-  // A token's values lie a page row apart: the cache writer gathers tokens, so that it stores whole
-  // sectors where slots allow. Not where a bias has to be added on the way.
+  // In layout vllm a token's values lie block_size elements apart. The cache writer gathers several
+  // tokens and stores whole sectors where the slots allow. It cannot add a bias.
   if (stores && paged && !in_writers && params.num_tokens > 1 && params.value.bias == nullptr) {
     part.value.count = 0;
     ReshapeAndCacheParams values = as_write(params);

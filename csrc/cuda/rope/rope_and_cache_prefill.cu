@@ -1,3 +1,14 @@
+// rope_and_cache for many tokens (prefill), without bias and norm. A thread holds both sides of the
+// pairs that it rotates.
+//
+//   rope_and_heads_kernel   layout NHD; body write_heads.cuh; grid.x = CTAs of HeadsShape and of
+//                           queries
+//   rope_and_run_kernel     layout vllm; body write_run.cuh, and write_pages.cuh for slots that
+//                           are no run; grid (groups of kRun tokens and queries, KV head)
+//
+// Queries (rope_queries.cuh) places the CTAs that rotate the query among those that store. Before
+// the PDL wait nothing is read; addresses are only prefetched into L2. rope_and_cache.cu chooses
+// between these kernels and the others.
 #include "cuda/base/launch.cuh"
 #include "cuda/rope/rope_rows.cuh"
 #include "cuda/rope/rotated_keys.cuh"
@@ -7,11 +18,11 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kRun = 16;     // tokens of a block that stores
+constexpr int kRun = 16;     // of a CTA that stores
 constexpr int kChunks = 16;  // of a head
 
-// Blocks of kThreads that registers must leave room for; one more, and conversions or wide angles
-// would spill.
+// Resident CTAs an SM (of kThreads), for __launch_bounds__. With one more, conversions or float32
+// angles would spill.
 template <typename T, typename C, typename A>
 constexpr int kResidentHeads = kIs8Bit<C> || sizeof(A) > sizeof(T) ? 4 : 5;
 
@@ -31,7 +42,8 @@ __global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
   int group = queries.group();
   if (group < 0) return rotate_query<T, A>(queries);
   if (write_run<T, A, kRun, kChunks>(write, queries.angles, group, blockIdx.y)) return;
-  asm volatile("" : "+r"(group));  // or all that follows from it would hold registers above
+  // Makes `group` opaque. Otherwise values derived from it below would hold registers above.
+  asm volatile("" : "+r"(group));
   const RotatedKeys<T, 1, A> keys(queries.angles, write);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
@@ -43,7 +55,7 @@ __global__ void __launch_bounds__(kRun* kChunks / 2, sizeof(A) > 2 ? 8 : 10)
   }
 }
 
-// Calls body(T{}, A{}) with the device types of heads and of their angles.
+// Calls body(T{}, A{}) with the device types of the heads and of the angles.
 template <typename Body>
 void dispatch_angles(const RopeAndCacheParams& p, Body&& body) {
   dispatch_float(p.dtype, [&](auto model) {

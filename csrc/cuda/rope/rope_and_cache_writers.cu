@@ -1,3 +1,12 @@
+// rope_and_cache in the cache writers' bodies, without bias and norm. RotatedKeys rotates the keys
+// that the body loads.
+//
+//   rope_and_pages_kernel   layout vllm; body and grid in cuda/cache/write_pages.cuh
+//   rope_and_rows_kernel    layout NHD; body and grid in cuda/cache/write_rows.cuh
+//
+// Queries (rope_queries.cuh) adds CTAs that rotate the query in place. Before the PDL wait nothing
+// is read; addresses are only prefetched into L2. rope_and_cache.cu chooses between these kernels
+// and the others.
 #include <algorithm>
 
 #include "cuda/base/launch.cuh"
@@ -10,7 +19,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-constexpr int kRun = 16;  // tokens of a block that stores
+constexpr int kRun = 16;  // of a CTA that stores
 
 template <typename T, typename C, int kLanes, bool kMany>
 __global__ void __launch_bounds__(kRun* kLanes,
@@ -54,7 +63,7 @@ bool fits_writers(const RopeAndCacheParams& p) {
 
 void launch_writers(const RopeAndCacheParams& p, Stream stream) {
   const ReshapeAndCacheParams write = as_write(p);
-  // `threads`, `grid`: the writer's.
+  // `threads` and `grid` are the writer's.
   const auto run = [&](auto kernel, int threads, dim3 grid, const auto& plan) {
     const Queries queries(p, threads, p.num_tokens > 1024, grid);
     launch_kernel(p.op, kernel, grid, dim3(threads), 0, stream, queries, plan);

@@ -1,6 +1,7 @@
-// One head in the registers of neighbouring lanes, for what happens to it between the QKV product
-// and attention: bias, RMS norm, rotation. A lane's unit is an item of two packs: the two packs
-// whose elements are turned together, or, behind the turned part, two that follow each other.
+// One head in the registers of neighbouring lanes, between the QKV GEMM and attention: bias, RMS
+// norm, rotation. A lane holds kItems pairs of Vecs (HeadItems, HeadVecs). Within the rotated
+// elements a pair holds the Vecs that are rotated together. Past them it holds two consecutive
+// Vecs.
 #pragma once
 #include <cstdint>
 
@@ -11,15 +12,15 @@
 
 namespace vllm_kernels::cuda {
 
-// kWidth cosines and as many sines, from elements `cosine` and `sine` on of an array of any
-// floating dtype.
+// Loads kWidth cosines from element `cosine` on, and kWidth sines from element `sine` on. `base` is
+// an array of any floating dtype.
 template <int kWidth>
 __device__ __forceinline__ void load_angles(const void* base, DType dtype, int64_t cosine,
                                             int64_t sine, float (&cosines)[kWidth],
                                             float (&sines)[kWidth]) {
   const auto load = [&](auto tag) {
     using C = decltype(tag);
-    // Copied first: two accesses, both under way before the first is used.
+    // Both loads are issued before the first is used.
     const auto* elements = static_cast<const C*>(base);
     const auto first = *reinterpret_cast<const Vec<C, kWidth>*>(elements + cosine);
     const auto second = *reinterpret_cast<const Vec<C, kWidth>*>(elements + sine);
@@ -35,13 +36,14 @@ __device__ __forceinline__ void load_angles(const void* base, DType dtype, int64
   }
 }
 
-// One element of a pair; `sine` is negative for the first. Rounded the same wherever it is done.
+// Rotates one element of a pair; `sine` is negative for the first element. All kernels call it, so
+// all round alike.
 __device__ __forceinline__ float rotate_one(float own, float other, float cosine, float sine) {
   return fmaf(own, cosine, other * sine);
 }
 
-// Turns kWidth pairs of two packs: pair j is element j of both (Neox), or elements 2j and 2j + 1 of
-// the two packs side by side (GPT-J).
+// Rotates the kWidth pairs of two Vecs. Neox: pair j is element j of both Vecs. GPT-J: it is
+// elements 2j and 2j + 1 of the two Vecs in sequence.
 template <bool kNeox, int kWidth>
 __device__ __forceinline__ void rotate_pairs(float (&values)[2][kWidth],
                                              const float (&cosines)[kWidth],
@@ -58,8 +60,8 @@ __device__ __forceinline__ void rotate_pairs(float (&values)[2][kWidth],
   }
 }
 
-// The same of packs, whose conversions belong to the style: before a branch on it they would hold
-// registers across it.
+// The same, for Vecs. The caller branches on is_neox first. Values converted before that branch
+// would hold registers across it.
 template <bool kNeox, typename T, typename A, int kWidth>
 __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
                                             const Vec<A, kWidth>& cosines,
@@ -74,18 +76,18 @@ __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
   vecs[1] = downcast<T>(values[1]);
 }
 
-// Where a lane's items lie in the head: item i has the lane's (lane + i * lanes)-th two packs.
+// The positions of a lane's Vec pairs in the head. Item i is the head's Vec pair lane + i * lanes.
 template <int kWidth, int kItems>
 struct HeadItems {
-  int place[kItems][2];  // elements from the head's start; -1: there is none
-  int pair[kItems];      // of its first pair, in cosines; -1: not turned
+  int place[kItems][2];  // elements from the head's start; -1: none
+  int pair[kItems];      // index of its first cosine; -1: not rotated
 
   __device__ __forceinline__ HeadItems(int head_size, int rotary_size, bool is_neox, int lane,
                                        int lanes, bool inside) {
     const int half = rotary_size / 2;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int first = (lane + i * lanes) * kWidth;  // pair, while there are any
+      const int first = (lane + i * lanes) * kWidth;  // index of the first pair
       const bool rotated = first < half;
       pair[i] = rotated && inside ? first : -1;
       place[i][0] = rotated && is_neox ? first : 2 * first;
@@ -98,14 +100,14 @@ struct HeadItems {
   }
 };
 
-// Of a lane's pairs, as they are stored: of type A, but single elements, whose type is known at run
-// time, as float.
+// The cosines and sines of a lane's pairs, as they are stored: type A. For kWidth == 1 the stored
+// type is known at run time only, and they are float.
 template <typename A, int kWidth, int kItems>
 struct HeadAngles {
   Vec<A, kWidth> cosines[kItems];
   Vec<A, kWidth> sines[kItems];
 
-  // `row`: where the position's cosines start; the sines follow `half` later.
+  // `row` is the index of the position's first cosine; its sines start `half` later.
   __device__ __forceinline__ void load(const HeadItems<kWidth, kItems>& items, const void* cos_sin,
                                        DType dtype, int64_t row, int half) {
 #pragma unroll
@@ -129,9 +131,9 @@ struct HeadAngles {
 template <typename T, int kWidth, int kItems>
 struct HeadVecs {
   using Items = HeadItems<kWidth, kItems>;
-  Vec<T, kWidth> vecs[kItems][2];  // zero where there is none
+  Vec<T, kWidth> vecs[kItems][2];  // zero where the head has no Vec
 
-  // body(pack, element of the head)
+  // Calls body(vec, element of the head) for every Vec of the head.
   template <typename Body>
   __device__ __forceinline__ void each(const Items& items, Body&& body) {
 #pragma unroll
@@ -166,8 +168,8 @@ struct HeadVecs {
     each(items, [&](Vec<T, kWidth>& vec, int d) { vec = vec + at(bias, d); });
   }
 
-  // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. By a whole
-  // warp.
+  // 1 / sqrt(mean square + epsilon) of the head that `lanes` neighbouring lanes hold. All lanes of
+  // the warp call it.
   __device__ __forceinline__ float inverse_root(int head_size, int lanes, float epsilon) const {
     float square = 0.0f;
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the writers of rope_and_cache share: where angles lie, and blocks that turn queries in
-// place.
+// Shared by the kernels of rope_and_cache that have no bias and no norm: the addresses of angles,
+// and CTAs that rotate the query in place.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -14,7 +14,7 @@
 
 namespace vllm_kernels::cuda {
 
-// Of kWidth pairs, as they are stored.
+// Cosines and sines of kWidth pairs, as they are stored.
 template <typename A, int kWidth>
 struct AngleVecs {
   Vec<A, kWidth> cosines;
@@ -24,9 +24,9 @@ struct AngleVecs {
 struct Angles {
   const int64_t* positions;  // [num_tokens]
   const void* cos_sin_cache;
-  uint32_t stride;        // from position to position, bytes
-  uint32_t max_position;  // below 2^31
-  int32_t half;           // pairs
+  uint32_t stride;        // between positions, bytes
+  uint32_t max_position;  // < 2^31
+  int32_t half;           // pairs of a head
   DType dtype;
   bool is_neox;
 
@@ -43,19 +43,19 @@ struct Angles {
   __device__ __forceinline__ bool known(int64_t position) const {
     return static_cast<uint64_t>(position) < max_position;
   }
-  // Where a known position's cosines start.
+  // The cosines of a valid position.
   __device__ __forceinline__ const char* row(int64_t position) const {
     return stepped(static_cast<const char*>(cos_sin_cache), static_cast<uint32_t>(position),
                    stride);
   }
-  // Of the pairs from `pair` on.
+  // The angles of the pairs from `pair` on.
   template <typename A, int kWidth>
   __device__ __forceinline__ AngleVecs<A, kWidth> of(int64_t position, int pair) const {
     const auto* start = reinterpret_cast<const A*>(row(position)) + pair;
     return {*reinterpret_cast<const Vec<A, kWidth>*>(start),
             *reinterpret_cast<const Vec<A, kWidth>*>(start + half)};
   }
-  // The same, widened. A = void: what they are stored as is known at run time.
+  // The same, upcast to float32. A = void: the stored type is known at run time only.
   template <typename A, int kWidth>
   __device__ __forceinline__ void load(int64_t position, int pair, float (&cosines)[kWidth],
                                        float (&sines)[kWidth]) const {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void rotate_by(bool is_neox, Vec<T, kWidth> (&vecs)[2
           : rotate_vecs<false>(vecs, by.cosines, by.sines);
 }
 
-// Of a grid's rows every period-th block stores, until there are `storing`; the others turn queries
-// in place, `rows` heads each.
+// Divides grid.x between CTAs that store and CTAs that rotate the query in place. Every period-th
+// CTA stores, until there are `storing` of them. Each of the others rotates `rows` heads.
 struct Queries {
   Angles angles;
   void* data;
@@ -86,14 +86,14 @@ struct Queries {
   int32_t heads;  // of a token
   FastDivisor by_heads;
   int32_t rows;
-  int32_t lanes;  // of a head: 16 bytes of either side of its pairs each
+  int32_t lanes;  // threads of a head; each takes 16 bytes of both sides of its pairs
   FastDivisor by_lanes;
   int32_t storing;
   int32_t period;
   FastDivisor by_period;
 
-  // For blocks of `threads`; `grid`: those that store, to which the others are added. `between`:
-  // the one kind among the other, so that one's instructions meet the other's transfers.
+  // `threads` is the block size. `grid` holds the CTAs that store; the others are added. `between`:
+  // interleave the two kinds, so that one kind's instructions overlap the other's memory accesses.
   Queries(const RopeAndCacheParams& p, int threads, bool between, dim3& grid)
       : angles(p),
         data(p.query.data),
@@ -112,18 +112,18 @@ struct Queries {
     by_period = FastDivisor(period);
   }
 
-  // This block's number among those that store, or -1.
+  // The index of this CTA among the storing CTAs, or -1.
   __device__ __forceinline__ int group() const {
     const int nth = by_period.divide(blockIdx.x);
     return nth < storing && static_cast<int>(blockIdx.x) == nth * period ? nth : -1;
   }
-  // Its number among the others of its row.
+  // The index of this CTA among the query-rotating CTAs of its grid row.
   __device__ __forceinline__ int other() const {
     return blockIdx.x - min(static_cast<int>(by_period.divide(blockIdx.x)) + 1, storing);
   }
 };
 
-// A: what angles are stored as; void: known at run time.
+// Rotates one Vec pair a thread. A is the stored type of the angles; void: known at run time only.
 template <typename T, typename A>
 __device__ __forceinline__ void rotate_query(const Queries& q) {
   constexpr int kWidth = kVecWidth<T>;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void rotate_query(const Queries& q) {
   wait_for_primary_kernel();
   const int64_t position = angles.positions[token];
   Vec16<T> vecs[2] = {*first, *second};
-  if (!angles.known(position)) return;  // the token stays as it is
+  if (!angles.known(position)) return;  // the head stays unchanged
   if constexpr (std::is_void_v<A>) {
     float cosines[kWidth], sines[kWidth], values[2][kWidth];
     angles.load<A>(position, pair, cosines, sines);

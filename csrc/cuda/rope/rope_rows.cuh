@@ -1,5 +1,6 @@
-// A row (one head of one token) between the QKV product and the paged cache or attention: where it
-// lies, what is done to it (ops/rope_and_cache.h), and where the cache has it.
+// A row is one head of one token, between the QKV GEMM and the paged cache or attention. This file
+// has its address, its processing (ops/rope_and_cache.h) and its address in the cache. It also
+// declares the launchers that rope_and_cache.cu chooses from.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,23 +15,23 @@
 
 namespace vllm_kernels::cuda {
 
-// Whether packs of 16 bytes fit heads, weights, cosines and cache.
+// Whether 16-byte Vecs fit the heads, weights, angles and cache.
 bool vecs_fit(const RopeAndCacheParams& params);
 
-// The cache writer's part of it: keys (as they are given) and values of the tokens with slots.
+// The params of the cache writers: values, and keys before the rotation, of the tokens with slots.
 ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
 
-// Keys turned within the cache writers' kernels. Fits: without biases and norms, and what both can
-// take 16 bytes at a time.
+// Rotates keys inside the cache writers' kernels. Fits: no bias, no norm, 16-byte accesses for
+// both, and 32-bit strides.
 bool fits_writers(const RopeAndCacheParams& params);
 void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
-// The same for many slots, more than kFewTokens, of what fits the writers: layout NHD, and what
-// `fits_runs` of layout vllm.
+// The same for many slots, more than kFewTokens of write_pages.cuh. Requires fits_writers(), and
+// fits_runs() in layout vllm. Layout NHD needs nothing else.
 bool fits_runs(const RopeAndCacheParams& params);
 void launch_many(const RopeAndCacheParams& params, Stream stream);
 
-// One head of one token: where it lies and what is done to it.
+// One head of one token: its address, bias and norm weight.
 template <typename T>
 struct HeadRow {
   T* start;
@@ -38,9 +39,10 @@ struct HeadRow {
   const T* weight;
   int token;
   int head;
-  bool is_second;  // of `second` instead of `first`
+  bool is_second;  // row of `second`, not of `first`
 
-  // Row number `row` of the tokens' heads, `heads` a token: those of `first`, then of `second`.
+  // Row `row` of all tokens. A token has `heads` rows: the heads of `first`, then the heads of
+  // `second`.
   __device__ __forceinline__ HeadRow(const ProjectedHeads& first, const ProjectedHeads& second,
                                      FastDivisor heads, int row) {
     token = heads.divide(row);
@@ -62,8 +64,8 @@ struct HeadRow {
   }
 };
 
-// Bias, norm and rotation of the packs of a row that `lanes` neighbouring lanes hold. By whole
-// warps.
+// Bias, norm and rotation of a row in the registers of `lanes` neighbouring lanes. All lanes of a
+// warp call it.
 template <typename T, typename A, int kWidth, int kItems>
 __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadRow<T>& row,
                                         const HeadItems<kWidth, kItems>& items,
@@ -77,7 +79,7 @@ __device__ __forceinline__ void prepare(const RopeAndCacheParams& p, const HeadR
   x.rotate(items, angles, p.is_neox);
 }
 
-// kWidth elements as the cache has them.
+// kWidth elements of the cache's type.
 template <typename C, int kWidth>
 struct alignas(kWidth * sizeof(C)) Stored {
   C data[kWidth];
@@ -97,11 +99,11 @@ __device__ __forceinline__ Stored<C, kWidth> round_to(const Vec<T, kWidth>& vec,
   return stored;
 }
 
-// The element that a head's row starts with in the cache, and what lies between its elements.
+// Where the cache has a row: its first element, and the stride inside the row.
 template <typename C>
 struct CacheRow {
   C* start;
-  int64_t stride;  // from chunk to chunk of K, from element to element of V
+  int64_t stride;  // between chunks of K, or between elements of V
   Divisor scale;
   bool is_key;
 
@@ -119,7 +121,7 @@ struct CacheRow {
   __device__ __forceinline__ Stored<C, kWidth> round(const Vec<T, kWidth>& vec) const {
     return round_to<C>(vec, scale);
   }
-  // From element `d` of the head on.
+  // Stores kWidth elements from element `d` of the head on.
   template <int kWidth>
   __device__ __forceinline__ void store(const Stored<C, kWidth>& stored, int d) const {
     constexpr int kX = 16 / sizeof(C);  // elements of a chunk
@@ -133,7 +135,7 @@ struct CacheRow {
   }
 };
 
-// What a lane works with. `lanes` neighbouring ones (a power of two) hold one row.
+// The registers of one lane. `lanes` neighbouring lanes, a power of two, hold one row.
 template <typename T, typename A, int kWidth, int kItems>
 struct Lane {
   using Items = HeadItems<kWidth, kItems>;
@@ -144,13 +146,13 @@ struct Lane {
                                                 bool inside, int lane, int lanes) {
     return Items(p.head_size, is_value ? 0 : p.rotary_size, p.is_neox, lane, lanes, inside);
   }
-  // Under way, as far as the second-level cache, before the wait.
+  // Prefetches into L2, before the PDL wait.
   __device__ __forceinline__ void prefetch(const RopeAndCacheParams& p, const HeadRow<T>& row,
                                            const Items& items) {
     x.prefetch(items, row.start);
     prefetch_l2(p.positions + row.token);
   }
-  // Whether the row's position is one.
+  // Returns whether the row's position is valid.
   __device__ __forceinline__ bool load(const RopeAndCacheParams& p, const HeadRow<T>& row,
                                        const Items& items) {
     x.load(items, row.start);

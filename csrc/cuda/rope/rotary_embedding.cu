@@ -1,3 +1,9 @@
+// rotary_embedding: rotates query [tokens, heads, head_size] and key in place by the angles of
+// their positions. cos_sin_cache is [max_position, rotary_size].
+//
+// Grid (token, tile of heads, tile of a head's chunks). Before the PDL wait nothing is read;
+// addresses are only prefetched into L2. ops/rotary_embedding.h has the contract, rope_heads.cuh
+// the arithmetic. rope_and_cache.cu rotates and writes the cache in one launch.
 #include "ops/rotary_embedding.h"
 
 #include "cuda/base/fast_divmod.cuh"
@@ -12,9 +18,9 @@ namespace {
 
 constexpr int kMaxThreads = 320;
 
-// A block takes a tile of one token's heads (of query, then of key) in y and of a head's chunks in
-// x; a thread one chunk of kWidth pairs. A chunk is two packs: of either half of the turned part
-// (Neox), or side by side (GPT-J).
+// A CTA takes a tile of one token's heads in y: query heads, then key heads. In x it takes a tile
+// of a head's chunks. A thread takes one chunk of kWidth pairs. A chunk is two Vecs: one of each
+// half of the rotated elements (Neox), or two consecutive ones (GPT-J).
 template <typename T, int kWidth, bool kNeox>
 __global__ void __launch_bounds__(kMaxThreads, 4)
     rotary_embedding_kernel(RotaryParams p, RowOffsets position_rows, RowOffsets query_tokens,
@@ -37,8 +43,9 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   prefetch_l2(second);
   wait_for_primary_kernel();
   const int64_t position = *position_at;
-  const Vec<T, kWidth> vecs[2] = {*first, *second};        // under way before the position is known
-  if (position < 0 || position >= p.max_position) return;  // the token stays as it is
+  // Issued before the position is known.
+  const Vec<T, kWidth> vecs[2] = {*first, *second};
+  if (position < 0 || position >= p.max_position) return;  // the head stays unchanged
   const int64_t row = position * p.cache_stride + pair;
   float cosines[kWidth], sines[kWidth], values[2][kWidth];
   load_angles(p.cos_sin_cache, p.cache_dtype, row, row + half, cosines, sines);
@@ -51,7 +58,8 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
 
 template <typename T, int kWidth, bool kNeox>
 void launch_width(const RotaryParams& p, Stream stream) {
-  // Block shape: all chunks of as many heads as fit, evenly (32 + 8 heads of 128: 8 x 40 threads).
+  // Block shape: all chunks of as many heads as fit, divided evenly. 32 + 8 heads of 128 give 8 x
+  // 40 threads.
   const auto tiles = [](int64_t count, int64_t most) { return (count + most - 1) / most; };
   const int64_t chunks = p.rotary_size / 2 / kWidth;
   const int64_t heads = p.query.count + p.key.count;
@@ -66,7 +74,7 @@ void launch_width(const RotaryParams& p, Stream stream) {
                 RowOffsets(p.key.tokens));
 }
 
-// Whether 16-byte accesses fit heads and cache.
+// Whether 16-byte accesses fit the heads and the cos_sin_cache.
 bool vectors_fit(const RotaryParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
   const auto fits = [&](const RotaryHeads& heads) {

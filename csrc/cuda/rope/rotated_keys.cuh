@@ -1,4 +1,5 @@
-// Keys of rope_and_cache on their way into the cache writers' bodies.
+// The source of keys that rope_and_cache gives to the cache writers' bodies. GivenKeys of
+// cuda/cache/kv_writer.cuh is the one without rotation.
 #pragma once
 #include <cstdint>
 
@@ -10,8 +11,8 @@
 
 namespace vllm_kernels::cuda {
 
-// Keys turned by their tokens' positions on the way. In Neox style the other half of a pair is
-// another thread's: loaded here as well, from the same line.
+// Rotates keys by the positions of their tokens. In Neox style another thread has the other side of
+// a pair. This thread loads it as well, from the same cache line.
 template <typename T, int kVectors, typename A = void>
 class RotatedKeys {
  public:
@@ -37,7 +38,7 @@ class RotatedKeys {
     }
   }
   __device__ __forceinline__ void rotate(int d, Vector<T> (&k)[kVectors]) const {
-    if (!known()) return;
+    if (!valid()) return;
     const int half = angles_->half;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -68,7 +69,7 @@ class RotatedKeys {
       }
     }
   }
-  // Whether the position is one.
+  // Whether the position is valid.
   __device__ __forceinline__ bool valid() const { return angles_->known(position_); }
 
  private:

@@ -1,5 +1,6 @@
-// The writer of heads (rows of layout NHD): the body of rope_and_cache, whose keys are turned on
-// the way.
+// The device body that rotates keys and writes rows of layout NHD, for many tokens. Its kernel is
+// in rope_and_cache_prefill.cu; HeadsShape has the grid. Before the PDL wait nothing is read;
+// addresses are only prefetched into L2.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -18,15 +19,15 @@ struct HeadsWrite : CacheWrite {
   FastDivisor by_heads;
   FastDivisor by_tiles;
   int32_t lanes;   // threads of a head
-  int32_t heads;   // of a token in one block
-  int32_t tiles;   // blocks of a token
-  int32_t tokens;  // of a block
+  int32_t heads;   // of a token in one CTA
+  int32_t tiles;   // CTAs of a token
+  int32_t tokens;  // of a CTA
 
   using CacheWrite::CacheWrite;
 };
 
-// A block's tokens are the p.tokens <= kOwn from group / p.tiles * p.tokens on; a thread has two
-// packs of a head's K, those that are turned together, and the same two of V.
+// A CTA writes p.tokens <= kOwn tokens, from group / p.tiles * p.tokens on. A thread has two Vecs
+// of a head's K, which are rotated together, and the same two of V.
 template <typename T, typename C, typename A, int kThreads, int kOwn>
 __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& angles, int group) {
   constexpr int kWidth = kVecWidth<T>;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const int own = p.by_heads.divide(row);
   const int part = p.by_tiles.divide(group);
   const int head = (group - part * p.tiles) * p.heads + row - own * p.heads;
-  const int first = part * p.tokens;  // within this launch
+  const int first = part * p.tokens;  // relative to this launch
   const bool inside = own < p.tokens && first + own < p.num_tokens && head < p.num_kv_heads;
   const HeadItems<kWidth, 1> items(p.head_size, 2 * angles.half, angles.is_neox, lane, p.lanes,
                                    inside);
@@ -45,7 +46,7 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
       stepped(stepped(static_cast<const T*>(p.key), token, p.key_token), head, p.key_head);
   const T* value =
       stepped(stepped(static_cast<const T*>(p.value), token, p.value_token), head, p.value_head);
-  // A few own tokens are a lane's each, more are in shared memory.
+  // A few own slots are kept one a lane, more of them in shared memory.
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? thread % kOwn : thread;
   const int64_t* own_slot_at = p.slot_mapping + min(first + own_index, p.num_tokens - 1);
@@ -59,7 +60,8 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const int64_t own_slot_read = *own_slot_at;
   k.load(items, key);
   v.load(items, value);
-  __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
+  // Keeps these loads first: the compiler would delay them behind those of the later slots.
+  __syncwarp();
   const int from = first + p.tokens + thread;
   LaterSlots<kFew ? 4 : 8> later;
   later.load(p, from, kThreads);
@@ -69,7 +71,7 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const Divisor k_scale = divisor_of<C>(p.k_scale, p.scale_stride, scaled_head);
   const Divisor v_scale = divisor_of<C>(p.v_scale, p.scale_stride, scaled_head);
 
-  // Angles on their way while slots are looked for.
+  // The angles are loaded while the later slots are scanned.
   const bool known = inside && angles.known(position);
   const bool rotated = known && items.pair[0] >= 0;
   AngleVecs<A, kWidth> rotate;
@@ -126,10 +128,10 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   });
 }
 
-// What a block takes.
+// Grid and block of write_heads.
 struct HeadsShape {
   static constexpr int kThreads = 256;
-  bool few;  // tokens of a block, for write_heads' kOwn
+  bool few;  // few tokens a CTA; selects write_heads' kOwn
   int64_t blocks;
   HeadsWrite write;
 

@@ -1,4 +1,6 @@
-// The writer of runs in layout vllm: rope_and_cache's for many tokens.
+// The device body that rotates keys and writes runs of slots in layout vllm, for many tokens. Its
+// kernel, rope_and_run_kernel, is in rope_and_cache_prefill.cu. Before the PDL wait nothing is
+// read; for up to 1024 tokens addresses are prefetched into L2.
 #pragma once
 #include <cstdint>
 
@@ -10,9 +12,9 @@
 
 namespace vllm_kernels::cuda {
 
-// The group-th kRun tokens where their slots are neighbours of which none comes up again; otherwise
-// nothing is stored and the answer is false. Heads of kChunks chunks, turned as a whole in Neox
-// style: a thread has two chunks of K, those that are turned together, and the same two of V.
+// Writes the group-th kRun tokens of one head, if their slots are consecutive and none is a
+// duplicate. Otherwise it stores nothing and returns false. A head has kChunks chunks, all rotated,
+// in Neox style. A thread has two chunks of K, which are rotated together, and the same two of V.
 template <typename T, typename A, int kRun, int kChunks>
 __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& angles, int group,
                                           int head) {
@@ -22,7 +24,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   constexpr int kHalf = kLanes * kWidth;  // elements
   constexpr uint32_t kWarp = 0xffffffffu;
   __shared__ ValueTile<T, kRun, kChunks> tile;
-  const int first = group * kRun;  // within this launch
+  const int first = group * kRun;  // relative to this launch
   const int thread = threadIdx.x;
   const int x = thread % kLanes, row = thread / kLanes, slot_lane = thread % kRun;
   const int num_tokens = p.num_tokens;
@@ -33,7 +35,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
       stepped(stepped(static_cast<const T*>(p.value) + x * kWidth, token, p.value_token), head,
               p.value_head);
   const int64_t* slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
-  if (num_tokens <= 1024) {  // few: under way before the wait
+  if (num_tokens <= 1024) {  // few tokens: prefetch before the PDL wait
     prefetch_l2(key);
     prefetch_l2(key + kHalf);
     prefetch_l2(value);
@@ -47,7 +49,8 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   const auto load = [](const T* at) { return *reinterpret_cast<const Vec16<T>*>(at); };
   Vec16<T> k[2] = {load(key), load(key + kHalf)};
   const Vec16<T> v[2] = {load(value), load(value + kHalf)};
-  __syncwarp();  // these loads first: the compiler would have them wait for those of later slots
+  // Keeps these loads first: the compiler would delay them behind those of the later slots.
+  __syncwarp();
   const int from = first + kRun + thread;
   LaterSlots<8> later;
   later.load(p, from, kThreads);
@@ -58,7 +61,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
 #pragma unroll
   for (int i = 0; i < 2; ++i) tile.put(row, x + i * kLanes, bits_as<Vector<T>>(v[i]));
   const bool known = angles.known(position);
-  AngleVecs<A, kWidth> rotate;  // on their way while slots are looked for
+  AngleVecs<A, kWidth> rotate;  // loaded while the later slots are scanned
   if (known) rotate = angles.of<A, kWidth>(position, x * kWidth);
   const OwnRange range{.start = start, .count = kRun};
   if (__syncthreads_or(repeated_later(p, from, kThreads, later, range) != 0) != 0) return false;

@@ -1,3 +1,6 @@
+// Bindings of the activations of one tensor: silu_and_mul, mul_and_silu, gelu_and_mul,
+// gelu_tanh_and_mul [..., 2 d] -> [..., d]; gelu_new, gelu_fast, gelu_quick [..., d] -> [..., d].
+// ops/activation.h has the formulas.
 #include "ops/activation.h"
 
 #include "torch_ops/base/check.h"
@@ -56,7 +59,7 @@ void plain(const char* op, Activation activation, const Tensor& out, const Tenso
   const auto dense = [&](const Rows& rows) {
     return rows.inner_count == rows.count && (rows.count == 1 || rows.inner_stride == width);
   };
-  if (dense(out_rows) && dense(input_rows)) {  // one long row
+  if (dense(out_rows) && dense(input_rows)) {  // a single row
     out_rows = input_rows = {.count = 1, .inner_count = 1, .outer_stride = 0, .inner_stride = 0};
     width = x.numel();
   }
@@ -84,7 +87,7 @@ void gelu_and_mul(const Tensor& out, const Tensor& input) {
 void gelu_tanh_and_mul(const Tensor& out, const Tensor& input) {
   gated("gelu_tanh_and_mul", Activation::kGeluTanh, GateIs::kFirstHalf, out, input);
 }
-// The tanh form, under the names that Hugging Face gave two ways of writing it.
+// Both names mean the tanh form. Hugging Face has them for two ways to write it.
 void gelu_new(const Tensor& out, const Tensor& input) {
   plain("gelu_new", Activation::kGeluTanh, out, input);
 }

@@ -1,3 +1,6 @@
+// Bindings of the other gated activations: silu_and_mul_split, fatrelu_and_mul,
+// silu_and_mul_with_clamp, swigluoai_and_mul, and silu_and_mul with 8-bit results.
+// ops/activation_gated.h has the formulas.
 #include "ops/activation_gated.h"
 
 #include <cmath>
@@ -26,7 +29,7 @@ void expect_half_of(const Argument& out, const Argument& input) {
   }
 }
 
-// input [..., 2 d]: gate and up its halves, or (kSwigluOai) its even and odd elements.
+// input [..., 2 d] holds gate and up: as its halves, or (kSwigluOai) as even and odd elements.
 GatedParams packed(const Expect& expect, Gated function, const Argument& out,
                    const Argument& input) {
   const Rows rows = expect.rows(input);
@@ -101,7 +104,7 @@ void silu_and_mul_split(const Tensor& out, const Tensor& gate, const Tensor& up)
   launch(params, gate);
 }
 
-// scales(expect, out, arguments) checks and gives the scales.
+// scales(expect, out, arguments) checks and returns the scales.
 template <typename Scales>
 void quantized(const char* op, std::initializer_list<DType> dtypes, const Tensor& out,
                const Tensor& input, const Scales& scales) {

@@ -7,13 +7,16 @@
 
 namespace vllm_kernels {
 
-// Runs the kernel of v1 and v2, for one query token a sequence at most. On CUDA: layout vllm.
+// At most one query token a sequence: v1, v2, and on a CPU any plain decode.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 
 // Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. It throws no
 // finding of check mode: the caller does, before its first launch.
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             const Argument* workspace);
+
+// CPU: tells which kernel runs; true where the call is only explained (ops/report.h).
+bool report_cpu_kernel(const char* op, const char* kernel);
 
 // --- the arguments of paged_attention, varlen_attention and fused_decode_attention
 

@@ -1,3 +1,5 @@
+// Binding of combine_attn_partials: out_partial [num_partials, num_tokens, num_heads, head_size] ->
+// output [num_tokens, num_heads, head_size]. ops/combine_attn_partials.h has the formula.
 #include "ops/combine_attn_partials.h"
 
 #include "torch_ops/base/check.h"

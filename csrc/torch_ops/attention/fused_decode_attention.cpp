@@ -1,3 +1,6 @@
+// Binding of fused_decode_attention: qkv [num_seqs, (num_heads + 2 * num_kv_heads) * head_size] ->
+// out [num_seqs, num_heads, head_size]. It fills the params of rope_and_cache and of
+// paged_attention. On CUDA one launcher gets both; on the CPU the two ops run in turn.
 #include "ops/fused_decode_attention.h"
 
 #include "torch_ops/attention/attention_arguments.h"
@@ -23,12 +26,15 @@ void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
 #else
 void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv,
                   const Argument* workspace) {
-  launch(params.rope, qkv);
+  if (!report_cpu_kernel("fused_decode_attention", "rope_and_cache, then paged_attention's")) {
+    launch(params.rope, qkv);
+  }
   launch_paged_attention(params.attention, qkv, workspace);
 }
 #endif
 
-// The heads that qkv has for each token: first those of the query, then of key, then of value.
+// The query heads of qkv. A token's heads are those of the query, then of the key, then of the
+// value.
 Size read_num_heads(const Argument& qkv, const PagedKv& kv) {
   const int64_t all = qkv.size(1) / kv.head_size, num_heads = all - 2 * kv.num_kv_heads;
   if (qkv.size(1) % kv.head_size != 0 || kv.num_kv_heads <= 0 || num_heads <= 0 ||
@@ -42,7 +48,7 @@ Size read_num_heads(const Argument& qkv, const PagedKv& kv) {
   return Size("num_heads", num_heads, "qkv");
 }
 
-// What is written lies apart from what is read, and from what else is written.
+// Requires every written tensor apart from the tensors read, and from the other written ones.
 void require_apart(const Expect& expect, const Arguments& read,
                    std::initializer_list<const Argument*> written) {
   for (const Argument* const* one = written.begin(); one != written.end(); ++one) {
@@ -114,7 +120,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   require_apart(expect, read, {&o, &x, &k, &v, scratch_or_null});
   if (num_seqs == 0) return;
 
-  // `count` heads from head `first` of qkv on.
+  // `count` heads of qkv from head `first` on.
   const auto heads = [&](int64_t first, int64_t count, const void* weight) -> ProjectedHeads {
     const int64_t offset = first * kv.head_size * x.element_size();  // bytes
     return {.data = x.as<char>() + offset,
@@ -155,7 +161,6 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   attention.max_seq_len = static_cast<int64_t>(pages.max_blocks) * kv.block_size;
   attention.scale = static_cast<float>(scale);
   attention.dtype = x.dtype();
-  attention.max_partitions = 1;
   attention.num_tokens = attention.num_seqs;
   attention.out_stride = o.stride(0);
   attention.sinks = sink_logits;

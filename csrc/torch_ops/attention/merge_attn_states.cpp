@@ -1,3 +1,5 @@
+// Binding of merge_attn_states: prefix and suffix [num_tokens, num_heads, head_size] -> output of
+// that shape. An lse is [num_heads, num_tokens]. ops/merge_attn_states.h has the formula.
 #include "ops/merge_attn_states.h"
 
 #include "torch_ops/base/check.h"

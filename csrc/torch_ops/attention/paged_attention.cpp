@@ -3,6 +3,7 @@
 #include <limits>
 #include <memory>
 
+#include "ops/report.h"
 #include "torch_ops/attention/attention_arguments.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
@@ -67,11 +68,6 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
       .scale = static_cast<float>(scale),
       .dtype = queries.query.dtype(),
       .sparse = {},
-      .partition_size = 0,
-      .max_partitions = 1,
-      .exp_sums = nullptr,
-      .max_logits = nullptr,
-      .tmp_out = nullptr,
       .query_start_loc = queries.query_start_loc,
       .num_tokens = static_cast<int32_t>(queries.num_tokens),
       .max_query_len = longest,
@@ -100,10 +96,18 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
                                current_stream(device));
 }
 #else
+bool report_cpu_kernel(const char* op, const char* kernel) {
+  return report(op, [&] {
+    return std::string("CPU, ") + kernel + " kernel, level " + cpu::level_name(cpu::level());
+  });
+}
+
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query,
                             const Argument*) {
   const PagedAttentionParams params = cpu::tighten_bounds(given);
   if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
+  if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
+    return;
   cpu::PagedAttentionPlan plan =
       cpu::plan_paged_attention(params, torch::stable::get_num_threads());
   if (plan.tasks == 1) return launch(plan, query);

@@ -13,11 +13,13 @@ namespace vllm_kernels {
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  launch(params, query);
+  raise_bad_index();
+  launch_paged_attention(params, query, nullptr);
 }
 #else
 // In two launches where a sequence is shared by several threads: parts, then their merge.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  if (report_cpu_kernel("paged_attention", "decode")) return;
   cpu::DecodePlan plan = cpu::plan_decode(params, torch::stable::get_num_threads());
   if (plan.tasks == 1) return launch(plan, query);
   const std::unique_ptr<float[]> partials(new float[2 * plan.tasks * plan.partial_size()]);
@@ -150,11 +152,6 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
           .scale = static_cast<float>(scale),
           .dtype = dtype,
           .sparse = sparse,
-          .partition_size = 0,
-          .max_partitions = 1,
-          .exp_sums = nullptr,
-          .max_logits = nullptr,
-          .tmp_out = nullptr,
           .num_tokens = static_cast<int32_t>(num_seqs),
           .out_stride = num_heads * sizes.head_size};
 }
@@ -188,7 +185,7 @@ void paged_attention_v2(const Tensor& out, const Tensor& exp_sums, const Tensor&
                         int64_t blocksparse_head_sliding_step) {
   Expect expect("paged_attention_v2");
   Arguments touched;
-  PagedAttentionParams params =
+  const PagedAttentionParams params =
       pack(expect, touched, out, query, key_cache, value_cache, num_kv_heads, scale, block_tables,
            seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
            block_sparse(expect, tp_rank, blocksparse_local_blocks, blocksparse_vert_stride,
@@ -221,11 +218,6 @@ void paged_attention_v2(const Tensor& out, const Tensor& exp_sums, const Tensor&
               " partitions of 512 tokens (max_seq_len = " + std::to_string(max_seq_len) +
               "), got shape " + sums.shape_text());
   }
-  params.partition_size = kPartitionSize;
-  params.max_partitions = static_cast<int32_t>(partitions);
-  params.exp_sums = sums.as<float>();
-  params.max_logits = maxima.as<float>();
-  params.tmp_out = partial.mutable_data();
   if (params.num_seqs > 0) launch_decode(params, query);
 }
 

@@ -1,3 +1,6 @@
+// Binding of varlen_attention: query [num_tokens, num_heads, head_size] over contiguous key and
+// value [num_keys, num_kv_heads, head_size], without pages. It fills PagedAttentionParams with
+// key_start_loc, and launches as paged_attention does. attention_arguments.h has the shared checks.
 #include "torch_ops/attention/attention_arguments.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
@@ -6,7 +9,8 @@
 namespace vllm_kernels {
 namespace {
 
-// PagedAttentionParams::sliding_window of a window's tokens before a query token, -1: all.
+// Converts window_left to PagedAttentionParams::sliding_window. window_left counts tokens before
+// the query token, -1: all. sliding_window includes the query token's own position, 0: all.
 int32_t left_window(const Expect& expect, int64_t window_left) {
   if (window_left < -1) {
     expect.fail("window_left: expected a number of tokens >= 0 (-1: all), got " +
@@ -15,7 +19,7 @@ int32_t left_window(const Expect& expect, int64_t window_left) {
   return window_left < 0 ? 0 : window_of(at_most_int32(window_left) + int64_t{1});
 }
 
-// First tokens of num_seqs sequences and the end of the last, rising.
+// key_start_loc [num_seqs + 1]: the first key of each sequence, then the end; ascending.
 Argument read_key_start_loc(Expect& expect, const Tensor& key_start_loc, const Queries& queries,
                             int64_t num_keys) {
   Size ends("num_seqs + 1", queries.num_seqs + 1, "query_start_loc");
@@ -70,7 +74,6 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
   params.max_seq_len = num_keys;
   params.scale = static_cast<float>(scale);
   params.dtype = queries.query.dtype();
-  params.max_partitions = 1;
   params.query_start_loc = queries.query_start_loc;
   params.num_tokens = static_cast<int32_t>(queries.num_tokens);
   params.max_query_len = at_most_int32(max_query_len);

@@ -1,3 +1,4 @@
+// The checks of check.h, and the text of their errors.
 #include "torch_ops/base/check.h"
 
 #include <stdexcept>
@@ -251,9 +252,10 @@ Argument& Argument::on_cpu() {
 }
 
 Argument& Argument::written() {
-  // Sorted by stride, each dimension must start past the end of the ones inside it.
+  // Visits the dimensions by ascending stride. Each stride must exceed the extent of the smaller
+  // ones.
   if (numel() == 0) return *this;
-  int64_t inside = 0;  // distance from the first to the last element of the smaller strides
+  int64_t inside = 0;  // extent of the smaller strides: from first to last element
   int64_t below = -1;
   for (int64_t done = 0; done < dim(); ++done) {
     int64_t next = -1;
@@ -312,9 +314,9 @@ Argument Expect::tensor(const char* name, const Tensor& tensor) {
 }
 
 Rows Expect::rows(const Argument& argument, int64_t keep_dims) const {
-  // Fold from the inside out; a dimension of size 1 folds into anything.
+  // Folds from the innermost dimension out. A dimension of size 1 folds into any stride.
   Rows rows{.count = 1, .inner_count = 1, .outer_stride = 0, .inner_stride = 0};
-  int levels = 0;  // strides found so far
+  int levels = 0;  // strides in use
   int64_t outer_count = 1;
   for (int64_t d = argument.dim() - keep_dims - 1; d >= 0; --d) {
     const int64_t size = argument.size(d);
@@ -355,9 +357,10 @@ bool Expect::overlap(const Argument& out, const Argument& input) const {
   const int64_t gap = static_cast<const char*>(input.data()) - static_cast<const char*>(out.data());
   if (gap >= 0 ? gap >= span_bytes(out) : -gap >= span_bytes(input)) return false;
   if (span_bytes(out) == 0 || span_bytes(input) == 0) return false;
-  // Slices of one packed tensor interleave without touching: take a stride as pitch, of which all
-  // larger strides of both are multiples, and look at where their rows lie within it.
-  const auto row_bytes = [&](const Argument& a, int64_t pitch) {  // 0: pitch does not fit
+  // Slices of one packed tensor interleave without overlapping. Try each stride of `out` as the
+  // pitch of such a tensor. All larger strides of both must be multiples of it. Then compare where
+  // the two rows lie within one pitch.
+  const auto row_bytes = [&](const Argument& a, int64_t pitch) {  // 0: not a pitch of `a`
     int64_t last = 0;
     for (int64_t d = 0; d < a.dim(); ++d) {
       if (a.size(d) <= 1) continue;
@@ -372,7 +375,8 @@ bool Expect::overlap(const Argument& out, const Argument& input) const {
     const int64_t out_row = row_bytes(out, pitch);
     const int64_t input_row = row_bytes(input, pitch);
     const int64_t pitch_bytes = pitch * out.element_size();
-    const int64_t shift = ((gap % pitch_bytes) + pitch_bytes) % pitch_bytes;  // of input's row
+    const int64_t shift =
+        ((gap % pitch_bytes) + pitch_bytes) % pitch_bytes;  // of input's row from out's
     if (out_row > 0 && input_row > 0 && shift >= out_row && shift + input_row <= pitch_bytes) {
       return false;
     }

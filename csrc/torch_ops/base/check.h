@@ -1,5 +1,5 @@
-// Argument checks in the words of the docstring. Every failure throws std::runtime_error, which
-// reaches Python as a RuntimeError with this text and nothing around it:
+// Checks of arguments, in the words of the docstring. A failure throws std::runtime_error. Python
+// gets a RuntimeError with exactly this text:
 //   rms_norm: weight: expected hidden_size = 64 (from input) at dimension 0, got shape [32]
 #pragma once
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace vllm_kernels {
 
-// A size with a name: bound by the first tensor that shows it, required of every later one.
+// A named size. The first tensor that has it binds it; every later tensor must agree.
 struct Size {
   const char* name;
   int64_t value = -1;
@@ -29,10 +29,10 @@ struct Size {
   operator int64_t() const { return value; }
 };
 
-// One tensor argument, its metadata read once. The methods are checks and return *this.
+// A tensor argument, its metadata read once. The checks return *this.
 class Argument {
  public:
-  // --- what it is
+  // --- properties
   const char* name() const { return name_; }
   int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }
@@ -40,7 +40,7 @@ class Argument {
   int64_t numel() const;
   std::span<const int64_t> sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
   std::span<const int64_t> strides() const { return {strides_, static_cast<size_t>(dim_)}; }
-  DType dtype() const;  // of a tensor that passed a dtype check
+  DType dtype() const;  // after a dtype check
   bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
   int64_t element_size() const {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
@@ -60,7 +60,7 @@ class Argument {
   Argument& float32();
   Argument& int32();
   Argument& int64();
-  // `dtype`, or uint8 that stands for an 8-bit type
+  // `dtype`; an 8-bit one may also be stored as uint8
   Argument& cache_dtype(DType dtype, std::string_view text,
                         std::string_view name = "kv_cache_dtype");
   Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
@@ -71,7 +71,7 @@ class Argument {
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);
   Argument& shape(std::initializer_list<Size*> dims);  // exact rank
-  Argument& at(int64_t dimension, Size& size);         // negative: from the end
+  Argument& at(int64_t dimension, Size& size);         // negative: counted from the end
   Argument& same_shape(const Argument& as);
 
   // --- checks on the memory
@@ -87,19 +87,19 @@ class Argument {
   friend class Expect;
   [[noreturn]] void fail_size(int64_t dimension, const Size& wanted) const;
 
-  // Set by Expect; without initial values, so that Arguments cost nothing before they are used.
+  // Set by Expect. No default values: an unused Arguments array then costs nothing.
   const char* op_;
   const char* name_;
   void* data_;
   int64_t* sizes_;
   int64_t* strides_;
   int64_t dim_;
-  int32_t scalar_type_;  // torch's number
+  int32_t scalar_type_;  // torch's ScalarType
   int32_t device_type_;
   int32_t device_index_;
 };
 
-// What a call reads or writes, to keep something apart from.
+// Tensors that a call reads or writes, for overlap checks.
 class Arguments {
  public:
   template <std::same_as<Argument>... Some>
@@ -110,7 +110,7 @@ class Arguments {
   auto end() const { return arguments_.begin() + count_; }
 
  private:
-  std::array<Argument, 13> arguments_;  // as many as paged_attention has
+  std::array<Argument, 13> arguments_;  // the most that an op has: paged_attention
   size_t count_ = 0;
 };
 
@@ -118,22 +118,24 @@ class Expect {
  public:
   explicit Expect(const char* op) : op_(op) {}
 
-  // Reads the tensor and requires it defined and on the device of the first one read.
+  // Reads the tensor's metadata. Requires it to be defined, and on the device of the first tensor
+  // read.
   Argument tensor(const char* name, const Tensor& tensor);
-  // The same without the device rule.
+  // The same, on any device.
   Argument tensor_on_any_device(const char* name, const Tensor& tensor);
 
-  // The leading dimensions of [..., width] folded to at most two strides.
+  // Folds the leading dimensions of [..., width] to at most two strides.
   Rows rows(const Argument& argument, int64_t keep_dims = 1) const;
 
-  // `out` may be exactly `input`, or apart from it, but must not overlap it otherwise.
+  // `out` may be exactly `input`. Otherwise they must not overlap.
   void same_or_apart(const Argument& out, const Argument& input) const;
+  // Requires that they do not overlap.
   void apart(const Argument& out, const Argument& input) const;
   void apart(const Argument& out, const Arguments& others) const;
-  // Whether two tensors may share an element; slices of one packed tensor do not.
+  // Whether two tensors may share an element. Slices of one packed tensor do not.
   bool overlap(const Argument& out, const Argument& input) const;
 
-  // Throws "<op>: <message>" when the condition does not hold.
+  // Throws "<op>: <message>" if the condition is false.
   void that(bool condition, const std::string& message) const {
     if (!condition) fail(message);
   }

@@ -1,5 +1,6 @@
-// The last step of a binding: launch on the device this library serves. Every torch_ops/<op>.cpp is
-// compiled twice, for libvllm_kernels.so (CPU) and libvllm_kernels_cuda.so (CUDA).
+// The last step of a binding: the launch on this library's device. Every file of torch_ops (but
+// library.cpp) is compiled twice: for libvllm_kernels.so (CPU) and for libvllm_kernels_cuda.so
+// (CUDA, with VLLM_KERNELS_DEVICE_CUDA).
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -26,7 +27,8 @@ inline cuda::Stream current_stream(int32_t device) {
   return stream;
 }
 
-// On the current stream of the tensor's device.
+// Launches on the current stream of the tensor's device. In check mode it throws earlier findings
+// first.
 template <typename Params>
 void launch(const Params& params, const Tensor& on) {
   if (cuda::check_mode()) raise_bad_index();
@@ -41,7 +43,7 @@ void launch(const Params& params, const Tensor& on) {
 
 constexpr bool kOnCpu = true;
 
-// On torch's threads.
+// Runs the tasks of the CPU kernel on torch's threads.
 template <typename Params>
 void launch(const Params& params, const Tensor&) {
   const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
@@ -60,7 +62,8 @@ void launch(const Params& params, const Tensor&) {
 
 }  // namespace vllm_kernels
 
-// VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
+// Registers for this library's device:
+//   VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
 #define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
 #define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
   STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)

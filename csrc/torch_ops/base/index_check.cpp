@@ -1,3 +1,5 @@
+// Checks of index tensors, and the text of their errors. CPU: a scan on every call. CUDA: a scan
+// kernel in check mode (cuda/base/index_check.h).
 #include "torch_ops/base/index_check.h"
 
 #include <stdexcept>
@@ -103,7 +105,7 @@ void raise_bad_index() {
 }  // namespace vllm_kernels
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-// They have no tensor argument, so they need a key that every dispatch finds.
+// These ops have no tensor argument. This key serves every dispatch.
 VLLM_KERNELS_IMPL_WITH_KEY(CompositeExplicitAutograd, library) {
   library.impl("scanned_devices", TORCH_BOX(&vllm_kernels::cuda::scanned_devices));
   library.impl("raise_bad_index", TORCH_BOX(&vllm_kernels::raise_bad_index));

@@ -1,3 +1,4 @@
+// The checks of quant.h: scales of 8-bit results.
 #include "torch_ops/base/quant.h"
 
 namespace vllm_kernels {
@@ -18,7 +19,7 @@ const float* bound(Expect& expect, const Argument& out, const std::optional<Tens
   return one_float(expect, "scale_ub", *scale_ub, arguments);
 }
 
-// Of a tensor [..., width].
+// The rows of a tensor [..., width].
 int64_t rows_of(const Argument& out) {
   int64_t rows = 1;
   for (int64_t d = 0; d < out.dim() - 1; ++d) rows *= out.size(d);

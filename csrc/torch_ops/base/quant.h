@@ -1,25 +1,27 @@
-// The checks of 8-bit results and their scales. ops/quant.h says what they mean.
+// Checks of the scales of 8-bit results. ops/quant.h has the formulas.
 #pragma once
 #include "ops/quant.h"
 #include "torch_ops/base/check.h"
 
 namespace vllm_kernels {
 
-// What a call reads and what it writes: `apart` requires the latter apart from all else.
+// The tensors that a call reads and writes. `apart` requires each written one apart from all
+// others.
 struct ReadAndWritten {
   Arguments read, written;
   void apart(const Expect& expect) const;
 };
 
-// scale: one float32, given.
+// scale: one float32, which the caller gives.
 QuantParams given_scale(Expect& expect, const Argument& out, const Tensor& scale,
                         ReadAndWritten& arguments);
 
-// scales: a float32 a row, such as [rows, 1]; written.
+// scales: one float32 a row, such as [rows, 1]; the op writes it.
 QuantParams row_scales(Expect& expect, const Argument& out, const Tensor& scales,
                        const std::optional<Tensor>& scale_ub, ReadAndWritten& arguments);
 
-// scales: [rows, groups] float32, written; transposed: neighbouring rows next to each other.
+// scales: [rows, groups] float32; the op writes it. is_scale_transposed: stride 1 between rows,
+// else between groups.
 QuantParams group_scales(Expect& expect, const Argument& out, const Tensor& scales,
                          const std::optional<Tensor>& scale_ub, int64_t group_size,
                          bool is_scale_transposed, ReadAndWritten& arguments);

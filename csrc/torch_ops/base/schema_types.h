@@ -1,4 +1,4 @@
-// The C++ types of schema arguments that torch's stable headers make dearer than they need be.
+// C++ types of schema arguments, cheaper than those of torch's stable headers.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,8 +10,8 @@
 
 namespace vllm_kernels {
 
-// A `Tensor`: one owner, no copies, so that ops take it by const reference. The stable header's
-// class shares its handle, which costs an allocation an argument.
+// A `Tensor` with one owner and no copies; ops take it by const reference. The stable header's
+// class shares its handle, which costs an allocation per argument.
 class Tensor {
  public:
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
@@ -29,7 +29,7 @@ class Tensor {
   std::unique_ptr<AtenTensorOpaque, Delete> handle_;
 };
 
-// A `str`. The stable header's std::string leaks its buffer at every call.
+// A `str`. The stable header's std::string leaks its buffer on every call.
 struct Text {
   std::string value;
   operator std::string_view() const { return value; }
@@ -46,7 +46,7 @@ struct ToImpl<vllm_kernels::Tensor> {
   }
 };
 
-// The stable header's own would copy the tensor.
+// The stable header's version copies the tensor.
 template <>
 struct ToImpl<std::optional<vllm_kernels::Tensor>> {
   static std::optional<vllm_kernels::Tensor> call(StableIValue value, uint64_t, bool) {

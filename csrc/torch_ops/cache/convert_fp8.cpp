@@ -1,3 +1,5 @@
+// Binding of convert_fp8: input and output are contiguous, with equally many elements. One is fp8
+// (or uint8), the other floating. ops/convert_fp8.h has the formula.
 #include "ops/convert_fp8.h"
 
 #include "torch_ops/base/check.h"

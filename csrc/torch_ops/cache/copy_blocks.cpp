@@ -1,3 +1,5 @@
+// Bindings of copy_blocks, copy_blocks_mla and swap_blocks. A cache is [num_blocks, ...],
+// block_mapping [num_pairs, 2]. ops/copy_blocks.h has the rules for pairs.
 #include "ops/copy_blocks.h"
 
 #include <initializer_list>
@@ -10,8 +12,8 @@
 namespace vllm_kernels {
 namespace {
 
-// Bytes of one block of a cache [num_blocks, ...]. The dimensions of a block may come in any order
-// in memory, but without gaps.
+// Bytes of one page of a cache [num_blocks, ...]. Its dimensions may have any order in memory, but
+// no gaps.
 int64_t dense_block_bytes(const Argument& cache) {
   int64_t elements = 1, span = 1;
   for (int64_t d = 1; d < cache.dim(); ++d) {
@@ -37,7 +39,7 @@ Argument read_pairs(Expect& expect, const Tensor& block_mapping, bool any_device
   return pairs.int64().shape({&num_pairs, &two}).contiguous();
 }
 
-// Host memory is looked at before anything is copied, whatever the caches' device.
+// Checks pairs in host memory before any copy, whatever the caches' device.
 void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num_pairs,
                          int64_t num_sources, int64_t num_destinations) {
   for (int64_t i = 0; i < 2 * num_pairs; ++i) {
@@ -51,10 +53,10 @@ void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num
 
 struct NamedCaches {
   const char* name;
-  const std::vector<Tensor>& caches;  // one a layer
+  const std::vector<Tensor>& caches;  // one per layer
 };
 
-// Within every cache of the lists, the first of which is not empty.
+// Copies within every cache of the lists. The first list must not be empty.
 void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
                  const Tensor& block_mapping) {
   const NamedCaches& front = *lists.begin();
@@ -113,8 +115,7 @@ void copy_blocks_mla(const std::vector<Tensor>& kv_caches, const Tensor& block_m
   if (!kv_caches.empty()) copy_within(expect, {{"kv_caches", kv_caches}}, block_mapping);
 }
 
-// torch calls the CUDA library when either tensor is on a GPU, and this library's CPU side when
-// both are on the CPU.
+// torch calls the CUDA library if either tensor is on a GPU, and the CPU library if none is.
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
   Expect expect("swap_blocks");
   Argument from = expect.tensor_on_any_device("src", src).rank(2, 8);

@@ -1,3 +1,5 @@
+// Bindings of cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv. paged_tokens.h
+// checks the tables, paged_kv.h the caches. ops/gather_cache.h has the rules.
 #include "ops/gather_cache.h"
 
 #include <algorithm>
@@ -11,7 +13,7 @@
 namespace vllm_kernels {
 namespace {
 
-// Entries [..., entry] of `cache` and rows [..., entry] of dst, whose elements lie in a row.
+// The elements of an entry: the dimensions from outer_dims on, which must be contiguous.
 int64_t entry_elements(const Argument& argument, int64_t outer_dims) {
   int64_t elements = 1;
   for (int64_t d = argument.dim() - 1; d >= outer_dims; --d) {
@@ -25,8 +27,8 @@ int64_t entry_elements(const Argument& argument, int64_t outer_dims) {
   return elements;
 }
 
-// src_cache [num_blocks, block_size, entry...] as the K of one head in layout NHD, and dst
-// [num_rows, entry...]. `unit`: elements of PagedKv that one element of the tensors counts as.
+// Packs src_cache [num_blocks, block_size, entry...] as the K of one head in layout NHD, and dst
+// [num_rows, entry...]. One element of the tensors counts as `unit` elements of PagedKv.
 GatherCacheParams entries(const Expect& expect, const Argument& src, const Argument& dst,
                           DType stored, DType rows, int64_t unit) {
   const int64_t elements = entry_elements(src, 2);
@@ -106,7 +108,7 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
   launch(params, src_cache);
 }
 
-// k_scale, v_scale: of one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size].
+// k_scale and v_scale: one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size].
 void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& sizes,
                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                        Arguments& read) {

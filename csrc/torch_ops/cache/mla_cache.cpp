@@ -1,3 +1,5 @@
+// Bindings of concat_and_cache_mla, cp_gather_and_upconvert_fp8_kv_cache and concat_mla_q.
+// ops/mla_cache.h has the formats of entries.
 #include "ops/mla_cache.h"
 
 #include "torch_ops/base/check.h"
@@ -9,8 +11,7 @@
 namespace vllm_kernels {
 namespace {
 
-// Entries of "fp8_ds_mla", uint8 [num_blocks, block_size, 656], are read and written 16 bytes at a
-// time.
+// Checks entries of "fp8_ds_mla": uint8 [num_blocks, block_size, 656], accessed by 16 bytes.
 void check_ds_mla(Argument& cache, Size& num_blocks, Size& block_size) {
   Size entry("fp8_ds_mla entry", kDsMlaEntry, nullptr);
   cache.uint8().shape({&num_blocks, &block_size, &entry}).inner_contiguous();

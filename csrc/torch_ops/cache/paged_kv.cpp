@@ -1,3 +1,5 @@
+// The checks of paged_kv.h: shape, strides and dtype of caches of each layout, packed into a
+// PagedKv.
 #include "torch_ops/cache/paged_kv.h"
 
 #include <limits>
@@ -5,8 +7,9 @@
 namespace vllm_kernels {
 namespace {
 
-// Blocks and heads must not share memory in a cache that is written; for one that is read it does
-// not matter. Padding between them is fine.
+// Requires the page of a head to be contiguous: the dimensions from outer_dims on. The outer
+// strides are free, so padding is allowed. Pages that share memory are harmless in a cache that is
+// only read; written() refuses them in the others.
 void require_page_contiguous(const Argument& cache, int64_t outer_dims) {
   int64_t expected = 1;
   for (int64_t d = cache.dim() - 1; d >= outer_dims; --d) {
@@ -34,7 +37,7 @@ void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DTyp
   kv.x = 16 / size_of(dtype);
 }
 
-// A scale that was checked to be float32; `elements` is that of the one before, or 0.
+// Checks the size of a float32 scale. `elements` is the size of the scale before, or 0.
 void check_scale_size(const PagedKv& kv, const Argument& scale, int64_t elements) {
   if (scale.numel() != 1 && !(scale.dim() == 1 && scale.size(0) == kv.num_kv_heads)) {
     scale.fail("expected one element, or num_kv_heads = " + std::to_string(kv.num_kv_heads) +
@@ -46,7 +49,7 @@ void check_scale_size(const PagedKv& kv, const Argument& scale, int64_t elements
   }
 }
 
-// Shapes and strides of caches whose dtype was checked.
+// Checks and packs caches whose dtype is checked already.
 PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
   const int64_t x = 16 / size_of(dtype);
   const Argument& v =
@@ -76,7 +79,7 @@ PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& size
   return kv;
 }
 
-// Rows of head_size elements, by the dimensions of their token and head.
+// Packs rows of head_size elements. `token` and `head` are the indices of these dimensions.
 void set_rows(PagedKv& kv, const Argument& k, const Argument& v, int64_t token, int64_t head) {
   kv.key = k.mutable_data();
   kv.value = v.mutable_data();
@@ -88,7 +91,8 @@ void set_rows(PagedKv& kv, const Argument& k, const Argument& v, int64_t token, 
   kv.value_dim_stride = 1;
 }
 
-// A cache of another layout than was said shows by the dimensions of its keys: "vllm" has five.
+// Catches a cache of another layout than the argument says, by the rank of its keys: "vllm" has 5
+// dimensions, NHD and HND have 4.
 void require_layout(const Argument& key, KvLayout layout) {
   const bool is_vllm = layout == KvLayout::kVllm;
   if (key.dim() == (is_vllm ? 5 : 4)) return;
@@ -101,7 +105,7 @@ void require_layout(const Argument& key, KvLayout layout) {
            "; give layout=\"vllm\", \"NHD\" or \"HND\", as the cache has it");
 }
 
-// NHD or HND: they differ in the order of two dimensions.
+// NHD and HND differ in the order of two dimensions.
 PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
   const bool token_first = layout == KvLayout::kNHD;
   const int64_t token = token_first ? 1 : 2, head = token_first ? 2 : 1;

@@ -1,3 +1,4 @@
+// The checks of paged_tokens.h.
 #include "torch_ops/cache/paged_tokens.h"
 
 #include "torch_ops/base/device.h"

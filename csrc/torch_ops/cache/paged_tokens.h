@@ -1,4 +1,4 @@
-// The tables that say which tokens of paged sequences a gather takes.
+// The tables that tell a gather which tokens of paged sequences to read.
 #pragma once
 #include <optional>
 
@@ -7,8 +7,9 @@
 
 namespace vllm_kernels {
 
-// block_table int32 [>= num_seqs, blocks_per_seq], cu_seq_lens int32 [num_seqs + 1], seq_starts
-// int32 [num_seqs] or none. num_seqs is `batch_size` where given, else what cu_seq_lens shows.
+// block_table int32 [>= num_seqs, blocks_per_seq]; cu_seq_lens int32 [num_seqs + 1]; seq_starts
+// int32 [num_seqs] or none. num_seqs comes from cu_seq_lens; a `batch_size` that is given must
+// agree.
 class GatherTables {
  public:
   GatherTables(Expect& expect, const char* table_name, const Tensor& block_table,
@@ -17,8 +18,8 @@ class GatherTables {
 
   void apart_from(const Argument& out) const;
   bool any() const { return num_seqs_ > 0; }
-  // With the checks of values (check_index). Sequences that are longer than their block table are
-  // an error on the CPU; on CUDA the rows behind it get zeros.
+  // Packs the tables and checks their values (check_index). A sequence longer than its block table
+  // is an error on the CPU. On CUDA its rows past the table are filled with zeros.
   PagedTokens pack(int64_t num_blocks, int64_t block_size, int64_t num_rows) const;
 
  private:

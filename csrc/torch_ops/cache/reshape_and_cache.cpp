@@ -1,3 +1,6 @@
+// Bindings of reshape_and_cache, reshape_and_cache_flash and reshape_and_cache_per_token_quant: key
+// and value [num_tokens, num_kv_heads, head_size] into a paged cache. paged_kv.h checks the caches,
+// slots.h the slots.
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 
@@ -9,8 +12,8 @@
 namespace vllm_kernels {
 namespace {
 
-// What every writer of tokens takes: key and value [num_tokens, num_kv_heads, head_size]. The dtype
-// of the caches is checked by the caller.
+// The arguments that all writers share: key and value [num_tokens, num_kv_heads, head_size]. The
+// caller checks the dtype of the caches.
 struct Tokens {
   Tokens(const char* op, const Tensor& key_tensor, const Tensor& value_tensor)
       : expect(op),
@@ -23,7 +26,7 @@ struct Tokens {
                   .shape({&num_tokens, &sizes.num_kv_heads, &sizes.head_size})
                   .inner_contiguous()) {}
 
-  // After the other checks: fills the struct, for the caller to launch.
+  // Checks the values of slot_mapping and fills the struct. Called after all other checks.
   ReshapeAndCacheParams pack(const Argument& key_cache, const PagedKv& kv,
                              const Argument& slots) const {
     const int64_t num_slots = count_slots(key_cache, kv.num_blocks, kv.block_size);

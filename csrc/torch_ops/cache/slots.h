@@ -1,11 +1,11 @@
-// slot_mapping, as every op that writes tokens into a paged cache takes it.
+// Checks of slot_mapping, for every op that writes tokens into a paged cache.
 #pragma once
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/index_check.h"
 
 namespace vllm_kernels {
 
-// [n] int64, n <= num_tokens.
+// slot_mapping: int64 [n], n <= num_tokens.
 inline Argument read_slots(Expect& expect, const Tensor& slot_mapping, const Size& num_tokens) {
   const Argument slots =
       expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
@@ -16,7 +16,7 @@ inline Argument read_slots(Expect& expect, const Tensor& slot_mapping, const Siz
   return slots;
 }
 
-// The slots of a cache, which the kernels number in 31 bits.
+// The number of slots of a cache. Kernels number slots in 31 bits.
 inline int64_t count_slots(const Argument& cache, int64_t num_blocks, int64_t block_size) {
   const int64_t num_slots = num_blocks * block_size;
   if (num_slots > INT32_MAX) {

@@ -1,3 +1,5 @@
+// Bindings of rms_norm and fused_add_rms_norm, [..., hidden_size]. rms_norm.h has the checks,
+// ops/rms_norm.h the formula.
 #include "torch_ops/norm/rms_norm.h"
 
 #include "torch_ops/base/device.h"

@@ -1,4 +1,4 @@
-// What the bindings of the root-mean-square norms share.
+// Checks that the bindings of all RMS norms share.
 #pragma once
 #include <optional>
 
@@ -18,8 +18,8 @@ inline void expect_hidden_size(const Argument& input, int64_t hidden_size) {
   }
 }
 
-// Checks and packs the arguments of a norm from `input` to `out`; `weight` is null where there is
-// none. Nothing to do: no value.
+// Checks and packs a norm from `input` to `out`. `weight` is null for a norm without weight.
+// Returns nullopt if there is nothing to do.
 inline std::optional<RmsNormParams> read_norm(const char* op, const Tensor& out,
                                               const Tensor& input, const Tensor* weight,
                                               double epsilon) {
@@ -54,7 +54,7 @@ inline std::optional<RmsNormParams> read_norm(const char* op, const Tensor& out,
                        .dtype = x.dtype()};
 }
 
-// The same for a norm that adds `residual` to `input` and replaces both.
+// The same for a norm that adds `residual` to `input` and overwrites both.
 inline std::optional<RmsNormParams> read_fused_add_norm(const char* op, const Tensor& input,
                                                         const Tensor& residual,
                                                         const Tensor* weight, double epsilon) {

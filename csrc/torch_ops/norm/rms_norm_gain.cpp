@@ -1,3 +1,5 @@
+// Bindings of the RMS norms without weight and of Gemma's (weight + 1), [..., hidden_size].
+// ops/rms_norm_gain.h has the formulas.
 #include "ops/rms_norm_gain.h"
 
 #include "torch_ops/base/device.h"
@@ -13,7 +15,7 @@ void launch_gain(const char* op, const std::optional<RmsNormParams>& norm, const
   launch(params, input);
 }
 
-// `weight` is null where there is none.
+// `weight` is null for a norm without weight.
 void norm(const char* op, const Tensor& out, const Tensor& input, const Tensor* weight,
           double epsilon) {
   launch_gain(op, read_norm(op, out, input, weight, epsilon), input);

@@ -1,3 +1,5 @@
+// Bindings of the RMS norms with 8-bit results, [..., hidden_size], with given or computed scales.
+// ops/rms_norm_quant.h and ops/quant.h have the formulas.
 #include "ops/rms_norm_quant.h"
 
 #include "torch_ops/base/check.h"
@@ -8,8 +10,8 @@
 namespace vllm_kernels {
 namespace {
 
-// `dtypes` of out; `residual` may be null; scales(expect, out, arguments) checks and gives the
-// scales.
+// `dtypes` are those that `out` may have. `residual` may be null. scales(expect, out, arguments)
+// checks and returns the scales.
 template <typename Scales>
 void norm(const char* op, std::initializer_list<DType> dtypes, const Tensor& out,
           const Tensor& input, const Tensor* residual, const Tensor& weight, double epsilon,

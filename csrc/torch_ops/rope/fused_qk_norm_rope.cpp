@@ -1,3 +1,5 @@
+// Binding of fused_qk_norm_rope: qkv [num_tokens, (num_heads_q + num_heads_k + num_heads_v) *
+// head_dim], query and key updated in place. It launches RopeAndCacheParams without a cache.
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"

@@ -1,3 +1,5 @@
+// Binding of rope_and_cache: query, key, value [num_tokens, heads, head_size]. The query is updated
+// in place; key and value go into the paged cache. ops/rope_and_cache.h has the rules.
 #include "torch_ops/rope/rope_and_cache.h"
 
 #include "torch_ops/base/check.h"

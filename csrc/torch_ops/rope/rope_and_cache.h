@@ -1,4 +1,4 @@
-// What the bindings of rope_and_cache, fused_qk_norm_rope and fused_decode_attention share.
+// Checks that the bindings of rope_and_cache, fused_qk_norm_rope and fused_decode_attention share.
 #pragma once
 #include "ops/rope_and_cache.h"
 #include "torch_ops/base/check.h"
@@ -7,7 +7,7 @@
 
 namespace vllm_kernels {
 
-// Heads [num_tokens, count, head_size] whose tokens and heads may be strided.
+// Packs heads [num_tokens, count, head_size]; the strides of tokens and heads are free.
 inline ProjectedHeads projected_heads(const Argument& x) {
   ProjectedHeads heads;
   heads.data = x.mutable_data();
@@ -47,7 +47,7 @@ inline void expect_rope_head_size(const Expect& expect, const char* name, int64_
                   std::to_string(head_size));
 }
 
-// The kernels number the heads of 8192 tokens in 31 bits.
+// The kernels number the heads of a launch (8192 tokens) in 31 bits.
 constexpr int64_t kMaxRopeHeads = 65536;
 
 inline void expect_rope_heads(const Expect& expect, const char* name, int64_t count,

@@ -1,3 +1,5 @@
+// Binding of rotary_embedding: query and key, updated in place. positions may have one or two
+// dimensions. ops/rotary_embedding.h has the formula.
 #include "ops/rotary_embedding.h"
 
 #include "torch_ops/base/check.h"
@@ -8,8 +10,8 @@
 namespace vllm_kernels {
 namespace {
 
-// Query or key [tokens..., heads * head_size] or [tokens..., heads, head_size], where tokens... are
-// the dimensions of positions.
+// Checks and packs query or key: [tokens..., heads * head_size] or [tokens..., heads, head_size].
+// tokens... are the dimensions of positions.
 RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& positions,
                      int64_t head_size) {
   const int64_t leading = positions.dim();

@@ -1,4 +1,4 @@
-// What the bindings of the ops that rotate share.
+// Checks that the bindings of all ops that rotate share.
 #pragma once
 #include "torch_ops/base/check.h"
 

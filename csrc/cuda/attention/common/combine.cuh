@@ -1,151 +1,129 @@
-// The end of a paged-attention block: merge the warps' partial results and write them.
+// Combines partial attention results of one query row.
+//
+// A partial is what a row is known to be after some of its tokens: row_max in log2 units, the sum
+// of exp2(score - row_max) and the unnormalised output relative to the same row_max. Partials come
+// from the warps of a CTA (shared memory) or from the CTAs of a split query tile (workspace, once a
+// semaphore says so, or as flag-in-data: split_exchange.cuh).
 #pragma once
-#include <cfloat>
-
+#include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/base/ptx.cuh"
 #include "cuda/base/types.cuh"
-#include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
 
-// The heads that one block serves: `count` query heads from `first` on, all of one KV head.
-struct HeadRange {
-  int kv_head;
-  int first;
-  int count;
-};
+struct RowState {
+  float row_max = kRowMaxInit;
+  float sum = 0.0f;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // 4 dimensions of the row
 
-__device__ __forceinline__ HeadRange head_range(const PagedAttentionParams& p, int index,
-                                                int heads_per_block) {
-  const int group = p.num_heads / p.kv.num_kv_heads;
-  const int chunks = (group + heads_per_block - 1) / heads_per_block;
-  const int kv_head = index / chunks;
-  const int start = (index % chunks) * heads_per_block;
-  return {kv_head, kv_head * group + start, min(heads_per_block, group - start)};
-}
-
-// The tokens [begin, end) of a sequence that one block serves, for one query token.
-struct TokenRange {
-  int seq;
-  int partition;
-  int begin;
-  int end;
-  int seq_len;
-  int first_key;  // row of contiguous keys; 0 where there are pages
-  int query;      // row of query and out, -1: none
-  int position;   // of the query token in its sequence
-};
-
-// v1 and v2: block `index` is partition index % max_partitions of a sequence.
-__device__ __forceinline__ TokenRange token_range(const PagedAttentionParams& p, int64_t index) {
-  TokenRange range;
-  range.seq = static_cast<int>(index / p.max_partitions);
-  range.partition = static_cast<int>(index % p.max_partitions);
-  range.seq_len = usable_seq_len(p, range.seq);
-  range.begin = range.partition * p.partition_size;
-  range.end =
-      p.partition_size == 0 ? range.seq_len : min(range.seq_len, range.begin + p.partition_size);
-  range.first_key = 0;
-  range.query = range.seq;
-  range.position = range.seq_len - 1;
-  return range;
-}
-
-// paged_attention, varlen_attention: the tokens that row `query` of query sees.
-__device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams& p, int query) {
-  int seq = query;
-  if (p.query_start_loc != nullptr) {  // the last sequence that starts at or before it
-    int low = 0, high = p.num_seqs - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (p.query_start_loc[middle] <= query) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    seq = low;
+  // Explicit roundings: else the compiler chooses which product is fused, and it may choose
+  // differently for flag-in-data partials than for counted ones.
+  __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
+    sum = __fmaf_rn(weight, other_sum, sum);
+    out.x = __fmaf_rn(weight, other.x, out.x);
+    out.y = __fmaf_rn(weight, other.y, out.y);
+    out.z = __fmaf_rn(weight, other.z, out.z);
+    out.w = __fmaf_rn(weight, other.w, out.w);
   }
-  const RowRange queries = query_range(p, seq);
-  const RowRange keys = key_range(p, seq);
-  TokenRange range = {.seq = seq, .partition = 0, .seq_len = keys.count, .first_key = keys.first};
-  const int index = query - queries.first;
-  range.query = index >= 0 && index < queries.count ? query : -1;
-  range.position = range.seq_len - queries.count + index;
-  const VisibleTokens visible = visible_tokens(p, range.position, range.position, range.seq_len);
-  range.begin = visible.begin;
-  range.end = visible.end;
-  return range;
-}
-
-// Merges `parts` partial results that lie in shared memory and writes the block's heads.
-//   partial_out [parts][heads.count][head_size]  sum of exp2(logit - maximum) * v
-//   partial_max, partial_sum [parts][heads.count]  logits in units of log2
-template <typename T>
-__device__ __forceinline__ void merge_and_write(const PagedAttentionParams& p,
-                                                const HeadRange& heads, const TokenRange& tokens,
-                                                int parts, const float* partial_out,
-                                                const float* partial_max,
-                                                const float* partial_sum) {
-  const int head_size = p.kv.head_size;
-  const float v_scale = p.kv.v_scale != nullptr && size_of(p.kv.dtype) == 1
-                            ? p.kv.v_scale[heads.kv_head * p.kv.scale_stride]
-                            : 1.0f;
-  const bool partitioned = p.partition_size != 0;
-  for (int i = threadIdx.x; i < heads.count * head_size / 4; i += blockDim.x) {
-    const int head = i / (head_size / 4);
-    const int d = i % (head_size / 4) * 4;
-    float row_max = kRowMaxInit;
-    for (int part = 0; part < parts; ++part) {
-      row_max = fmaxf(row_max, partial_max[part * heads.count + head]);
-    }
-    float total = 0.0f;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int part = 0; part < parts; ++part) {
-      const int row = part * heads.count + head;
-      const float weight = exp2_approx(partial_max[row] - row_max);
-      const float4 value =
-          *reinterpret_cast<const float4*>(&partial_out[static_cast<int64_t>(row) * head_size + d]);
-      total += weight * partial_sum[row];
-      sum.x += weight * value.x;
-      sum.y += weight * value.y;
-      sum.z += weight * value.z;
-      sum.w += weight * value.w;
-    }
-    const int64_t row = static_cast<int64_t>(tokens.query) * p.num_heads + heads.first + head;
-    float factor = v_scale;
-    if (p.sinks != nullptr) {
-      const float sink = p.sinks[heads.first + head] * kLog2E;
-      const float updated = fmaxf(row_max, sink);
-      const float weight = exp2_approx(row_max - updated);
-      total = total * weight + exp2_approx(sink - updated);
-      factor *= weight;
-      row_max = updated;
-    }
-    if (p.lse != nullptr && d == 0) {
-      p.lse[row] = total == 0.0f ? -INFINITY : (row_max + log2f(total)) * kLn2;
-    }
-    // total is 0 where every token was masked: the result is 0. NaN passes through.
-    const float scale = total == 0.0f ? 0.0f : factor / total;
-    T result[4] = {from_float<T>(sum.x * scale), from_float<T>(sum.y * scale),
-                   from_float<T>(sum.z * scale), from_float<T>(sum.w * scale)};
-    const auto write = [&](T* to) {
+  // Makes the state relative to `updated`, which is at least row_max.
+  __device__ __forceinline__ void raise(float updated) {
+    const float factor = exp2_approx(row_max - updated);
+    row_max = updated;
+    sum = __fmul_rn(sum, factor);
+    out = {__fmul_rn(out.x, factor), __fmul_rn(out.y, factor), __fmul_rn(out.z, factor),
+           __fmul_rn(out.w, factor)};
+  }
+  __device__ __forceinline__ void add_token(float score, float4 value) {
+    raise(fmaxf(row_max, score));
+    add(exp2_approx(score - row_max), 1.0f, value);
+  }
+  // Partial i has stats[i * stats_step] = {row_max, sum} and outs[i * out_step]. kGroups * 8
+  // partials are loaded at a time. They are combined in order, so the result does not depend on
+  // kGroups.
+  template <int kGroups, typename Source>
+  __device__ __forceinline__ void combine(int num_partials, float2* stats, uint32_t stats_step,
+                                          float4* outs, uint32_t out_step, const Source& source) {
+    constexpr int kBatch = 8 * kGroups;
+#pragma unroll 1
+    for (int first = 0; first < num_partials; first += kBatch) {
+      float2 s[kBatch];
+      float4 o[kBatch];
+      bool all_present;
+      // Lanes may diverge here. What follows the combine of flag-in-data partials has no warp-wide
+      // instruction and no mbarrier, only a CTA barrier. (DecodeWgmmaEpilogue keeps its warps
+      // together.)
+#pragma unroll 1
+      do {
+        all_present = true;
+        const int begin = opaque(first);  // the compiler must not keep 16 addresses
 #pragma unroll
-      for (int j = 0; j < 4; ++j) to[j] = result[j];
-    };
-    if (p.max_partitions == 1) {
-      write(static_cast<T*>(p.out) + tokens.query * p.out_stride +
-            static_cast<int64_t>(heads.first + head) * head_size + d);
-    }
-    if (partitioned && tokens.begin < tokens.end) {
-      const int64_t slot = row * p.max_partitions + tokens.partition;
-      write(static_cast<T*>(p.tmp_out) + slot * head_size + d);
-      if (d == 0) {
-        p.exp_sums[slot] = total;
-        p.max_logits[slot] = row_max * kLn2;
+        for (int i = 0; i < kBatch; ++i) {
+          const uint32_t partial = min(begin + i, num_partials - 1);
+          s[i] = source.load(stats + partial * stats_step);
+          o[i] = source.load(outs + partial * out_step);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          all_present &= source.present(s[i].x) & source.present(o[i].x);
+        }
+      } while (!all_present);
+#pragma unroll
+      for (int group = 0; group < kBatch; group += 8) {
+        float updated = row_max;
+#pragma unroll
+        for (int i = group; i < group + 8; ++i) updated = fmaxf(updated, s[i].x);
+        raise(updated);
+#pragma unroll
+        for (int i = group; i < group + 8; ++i) {
+          // Absent partials weigh 0; a branch would serialise the loads.
+          const bool present = first + i < num_partials;
+          const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+          add(present ? exp2_approx(s[i].x - row_max) : 0.0f, s[i].y, present ? o[i] : zero);
+        }
+      }
+      const int begin = opaque(first);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        source.clear(outs + static_cast<uint32_t>(min(begin + i, num_partials - 1)) * out_step);
       }
     }
   }
+};
+
+// Sources of RowState::combine(): shared memory,
+struct SharedPartials {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return *from;
+  }
+  __device__ __forceinline__ bool present(float) const { return true; }
+  __device__ __forceinline__ void clear(float4*) const {}
+};
+// the workspace after a semaphore,
+struct CountedPartials : SharedPartials {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return __ldcg(from);
+  }
+};
+// and flag-in-data partials, which are polled until they are present.
+struct FlaggedPartials {
+  template <typename T>
+  __device__ __forceinline__ T load(const T* from) const {
+    return load_relaxed(from);
+  }
+  __device__ __forceinline__ bool present(float x) const { return is_published(x); }
+  __device__ __forceinline__ void clear(float4* from) const { clear_flag(from); }
+};
+
+template <typename T>
+__device__ __forceinline__ void store4(void* out, int64_t at, const float (&values)[4]) {
+  struct alignas(4 * sizeof(T)) Four {
+    T data[4];
+  } four;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) four.data[j] = from_float<T>(values[j]);
+  *reinterpret_cast<Four*>(static_cast<T*>(out) + at) = four;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -1,14 +1,24 @@
-// A ring of stages in shared memory that one warp owns: it fills and drains it alone, so no barrier
-// between warps is needed and every warp keeps its own copies in flight. A stage is K, then V, of
-// 16 to 64 tokens of one KV head; an mbarrier a stage says when it is there.
+// KvPipeline: a pipeline of stages in shared memory that brings in K and V of one KV head. A stage
+// holds V, then K, of 16 to 64 tokens. A "full" mbarrier per stage signals that its copies have
+// landed.
 //
-// A team of warps shares a ring (kShared): one warp fills, all drain, and a second mbarrier a
-// stage says when all have.
+// Not kShared: one warp owns the pipeline and is both its producer and its consumer. No barrier
+// between warps is needed, and every warp keeps its own copies in flight.
+// kShared: a consumer of several warps shares a pipeline. One warp produces, all of the consumer's
+// warps read, and an "empty" mbarrier per stage signals that all have released it.
 //
-// sm_90 on: bulk copies of whole pages of one head (forms kPackedPages and kIsPlain), or tensor-map
-// boxes of up to 64 rows of 128 bytes (form kSwizzledRows), of whole rows (kIsPlain) or of 16 or 32
-// tokens (kBoxes). Otherwise, and in form kSwizzledRows for rows of less than 128 bytes, all lanes
-// copy 16 bytes at a time.
+// Copies, sm_90 and later:
+//   kPackedPages   bulk copies of full pages of one head
+//   kPlainRows     bulk copies of full pages of one head, or TMA boxes of full rows
+//   kSwizzledRows  TMA boxes of up to 64 rows of 128 bytes
+//   kPackedBoxes   TMA boxes of 16 or 32 tokens
+// Older GPUs: all lanes copy 16 bytes at a time (cp.async). On sm_90 this also holds for
+// kSwizzledRows with rows of less than 128 bytes, unless kShared. kv_smem_layout.cuh has the
+// layouts of a stage.
+//
+// Early reads, before the PDL wait: look_up_speculative() reads the block table, and prefetch()
+// fetches pages into L2. No page is read before the wait, unless PagedAttentionParams::kv_ready
+// promises that pages, tables and lengths are written.
 #pragma once
 #include <cuda.h>
 
@@ -25,65 +35,49 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kMaxPipelineStages = 8;
-
 struct PipelineLayout {
-  int stages;       // of a ring, 2 .. kMaxPipelineStages
-  int key_offset;   // bytes from a stage's V to its K
-  int stage_bytes;  // a multiple of 128, of 1024 in form kSwizzledRows
-  int page_shift;   // log2 of the tokens of a page
-  int pages_shift;  // log2 of the pages of a stage
-  int page_bytes;   // forms kPackedPages, kIsPlain: of K, of one page of one head, or a stage of it
-  int page_stride;  // likewise: bytes from one page's K to the next
-  int columns;      // form kSwizzledRows: of 128 bytes, of a row
-  int chunks;       // form kSwizzledRows: of 16 bytes, of a row
-  bool by_lanes;    // form kSwizzledRows, sm_90 on: a warp's own ring uses no boxes
-  uint8_t line_shift;   // form kSwizzledRows: log2 of the tokens of a column's line, 0 or 1
-                        // (kMayPairRows)
-  bool uses_tma_boxes;  // form kPlainRows: rows lie apart in memory
+  int stages;          // of one pipeline, 2 .. kMaxPipelineStages
+  int key_offset;      // bytes from a stage's V to its K
+  int stage_bytes;     // a multiple of 128; of 1024 in form kSwizzledRows
+  int page_shift;      // log2 of the tokens of a page
+  int pages_shift;     // log2 of the pages of a stage; 0 where a page is longer
+  int page_bytes;      // K or V of one head: bytes of a page, of a stage's share of it, or of a box
+  int page_stride;     // bytes in shared memory from one page's (or box's) K to the next
+  int columns;         // kSwizzledRows: columns of 128 bytes in a row
+  int chunks;          // kSwizzledRows: 16-byte chunks in a row
+  bool by_lanes;       // kSwizzledRows, sm_90 on, not kShared: no TMA boxes, lanes copy 16 bytes
+  uint8_t line_shift;  // kSwizzledRows: log2 of the tokens of a 128-byte line, 0 or 1
+  bool uses_tma_boxes;  // kPlainRows: a head's page is not contiguous in global memory
   FastDivisor chunk_divisor;
-  int copy_stages;  // that a warp's lanes can start together; unused in form kPackedBoxes
-  int copy_lanes;   // of one: forms kPackedPages, kIsPlain, a page each; kRows, a column of K or V
-                    // of one
+  int copy_stages;  // stages that a warp's lanes start together; unused in form kPackedBoxes
+  int copy_lanes;   // lanes per stage: its pages; kSwizzledRows: pages x columns x {K, V}
   FastDivisor lane_divisor;  // by copy_lanes
-  // Strides in units of 16 bytes.
+  // Strides between pages and between heads, in units of 16 bytes.
   uint32_t key_block, key_head, value_block, value_head;
 };
-
-// Stages that each of some rings has where there are `bytes` of shared memory for all.
-inline int pipeline_stages(int bytes, int pipelines, int stage_bytes) {
-  const int stages = bytes / pipelines / stage_bytes;
-  if (stages < 2) {
-    throw std::runtime_error("paged_attention: expected shared memory for 2 stages of " +
-                             std::to_string(stage_bytes) + " bytes in each of " +
-                             std::to_string(pipelines) + " rings, the device leaves " +
-                             std::to_string(bytes) + " bytes");
-  }
-  return std::min(stages, kMaxPipelineStages);
-}
 
 // Forms kRows and kBoxes from sm_90 on: tensor maps of K and V.
 struct KvTensorMaps {
   CUtensorMap key, value;
 };
 
-// Rings' lengths of an item whose first pages are worth a prefetch: with shorter ones it delays the
-// predecessor more than it saves.
+// A work tile's first pages are prefetched into L2 only if it has this many times the stages of its
+// pipelines. With shorter tiles the prefetch delays the primary kernel more than it saves.
 constexpr int kPrefetchLength = 4;
 
-// Forms whose pages of a head, or stages of one, are one stretch of memory (but where
-// PipelineLayout.boxes says otherwise), and of shared memory.
+// Forms in which a page of a head, or a stage's share of it, is contiguous in shared memory. It is
+// also contiguous in global memory, unless PipelineLayout::uses_tma_boxes says otherwise.
 constexpr bool is_whole(KvForm form) {
   return form == KvForm::kPackedPages || form == KvForm::kPlainRows;
 }
 
-// Whether a stage has whole pages that prefetch_page() knows.
+// Whether a stage consists of full pages, as prefetch_page() needs.
 template <KvForm kForm, int kTokens>
 __device__ __forceinline__ bool may_prefetch(const PipelineLayout& layout) {
   return kForm != KvForm::kPackedBoxes && layout.page_shift <= kStageShift<kTokens>;
 }
 
-// Asks the second-level cache for K and V of one page of one head. All lanes.
+// Prefetches K and V of one page of one head into L2. All lanes of the warp call it.
 template <typename Cache, KvForm kForm>
 __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const PipelineLayout& layout,
                                               const char* key, const char* value, int lane) {
@@ -104,16 +98,18 @@ __device__ __forceinline__ void prefetch_page(const PagedKv& kv, const PipelineL
   }
 }
 
-// kTokens: of a stage, 16, 32 or 64.
+// kTokens: tokens of a stage, 16, 32 or 64.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm, bool kShared>
 class KvPipeline {
  public:
-  using Bits = TokenBits<kTokens>;  // one a token of a stage
-  // In shared memory, of 8 bytes: mbarriers, then the tokens that there are of each stage.
+  using Bits = TokenBits<kTokens>;  // one bit per token of a stage
+  // 8-byte words of shared memory: the full barriers, the empty barriers if kShared, then each
+  // stage's mask of present tokens.
   static constexpr int kBarriers = kShared ? 2 * kMaxPipelineStages : kMaxPipelineStages;
   static constexpr int kWords = kBarriers + kMaxPipelineStages * sizeof(Bits) / 8;
 
-  // `fills`: whether this warp is its team's first.
+  // `words`: kWords in shared memory. `is_producer`: whether this warp produces; only kShared uses
+  // it.
   __device__ __forceinline__ KvPipeline(const PipelineLayout& layout, const KvTensorMaps& maps,
                                         uint32_t storage, uint32_t words, bool is_producer,
                                         int lane)
@@ -128,7 +124,7 @@ class KvPipeline {
 #endif
   }
 
-  // One thread, before any warp of the team uses the ring.
+  // One thread calls this before any warp uses the pipeline.
   static __device__ __forceinline__ void init(const PipelineLayout& layout,
                                               const KvTensorMaps& maps, uint32_t words,
                                               int consumer_warps) {
@@ -147,7 +143,8 @@ class KvPipeline {
 #endif
   }
 
-  // Stages first, first + step, ... (`count` of them) of a sequence come next, after look_up().
+  // The next stages to produce: `first`, first + step, ... (`count` of them) of a sequence. A
+  // look_up() must follow.
   __device__ __forceinline__ void set_source(const PagedAttentionParams& p, int stage_shift,
                                              int seq, int seq_len, int kv_head, int first, int step,
                                              int count) {
@@ -161,14 +158,14 @@ class KvPipeline {
     to_produce_ = !kShared || is_producer_ ? count : 0;
   }
 
-  // Lane l: the block of the l-th page from here on, -1 behind the sequence.
+  // Lane l reads the id of the l-th page from the next stage on; -1 past the sequence's end.
   __device__ __forceinline__ void look_up() {
     next_page_ = 0;
     const int token = token_of_lane();
     blocks_ = token < seq_len_ ? table_[token >> layout_.page_shift] : -1;
   }
 
-  // The same before the predecessor has ended. Says where to look again.
+  // Speculative look_up(), before the primary kernel has ended. Returns the address to validate.
   __device__ __forceinline__ const int32_t* look_up_speculative() {
     next_page_ = 0;
     const int token = token_of_lane();
@@ -177,8 +174,9 @@ class KvPipeline {
     return at;
   }
 
-  // Asks the second-level cache for the first `stages` stages' pages where many more come, or where
-  // there is `time`. They are not read, so this may be done before the predecessor has ended.
+  // Prefetches the pages of the first `stages` stages into L2. It does so only where many more
+  // stages follow, or where there is `time`. The pages are not read, so this may precede the end of
+  // the primary kernel.
   __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages, bool time) const {
     if (!may_prefetch<kForm, kTokens>(layout_)) return;
     if (!time && to_produce_ < kPrefetchLength * stages) return;
@@ -190,8 +188,8 @@ class KvPipeline {
     }
   }
 
-  // A lane's part of filling several stages: form kPackedPages, K and V of a page; kRows, one
-  // column of either.
+  // A lane's share of the copies of several stages: K and V of a page; in form kSwizzledRows, one
+  // column of K or of V.
   struct Copies {
     int stages;  // 0: nothing is prepared
     bool mine;   // whether this lane copies
@@ -199,10 +197,11 @@ class KvPipeline {
     const char *key, *value;
     int column, line, block;
   };
-  // Fills up to `stages` stages of a ring that was never filled in two steps: all that may be done
-  // before the predecessor has ended, then the copies. From then on the ring counts them as filled
-  // (only shared rings have a parity of fills, and those prepare nothing). All lanes, after
-  // guess().
+  // Produces up to `stages` stages of an unused pipeline in two steps. prepare_copies() does all
+  // that may precede the end of the primary kernel, and start_copies() issues the copies. From
+  // prepare_copies() on the pipeline counts these stages as produced. It leaves producer_phase_ as
+  // it is: only kShared pipelines use that, and they prepare nothing. All lanes call it, after
+  // look_up_speculative().
   __device__ __forceinline__ Copies prepare_copies(const PagedKv& kv, int stages) {
     Copies copies = {.stages = 0};
     if constexpr (kForm == KvForm::kPackedBoxes || kShared) return copies;
@@ -218,7 +217,7 @@ class KvPipeline {
     const int32_t block =
         kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
     const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
-    if (__any_sync(0xffffffffu, mine && !good)) return copies;  // fill() knows what to do
+    if (__any_sync(0xffffffffu, mine && !good)) return copies;  // produce() handles absent pages
     copies.stages = count;
     copies.mine = mine;
     copies.barrier = barriers_ + stage * 8;
@@ -269,7 +268,8 @@ class KvPipeline {
 #endif
   }
 
-  // Starts filling the next stage, if there is one. All lanes; the stage must have been released.
+  // Starts the copies of the next stage, if there is one. All lanes. Not kShared: the stage must
+  // have been released.
   __device__ __forceinline__ bool produce(const PagedKv& kv) {
     if (to_produce_ == 0) return false;
     --to_produce_;
@@ -278,8 +278,8 @@ class KvPipeline {
     const uint32_t stage = storage_ + producer_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + producer_stage_ * 8;
     const int pages = 1 << layout_.pages_shift;
-    // Lanes take the pages in turn; form kSwizzledRows: K, V of the first page, K, V of the next;
-    // form kBoxes: K, V of the first part, K, V of the next.
+    // Lanes to pages: lane l has page l. kSwizzledRows: K, V of page 0, K, V of page 1, ...
+    // kPackedBoxes: K, V of box 0, K, V of box 1, ...
     const int first_shift = is_whole(kForm)                  ? 0
                             : kForm == KvForm::kSwizzledRows ? 1
                                                              : box_shift() + 1;
@@ -320,8 +320,8 @@ class KvPipeline {
     return true;
   }
 
-  // Waits for the oldest stage. key() and value() are its shared addresses; present() has a bit for
-  // each of its tokens whose page there is.
+  // Waits for the oldest stage. key() and value() are its shared addresses. present() has a bit set
+  // for each token whose page is valid.
   __device__ __forceinline__ void consumer_wait() {
     barrier_wait(barriers_ + consumer_stage_ * 8, consumer_phase_);
   }
@@ -335,12 +335,12 @@ class KvPipeline {
                : kAllTokens<kTokens>;
   }
 
-  // All lanes: whether the blocks were guessed right, `block` being the lane's.
+  // All lanes: whether the speculative page ids were right. `block`: this lane's id, read again.
   __device__ __forceinline__ bool validate(int32_t block) const {
     return __all_sync(0xffffffffu, block == blocks_);
   }
 
-  // Waits for the oldest `stages` stages and forgets them.
+  // Waits for the oldest `stages` stages and drops them.
   __device__ __forceinline__ void discard(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
@@ -349,7 +349,7 @@ class KvPipeline {
     }
   }
 
-  // The oldest stage has been read by all lanes and may be filled again.
+  // All lanes have read the oldest stage, so it may be produced again.
   __device__ __forceinline__ void consumer_release() {
     if constexpr (kShared) {
       barrier_arrive_warp(empty_barrier(consumer_stage_), lane_);
@@ -373,22 +373,24 @@ class KvPipeline {
 #endif
   }
 
-  // Form kRows: of one column of K or V of a page, or of a stage where that is shorter.
+  // Form kSwizzledRows: bytes of a box, which is one column of K or V of a page, or of the stage's
+  // share of a longer page.
   __device__ __forceinline__ uint32_t box_bytes() const {
     return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>) - line_shift();
   }
-  // Forms kRows and kIsPlain: the line of a page at which a token begins.
+  // Forms kSwizzledRows and kPlainRows: the line of its page at which a token begins.
   __device__ __forceinline__ int line_of(int token) const {
     return (token & (1 << layout_.page_shift) - 1) >> line_shift();
   }
   __device__ __forceinline__ int line_shift() const {
     return kMayPairRows<Cache, kMaxHeadSize, kForm> ? layout_.line_shift : 0;
   }
-  // Form kIsPlain: bytes of a page of a head before a token of a later stage of it.
+  // Form kPlainRows: bytes of a head's page before `token`, where a stage begins inside of the
+  // page.
   __device__ __forceinline__ int skipped_bytes(int token) const {
     return (token & (1 << layout_.page_shift) - 1) * kMaxHeadSize * static_cast<int>(kBytes);
   }
-  // Form kBoxes: log2 of the parts of a page, or of a stage where that is shorter.
+  // Form kPackedBoxes: log2 of the boxes of a page, or of a stage where that is shorter.
   __device__ __forceinline__ int box_shift() const {
     return min(layout_.page_shift, kStageShift<kTokens>) - kStageShift<kBoxTokens<Cache, kTokens>>;
   }
@@ -398,10 +400,10 @@ class KvPipeline {
   __device__ __forceinline__ uint32_t present_of(int stage) const {
     return barriers_ + kBarriers * 8 + stage * sizeof(Bits);
   }
-  // All lanes, after their 16-byte copies.
+  // All lanes call this after their 16-byte copies.
   __device__ __forceinline__ void arrive_copies(uint32_t barrier) const {
     barrier_arrive_copies(barrier);
-    if (kShared && lane_ == 0) barrier_arrive(barrier);  // the stage's present_of() is written
+    if (kShared && lane_ == 0) barrier_arrive(barrier);  // the stage's present mask is written
   }
 
   static __device__ __forceinline__ uint64_t in_16_bytes(const void* pointer) {
@@ -416,7 +418,7 @@ class KvPipeline {
                                          << 4);
   }
 
-  // The first of lane l's page.
+  // The first token of lane l's page (see look_up()).
   __device__ __forceinline__ int token_of_lane() const {
     const int shift = layout_.pages_shift;
     return first_token_ + (lane_ >> shift) * token_step_ +
@@ -424,7 +426,8 @@ class KvPipeline {
   }
 
 #if defined(VLLM_KERNELS_HAS_SM90)
-  // One lane: K and V of one page of a head, or of a stage of it that begins at `line`.
+  // One lane copies K and V of one page of a head, or of a stage's share of it that begins at
+  // `line`.
   __device__ __forceinline__ void copy_page(uint32_t key_to, uint32_t value_to, const char* key,
                                             const char* value, int line, int block,
                                             uint32_t barrier) const {
@@ -458,7 +461,7 @@ class KvPipeline {
       copy_page(key_to, value_to, key, value, line_of(first_token_), block, barrier);
     }
 #else
-    // Lanes of a page copy it together.
+    // The lanes of a page copy it together.
     if (good) {
       for (int byte = lane_ / pages * 16; byte < bytes; byte += 32 / pages * 16) {
         copy16_async(key_to + byte, key + byte);
@@ -473,7 +476,7 @@ class KvPipeline {
                                             int page, int32_t block, bool good) {
     if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, good);
 #if defined(VLLM_KERNELS_HAS_SM90)
-    // A lane copies one column of K or V of one page.
+    // Each lane copies one column of K or V of one page.
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.pages_shift;
     const bool copies = good && column < layout_.columns;
@@ -488,7 +491,7 @@ class KvPipeline {
 #endif
   }
 
-  // Neighbouring lanes copy neighbouring chunks of a row.
+  // Adjacent lanes copy adjacent chunks of a row.
   __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                               int32_t block, bool good) {
     const int page_mask = (1 << layout_.page_shift) - 1;
@@ -510,13 +513,13 @@ class KvPipeline {
     arrive_copies(barrier);
   }
 
-  // Tokens of longer pages of layout vllm, as pages of kBox tokens.
+  // Form kPackedBoxes: boxes of kBox tokens, cut from longer pages of layout vllm.
   __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,
                                              int32_t block, bool good) {
     constexpr int kBox = kBoxTokens<Cache, kTokens>;
     const int page_mask = (1 << layout_.page_shift) - 1;
 #if defined(VLLM_KERNELS_HAS_SM90)
-    // A lane copies K or V of one part.
+    // Each lane copies K or V of one box.
     const bool is_value = lane_ & 1;
     const int part = lane_ >> 1;
     const int token = first_token_ + kBox * part & page_mask;
@@ -531,12 +534,12 @@ class KvPipeline {
                    barrier, policy_);
     }
 #else
-    const int token = first_token_ & page_mask;  // a page has the whole stage
+    const int token = first_token_ & page_mask;  // the page contains the whole stage
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
-    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // of 16 bytes, of a row of V
-    constexpr int kBoxChunks = kBox * sizeof(Cache) / 16;  // of those in one part
-    const int chunks = good ? kv.head_size * kChunks : 0;  // of K, and of V
+    constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // 16-byte chunks in a stage's row of V
+    constexpr int kBoxChunks = kBox * sizeof(Cache) / 16;  // 16-byte chunks in a box's row of V
+    const int chunks = good ? kv.head_size * kChunks : 0;  // of K; V has as many
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
@@ -558,38 +561,26 @@ class KvPipeline {
   uint32_t barriers_;
   int lane_;
   bool is_producer_;
-  // where it fills from
-  const int32_t* table_;  // the sequence's blocks
-  uint64_t key_, value_;  // block 0 of the KV head, in units of 16 bytes
+  // The producer's source.
+  const int32_t* table_;  // the sequence's row of block_tables
+  uint64_t key_, value_;  // K and V of page 0 of this KV head, in units of 16 bytes
   int kv_head_;
   int seq_len_;
-  int first_token_;  // of the next stage
-  int token_step_;   // to the one after it
-  int to_produce_;   // stages
-  int next_page_;    // in blocks_ of the lanes
+  int first_token_;  // of the next stage to produce
+  int token_step_;   // tokens from one stage to the next
+  int to_produce_;   // stages left
+  int next_page_;    // lane of blocks_ that has the next stage's first page
   int32_t blocks_;
-  // the ring
+  // The pipeline's state.
   int producer_stage_ = 0;
   int consumer_stage_ = 0;
   uint32_t consumer_phase_ = 0;
-  uint32_t producer_phase_ = 1;  // a fresh barrier's phase before the first has ended
-  uint32_t incomplete_ = 0;      // bit s: present_of(s) says what there is of it
+  uint32_t producer_phase_ = 1;  // a wait on a new barrier with parity 1 returns at once
+  uint32_t incomplete_ = 0;      // bit s: stage s may have absent tokens; read present_of(s)
 #if defined(VLLM_KERNELS_HAS_SM90)
   uint64_t policy_;
 #endif
 };
-
-// Whether a page of a head is one stretch of memory, of rows: layout HND, as it is allocated.
-inline bool rows_are_contiguous(const PagedKv& kv) {
-  return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
-}
-
-// PipelineLayout's. Past the head size columns are read, too: they would be the next token's.
-template <typename Cache, int kMaxHeadSize, KvForm kForm>
-uint8_t line_shift(const PagedKv& kv) {
-  return kMayPairRows<Cache, kMaxHeadSize, kForm> && kv.head_size == kMaxHeadSize &&
-         rows_are_contiguous(kv) && current_device_info().architecture >= 90;
-}
 
 // All of the two but the number of stages.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
@@ -604,35 +595,31 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.columns = row_columns(kv.head_size, kBytes);
   pipeline.chunks = kv.head_size * kBytes / 16;
   pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
-  pipeline.line_shift = line_shift<Cache, kMaxHeadSize, kForm>(kv);
+  const StageBytes bytes =
+      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_info().architecture);
+  pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
+  pipeline.key_offset = bytes.key_offset;
+  pipeline.stage_bytes = bytes.total;
   pipeline.by_lanes = kv.head_size * kBytes << pipeline.line_shift < kColumnBytes;
   pipeline.copy_lanes = (is_whole(kForm) ? 1 : 2 * pipeline.columns) << pipeline.pages_shift;
   pipeline.copy_stages = 32 / pipeline.copy_lanes;
   pipeline.lane_divisor = FastDivisor(pipeline.copy_lanes);
-  // V's products read past the head size, too: what comes then is the same stage's K.
-  int key_bytes;
   if (kForm == KvForm::kSwizzledRows) {
     layout.key_step = layout.value_step = 16 * kColumnBytes >> pipeline.line_shift;
     layout.key_half = layout.value_half = 32 * kColumnBytes >> pipeline.line_shift;
-    pipeline.key_offset = pipeline.columns * kColumnStride<kTokens> >> pipeline.line_shift;
-    key_bytes = row_columns(kMaxHeadSize, kBytes) * kColumnStride<kTokens> >> pipeline.line_shift;
   } else if (kForm == KvForm::kPlainRows) {
     constexpr int kRowBytes = kMaxHeadSize * kBytes;
     pipeline.uses_tma_boxes = !rows_are_contiguous(kv);
     pipeline.page_bytes = pipeline.page_stride = std::min(kv.block_size, kTokens) * kRowBytes;
     layout.key_step = layout.value_step = 16 * kRowBytes;
     layout.key_half = layout.value_half = 32 * kRowBytes;
-    pipeline.key_offset = key_bytes = kRowBytes << kShift;
   } else {
     const bool within = layout.page_tokens == 32;  // the next 16 tokens are in the same page
     layout.key_step = within ? 16 * 16 : pipeline.page_stride * 16 / layout.page_tokens;
     layout.value_step = within ? 16 * kBytes : pipeline.page_bytes * 16 / layout.page_tokens;
     layout.key_half = 32 / layout.page_tokens * pipeline.page_stride;
     layout.value_half = 32 / layout.page_tokens * pipeline.page_bytes;
-    pipeline.key_offset = (kv.head_size * kBytes) << kShift;
-    key_bytes = (kMaxHeadSize * kBytes) << kShift;
   }
-  pipeline.stage_bytes = (pipeline.key_offset + key_bytes + 127) / 128 * 128;
   const auto in_16_bytes = [](int64_t stride) {
     return static_cast<uint32_t>(stride * kBytes / 16);
   };

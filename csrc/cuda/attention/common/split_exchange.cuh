@@ -1,14 +1,15 @@
-// How the pieces of a split segment reach the block that merges them where no block has two items.
+// Flag-in-data exchange of split partials. It is used where no CTA has two work tiles.
 //
-// They are posted to the workspace and not counted: the block of the segment's last piece asks for
-// them until they are there. What a thread stores at once, 8 or 16 bytes, is loaded at once, and
-// not parted; its first word is never 0 (a 0 goes as -0), where the workspace has zeros until then.
-// So a piece takes one way to memory and one back, without a fence, a counter and their trips.
-// Whoever takes it puts the zero back: they are there before and after every launch.
+// Each split publishes its partial in the workspace; there is no semaphore. The CTA of the query
+// tile's last split polls the partials until they are all there, and combines them. A partial is
+// written in units of 8 or 16 bytes. Each unit is one store and one load, so it cannot tear. The
+// first word of a unit is never 0 (0 is stored as -0), and the workspace is 0 until then. So an
+// exchange costs one trip to memory and one back, with no fence, no counter and none of their round
+// trips. The reader clears the words again: the workspace is 0 before and after every launch.
 //
-// A block waits for blocks of lower number only. Devices start those before it (CUDA does not
-// promise that; its own libraries' scans build on it, too), and they wait for nothing but the
-// launch's predecessor, so they end whatever else runs.
+// Forward progress: a CTA waits only for CTAs of a lower index. GPUs start those first. CUDA does
+// not promise this order, but the scans in CUDA's own libraries rely on it too. Those CTAs wait for
+// nothing but the launch's primary kernel, so they end whatever else runs.
 #pragma once
 #include "cuda/base/ptx.cuh"
 

@@ -1,4 +1,5 @@
-// Tensor maps of a paged cache, for bulk copies of boxes (sm_90 on).
+// TMA tensor maps of a paged cache, encoded on the host (sm_90 and later). kv_pipeline.cuh copies
+// with them.
 #pragma once
 #include <cuda.h>
 
@@ -9,7 +10,8 @@
 
 namespace vllm_kernels::cuda {
 
-// A cache as a tensor of kRank dimensions, in 16-bit units; strides in bytes, of all but the first.
+// Encodes a cache as a tensor of kRank dimensions of 16-bit units. `strides` are in bytes, of all
+// dimensions but the first.
 template <int kRank>
 CUtensorMap encode_tensor_map(
     void* base, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
@@ -39,9 +41,9 @@ CUtensorMap encode_tensor_map(
   return map;
 }
 
-// Layouts NHD and HND as (dimension, token of the page, KV head, block), in boxes of 128 bytes x
-// `tokens` tokens, or half as many lines of 1 << line_shift tokens. What lies behind the head, or
-// the page, is read as zero.
+// Form kSwizzledRows, layouts NHD and HND: (dimension, token in the page, KV head, page). A box is
+// 128 bytes x `tokens` tokens. With line_shift = 1, a line holds two tokens and a box has half as
+// many lines. TMA fills with zeros past the head size and past the page.
 inline CUtensorMap swizzled_row_map(
     const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride, int64_t block_stride,
     int tokens, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -58,7 +60,8 @@ inline CUtensorMap swizzled_row_map(
       CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
-// Layout NHD in boxes of whole rows of some tokens of a head, next to each other in shared memory.
+// Form kPlainRows, layout NHD: a box is `tokens` full rows of one head, contiguous in shared
+// memory.
 inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), row_words = kv.head_size * bytes / 2;
@@ -76,8 +79,8 @@ inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
       .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
 }
 
-// Pages of layout vllm, in boxes of some tokens of a head: K as (token * 16 bytes, chunk, KV head,
-// block), V as (token, dimension, KV head, block).
+// Form kPackedBoxes, layout vllm: a box is `tokens` tokens of one head. K is (token * 16 bytes,
+// chunk, KV head, page), V is (token, dimension, KV head, page).
 inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
@@ -100,14 +103,15 @@ inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
               CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
-// Those that a ring of stages of kTokens needs on the current device.
+// The tensor maps for a pipeline with stages of kTokens tokens on the current device; empty where
+// it uses none.
 template <typename Cache, int kTokens, KvForm kForm>
 KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
   if (kForm == KvForm::kPlainRows && !rows_are_contiguous(kv))
     return plain_row_maps(kv, std::min(kv.block_size, kTokens));
   if (is_whole(kForm) || current_device_info().architecture < 90) return {};
   if (kForm == KvForm::kPackedBoxes) return packed_box_maps(kv, kBoxTokens<Cache, kTokens>);
-  // Read once: the second-level cache must not fetch more than a row of the box.
+  // The pages are read once, so L2 must not fetch more than one row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int tokens = std::min(kv.block_size, kTokens);
   return {.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,

@@ -1,6 +1,7 @@
-// Hopper's warpgroup products: 4 warps multiply A [64, 16], which lies in their registers as four
-// fragments of m16n8k16, by B [16, N] in shared memory, as float32. They run behind the
-// instructions that follow until waited for; operands and results must be left alone till then.
+// Hopper's wgmma for narrow tiles, N = 16, 32 or 64, with float32 accumulators. A [64, 16] is in
+// the registers of 4 warps, as four m16n8k16 fragments. B [16, N] is in shared memory without
+// swizzle. The instructions are asynchronous: operands and accumulators must not be touched before
+// wgmma_wait(). For N = 64 .. 256 see wgmma_wide.cuh.
 #pragma once
 #include <type_traits>
 
@@ -8,15 +9,15 @@
 
 namespace vllm_kernels::cuda {
 
-// B as core matrices of 8 columns x 16 bytes along k, 128 contiguous bytes each. Bytes from one
-// core matrix to the next: along k, along the columns.
+// Shared-memory descriptor of B without swizzle. Core matrices are 8 columns x 16 bytes along k,
+// 128 contiguous bytes each. along_k and along_columns: bytes from one core matrix to the next.
 __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t along_k,
                                                   uint32_t along_columns) {
   return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(along_k >> 4) << 16 |
          static_cast<uint64_t>(along_columns >> 4) << 32;
 }
 
-// The same, `bytes` further on: no carry leaves the address.
+// The descriptor `bytes` further on. The address field does not overflow into the next field.
 __device__ __forceinline__ uint64_t further(uint64_t matrices, uint32_t bytes) {
   return (matrices & ~uint64_t{0xffffffff}) |
          static_cast<uint32_t>(static_cast<uint32_t>(matrices) + (bytes >> 4));
@@ -24,9 +25,9 @@ __device__ __forceinline__ uint64_t further(uint64_t matrices, uint32_t bytes) {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// Registers, or arrays of them, that products under way read or write. Named ahead of wgmma_fence()
-// and after wgmma_wait(): else the compiler may set them behind the one, or use them before the
-// other, for it knows of no product but the instruction that starts it.
+// Registers, or arrays of them, that wgmma groups in flight read or write. Name them before
+// wgmma_fence() and after wgmma_wait(). The compiler only sees the instruction that starts a wgmma.
+// Without this it may write them after the fence, or read them before the wait.
 __device__ __forceinline__ void warpgroup_fence_operand(uint32_t& x) {
   asm volatile("" : "+r"(x)::"memory");
 }
@@ -39,14 +40,14 @@ __device__ __forceinline__ void warpgroup_fence_operand(T (&array)[kCount]) {
   for (int i = 0; i < kCount; ++i) warpgroup_fence_operand(array[i]);
 }
 
-// Before the first product after registers were written.
+// Before the first wgmma after writes to its registers.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most `younger` of the committed groups are under way.
+// Waits until at most `younger` committed groups are in flight.
 template <int younger>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(younger) : "memory");
@@ -73,8 +74,8 @@ __device__ __forceinline__ void wgmma_wait() {
   VLLM_KERNELS_REGISTERS16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 
-// c = a b, or c += a b where `keep`, of kTiles * 8 columns. c[i] is the fragment of columns 8i ..
-// 8i + 7, as of m16n8k16.
+// c = a b, or c += a b if `keep`, for N = kTiles * 8 columns. c[i] is the m16n8k16 fragment of
+// columns 8i .. 8i + 7.
 template <typename T, int kTiles, int kMaxTiles>
 __device__ __forceinline__ void wgmma(float (&c)[kMaxTiles][4], const uint32_t (&a)[4],
                                       uint64_t columns_of_b, bool keep) {
@@ -113,8 +114,8 @@ __device__ __forceinline__ void wgmma(float (&c)[kMaxTiles][4], const uint32_t (
 
 #endif
 
-// Four 8x8 matrices of 16-bit elements, each transposed; lane l gives the address of row l % 8 of
-// matrix l / 8 as it is stored.
+// Stores four 8x8 matrices of 16-bit elements, each transposed. Lane l gives the address of row l %
+// 8 of matrix l / 8, as it lies in memory after the transpose.
 __device__ __forceinline__ void store_transposed(uint32_t row_address, uint32_t m0, uint32_t m1,
                                                  uint32_t m2, uint32_t m3) {
 #if defined(VLLM_KERNELS_HAS_SM90)

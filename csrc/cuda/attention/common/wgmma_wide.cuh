@@ -1,28 +1,27 @@
-// Hopper's warpgroup products of 64 to 256 columns, for whole tiles of query rows: A [64, 16] in
-// shared memory or in registers, B [16, N] in shared memory. wgmma.cuh says how products run behind
-// the instructions that follow them.
+// Hopper's wgmma with 64 to 256 columns, for full tiles of query rows. A [64, 16] is in shared
+// memory or in registers, B [16, N] in shared memory. wgmma.cuh has the fences and waits of these
+// asynchronous instructions.
 #pragma once
 #include "cuda/attention/common/wgmma.cuh"
 
 namespace vllm_kernels::cuda {
 
-// The pattern in which 16-byte pieces of an operand's rows are exchanged in shared memory;
-// addresses are multiples of what it repeats in: 256, 512 or 1024 bytes. (Numbers as in the
-// descriptor.)
+// Swizzle mode of an operand in shared memory, with the descriptor's encoding. Operand addresses
+// must be multiples of the pattern's period: 256 (k32), 512 (k64) or 1024 (k128) bytes.
 enum class Swizzle : uint64_t { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-// An operand in shared memory.
+// Shared-memory descriptor of an operand.
 struct MatrixDescriptor {
   uint32_t address, strides;
 
-  // Bytes: `stride` from 8 rows to the next 8; `leading` to the next core matrix along k where
-  // there is no pattern, to the next 64 columns where columns are contiguous, else not used.
+  // `stride`: bytes from 8 rows to the next 8. `leading`: without swizzle, bytes to the next core
+  // matrix along k; where columns are contiguous, bytes to the next 64 columns; else unused.
   __device__ __forceinline__ MatrixDescriptor(uint32_t at, uint32_t leading, uint32_t stride,
                                               Swizzle swizzle)
       : address(at >> 4 | leading >> 4 << 16),
         strides(stride >> 4 | static_cast<uint32_t>(swizzle) << 30) {}
 
-  // The operand that begins `bytes` behind it.
+  // The descriptor of the operand that begins `bytes` after this one.
   __device__ __forceinline__ uint64_t behind(uint32_t bytes) const {
     return static_cast<uint64_t>(strides) << 32 | address + (bytes >> 4);
   }
@@ -62,7 +61,7 @@ struct MatrixDescriptor {
   "{\n.reg .pred keep;\nsetp.ne.b32 keep, %" keep                              \
   ", 0;\nwgmma.mma_async.sync.aligned.m64n" columns "k16.f32." dtype "." dtype \
   " {" VLLM_KERNELS_D##n "}, "
-// A, B, whether to add to c, and the order of B's elements are the operands behind c.
+// The asm operands after c: A, B, whether to accumulate, and B's major-ness.
 #define VLLM_KERNELS_FROM_SHARED(n, columns, dtype, a, b, keep, order)                         \
   asm volatile(VLLM_KERNELS_PRODUCT(n, columns, dtype, keep) "%" a ", %" b                     \
                                                              ", keep, 1, 1, 0, %" order ";\n}" \
@@ -88,8 +87,9 @@ struct MatrixDescriptor {
     VLLM_KERNELS_FROM_REGISTERS(n, columns, "bf16", __VA_ARGS__); \
   }
 
-// c = a b, or c += a b where `keep`, of kTiles * 8 columns. c[i] is the fragment of columns 8i ..
-// 8i + 7, as of m16n8k16. kColumnsContiguous: B's columns are its contiguous index, else k is.
+// c = a b, or c += a b if `keep`, for N = kTiles * 8 columns. c[i] is the m16n8k16 fragment of
+// columns 8i .. 8i + 7. kColumnsContiguous: B is contiguous along its columns (MN-major), else
+// along k (K-major).
 template <typename T, bool kColumnsContiguous, int kTiles>
 __device__ __forceinline__ void wgmma_shared(float (&c)[kTiles][4], uint64_t a_matrix,
                                              uint64_t b_matrix, bool keep) {

@@ -1,3 +1,4 @@
+// The per-stream workspace: allocation, zeroing, and how its memory is divided. No kernel is here.
 #include "cuda/attention/common/workspace.h"
 
 #include <map>
@@ -9,7 +10,7 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// Lets this thread allocate while one of its streams is captured.
+// Lets this thread allocate while one of its streams is being captured.
 class RelaxedCapture {
  public:
   RelaxedCapture() { exchange(); }
@@ -26,7 +27,7 @@ void* zeroed(int64_t bytes) {
   const RelaxedCapture relaxed;
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "paged_attention: workspace");
-  // On a stream of its own: the caller's may be under capture, and must not wait.
+  // Uses its own stream: the caller's may be under capture and must not be synchronized.
   cudaStream_t side = nullptr;
   check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "paged_attention: workspace");
   check(cudaMemsetAsync(memory, 0, bytes, side), "paged_attention: workspace");

@@ -1,18 +1,33 @@
-// paged_attention on tensor cores: one launch of one block a multiprocessor, or two, for any batch.
+// paged_attention's decode kernel on mma.sync: one launch for any batch.
 //
-// A block takes items (attention/decode/tile_scheduler.cuh) one after the other. Its teams take an
-// item's stages in turn, each through a ring of its own (kv_pipeline.cuh). At the end each team
-// starts to fill its ring for the next item; then the teams' results are merged in shared memory
-// and written: as output where the item is a whole segment, else to the workspace, where the
-// segment's last block to finish, or that of its last piece (split_exchange.cuh), merges all pieces
-// in order.
+//   query      [num_tokens, num_heads, head_size], 16-bit
+//   cache      paged, 16-bit (the query's dtype) or 8-bit
+//   out, lse   [num_tokens, num_heads, head_size], [num_tokens, num_heads]
+//   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
+//   work       tile_scheduler.cuh cuts it into work tiles, on the device
 //
-// A team is one warp where an item has up to 8 query rows; else each of its 1, 2 or 4 warps has
-// 8 or 16 of them, so that a warp keeps its queries and results in registers. (Where there are
-// warpgroup products, decode_wgmma_kernel.cuh has the items of more than 8 rows.)
+// Roles of warps: there is no separate producer. A "consumer" is one warp, for work tiles of up to
+// 8 query rows, or 1, 2 or 4 warps (kMultiWarp) that share the rows, 8 or 16 each. So a warp keeps
+// its query and its output in registers. The consumers take a tile's stages in turn, each through
+// its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh for tiles of more than 8
+// rows and heads of up to kWgmmaMaxHeadSize.
+//
+// A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
+// are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
+// the workspace, and one CTA combines all splits in order: the last CTA to finish (semaphore), or
+// the CTA of the last split (flag-in-data, split_exchange.cuh).
+//
+// Early reads, before the PDL wait: in small batches (and not kMultiWarp), lengths and block
+// tables. The first work tile is scheduled speculatively from them, and its first pages are
+// prefetched into L2. With kv_ready, lengths, tables and pages.
+//
+// Next: decode() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for the host's
+// choices.
 #pragma once
 #include <algorithm>
 
+#include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_pipeline.cuh"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
@@ -24,8 +39,8 @@
 
 namespace vllm_kernels::cuda {
 
-// What paged_attention has in the place of fused_decode_attention's FusedNewToken: query rows and
-// tokens are where the parameters say.
+// paged_attention's stand-in for fused_decode_attention's FusedNewToken: query and KV are already
+// in memory.
 struct NoNewToken {
   static constexpr bool kAny = false;
 };
@@ -36,125 +51,10 @@ struct DecodeShape {
   KvStageLayout stage_layout;
   int consumer_shift;  // log2 of the warps of a team
   int warp_shift;      // log2 of the query rows of a warp, at most
-  int merge_rows;      // rows of a warp that are merged at a time: a thread has 4 dimensions of one
+  int combine_rows;    // rows of a warp that are merged at a time: a thread has 4 dimensions of one
   FastDivisor fours;   // groups of 4 dimensions of a head
   ScoreCap cap;
 };
-
-// What is known of a row after some of its tokens: logits in log2 units, relative to `maximum`.
-struct RowState {
-  float row_max = kRowMaxInit;
-  float sum = 0.0f;
-  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // of 4 dimensions
-
-  // Roundings are spelt out: which product of a sum is fused would be the compiler's choice, and
-  // another one where pieces are posted than where they are counted.
-  __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
-    sum = __fmaf_rn(weight, other_sum, sum);
-    out.x = __fmaf_rn(weight, other.x, out.x);
-    out.y = __fmaf_rn(weight, other.y, out.y);
-    out.z = __fmaf_rn(weight, other.z, out.z);
-    out.w = __fmaf_rn(weight, other.w, out.w);
-  }
-  // From here on relative to `updated`.
-  __device__ __forceinline__ void raise(float updated) {
-    const float factor = exp2_approx(row_max - updated);
-    row_max = updated;
-    sum = __fmul_rn(sum, factor);
-    out = {__fmul_rn(out.x, factor), __fmul_rn(out.y, factor), __fmul_rn(out.z, factor),
-           __fmul_rn(out.w, factor)};
-  }
-  // One more token.
-  __device__ __forceinline__ void add_token(float score, float4 value) {
-    raise(fmaxf(row_max, score));
-    add(exp2_approx(score - row_max), 1.0f, value);
-  }
-  // Part i of `parts` has stats[i * stats_step] and outs[i * out_step]. kGroups of 8 are loaded at
-  // a time, and merged one after the other: the result does not depend on kGroups.
-  template <int kGroups, typename Source>
-  __device__ __forceinline__ void merge(int parts, float2* stats, uint32_t stats_step, float4* outs,
-                                        uint32_t out_step, const Source& source) {
-    constexpr int kBatch = 8 * kGroups;
-#pragma unroll 1
-    for (int first = 0; first < parts; first += kBatch) {
-      float2 s[kBatch];
-      float4 o[kBatch];
-      bool all_present;
-      // Lanes may part here: behind a merge of posted pieces there is nothing of a warp and no
-      // mbarrier, only a barrier of the block (DecodeWgmmaEpilogue::combine_splits keeps its warps
-      // together).
-#pragma unroll 1
-      do {
-        all_present = true;
-        const int begin = opaque(first);  // keeps no addresses
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const uint32_t part = min(begin + i, parts - 1);
-          s[i] = source.load(stats + part * stats_step);
-          o[i] = source.load(outs + part * out_step);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          all_present &= source.present(s[i].x) & source.present(o[i].x);
-        }
-      } while (!all_present);
-#pragma unroll
-      for (int group = 0; group < kBatch; group += 8) {
-        float updated = row_max;
-#pragma unroll
-        for (int i = group; i < group + 8; ++i) updated = fmaxf(updated, s[i].x);
-        raise(updated);
-#pragma unroll
-        for (int i = group; i < group + 8; ++i) {
-          // No branches: they would part what may go on at the same time.
-          const bool present = first + i < parts;
-          const float4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
-          add(present ? exp2_approx(s[i].x - row_max) : 0.0f, s[i].y, present ? o[i] : zero);
-        }
-      }
-      const int begin = opaque(first);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        source.take(outs + static_cast<uint32_t>(min(begin + i, parts - 1)) * out_step);
-      }
-    }
-  }
-};
-
-// Where RowState::merge() finds its parts: in shared memory,
-struct SharedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return *from;
-  }
-  __device__ __forceinline__ bool present(float) const { return true; }
-  __device__ __forceinline__ void take(float4*) const {}
-};
-// or in the workspace, where they are, or will be.
-struct CountedPartials : SharedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return __ldcg(from);
-  }
-};
-struct FlaggedPartials {
-  template <typename T>
-  __device__ __forceinline__ T load(const T* from) const {
-    return load_relaxed(from);
-  }
-  __device__ __forceinline__ bool present(float x) const { return is_published(x); }
-  __device__ __forceinline__ void take(float4* from) const { clear_flag(from); }
-};
-
-template <typename T>
-__device__ __forceinline__ void store4(void* out, int64_t at, const float (&values)[4]) {
-  struct alignas(4 * sizeof(T)) Four {
-    T data[4];
-  } four;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) four.data[j] = from_float<T>(values[j]);
-  *reinterpret_cast<Four*>(static_cast<T*>(out) + at) = four;
-}
 
 // A row's 4 dimensions from `d` on, and its log-sum-exp.
 __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const WorkShape& shape,
@@ -177,22 +77,21 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + query_row.head] = result.lse;
 }
 
-// Query rows of a warp, in tiles of 8: alone, one; in a team, as many as its registers hold.
+// Tiles of 8 query rows per warp. kMultiWarp: as many as its registers hold.
 template <int kMaxHeadSize, bool kMultiWarp>
-constexpr int kRowTiles = kMultiWarp && kMaxHeadSize <= 128 ? 2 : 1;
+constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 
-// Tiles of 16 tokens that a warp takes at a time: two where that is not more than 8 KiB of K and V,
-// or a team's.
+// Tiles of 16 tokens per stage: two where a stage is then at most 8 KiB of K and V, or is shared by
+// several warps.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kTokenTiles =
-    kMaxHeadSize <= 128 && (kMultiWarp || sizeof(Cache) * kMaxHeadSize <= 128) ? 2 : 1;
+constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
-// 16-bit pages: 8 warps with a ring of 3 pages each; 8-bit pages are half as long and take more
-// work.
+// Max threads. 16-bit: 8 warps with pipelines of 3 pages each. 8-bit: 12 warps, since pages are
+// half as many bytes and take more work.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
-constexpr int kDecodeThreads = sizeof(Cache) == 1 && !kMultiWarp && kMaxHeadSize <= 128 ? 384 : 256;
+constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
-// `fresh`: NoNewToken, or fused_decode_attention's FusedNewToken.
+// The kernel's body. `new_token`: NoNewToken, or fused_decode_attention's FusedNewToken.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
 __device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
                                        const KvTensorMaps& maps, const DecodeWorkspace& workspace,
@@ -202,14 +101,15 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       WarpMma<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
   constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
   using Pipeline = KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kMultiWarp>;
-  extern __shared__ __align__(1024) char shared[];  // the teams' rings, then the warps' results
+  extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
   __shared__ float2 warp_stats[kWarps * 8];
-  // Three items: some threads may still write out the last one when the next but one is put down.
+  // Three work tiles: some threads may still write the output of one when the next but one is
+  // stored.
   __shared__ WorkTile work_tiles[3];
   __shared__ TileRows work_tile_rows[3];
-  __shared__ uint32_t next_index;  // thread 0 knows it first
+  __shared__ uint32_t next_index;  // written by thread 0; others wait for next_index_ready
   __shared__ uint64_t next_index_ready;
   __shared__ bool is_last;
   launch_dependents();
@@ -230,31 +130,30 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   }
   __syncwarp();
   float* results = reinterpret_cast<float*>(shared + consumers * pipeline_bytes);
-  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; no two lanes of a store in a bank
+  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
   if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
   Mma mma;
   mma.head_size = head_size;
   mma.set_addresses(shape.stage_layout, lane);
   mma.keep_addresses();
-  if (head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
+  if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
     for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
   }
-  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // the barriers, the zeros
-  if (threadIdx.x == 0) {                                       // written anew before it is read
+  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
+  if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  // As registers allow.
+  // Kept rounds, as registers allow.
   using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
                                   : kBytes == 1                                 ? 4
                                                                                 : 8>;
   Scheduler scheduler;
-  uint32_t index = blockIdx.x;                         // of the item at hand
-  const int first_row = warp_in_consumer * warp_rows;  // this warp's
-  const void* query_rows[kTiles];  // this lane's of the item that the ring has next
-  // Puts down item `index`, which this warp's ring has next.
+  uint32_t index = blockIdx.x;                         // of the current work tile
+  const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
+  const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
   const auto take_tile = [&](int now, bool speculative) {
     const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
     const TileRows rows = tile_rows(shape.work, work_tile);
@@ -293,18 +192,18 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     return produced;
   };
 
-  // The first item of a small batch, and its blocks, are guessed before the predecessor has ended,
-  // from lengths and tables that it may be writing; then both are read again, with the first pages
-  // under way. Where they differ all is done once more. (One place of the code takes first items
-  // and others: a block that has one waits for every line that it runs.)
+  // Speculative prologue of small batches. The first work tile and its pages are found before the
+  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
+  // both are read again, with the first pages in flight. If they differ, all is done again.
+  // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
   bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
   if (!speculative && !p.kv_ready) wait_at_start(p);
-  uint32_t count = UINT32_MAX;  // of all items, once there is a plan
-  bool merges = false;          // the item before this
+  uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
+  bool merges = false;          // whether a previous work tile is still to be combined and written
 #pragma unroll 1
   for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
     const int now = iteration < 3 ? iteration : iteration - 3,
-              last = now == 0 ? 2 : now - 1;  // of `items`
+              last = now == 0 ? 2 : now - 1;  // index into work_tiles
     if (index < count) {
       int produced = 0;  // stages
 #pragma unroll 1
@@ -326,8 +225,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         typename Pipeline::Copies copies = {};
         if (some) {
           looked_up = pipeline.look_up_speculative();
-          // Blocks of few items begin while the predecessor runs, and have time. With many, all
-          // stages at once would hold up the indices, which are asked for after them.
+          // With few work tiles, CTAs start while the primary kernel runs, and have time. With
+          // many, starting all stages at once would delay the indices, which are requested after
+          // them.
           const bool few = count <= gridDim.x / 2;
           pipeline.prefetch(p.kv, shape.pipeline.stages, few);
           copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
@@ -347,8 +247,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         produced = 0;
       }
       if (index < count) produce_stages(shape.pipeline.stages - produced);
-      // The query and the workspace are touched from here on only: the query is there before the
-      // first pages all the same.
+      // With kv_ready the wait comes only here, before the first access to query and workspace. The
+      // query still arrives before the first pages.
       if (!merges && p.kv_ready) wait_at_start(p);
       if (index < count) load_query();
     }
@@ -364,33 +264,33 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const auto out_at = [&](int64_t at) {
         return reinterpret_cast<float4*>(&num_splits.out[at * head_size + d]);
       };
-      // Calls merge(member, row) for this thread's rows of those from `first` on that are merged
-      // at a time of each member.
-      const int merge_rows = shape.merge_rows;
-      const auto each_row = [&](int first, const auto& merge) {
-        if (own >= merge_rows || first + own >= warp_rows) return;
+      // Calls combine(warp_in_consumer, row) for this thread's rows of those from `first` on that
+      // are merged at a time of each member.
+      const int combine_rows = shape.combine_rows;
+      const auto each_row = [&](int first, const auto& combine) {
+        if (own >= combine_rows || first + own >= warp_rows) return;
 #pragma unroll 1
         for (int of = 0; of < consumer_warps; ++of) {
           const int row = of * warp_rows + first + own;
-          if (row < rows.count) merge(of, row);
+          if (row < rows.count) combine(of, row);
         }
       };
       const int most = min(warp_rows, rows.count);
       mma.reduce_sums();
 #pragma unroll 1
-      for (int first = 0; first < most; first += merge_rows) {
+      for (int first = 0; first < most; first += combine_rows) {
         __syncthreads();  // nobody reads results any more
         const int own_rows = max(0, rows.count - warp_in_consumer * warp_rows - first);
-        mma.store(first, min(merge_rows, own_rows), results + warp * merge_rows * pitch, pitch,
-                  warp_stats + warp * merge_rows, lane);
+        mma.store(first, min(combine_rows, own_rows), results + warp * combine_rows * pitch, pitch,
+                  warp_stats + warp * combine_rows, lane);
         __syncthreads();
         each_row(first, [&](int of, int row) {
           RowState state;
-          const int at = of * merge_rows + own;
-          const uint32_t part_rows = merge_rows << consumer_shift;
-          state.merge<1>(consumers, &warp_stats[at], part_rows,
-                         reinterpret_cast<float4*>(results + at * pitch + d), part_rows * pitch / 4,
-                         SharedPartials{});
+          const int at = of * combine_rows + own;
+          const uint32_t part_rows = combine_rows << consumer_shift;
+          state.combine<1>(consumers, &warp_stats[at], part_rows,
+                           reinterpret_cast<float4*>(results + at * pitch + d),
+                           part_rows * pitch / 4, SharedPartials{});
           if constexpr (NewToken::kAny) {
             if (new_token.counts(last))
               state.add_token(new_token.score(last, row), new_token.value(last, d));
@@ -412,13 +312,13 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       const auto combine_splits = [&](auto groups, const auto& source) {
 #pragma unroll 1
-        for (int first = 0; first < most; first += merge_rows) {
+        for (int first = 0; first < most; first += combine_rows) {
           each_row(first, [&](int, int row) {
             RowState state;
             const int64_t at = partial_row(0, row);
-            state.merge<decltype(groups)::value>(work_tile.num_splits, &num_splits.stats[at],
-                                                 1u << shape.work.row_shift, out_at(at),
-                                                 fours << shape.work.row_shift, source);
+            state.combine<decltype(groups)::value>(work_tile.num_splits, &num_splits.stats[at],
+                                                   1u << shape.work.row_shift, out_at(at),
+                                                   fours << shape.work.row_shift, source);
             write_row(p, shape.work, work_tile, rows, row, d, state);
           });
         }
@@ -434,14 +334,15 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (is_last) combine_splits(std::integral_constant<int, 1>{}, CountedPartials{});
       }
       if (index >= count) {
-        // Blocks that post have no other item: here nothing else is in registers.
+        // CTAs with flag-in-data partials have no other work tile: nothing else is in registers
+        // here.
         if (!whole && flag_in_data && work_tile.split + 1 == work_tile.num_splits) {
           if (work_tile.num_splits <= 8) {
             combine_splits(std::integral_constant<int, 1>{}, FlaggedPartials{});
           } else {
             combine_splits(std::integral_constant<int, 2>{}, FlaggedPartials{});
           }
-          __syncthreads();  // all have read the maxima
+          __syncthreads();  // all have read the stats
           for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift;
                i += blockDim.x) {
             clear_flag(&num_splits.stats[partial_row(0, i)]);
@@ -450,7 +351,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         break;
       }
     } else {
-      __syncthreads();  // items[now] is there
+      __syncthreads();  // work_tiles[now] is written
       if (index >= count) break;
     }
     merges = true;
@@ -477,11 +378,12 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
     const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
     const int window = p.sliding_window;
-    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // tokens that any row sees
-    int new_tokens = 0;  // that are not looked for in pages
+    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // first visible token
+    int new_tokens = 0;  // tokens that are not read from pages
     if constexpr (NewToken::kAny) new_tokens = new_token.counts(now) ? 1 : 0;
     const int end = rows.high + 1 - new_tokens;
-    // Steps that begin in [plain_begin, plain_begin + plain_extent] need no mask, no adjustment.
+    // Stages that begin in [plain_begin, plain_begin + plain_extent] need no mask and no score
+    // modification.
     int plain_begin = window > 0 ? rows.high - window + 1 : 0;
     int plain_extent = rows.low + 1 - new_tokens - kTokens - plain_begin;
     if (!plain_scores || plain_extent < 0) {
@@ -490,7 +392,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     }
     plain_begin = opaque(plain_begin);
     plain_extent = opaque(plain_extent);
-    int first = 0;  // token of the step at hand
+    int first = 0;  // first token of the current stage
     const auto adjust = [&](float score, int t, int j, int token) {
       const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
       const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
@@ -500,8 +402,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
 
     const int stages = opaque(work_tile.stages);
     first = (work_tile.sequence.first_stage + work_tile.stage + consumer) << kShift;
-    // Warp 0 asks for the next item before its last stage but one: late, so that no block holds
-    // items back that others could start. The last of `count` calls brings the counter back to 0.
+    // Warp 0 requests the next work tile one stage before its last. That is late, so that no CTA
+    // holds back tiles that others could start. The last of `count` requests wraps the counter to
+    // 0.
     const int asks_at =
         opaque(warp == 0 ? max(0, ((stages - 1) / consumers - 1) * consumers) : INT32_MAX);
     uint32_t following = count;
@@ -512,7 +415,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       }
       pipeline.consumer_wait();
       uint32_t tokens = pipeline.present();
-      // A team's stage before this one: by now all its warps have it behind them, almost surely.
+      // Refills the stage before this one: almost surely all of the consumer's warps have released
+      // it.
       if (kMultiWarp && i != consumer) pipeline.produce(p.kv);
       const bool plain =
           tokens == kAllTokens<kTokens> &&
@@ -553,152 +457,84 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
     decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});
 }
 
-// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`. False, and no launch, where
-// shared memory has no room for `min_threads` with their rings.
+// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
           typename... More>
-bool launch_decode_kernel(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
-                          void* stream, int min_threads, const More&... more) {
-  const DeviceInfo& device = current_device_info();
-  const PagedKv& kv = p.kv;
-  constexpr int kBytes = sizeof(Cache);
+void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
+                          const DecodeWorkspace& workspace, void* stream, const More&... more) {
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
+  const int num_sms = current_device_info().num_sms;
+  const int ctas = num_sms * choice.ctas_per_sm, row_shift = choice.row_shift();
+  const int consumers = choice.warps >> choice.consumer_shift;
   DecodeShape shape;
-  shape.fours = FastDivisor(kv.head_size / 4);
+  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  shape.pipeline.stages = choice.stages;
+  shape.consumer_shift = choice.consumer_shift;
+  shape.warp_shift = choice.warp_shift;
+  shape.combine_rows = choice.combine_rows;
+  shape.fours = FastDivisor(p.kv.head_size / 4);
   shape.cap = score_cap(p.softcap);
-
-  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(kv, shape.pipeline, shape.stage_layout);
-  PipelineLayout& pipeline = shape.pipeline;
-  int memory = dynamic_shared_memory<kKernel>("paged_attention");
-  const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
-  const int group = p.num_heads / kv.num_kv_heads;
-  const int64_t rows = int64_t{p.max_query_len} * group;
-  // A team's stage in 16 bits is twice as large: half as many teams.
-  shape.consumer_shift = kMultiWarp && (kBytes == 2 || kMaxHeadSize > 128) ? 1 : 0;
-  shape.warp_shift = 3;
-  if (kRowTiles<kMaxHeadSize, kMultiWarp> > 1 && rows > 8 << shape.consumer_shift)
-    shape.warp_shift = 4;
-  while (kMultiWarp && shape.consumer_shift < 2 &&
-         rows > 1 << (shape.warp_shift + shape.consumer_shift)) {
-    ++shape.consumer_shift;
-  }
-  const int row_shift = shape.warp_shift + shape.consumer_shift;
-  const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // merged at a time
-  int warps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
-  const auto memory_for = [&](int count) {  // their rings'
-    return memory - count * (kMultiWarp ? max_rows : std::min(max_rows, 4)) * row_bytes;
-  };
-  const auto stages_for = [&](int count) {
-    return memory_for(count) / (count >> shape.consumer_shift) / pipeline.stage_bytes;
-  };
-  // Two blocks of half the warps, of 2 stages each, where many segments end for their bytes: one's
-  // copies go on while the other merges. (Batches may not differ so with fixed_split_size.)
-  int blocks = 1, min_stages = 3;
-  if (kBytes == 1 && !kMultiWarp && min_threads == 0 && p.fixed_split_size == 0 &&
-      int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
-    const int all = memory, fixed = device.shared_memory_per_block - all + 1024;
-    memory = (all - fixed) / 2;
-    if (stages_for(warps / 2) >= 2) {
-      blocks = 2;
-      min_stages = 2;
-      warps /= 2;
-    } else {
-      memory = all;
-    }
-  }
-  // As many teams as can have their stages and a few rows a warp to merge.
-  const int step = std::max(2, 1 << shape.consumer_shift);
-  while (warps > step && stages_for(warps) < min_stages) warps -= step;
-  if (warps * 32 < min_threads) return false;
-  pipeline.stages =
-      pipeline_stages(memory_for(warps), warps >> shape.consumer_shift, pipeline.stage_bytes);
-  const int pipelines = (warps >> shape.consumer_shift) * pipeline.stages * pipeline.stage_bytes;
-  shape.merge_rows = std::min(
-      {max_rows, (memory - pipelines) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
-  const int bytes = pipelines + warps * shape.merge_rows * row_bytes;
-
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kShift,
-      .min_split_stages = std::max(1, (warps >> shape.consumer_shift) >> (kShift - 4)),
-      .combine_share = warps >> shape.consumer_shift,
-      .slots = workspace_slots(row_shift, kv.head_size),
-      .may_flag_in_data = may_flag_in_data(device.num_sms * blocks, row_shift, kv.head_size),
-      .max_split_share = 0.25f * blocks,
-      .group_divisor = FastDivisor(group)};
+  shape.work = {.group = p.num_heads / p.kv.num_kv_heads,
+                .row_shift = row_shift,
+                .stage_shift = kShift,
+                .min_split_stages = std::max(1, consumers >> (kShift - 4)),
+                .combine_share = consumers,
+                .slots = workspace_slots(row_shift, p.kv.head_size),
+                .may_flag_in_data = may_flag_in_data(ctas, row_shift, p.kv.head_size),
+                .max_split_share = kMaxSplitShare * choice.ctas_per_sm,
+                .group_divisor = FastDivisor(p.num_heads / p.kv.num_kv_heads)};
   check_fixed_split(p, shape.work);
-  const KvTensorMaps maps = kv_tensor_maps<Cache, kTokens, kForm>(kv, pipeline.line_shift);
-  launch_kernel("paged_attention", kKernel, dim3(device.num_sms * blocks), dim3(warps * 32), bytes,
-                stream, p, shape, maps, workspace, more...);
-  return true;
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace,
+                more...);
 }
 
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
-void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
-  launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
-                       paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
-      p, workspace, stream, 0);
-}
-
-// Layouts NHD and HND: whether form kPlainRows has a kernel for such rows, and is faster with it
-// than form kSwizzledRows (benchmarks/RESULTS.md, "Along the axes").
+// The instantiation that `choice` names, of one cache type.
 template <typename Cache>
-bool uses_plain_rows(const PagedKv& kv) {
-  if (kv.layout == KvLayout::kVllm || kv.block_size < 8) return false;
-  constexpr bool kCacheIs16Bit = sizeof(Cache) == 2;
-  const bool dense = rows_are_contiguous(kv);
-  if (!dense && current_device_info().architecture < 90) return false;
-  switch (kv.head_size) {
-    case 80:
-    case 112:
-      return kCacheIs16Bit || dense;
-    case 96:
-      return kCacheIs16Bit != dense;
-    case 192:
-      return !kCacheIs16Bit;
-    default:
-      return false;
-  }
-}
-
-// For one cache type: layouts, padded head sizes, one warp or several for a stage.
-template <typename Cache>
-void launch_decode(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
-  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  const auto with_head_size = [&](auto form, auto head_size) {
+void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
+                   const DecodeWorkspace& workspace, void* stream) {
+  const auto launch = [&](auto form, auto head_size, auto multi_warp) {
     constexpr KvForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    if (rows <= 8) return launch_decode<Cache, kMaxHeadSize, false, kForm>(p, workspace, stream);
-    if constexpr (kMaxHeadSize <= kWgmmaMaxHeadSize) {
-      if (current_device_info().has_wgmma) {
-        return launch_decode_wgmma<Cache, kMaxHeadSize, kForm>(p, workspace, stream);
+    constexpr bool kMultiWarp = decltype(multi_warp)::value;
+    launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
+                         paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
+        p, choice, workspace, stream);
+  };
+  const auto with_head_size = [&](auto form, auto head_size) {
+    constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
+    if (!choice.multi_warp) return launch(form, head_size, std::false_type{});
+    if constexpr (kWgmma && kHasCodeForSm90a) {
+      if (choice.kernel == AttentionKernel::kDecodeWgmma) {
+        return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
+            p, choice, workspace, stream);
       }
     }
-    launch_decode<Cache, kMaxHeadSize, true, kForm>(p, workspace, stream);
+    if constexpr (!kWgmma || kHasCodeForOthers) launch(form, head_size, std::true_type{});
   };
   const auto with_form = [&](auto form) {
-    if (p.kv.head_size <= 64) return with_head_size(form, std::integral_constant<int, 64>{});
-    if (p.kv.head_size <= 128) return with_head_size(form, std::integral_constant<int, 128>{});
-    with_head_size(form, std::integral_constant<int, 256>{});
+    if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    if (choice.padded_head_size == 128) return with_head_size(form, Constant<128>{});
+    with_head_size(form, Constant<256>{});
   };
-  if (rows <= 8 && uses_plain_rows<Cache>(p.kv)) {
-    const auto of = [&](auto head_size) {
-      launch_decode<Cache, decltype(head_size)::value, false, KvForm::kPlainRows>(p, workspace,
-                                                                                  stream);
-    };
-    if (p.kv.head_size == 80) return of(std::integral_constant<int, 80>{});
-    if (p.kv.head_size == 96) return of(std::integral_constant<int, 96>{});
-    if (p.kv.head_size == 112) return of(std::integral_constant<int, 112>{});
-    if constexpr (sizeof(Cache) == 1) return of(std::integral_constant<int, 192>{});
-  }
-  if (p.kv.layout != KvLayout::kVllm) {
-    with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
-  } else if (p.kv.block_size <= 16) {
-    with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
-  } else {
-    with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+  const auto plain_rows = [&](auto head_size) {
+    launch(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+  };
+  switch (choice.form) {
+    case KvForm::kPackedPages:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    case KvForm::kPackedBoxes:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+    case KvForm::kSwizzledRows:
+      return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
+    case KvForm::kPlainRows:
+      if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
+      if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
+      if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+      if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
   }
 }
 

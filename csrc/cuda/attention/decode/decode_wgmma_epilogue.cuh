@@ -1,9 +1,10 @@
-// The end of an item of decode_wgmma_kernel.cuh, where its teams meet.
+// Epilogue of decode_wgmma_kernel.cuh: the end of a work tile, by the warps of all consumers.
 //
-// They put their results down, half a head at a time, and merge them, each warp some fragments of
-// 16 dimensions x 8 rows. They are written as output where the item is a whole segment, else to the
-// workspace, where the segment's last block to finish, or that of its last piece
-// (split_exchange.cuh), merges all pieces in order.
+// The consumers store their partials in shared memory, half a head at a time. Each warp then
+// combines some fragments of 16 dimensions x 8 rows. An unsplit tile is written as output. A
+// split's partial goes to the workspace, and one CTA combines all splits in order: the last CTA to
+// finish (semaphore), or the CTA of the last split (flag-in-data, split_exchange.cuh). end_tile()
+// at the end of this file has the sequence of steps.
 #pragma once
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
@@ -15,9 +16,9 @@ namespace vllm_kernels::cuda {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// Where the warps of all teams wait for each other: an mbarrier of as many arrivals. (What a named
-// barrier of these warps orders is a hazard to compute-sanitizer's racecheck.) An item has an even
-// number of these meetings (two at its start), so that each has a parity of its own.
+// Barrier of all consumer warps: an mbarrier with kWarpArrivals arrivals per warp. With a named
+// barrier, compute-sanitizer's racecheck reports hazards on what the barrier orders. A work tile
+// syncs an even number of times (twice at its start), so the parity of each sync is a constant.
 struct ConsumersBarrier {
   uint32_t barrier;
   int lane;
@@ -34,17 +35,16 @@ struct ConsumersBarrier {
   }
 };
 
-// What the teams know of an item's rows at its end.
+// Row statistics of a work tile, from all consumers.
 template <int kConsumers, int kMaxRows>
 struct ConsumerStats {
-  float row_maxima[kConsumers][kMaxRows];  // then the weights of the teams' results
+  float row_maxima[kConsumers][kMaxRows];  // log2 units; later the consumers' combine weights
   float sums[kConsumers][kMaxRows];
-  int64_t out[kMaxRows];  // the row's place in out, in elements; -1: none
+  int64_t out[kMaxRows];  // offset of the row in out, in elements; -1: no such row
 };
 
-// The end of an item, by all teams. A warp merges fragments as the products leave them: a lane has
-// rows 2 (lane % 4) + j of tile t, of dimensions dimension_of(lane, k, 0) and (.., 1), as values j
-// and j + 2.
+// A warp combines fragments in the mma's own layout. A lane has rows 2 (lane % 4) + j of tile t;
+// its values j and j + 2 are of dimensions dimension_of(lane, k, 0) and dimension_of(lane, k, 1).
 template <typename Mma>
 struct DecodeWgmmaEpilogue {
   static constexpr int kConsumers = Mma::kConsumers;
@@ -55,11 +55,12 @@ struct DecodeWgmmaEpilogue {
   const TileRows& rows;
   ConsumerStats<kConsumers, Mma::kTiles * 8>& stats;
   bool& is_last;
-  uint32_t scratch;  // shared memory: [kConsumers][tiles][128] of 16 bytes
+  uint32_t scratch;  // shared memory: [kConsumers][tiles][128 threads] of 16 bytes
   int tiles;
   int warp, lane;
 
-  // Of the teams' maxima and sums, a thread each row.
+  // Combines the consumers' row_max and row_sum, one thread per row, and stores the combine
+  // weights.
   __device__ __forceinline__ void merge_stats() const {
     const int row = warp * 32 + lane;
     if (row >= tiles * 8) return;
@@ -91,7 +92,7 @@ struct DecodeWgmmaEpilogue {
       stats.row_maxima[consumer][row] = probs[consumer] * scale;
   }
 
-  // Half a head of the teams, which lies in `scratch`.
+  // Combines one half of the head, which the consumers have stored in `scratch`.
   __device__ __forceinline__ void combine_consumers(int half) const {
 #pragma unroll 1
     for (int i = warp; i < tiles * 4; i += 4 * kConsumers) {
@@ -112,14 +113,14 @@ struct DecodeWgmmaEpilogue {
     }
   }
 
-  // All pieces of the segment, from the workspace.
+  // Combines all splits of the query tile, from the workspace.
   __device__ __forceinline__ void combine_splits() const {
 #pragma unroll 1
     for (int i = warp; i < Mma::kHalves * tiles * 4; i += 4 * kConsumers) {
       const int half = i / (tiles * 4), in_half = i % (tiles * 4);
       const int row = Mma::row_of(lane, in_half / 4, 0);
       float row_max[2] = {kRowMaxInit, kRowMaxInit}, sum[2] = {}, values[4] = {};
-      constexpr int kBatch = Mma::kTiles == 8 ? 4 : 8;  // pieces under way, as registers allow
+      constexpr int kBatch = Mma::kTiles == 8 ? 4 : 8;  // partials in flight, as registers allow
 #pragma unroll 1
       for (int first = 0; first < work_tile.num_splits; first += kBatch) {
         float4 pairs[kBatch], outs[kBatch];
@@ -127,11 +128,11 @@ struct DecodeWgmmaEpilogue {
 #pragma unroll 1
         do {
           all_present = true;
-          const int begin = opaque(first);  // keeps no addresses
+          const int begin = opaque(first);  // keeps no addresses in registers
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
             const int split = min(begin + b, work_tile.num_splits - 1);
-            // As they were posted.
+            // Load units exactly as they were published.
             const float2 first_row = load_relaxed(stats_of(split, row));
             const float2 second_row = load_relaxed(stats_of(split, row + 1));
             pairs[b] = {first_row.x, first_row.y, second_row.x, second_row.y};
@@ -142,7 +143,7 @@ struct DecodeWgmmaEpilogue {
             all_present &=
                 is_published(pairs[b].x) & is_published(pairs[b].z) & is_published(outs[b].x);
           }
-          // All lanes at once: parted ones would meet neither in write() nor at the next barrier.
+          // Warp-wide vote: diverged lanes would not reconverge for write() and the next barrier.
         } while (work_tile.flag_in_data && !__all_sync(0xffffffffu, all_present));
         float updated[2] = {row_max[0], row_max[1]};
 #pragma unroll
@@ -160,13 +161,13 @@ struct DecodeWgmmaEpilogue {
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          // The weight of nothing is 0: a branch would make the loads wait for one another.
+          // Absent splits weigh 0; a branch would serialise the loads.
           const bool present = first + b < work_tile.num_splits;
           const float2 weight = {present ? exp2_approx(pairs[b].x - row_max[0]) : 0.0f,
                                  present ? exp2_approx(pairs[b].z - row_max[1]) : 0.0f};
           sum[0] = __fmaf_rn(weight.x, pairs[b].y, sum[0]);
           sum[1] = __fmaf_rn(weight.y, pairs[b].w, sum[1]);
-          const float4 out = outs[b];  // times 0 it may be NaN
+          const float4 out = outs[b];  // 0 * out may be NaN, so absent ones are zeroed too
           add(values, weight,
               {present ? out.x : 0.0f, present ? out.y : 0.0f, present ? out.z : 0.0f,
                present ? out.w : 0.0f});
@@ -189,7 +190,7 @@ struct DecodeWgmmaEpilogue {
     }
   }
 
-  // Where maxima were posted: zeros, once all have read them.
+  // Clears the flags of the published stats, once all warps have read them.
   __device__ __forceinline__ void take_stats_back() const {
     for (int i = warp * 32 + lane; i < work_tile.num_splits << shape.row_shift;
          i += 128 * kConsumers) {
@@ -198,7 +199,7 @@ struct DecodeWgmmaEpilogue {
   }
 
  private:
-  // The scale of a row's output, of all tokens; where asked to it writes its log-sum-exp.
+  // The final scale of a row's output. If `writes`, it also writes the row's log-sum-exp.
   __device__ __forceinline__ float finish_row(int row, float row_max, float sum,
                                               bool writes) const {
     if (row >= rows.count) return 0.0f;
@@ -213,14 +214,14 @@ struct DecodeWgmmaEpilogue {
   __device__ __forceinline__ float2 row_pair(const float* of_rows, int t) const {
     return *reinterpret_cast<const float2*>(&of_rows[Mma::row_of(lane, t, 0)]);
   }
-  // Roundings are spelt out, as RowState's are, and for its reason.
+  // Explicit roundings, for the same reason as in RowState.
   static __device__ __forceinline__ void add(float (&values)[4], float2 weight, float4 out) {
     values[0] = __fmaf_rn(weight.x, out.x, values[0]);
     values[1] = __fmaf_rn(weight.y, out.y, values[1]);
     values[2] = __fmaf_rn(weight.x, out.z, values[2]);
     values[3] = __fmaf_rn(weight.y, out.w, values[3]);
   }
-  // In the workspace.
+  // Addresses in the workspace.
   __device__ __forceinline__ const SplitPartials& results() const {
     return work_tile.flag_in_data ? workspace.flagged : workspace.counted;
   }
@@ -234,7 +235,7 @@ struct DecodeWgmmaEpilogue {
     return &results().stats[slot + row];
   }
 
-  // Fragment i = 4 t + member of half a head, final.
+  // Writes fragment i = 4 t + (16-dimension group) of half a head, final values.
   __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
     if (p.dtype == DType::kFloat16) {
       write<__half>(half, i, values);
@@ -244,14 +245,14 @@ struct DecodeWgmmaEpilogue {
   }
   template <typename T>
   __device__ __forceinline__ void write(int half, int i, const float (&values)[4]) const {
-    // Dimensions x rows -> rows x dimensions.
+    // [dimensions][rows] -> [rows][dimensions].
     const uint32_t low = transpose_matrix(pack2<T>(values[0], values[1]));
     const uint32_t high = transpose_matrix(pack2<T>(values[2], values[3]));
     const int64_t row_start = stats.out[i / 4 * 8 + lane / 4];
     const int d = (half * 4 + i % 4) * 16;
     if (row_start < 0 || d >= p.kv.head_size) return;
     char* to = static_cast<char*>(p.out) + 2 * (row_start + d);
-    if constexpr (Mma::kRows && !Mma::kCacheIs16Bit) {  // even dimensions, odd dimensions
+    if constexpr (Mma::kRows && !Mma::kCacheIs16Bit) {  // even dimensions, then odd ones
       const uint2 four = {__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632)};
       *reinterpret_cast<uint2*>(to + lane % 4 * 8) = four;
     } else {
@@ -268,7 +269,7 @@ __device__ __forceinline__ void end_tile(const DecodeWgmmaEpilogue<Mma>& end, Mm
   mma.store_stats(end.stats.row_maxima[mma.consumer], end.stats.sums[mma.consumer], thread,
                   end.lane);
   const uint32_t mine = end.scratch + mma.consumer * mma.tiles * 128 * 16;
-  barrier.sync<0>();  // the operands have been read
+  barrier.sync<0>();  // all warps have read the query and P operands
   end.merge_stats();
   mma.template store_half<0>(mine, thread);
   barrier.sync<1>();

@@ -1,14 +1,24 @@
-// paged_attention of more than 8 query rows a KV head on Hopper's warpgroup products: one launch of
-// one block a multiprocessor for any batch.
+// paged_attention's decode kernel on Hopper's wgmma, for more than 8 query rows per KV head: one
+// launch for any batch. Tensors are those of decode_kernel.cuh; heads have up to kWgmmaMaxHeadSize
+// dimensions.
 //
-// A block's first two or three warpgroups are teams (warpgroup_mma.cuh) that take an item's stages
-// in turn, each through a ring of its own (kv_pipeline.cuh). Of a last warpgroup, one warp fills
-// each ring (a warp issues a bulk copy in about 100 cycles) and runs ahead: while an item ends the
-// next one's pages are under way. Another asks for items (attention/decode/tile_scheduler.cuh) and
-// puts them down in a queue of two.
+// Grid: one persistent CTA per SM. Roles of warps:
 //
-// For an item's end see decode_wgmma_epilogue.cuh.
+// 2 or 3 consumer warpgroups run attend() (warpgroup_mma.cuh). They take a work tile's stages in
+// turn, each through its own pipeline (kv_pipeline.cuh).
+//
+// In one more warpgroup, a producer warp per consumer runs produce_stages(). Each pipeline has its
+// own warp, since a warp needs about 100 cycles to issue a bulk copy. Producers run ahead: while a
+// work tile ends, the next one's pages are in flight. Another warp is the scheduler warp and runs
+// schedule_tiles() (tile_scheduler.cuh). It passes work tiles through a queue of two.
+//
+// Early reads, before the PDL wait: in small batches the scheduler warp reads lengths and block
+// tables, makes a speculative schedule, and prefetches the first pages into L2. With kv_ready, the
+// scheduler and producer warps read lengths, tables and pages.
+//
+// Next: decode_wgmma_epilogue.cuh for the end of a work tile.
 #pragma once
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_pipeline.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
 #include "cuda/attention/decode/decode_wgmma_epilogue.cuh"
@@ -20,11 +30,10 @@ namespace vllm_kernels::cuda {
 
 constexpr int kTileQueue = 2;
 
-// Threads: the teams and the warpgroup that serves them.
+// Threads of a CTA: the consumer warpgroups and the producer warpgroup.
 __host__ __device__ constexpr int cta_threads(int max_tiles) {
-  return 128 * (num_consumers(max_tiles) + 1);
+  return 128 * (wgmma_consumers(max_tiles) + 1);
 }
-constexpr float kWgmmaMaxSplitShare = 0.5f;  // WorkShape::max_split_share
 // Registers of a thread. All of a block share what its launch has of 65536; the teams need more
 // than the even share.
 __host__ __device__ constexpr int launch_registers(int max_tiles) {
@@ -34,7 +43,7 @@ __host__ __device__ constexpr int consumer_registers(int max_tiles) {
   return max_tiles <= 4 ? 152 : 216;
 }
 __host__ __device__ constexpr int producer_registers(int max_tiles) {
-  const int consumers = num_consumers(max_tiles);
+  const int consumers = wgmma_consumers(max_tiles);
   return launch_registers(max_tiles) * (consumers + 1) - consumer_registers(max_tiles) * consumers;
 }
 
@@ -45,15 +54,6 @@ struct DecodeWgmmaShape {
   ScoreCap cap;
 };
 
-// Operands of the products, and results at an item's end, in turn.
-__host__ __device__ constexpr int consumer_scratch_bytes(int max_tiles, int rows,
-                                                         int max_head_size) {
-  const int consumers = num_consumers(max_tiles);
-  const int operands = query_bytes(rows, max_head_size) + consumers * prob_bytes(rows);
-  const int results = consumers * rows * 64 * 4;  // of half a head
-  return operands > results ? operands : results;
-}
-
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 using WgmmaTileScheduler = TileScheduler<1>;
@@ -63,13 +63,13 @@ using WgmmaKvPipeline = KvPipeline<Cache, kMaxHeadSize, kStageTokens, kForm, tru
 struct TileQueue {
   WorkTile work_tiles[kTileQueue];
   TileRows rows[kTileQueue];
-  bool ends[kTileQueue];  // there is no such item, nor any other
+  bool ends[kTileQueue];  // there is no such work tile, and none after it
   uint64_t full[kTileQueue], empty[kTileQueue];
-  uint64_t next_tile_wanted;  // the first filler is at its item's last stage
+  uint64_t next_tile_wanted;  // producer 0 is at its tile's last stage
 };
 
-// Asks the second-level cache for the pages that an item's rings will have first, where it is long.
-// They are not read, so this may be done before the predecessor has ended.
+// Prefetches into L2 the pages that the pipelines load first, if the work tile is long. The pages
+// are not read, so this may precede the end of the primary kernel.
 template <typename Cache, KvForm kForm>
 __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
                                                const PipelineLayout& pipeline,
@@ -97,13 +97,13 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
   }
 }
 
-// One warp: which items this block takes.
+// The scheduler warp: finds the CTA's work tiles and queues them.
 template <typename Cache, KvForm kForm, int kConsumers>
 __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
                                                const DecodeWgmmaShape& shape, TileQueue& queue,
                                                uint32_t* next, int lane) {
-  // The first item of a small batch is guessed before the predecessor has ended, and once more
-  // where memory then holds other lengths.
+  // In small batches the first work tile is found speculatively, before the primary kernel has
+  // ended. It is found again if memory then holds other lengths.
   enum { kSpeculate, kPlan, kGoOn } now = WgmmaTileScheduler::may_speculate(p) ? kSpeculate : kPlan;
   if (now == kPlan && !p.kv_ready) wait_at_start(p);
   WgmmaTileScheduler scheduler;
@@ -131,15 +131,15 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
       wait_for_primary_kernel();
       WgmmaTileScheduler::Indices indices;
       indices.load(p, lane);
-      __syncwarp();  // nobody reads the item any more
+      __syncwarp();  // all lanes have read the queued tile
       if (!scheduler.validate(p, shape.work, indices, lane)) continue;
     }
     now = kGoOn;
     if (lane == 0) barrier_arrive(shared_address(&queue.full[slot]));
     __syncwarp();
     if (index >= scheduler.num_tiles()) return;
-    // Late, so that no block holds items back that others could start. The last of all calls
-    // brings the counter back to 0.
+    // Late, so that no CTA holds back work tiles that others could start. The last of all requests
+    // wraps the counter to 0.
     barrier_wait(shared_address(&queue.next_tile_wanted), number & 1);
     wait_at_start(p);
     const uint32_t count = scheduler.num_tiles();
@@ -150,7 +150,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   }
 }
 
-// One warp a team: the pages of those items.
+// A producer warp: loads the pages of the queued work tiles for its consumer.
 template <typename Pipeline>
 __device__ __forceinline__ void produce_stages(const PagedAttentionParams& p, TileQueue& queue,
                                                Pipeline& pipeline, int consumer, int consumers,
@@ -181,7 +181,7 @@ template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
 __device__ __forceinline__ void attend(
     const PagedAttentionParams& p, const DecodeWgmmaShape& shape, const DecodeWorkspace& workspace,
     WgmmaKvPipeline<Cache, kMaxHeadSize, kForm>& pipeline, TileQueue& queue,
-    ConsumerStats<num_consumers(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales,
+    ConsumerStats<wgmma_consumers(kMaxTiles), kMaxTiles * 8>& stats, uint32_t row_scales,
     bool& is_last, const ConsumersBarrier& barrier, uint32_t scratch, int consumer, int thread) {
   using Mma = WarpgroupMma<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kConsumers = Mma::kConsumers;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void attend(
   mma.consumer = consumer;
   mma.warp_in_consumer = warp_uniform(thread / 32);
   mma.query = scratch;
-  mma.probs = opaque(scratch + query_bytes(shape.work.rows(), kMaxHeadSize) +
-                     consumer * prob_bytes(shape.work.rows()));
+  mma.probs = opaque(scratch + wgmma_query_bytes(shape.work.rows(), kMaxHeadSize) +
+                     consumer * wgmma_prob_bytes(shape.work.rows()));
   mma.set_addresses(shape.stage_layout, lane);
   wait_at_start(p);
   barrier.arrive();
@@ -220,7 +220,7 @@ __device__ __forceinline__ void attend(
       };
       mma.template store_query<Query>(start, row_scales, consumer * 128 + thread, kConsumers * 128);
     };
-    barrier.wait<0>();  // the results of the item before, which lie in the same place, are read
+    barrier.wait<0>();  // the previous tile's partials, in the same scratch, have been read
     if constexpr (Mma::kCacheIs16Bit) {
       load_query(Cache{});
     } else {
@@ -243,8 +243,9 @@ __device__ __forceinline__ void attend(
       const int last = stage - consumer + work_tile.stages;
 #pragma unroll 1
       for (; stage < last; stage += kConsumers) {
-        const int first = stage << kShift;  // token
-        // (No branches: registers and cycles of the way that nearly all steps take.)
+        const int first = stage << kShift;  // the stage's first token
+        // Bitwise operators instead of branches: fewer registers and cycles on the path of nearly
+        // all stages.
         const bool is_fully_visible = plain_scores & (first + kStageTokens <= rows.low + 1) &
                                       ((window <= 0) | (first > rows.high - window));
         pipeline.consumer_wait();
@@ -258,7 +259,7 @@ __device__ __forceinline__ void attend(
           continue;
         }
         const TileRows mine = rows;
-        // Tokens that any row sees.
+        // Tokens visible to any row.
         const int begin = window > 0 ? max(0, mine.low - window + 1) : 0;
         const int end = mine.high + 1;
         if (first < begin) tokens &= begin - first < 64 ? ~uint64_t{0} << (begin - first) : 0;
@@ -310,16 +311,17 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
                                         const __grid_constant__ KvTensorMaps maps,
                                         const __grid_constant__ DecodeWorkspace workspace) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
-  constexpr int kConsumers = num_consumers(kMaxTiles);
+  constexpr int kConsumers = wgmma_consumers(kMaxTiles);
   using Pipeline = WgmmaKvPipeline<Cache, kMaxHeadSize, kForm>;
-  extern __shared__ __align__(1024) char shared[];  // the rings, then the scratch
+  extern __shared__ __align__(1024) char shared[];  // the pipelines, then the scratch
   __shared__ uint64_t pipeline_words[kConsumers][Pipeline::kWords];
   __shared__ __align__(16) ConsumerStats<kConsumers, kMaxTiles * 8> stats;
   __shared__ float row_scales[sizeof(Cache) == 1 ? kMaxTiles * 8 : 1];
   __shared__ TileQueue queue;
   __shared__ uint64_t consumers_barrier;
   __shared__ bool is_last;
-  // Beyond 3 KiB the rings of 64 rows lose a stage: the third of three in 16 bits.
+  // Above 3 KiB the 64-row kernel would lose a pipeline stage; with a 16-bit cache, the third of
+  // three.
   static_assert(sizeof(pipeline_words) + sizeof(stats) + sizeof(row_scales) + sizeof(queue) + 16 <=
                 3072);
   launch_dependents();
@@ -338,14 +340,14 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
     barrier_init(shared_address(&consumers_barrier), 4 * kConsumers * kWarpArrivals);
     fence_barrier_init();
   }
-  if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read as well, and never copied
+  if (p.kv.head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
     for (int i = threadIdx.x * 16; i < kConsumers * pipeline_bytes;
          i += cta_threads(kMaxTiles) * 16) {
       *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
     }
     fence_async_proxy();
   }
-  __syncthreads();  // the barriers, the zeros
+  __syncthreads();  // orders barrier init and zeros
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(producer_registers(kMaxTiles)));
@@ -371,44 +373,42 @@ __global__ void __launch_bounds__(cta_threads(kMaxTiles), 1)
 }
 
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
-void launch_decode_wgmma(const PagedAttentionParams& p, int row_shift,
+void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choice,
                          const DecodeWorkspace& workspace, void* stream) {
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
-  constexpr int kConsumers = num_consumers(kMaxTiles);
-  const int group = p.num_heads / p.kv.num_kv_heads;
+  constexpr int kConsumers = wgmma_consumers(kMaxTiles);
+  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
+  const int num_sms = current_device_info().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,
                                                              shape.stage_layout);
-  shape.work = {
-      .group = group,
-      .row_shift = row_shift,
-      .stage_shift = kStageShift<kStageTokens>,
-      .min_split_stages = kConsumers,
-      .combine_share = kConsumers,
-      .slots = workspace_slots(row_shift, kMaxHeadSize),
-      .may_flag_in_data = may_flag_in_data(current_device_info().num_sms, row_shift, kMaxHeadSize),
-      .max_split_share = kWgmmaMaxSplitShare,
-      .group_divisor = FastDivisor(group)};
+  shape.pipeline.stages = choice.stages;
+  shape.work = {.group = group,
+                .row_shift = row_shift,
+                .stage_shift = kStageShift<kStageTokens>,
+                .min_split_stages = kConsumers,
+                .combine_share = kConsumers,
+                .slots = workspace_slots(row_shift, kMaxHeadSize),
+                .may_flag_in_data = may_flag_in_data(num_sms, row_shift, kMaxHeadSize),
+                .max_split_share = kWgmmaMaxSplitShare,
+                .group_divisor = FastDivisor(group)};
   check_fixed_split(p, shape.work);
-  const int scratch = consumer_scratch_bytes(kMaxTiles, 1 << row_shift, kMaxHeadSize);
-  const int memory = dynamic_shared_memory<kKernel>("paged_attention") - scratch;
-  shape.pipeline.stages = pipeline_stages(memory, kConsumers, shape.pipeline.stage_bytes);
-  launch_kernel(
-      "paged_attention", kKernel, dim3(current_device_info().num_sms), dim3(cta_threads(kMaxTiles)),
-      kConsumers * shape.pipeline.stages * shape.pipeline.stage_bytes + scratch, stream, p, shape,
-      kv_tensor_maps<Cache, kStageTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace);
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(num_sms), dim3(cta_threads(kMaxTiles)),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kStageTokens, kForm>(p.kv, shape.pipeline.line_shift),
+                workspace);
 }
 
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
-void launch_decode_wgmma(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
-                         void* stream) {
-  const int64_t rows = int64_t{p.max_query_len} * (p.num_heads / p.kv.num_kv_heads);
-  if (rows <= 32) {
-    launch_decode_wgmma<Cache, kMaxHeadSize, 4, kForm>(p, rows <= 16 ? 4 : 5, workspace, stream);
+void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choice,
+                         const DecodeWorkspace& workspace, void* stream) {
+  if (choice.row_shift() <= 5) {
+    launch_decode_wgmma<Cache, kMaxHeadSize, 4, kForm>(p, choice, workspace, stream);
   } else {
-    launch_decode_wgmma<Cache, kMaxHeadSize, 8, kForm>(p, 6, workspace, stream);
+    launch_decode_wgmma<Cache, kMaxHeadSize, 8, kForm>(p, choice, workspace, stream);
   }
 }
 

@@ -1,20 +1,27 @@
-// How paged_attention's work is cut, on the device, from lengths that only the device knows.
+// The decode kernels' tile scheduler. It runs on the device, because only the device knows the
+// sequence lengths.
 //
-// A segment is what one block of query rows attends to: (sequence, KV head, chunk of the query rows
-// that share the head). Its tokens lie in stages of `stage_tokens`. A segment is an item, or
-// several where it is split: pieces of almost equal length whose results are merged by the last to
-// finish, or by that of the last piece. Each block of a fixed grid takes item number blockIdx.x
-// first, then whatever comes next.
+// A query tile is (sequence, KV head, m_block), where an m_block is a block of packed query rows.
+// Its KV range is a number of stages of stage_tokens() tokens. A query tile is one work tile, or
+// several if it is split. Its splits have almost equal lengths. Their partials are combined by the
+// last CTA to finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid
+// takes work tile blockIdx.x first, and then the next one that is left.
 //
-// With at least as many blocks as segments the items are about as many as the blocks. With more
-// segments nothing is gained by equal parts, for memory is the limit and every block's share of it
-// grows when others are done: long segments are split in pieces of half or a quarter of a block's
-// share, and items of long sequences come first, so that what comes last is short. (Very short ones
-// come among longer ones: nothing but those at the end would leave memory idle.) How a segment is
-// split follows from seq_lens alone, so a batch gives the same result every time. With
-// fixed_split_size it follows from the segment's own length alone: any batch gives the same result.
+// With as many CTAs as query tiles, or more, these are split into about as many work tiles as there
+// are CTAs. With fewer CTAs, equal shares gain nothing: memory bandwidth is the limit, and a CTA's
+// share of it grows when others are done. Only long query tiles are split, into half or a quarter
+// of a CTA's share. Work tiles of long sequences come first, so that the last ones are short. Very
+// short ones come among longer ones: a tail of nothing else would leave memory idle.
 //
-// A warp finds items alone: lanes are sequences, 32 at a time. That takes no barrier.
+// The splits follow from seq_lens alone, so a batch gives the same result every time. With
+// fixed_split_size they follow from the sequence's own length alone, so the result is the same in
+// any batch.
+//
+// A warp schedules alone, with one sequence per lane and 32 sequences per round. That needs no
+// barrier.
+//
+// Early reads: seq_lens and query_start_loc, where may_speculate(); validate() checks them after
+// the PDL wait.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -29,39 +36,40 @@
 namespace vllm_kernels::cuda {
 
 struct WorkShape {
-  int group;             // query heads of a KV head
-  int row_shift;         // log2 of the query rows of a chunk, at most
-  int stage_shift;       // log2 of the tokens of a stage
-  int min_split_stages;  // stages, with fewer segments than blocks: shorter ones are not worth a
-                         // block
-  int combine_share;     // stages that a block which merges posted pieces may have less than others
-  int slots;             // of the workspace, for pieces that are counted
-  bool may_flag_in_data;  // whether may_flag_in_data()
-  float max_split_share;  // with more segments than blocks: a piece's of a block's share, at most
+  int group;              // query heads per KV head
+  int row_shift;          // log2 of the max query rows of an m_block
+  int stage_shift;        // log2 of the tokens of a stage
+  int min_split_stages;   // with as many CTAs as query tiles or more: min stages of a split; a
+                          // shorter one is not worth a CTA
+  int combine_share;      // stages less for the CTA that combines flag-in-data partials
+  int slots;              // workspace slots for partials with semaphores
+  bool may_flag_in_data;  // result of may_flag_in_data()
+  float max_split_share;  // with more query tiles than CTAs: largest split / a CTA's share
   FastDivisor group_divisor;
 
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// With more segments than blocks: tokens of a piece, at least.
+// More query tiles than CTAs: min tokens of a split.
 constexpr int kMinSplitTokens = 1024;
-// Sequences longer than 1/2, 1/4 ... 1/64 of the longest come in this order, the rest with class 2:
-// an item of theirs is mostly latency, which the copies of others hide.
+// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
+// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
+// longer ones hide.
 constexpr int kLengthClasses = 6, kShortestClass = 2;
 
-// Stages of a piece where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
+// Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
 __host__ __device__ inline int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
   const int stages = p.fixed_split_size >> stage_shift;
   return stages > 0 ? stages : 1;
 }
 
-// Throws where pieces of fixed_split_size may not all have a slot. The lengths are not known here,
-// so that follows from the tables.
+// Throws where splits of fixed_split_size may not all have a slot. The host does not know the
+// lengths, so it takes the bound from the block tables.
 inline void check_fixed_split(const PagedAttentionParams& p, const WorkShape& shape) {
   if (p.fixed_split_size <= 0) return;
   const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
-  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of one
+  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of a stage
   const int64_t step = fixed_split_stages(p, shape.stage_shift);
   const int64_t m_blocks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
   const int64_t num_splits = (stages + step - 1) / step * m_blocks * p.kv.num_kv_heads;
@@ -74,13 +82,13 @@ inline void check_fixed_split(const PagedAttentionParams& p, const WorkShape& sh
   }
 }
 
-// Slots of the workspace for items of 2^row_shift rows of `head_size`.
+// Workspace slots for work tiles of 2^row_shift rows of `head_size` dimensions.
 inline int workspace_slots(int row_shift, int head_size) {
   return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
                                     (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
 }
 
-// Whether the workspace has room for an item a block to be posted (split_exchange.cuh).
+// Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
 inline bool may_flag_in_data(int blocks, int row_shift, int head_size) {
   const int64_t rows = int64_t{blocks} << row_shift;
   return rows <= kFlaggedRows && rows * head_size * 4 <= kFlaggedOutBytes;
@@ -88,24 +96,25 @@ inline bool may_flag_in_data(int blocks, int row_shift, int head_size) {
 
 struct SequenceWork {
   int seq_len;      // tokens
-  int first_query;  // row of query
+  int first_query;  // row of the query tensor
   int query_len;
-  int first_stage;  // stages before it are outside of every query token's window
-  int stages;       // of each of its segments; at least 1, so that every output row is written
-  int m_blocks;     // of query rows; its segments are KV heads x chunks
+  int first_stage;  // earlier stages are outside of every query token's window
+  int stages;       // of each of its query tiles; at least 1, so that every output row is written
+  int m_blocks;     // blocks of packed query rows; the sequence has num_kv_heads * m_blocks query
+                    // tiles
 };
 
-// A sequence as memory has it.
+// A sequence's indices as they are in memory, unchecked.
 struct SequenceIndices {
   int32_t seq_len;
   int32_t first_query, end_query;
 };
 
-// `past`: past the first-level cache, which nobody tells what the predecessor wrote.
+// `past`: bypass L1, which is not coherent with the primary kernel's writes.
 __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
                                                         bool past) {
   const auto load = [&](const int32_t* at) {
-    // In two registers: in one, the next load would wait for this one.
+    // Two registers: with one, the next load would wait for this one.
     int32_t new_token = 0, cached = 0;
     if (past) {
       new_token = __ldcg(at);
@@ -132,7 +141,7 @@ __device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams
                                : query_range(p, indices.first_query, indices.end_query);
   work.first_query = queries.first;
   work.query_len = queries.count;
-  // The first query token's window decides where to begin.
+  // The first query token's window decides where the KV range begins.
   const int first_position = work.seq_len - work.query_len;
   const int begin = p.sliding_window > 0 ? max(0, first_position - p.sliding_window + 1) : 0;
   work.first_stage = begin >> shape.stage_shift;
@@ -146,25 +155,25 @@ struct WorkTile {
   int seq;
   int kv_head;
   int m_block;
-  int split;          // of the segment
+  int split;          // index of the split within its query tile
   int num_splits;     // 1: not split
-  bool flag_in_data;  // its pieces, as split_exchange.cuh has it; where no block has two items
-  int slot;           // of the segment's piece 0 in the workspace, followed by the others
-  int stage;          // the item's first, from the sequence's first_stage on
-  int stages;         // of the item
+  bool flag_in_data;  // whether partials go by split_exchange.cuh; then no CTA has two work tiles
+  int slot;           // workspace slot of the query tile's split 0; the other splits follow
+  int stage;          // first stage of the split, counted from sequence.first_stage
+  int stages;         // of this work tile
   SequenceWork sequence;
 };
 
-// A lane's of a batch of a few rounds: of sequences lane, lane + 32, ... Of several rounds, each
-// sequence has one query token.
+// The indices of a lane's sequences lane, lane + 32, ..., for batches of up to kKept rounds. With
+// several rounds, each sequence has one query token.
 template <int kKept>
 struct KeptIndices {
-  int32_t seq_lens[kKept];  // all but [0]: of several rounds only
+  int32_t seq_lens[kKept];  // all but [0] only with several rounds
   int32_t first_query, end_query;
 
   __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
     const int last = p.num_seqs - 1;
-    // Keeps no address from before.
+    // opaque(): no address stays in registers from before.
     set(load_indices(p, opaque(min(lane, last)), true));
     if (kKept == 1 || one_round(p)) return;
 #pragma unroll
@@ -185,17 +194,17 @@ struct KeptIndices {
   }
 };
 
-// kKept: rounds of lanes whose sequences' indices are kept where a batch has no more.
+// kKept: max rounds of a batch whose indices a lane keeps in registers.
 template <int kKept>
 class TileScheduler {
  public:
   using Indices = KeptIndices<kKept>;
 
-  // Whether those of this batch are.
+  // Whether this batch's indices are kept.
   static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
     return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
   }
-  // Whether its work is guessed before the predecessor has ended.
+  // Whether the schedule is made speculatively, before the primary kernel has ended.
   static __device__ __forceinline__ bool may_speculate(const PagedAttentionParams& p) {
 #if defined(VLLM_KERNELS_HAS_SM90)
     return keeps(p) && !p.kv_ready && !p.concurrent;
@@ -204,7 +213,7 @@ class TileScheduler {
 #endif
   }
 
-  // All lanes of a warp.
+  // Makes the schedule. All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
                                        int lane) {
     const int rounds = rounds_of(p);
@@ -214,7 +223,7 @@ class TileScheduler {
     before_ = 0;
     uint32_t stages = 0, query_tiles = 0, longest = 0, work_tiles = 0;
 #pragma unroll 1
-    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: the sums, then the items
+    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: first the sums, then the tiles
       const bool again = i >= rounds;
       load(p, shape, again ? i - rounds : i, lane, i == 0);
       if (again) {
@@ -231,8 +240,9 @@ class TileScheduler {
       }
     }
     num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
-    if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for pieces
-      // Of given length, too: check_fixed_split() knows no sequences whose query tokens overlap.
+    if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for partials: do not split
+      // This may also drop fixed_split_size: check_fixed_split() cannot know of sequences whose
+      // query tokens overlap.
       fixed_split_stages_ = 0;
       splits_per_stage_ = 0.0f;
       num_tiles_ = query_tiles;
@@ -242,7 +252,7 @@ class TileScheduler {
 
   __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
 
-  // All lanes: whether the plan is that of `now`.
+  // All lanes: whether the speculative schedule was right, given the indices in memory now.
   __device__ __forceinline__ bool validate(const PagedAttentionParams& p, const WorkShape& shape,
                                            const Indices& now, int lane) const {
     bool same = true;
@@ -262,7 +272,7 @@ class TileScheduler {
     return __all_sync(0xffffffffu, same);
   }
 
-  // Items are asked for in rising order. All lanes of a warp.
+  // Finds work tile `index`. Indices must ascend from call to call. All lanes of a warp.
   __device__ __forceinline__ WorkTile get_tile(const PagedAttentionParams& p,
                                                const WorkShape& shape, uint32_t index, int lane) {
     WorkTile work_tile;
@@ -271,7 +281,7 @@ class TileScheduler {
       load(p, shape, round_, lane, false);
       const int num_splits = splits_of_lane();
       const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
-      // Where no block takes two items all are of one class.
+      // If no CTA takes two work tiles, all are in one class.
       const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
                             (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
                             num_tiles_ <= gridDim.x;
@@ -305,19 +315,20 @@ class TileScheduler {
       if (work_tile.num_splits > 1) {
         int share = 0;
         if (work_tile.flag_in_data) {
-          // The last piece's block has a segment's highest number, for it waits for the others.
-          // Last pieces go to the last blocks: where the launch before merged these begin late.
+          // Split-major order. The CTA of the last split waits for the others, so it needs the
+          // query tile's highest index. Last splits thus go to the last CTAs, which start late
+          // where the previous launch combined its splits there.
           const int query_tiles = work_tile.sequence.m_blocks * heads;
           work_tile.split = divide(local, query_tiles);
           query_tile = local - work_tile.split * query_tiles;
-          // Others are to have at most about half a stage more for it.
+          // The other splits take over at most about half a stage each.
           share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
           if (work_tile.sequence.stages < 4 * share * work_tile.num_splits) share = 0;
         } else {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;
         }
-        // The first `more` pieces have one stage more.
+        // The first `more` splits have one stage more.
         const int stages = work_tile.sequence.stages + share;
         const int least = divide(stages, work_tile.num_splits);
         const int more = stages - least * work_tile.num_splits;
@@ -340,11 +351,11 @@ class TileScheduler {
   static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
     return (p.num_seqs + 31) / 32;
   }
-  // Whether rounds after the first are read from kept_. (Of one round work_ stays.)
+  // Whether rounds are read from kept_. (With a single round, work_ stays valid.)
   static __device__ __forceinline__ bool indices_cached(const PagedAttentionParams& p) {
     return kKept > 1 && !one_round(p) && keeps(p);
   }
-  // Lane's sequence of a round; where there is one round only, it stays.
+  // Loads this lane's sequence of a round. A single round is loaded only once.
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
                                        int round, int lane, bool first) {
     if (one_round(p) && !first) return;
@@ -361,7 +372,7 @@ class TileScheduler {
       return divide(work_.stages + fixed_split_stages_ - 1, fixed_split_stages_);
     return max(1, static_cast<int>(static_cast<float>(work_.stages) * splits_per_stage_));
   }
-  // Of one KV head.
+  // Work tiles of one KV head of this lane's sequence.
   __device__ __forceinline__ uint32_t tiles_of_lane() const {
     return static_cast<uint32_t>(work_.m_blocks * splits_of_lane());
   }
@@ -387,22 +398,22 @@ class TileScheduler {
   }
 
   Indices kept_;
-  int fixed_split_stages_;  // stages of a piece where the caller gives them, else 0
-  SequenceWork work_;       // this lane's, of the round at hand
-  float splits_per_stage_;  // rounded down: how often a segment is split
-  uint32_t longest_;        // stages
+  int fixed_split_stages_;  // stages of a split by fixed_split_size, else 0
+  SequenceWork work_;       // this lane's sequence of the current round
+  float splits_per_stage_;  // splits of a query tile per stage of it; the product is rounded down
+  uint32_t longest_;        // stages of the longest sequence
   uint32_t num_tiles_;
-  int class_;        // of lengths, of the last item
-  int round_;        // of the last item
-  uint32_t before_;  // items of the classes and rounds before it
+  int class_;        // length class of the last work tile
+  int round_;        // round of the last work tile
+  uint32_t before_;  // work tiles in earlier classes and rounds
 };
 
-// The query rows of an item.
+// The packed query rows of a work tile.
 struct TileRows {
-  int first;  // of the sequence's query_len * group rows
+  int first;  // among the sequence's query_len * group rows
   int count;
-  int position;   // of the sequence's query token 0
-  int low, high;  // positions of the item's first and last query token
+  int position;   // KV position of the sequence's query token 0
+  int low, high;  // KV positions of the tile's first and last query token
 };
 
 __device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const WorkTile& work_tile) {
@@ -416,7 +427,7 @@ __device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const Work
   return rows;
 }
 
-// A row's query token (of the sequence) and head (of the model).
+// A row's query token (within its sequence) and query head (of the model).
 struct QueryRow {
   int token;
   int head;

@@ -1,18 +1,21 @@
-// Attention of some query rows over 16 or 32 tokens at a time, by one warp on tensor cores.
+// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by one warp with
+// mma.sync.
 //
-// Both products are swapped, so that tokens and head dimensions fill the 16 rows of an m16n8k16 and
-// the query rows its 8 columns:
+// Both matrix products are swapped (operands exchanged). Tokens and head dimensions fill the 16
+// rows of an m16n8k16, and the query rows fill its 8 columns:
 //   S^T [16 tokens, 8 rows] = K [16, D] Q^T [D, 8]
 //   O^T [D, 8 rows]        += V^T [D, 16] P^T [16, 8]
-// Maxima and sums are per column, so rescaling O needs no shuffle.
+// row_max and row_sum are per column, so rescaling O needs no shuffle.
 //
-// 8-bit caches are widened to fp16, exactly; each query row is scaled by a power of two so that
-// bfloat16's range fits, which loses nothing. The index along k of an mma is free as long as both
-// operands agree: a 16-byte row of 16 elements falls to the lanes as 4 consecutive ones each, so
-// slots {2j, 2j+1, 2j+8, 2j+9} of k stand for elements 4j .. 4j+3. In pages that holds for
-// V's tokens, too, of 16 bits as well: K's token rows are permuted, so that P comes out in V's
-// order (page_token() in kv_smem_layout.cuh). In rows ldmatrix moves pairs of dimensions, so
-// an output tile's rows are 8 even dimensions, then the 8 odd ones.
+// 8-bit caches are upcast to fp16, which is exact. The query is converted to fp16 too. Each query
+// row is scaled by a power of two, so that bfloat16's range fits; this loses nothing.
+//
+// The order of the k index of an mma is free, as long as both operands agree. ldmatrix gives each
+// lane 4 consecutive elements of a 16-byte row of 16 elements. So k slots {2j, 2j+1, 2j+8, 2j+9}
+// stand for elements 4j .. 4j+3. Packed pages use the same order for V's tokens, with 16 bits too.
+// There K's rows are permuted so that P comes out in V's order (page_token() in
+// kv_smem_layout.cuh). With 8-bit rows, the transposing ldmatrix moves pairs of dimensions, so the
+// rows of an output tile are the 8 even dimensions, then the 8 odd ones.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -24,7 +27,7 @@
 
 namespace vllm_kernels::cuda {
 
-// kTiles: of 8 query rows; kDepth: of 16 tokens.
+// kTiles: tiles of 8 query rows. kDepth: tiles of 16 tokens in a stage.
 template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm>
 struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   using Addresses = KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
@@ -35,31 +38,32 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
 
-  uint2 query[kTiles][kSteps];   // the B operand: dimensions x rows
-  float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows a step
-  float row_max[kTiles][2];      // log2 units, of this lane's two rows; see kRescaleThreshold
-  float sum[kTiles][2];          // this lane's tokens only, until reduce_sums()
-  float scale[kTiles][2];        // from product to log2 units
+  uint2 query[kTiles][kSteps];   // B operand of S^T: 16 dimensions x 8 rows per step
+  float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows per step
+  float row_max[kTiles][2];  // log2 units, this lane's two rows; at most kRescaleThreshold too low
+  float sum[kTiles][2];      // row_sum, of this lane's tokens only until reduce_sums()
+  float scale[kTiles][2];    // from the product q . k to log2 units
   int head_size;
-  int tiles;  // in use
+  int tiles;  // of 8 rows, in use
 
-  // The row (0 .. 8 * kTiles - 1) of this lane's column j (of 0, 1).
+  // The row (0 .. 8 * kTiles - 1) of this lane's column j (0 or 1).
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
   }
 
-  // This lane's part of query rows 8 * tile + lane / 4, null where there is none, as they are.
+  // Loads this lane's part of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no row.
   __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) query[tile][k] = {0, 0};
       if (rows[tile] == nullptr) continue;
-      // Two pairs a step; 8-bit: four elements in a row, of a head size of multiples of 16.
+      // 16-bit: two pairs per step. 8-bit: four consecutive elements; the head size is a multiple
+      // of 16.
       const auto* pairs = static_cast<const uint32_t*>(rows[tile]) + lane % 4;
       const auto* fours = static_cast<const uint2*>(rows[tile]) + lane % 4;
       const int limit = head_size - (lane % 4) * (kCacheIs16Bit ? 2 : 4);
-      const auto load = [&](auto all) {  // no tests where the head has all dimensions
+      const auto load = [&](auto all) {  // no bounds tests for the full head size
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           if constexpr (kCacheIs16Bit) {
@@ -78,8 +82,8 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Makes them operands. Query: their type; `softmax_scale_log2`: from query times stored key to
-  // log2 units.
+  // Converts the query to mma operands. Query: its type. softmax_scale_log2: the factor from the
+  // product of query and stored key to log2 units.
   template <typename Query>
   __device__ __forceinline__ void prepare_query(float softmax_scale_log2, int lane) {
 #pragma unroll
@@ -128,10 +132,10 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Of 16 tokens.
+  // c = S^T of 16 tokens, not yet scaled.
   template <int kUsed>
   __device__ __forceinline__ void scores(float (&c)[kUsed][4], uint32_t key) const {
-    // Products that follow on each other wait for each other: four chains of them, at least.
+    // Dependent mmas wait for each other, so there are at least four independent chains.
     constexpr int kChains = std::max(1, 4 / (kDepth * kUsed));
     float chain[kChains][kUsed][4];
 #pragma unroll
@@ -152,7 +156,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
     for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
-      load_matrices(loaded, key + key_at(k));  // past the head size: zeros
+      load_matrices(loaded, key + key_at(k));  // zeros past the head size
       if constexpr (kCacheIs16Bit) {
         multiply(k, loaded);
       } else {
@@ -179,7 +183,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // O^T += V^T P^T.
+  // O^T += V^T P^T for 16 tokens.
   template <int kUsed, bool kMasked>
   __device__ __forceinline__ void accumulate(const uint32_t (&probs)[kUsed][2], uint32_t value,
                                              const uint32_t (&masks)[2]) {
@@ -192,7 +196,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
 #pragma unroll
     for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
       uint32_t loaded[4];
-      // Past the head size: anything, for it gives outputs that nobody asks for.
+      // Past the head size this reads arbitrary data; the outputs there are not used.
       load_value(loaded, value + value_at(k));
       if constexpr (kMasked) {
 #pragma unroll
@@ -205,7 +209,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         for (int half = 0; half < 2 && k + half < kSteps; ++half) {
           uint32_t a[4];
           if constexpr (kRows) {
-            // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
+            // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
             const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
             const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
             upcast4<Cache>(low, a[0], a[1]);
@@ -220,7 +224,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // `largest`: of this lane's scores of each row.
+  // Raises row_max and rescales. `largest`: this lane's largest score of each row.
   template <int kUsed>
   __device__ __forceinline__ void raise_row_max(const float (&largest)[kUsed][2]) {
 #pragma unroll
@@ -286,7 +290,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
       }
     }
-    // Most steps move no maximum, and ask no more than this vote.
+    // Most steps do not raise row_max and need only this vote.
     if (__any_sync(0xffffffffu, higher)) raise_row_max<kUsed>(largest);
     uint32_t probs[kDepth][kUsed][2];
 #pragma unroll
@@ -320,9 +324,9 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
       }
     }
   }
-  // kTokens tokens, of which those of `tokens` count. adjust(score, tile, j, token) gives the
-  // score that counts, in log2 units; it is asked only where `plain` is false.
-  // `plain`: all count.
+  // One stage of kTokens tokens. `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
+  // token) returns the modified score in log2 units. `plain`: all tokens are visible to all rows
+  // and no score is modified; then adjust is not called.
   template <typename Adjust>
   __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
                                        const Adjust& adjust, const KvStageLayout& layout,
@@ -333,7 +337,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     step_used<kTiles>(key, value, tokens, plain, adjust, layout, lane);
   }
 
-  // Lanes l, l + 4, ... hold the same rows and different tokens.
+  // Lanes l, l + 4, ... hold the same rows for different tokens.
   __device__ __forceinline__ void reduce_sums() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -347,7 +351,8 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Rows [first, first + rows) to `part_out` [rows][pitch], maxima and sums to part_stats [rows].
+  // Stores rows [first, first + rows): the unnormalised output to part_out [rows][pitch], row_max
+  // and row_sum to part_stats [rows].
   __device__ __forceinline__ void store(int first, int rows, float* part_out, int pitch,
                                         float2* part_stats, int lane) const {
 #pragma unroll

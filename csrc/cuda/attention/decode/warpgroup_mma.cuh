@@ -1,40 +1,26 @@
-// Attention of 16, 32 or 64 query rows over 64 tokens at a time, by a team of 4 warps and Hopper's
-// warpgroup products.
+// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, by one consumer
+// warpgroup (4 warps) with wgmma.
 //
-// As in warp_mma.cuh both products are swapped and A comes from registers, so that every form
-// of cache, 8-bit ones widened, takes the same way: loads of fragments, then the product:
+// As in warp_mma.cuh both products are swapped, and A comes from registers. So every cache type
+// takes the same path: load fragments, upcast them if 8-bit, multiply.
 //   S^T [64 tokens, rows] = K [64, D] Q^T [D, rows]      a warp has 16 tokens
 //   O^T [64, rows]       += V^T [64, 64] P^T [64, rows]  a warp has 16 of each 64 dimensions
-// Queries and P^T lie in shared memory. A step has one barrier of the team, behind the weights: it
-// also tells whether any warp saw a maximum exceeded, and if so they are computed again.
+// Q and P^T are in shared memory. A step has one barrier of the warpgroup, after P is stored. This
+// barrier also votes whether any score exceeds row_max by more than kRescaleThreshold. If so,
+// row_max is raised and P computed again.
 //
-// For rows, tokens and 8-bit elements see warp_mma.cuh.
+// For the order of rows, tokens and 8-bit elements see warp_mma.cuh.
 #pragma once
 #include "cuda/attention/common/wgmma.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
 
 namespace vllm_kernels::cuda {
 
-constexpr int kStageTokens = 64;  // of a step
-constexpr int kWgmmaMaxHeadSize = 128;
-
-// Teams of a block: registers for three where a team has up to 4 tiles of 8 rows, else for two.
-__host__ __device__ constexpr int num_consumers(int max_tiles) {
-  return max_tiles <= 4 ? 3 : 2;
-}
-
-// Bytes of shared memory: the queries, which all teams share, and a team's P^T.
-__host__ __device__ constexpr int query_bytes(int rows, int max_head_size) {
-  return rows * max_head_size * 2;
-}
-// (two of them, in turn, up to 32 rows)
-__host__ __device__ constexpr int prob_bytes(int rows) {
-  return (rows <= 32 ? 2 * rows : rows) * kStageTokens * 2;
-}
+constexpr int kStageTokens = kWgmmaStageTokens;
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// kMaxTiles: of 8 query rows, 4 or 8.
+// kMaxTiles: tiles of 8 query rows, 4 or 8.
 template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
 struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   using Addresses = KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm>;
@@ -44,28 +30,30 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
   using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
   static constexpr int kSteps = kMaxHeadSize / 16;
-  static constexpr int kHalves = kMaxHeadSize / 64;  // of 64 dimensions
+  static constexpr int kHalves = kMaxHeadSize / 64;  // groups of 64 dimensions
   static constexpr int kTiles = kMaxTiles;
-  static constexpr int kConsumers = num_consumers(kMaxTiles);
+  static constexpr int kConsumers = wgmma_consumers(kMaxTiles);
   static constexpr int kGroups = kTokens / 16;
-  // Registers suffice for V during the first product, shared memory for two P^T in turn.
+  // Enough registers to load V during the S^T product, and enough shared memory to double-buffer
+  // P^T.
   static constexpr bool kEarly = kMaxTiles <= 4;
-  // Of 8 bits: what is widened at once, while that before is multiplied, as registers allow.
+  // 8-bit: ldmatrix loads upcast at once, while the previous ones are multiplied; limited by
+  // registers.
   static constexpr int kPartLoads = kEarly ? 2 : 4;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
-  float row_max[kMaxTiles][2];       // log2 units, of this lane's two rows; the same in all warps
-  float sum[kMaxTiles][2];           // this lane's tokens only, until store_stats()
-  float scale[kMaxTiles][2];         // from product to log2 units
+  float row_max[kMaxTiles][2];       // log2 units, this lane's two rows; the same in all warps
+  float sum[kMaxTiles][2];           // row_sum, of this lane's tokens only until store_stats()
+  float scale[kMaxTiles][2];         // from the product q . k to log2 units
   int head_size;
-  int tiles;               // of 8 rows, in use: 2, 4 or 8
-  uint32_t query;          // shared memory: [D / 8] [rows] [8], scaled where the cache is 8-bit
-  uint32_t probs;          // shared memory of the team: P^T [64 / 8] [rows] [8], once or twice
-  uint32_t iteration = 0;  // which of two P^T comes next
+  int tiles;       // of 8 rows, in use: 2, 4 or 8
+  uint32_t query;  // shared memory: [D / 8][rows][8], scaled if the cache is 8-bit
+  uint32_t probs;  // the consumer's shared memory: P^T [64 / 8][rows][8], one or two buffers
+  uint32_t iteration = 0;  // which of two P^T buffers is next
   int consumer;
-  int warp_in_consumer;             // this warp of the team
-  uint32_t value_base, value_half;  // this lane's V, and bytes on to the next 64 dimensions
+  int warp_in_consumer;             // 0 .. 3
+  uint32_t value_base, value_half;  // bytes: this lane's V; from there to the next 64 dimensions
 
   static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
     return tile * 8 + (lane % 4) * 2 + j;
@@ -73,7 +61,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 
   __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
     Addresses::set_addresses(layout, lane);
-    // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens.
+    // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens if D = 64.
     const int upper = lane >> 4;
     if constexpr (kCacheIs16Bit && kRows) {
       value_base = this->value_row + (this->value_chunk ^ warp_in_consumer * 32);
@@ -89,12 +77,12 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       value_base = dimension * layout.page_tokens;
     }
     if (!kCacheIs16Bit && kHalves == 1) value_base += upper * layout.value_step;
-    // K's row from here on counts this warp's group of tokens in.
+    // From here on key_row includes the offset of this warp's 16 tokens.
     this->key_row = opaque(this->key_row + key_group(layout, warp_in_consumer));
     if (!kCacheIs16Bit) value_base = opaque(value_base);
   }
 
-  // Of group i of 16 tokens.
+  // Byte offset of group i of 16 tokens.
   static __device__ __forceinline__ uint32_t key_group(const KvStageLayout& layout, int i) {
     return (i & 1) * layout.key_step + (i >> 1) * layout.key_half;
   }
@@ -102,8 +90,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
   }
 
-  // Threads 0 .. count - 1 of the block put the queries down: 4 threads a row. start(row) points to
-  // a query row of type Query, null where there is none.
+  // Threads 0 .. count - 1 store the query, 4 threads per row. start(row) points to a query row of
+  // type Query; null for no row.
   template <typename Query, typename Start>
   __device__ __forceinline__ void store_query(const Start& start, uint32_t scales, int thread,
                                               int count) const {
@@ -112,7 +100,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 #pragma unroll 1
     for (int row = thread >> 2; row < rows; row += count >> 2) {
       const Query* from = start(row);
-      // Pieces of 16 dimensions in turn.
+      // The 4 threads of a row take chunks of 16 dimensions in turn.
       uint4 low[kSteps / 4], high[kSteps / 4];
 #pragma unroll
       for (int i = 0; i < kSteps / 4; ++i) {
@@ -153,7 +141,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
           };
           each(low[i], convert);
           each(high[i], convert);
-          // Slots {2j, 2j+1, 2j+8, 2j+9} of k are elements 4j .. 4j+3.
+          // k slots {2j, 2j+1, 2j+8, 2j+9} are elements 4j .. 4j+3.
           const uint4 a = low[i], b = high[i];
           low[i] = uint4{a.x, a.z, b.x, b.z};
           high[i] = uint4{a.y, a.w, b.y, b.w};
@@ -167,7 +155,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       }
     }
   }
-  // After all rows are there.
+  // After all threads have stored the query.
   __device__ __forceinline__ void load_scales(uint32_t scales, float softmax_scale_log2, int lane) {
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
@@ -201,10 +189,10 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       : "=r"(any)                                                                       \
       : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
       : "memory")
-  // A barrier of the team's warps, which tells whether any thread says so.
+  // Barrier of the consumer's 4 warps that returns whether any thread passes true.
   __device__ __forceinline__ bool consumer_any(bool mine) const {
     uint32_t any;
-#if defined(VLLM_KERNELS_RACECHECK)  // the tool knows barriers by constants
+#if defined(VLLM_KERNELS_RACECHECK)  // racecheck only knows barriers with constant ids
     if (consumer == 0) {
       VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 1);
     } else if (kConsumers == 2 || consumer == 1) {
@@ -220,7 +208,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 #undef VLLM_KERNELS_CONSUMER_BARRIER
   __device__ __forceinline__ void consumer_barrier() const { consumer_any(false); }
 
-  // All maxima to what the team saw. `scratch`: 16 bytes a row.
+  // Raises row_max of all rows to the largest score of the 4 warps, and rescales. `scratch`: 16
+  // bytes per row.
   template <int kUsed>
   __device__ __forceinline__ void raise_row_max(const float (&c)[kUsed][4], uint32_t scratch,
                                                 int lane) {
@@ -256,10 +245,10 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
       }
     }
-    consumer_barrier();  // all have read
+    consumer_barrier();  // all warps have read scratch
   }
 
-  // V of kCount groups of 16 tokens, as this lane loads it.
+  // This lane's fragments of V for kCount groups of 16 tokens.
   template <int kCount>
   struct Values {
     static constexpr int kLoads = kCacheIs16Bit ? kCount * kHalves : kCount * kHalves / 2;
@@ -270,7 +259,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                                               const KvStageLayout& layout) const {
 #pragma unroll
     for (int i = 0; i < Values<kCount>::kLoads; ++i) {
-      // Past the head size: anything, for it gives outputs that nobody asks for.
+      // Past the head size this reads arbitrary data; the outputs there are not used.
       uint32_t at = value + value_base;
       if constexpr (kCacheIs16Bit) {
         at += value_group(layout, first + i / kHalves) + i % kHalves * value_half;
@@ -287,7 +276,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     for (int i = 0; i < Values<kCount>::kLoads; ++i) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        // 8-bit, 64 dimensions: the upper two registers are the next 16 tokens.
+        // 8-bit, 64 dimensions: the upper two registers are of the next 16 tokens.
         const int group = first + (kCacheIs16Bit ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
         uint32_t masks[2];
         value_masks(masks, static_cast<uint32_t>(tokens >> 16 * group), lane);
@@ -296,7 +285,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
 
-  // O^T += V^T P^T, of kCount groups from `first` on.
+  // O^T += V^T P^T for kCount groups of 16 tokens, from group `first` on.
   template <int kUsed, int kCount>
   __device__ __forceinline__ void accumulate(const Values<kCount>& values, uint32_t stored,
                                              int first) {
@@ -321,7 +310,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
           for (int part = 0; part < 2; ++part) {
             uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
             if constexpr (kRows) {
-              // Two tokens of two dimensions -> both tokens of the even one, then of the odd one.
+              // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
               const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
               const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
               upcast4<Cache>(low, to[0], to[1]);
@@ -348,7 +337,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     warpgroup_fence_operand(out);
   }
 
-  // The larger ones of two pairs of weights.
+  // Elementwise maximum of two pairs of p.
   static __device__ __forceinline__ uint32_t larger(uint32_t x, uint32_t y) {
     uint32_t result;
     if constexpr (std::is_same_v<Element, __half>) {
@@ -359,9 +348,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     return result;
   }
 
-  // Weights of the scores, to shared memory, and their sums, of this lane's tokens. kProducts: c is
-  // not yet in log2 units. Returns whether a score exceeds its row's maximum by more than
-  // kRescaleThreshold.
+  // Stores p of this warp's scores to shared memory and returns its sums over this lane's tokens in
+  // `sums`. kProducts: c is not yet in log2 units. Returns whether a score exceeds row_max by more
+  // than kRescaleThreshold.
   template <int kUsed, bool kProducts>
   __device__ __forceinline__ bool store_probs(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
                                               uint32_t to_probs, int lane) const {
@@ -385,19 +374,19 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         order_probs(packed[u][0], packed[u][1], lane);
         most = larger(most, larger(packed[u][0], packed[u][1]));
       }
-      // Matrices: (rows 8t on, slots 0-7) (8t + 8 on, 0-7) (8t on, 8-15) (8t + 8 on, 8-15).
+      // stmatrix: (rows 8t .., slots 0-7) (8t + 8 .., 0-7) (8t .., 8-15) (8t + 8 .., 8-15).
       const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
                           (t + (lane >> 3 & 1)) * 128 + lane % 8 * 16;
       store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
     }
     fence_async_proxy();
-    // No weight is negative, so their bits have their order.
+    // p >= 0, so bits compare like values.
     constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
-    static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8
+    static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8 in Element
     return max(most & 0xffff, most >> 16) > kLimit;
   }
 
-  // K of a step, as this lane loads it. Past the head size there are zeros.
+  // This lane's fragments of a stage's K; zeros past the head size.
   struct Keys {
     static constexpr int kLoads = kCacheIs16Bit ? kSteps : kSteps / 2;
     uint32_t data[kLoads][4];
@@ -409,15 +398,15 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
 
-  // 64 tokens, of which those of `tokens` count; see WarpMma::step. kUsed: tiles. kPlain: all
-  // tokens count for all rows, and scores need no adjustment. Calls release() when V, like K, has
-  // been read. All warps of the team.
+  // One stage of 64 tokens; see WarpMma::step. kUsed: tiles of 8 rows. kPlain: all tokens are
+  // visible to all rows and no score is modified. Calls release() once K and V have been read. All
+  // warps of the consumer call it.
   template <int kUsed, bool kPlain, typename Adjust, typename Release>
   __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
                                        const Adjust& adjust, const Release& release,
                                        const KvStageLayout& layout, int lane) {
-    constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or tokens, of all rows
-    uint32_t stored = probs;                  // this step's
+    constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or 8 tokens, of all rows
+    uint32_t stored = probs;                  // this step's P^T buffer
     if constexpr (kEarly) {
       stored = probs + iteration * (kUsed * 8 * kStageTokens * 2);
       iteration ^= 1;
@@ -480,8 +469,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
       }
     }
-    // Most steps move no maximum: weights first, then the question whether they count. Other warps
-    // may still read those of the step before: they are elsewhere, or waited for.
+    // Most steps do not raise row_max, so p is computed first and checked afterwards. Other warps
+    // may still read the previous step's P^T. It is in the other buffer (kEarly), or this barrier
+    // waits for them.
     if (!kEarly) consumer_barrier();
     float sums[kUsed][2];
     if (consumer_any(store_probs<kUsed, kPlain>(c, sums, stored, lane))) {
@@ -509,8 +499,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
   }
 
-  // What is left when all steps are done: the team's maxima and sums of all rows, and this warp's
-  // fragment of half a head [64 dimensions] of tile t.
+  // After all stages. store_stats(): row_max and row_sum of all rows, over the consumer's tokens.
+  // store_half(): this warp's fragments of half a head (64 dimensions).
   __device__ __forceinline__ void store_stats(float (&row_maxima)[kMaxTiles * 8],
                                               float (&sums)[kMaxTiles * 8], int thread, int lane) {
 #pragma unroll
@@ -523,7 +513,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
       }
     }
-    // [rows][4 warps] in the place of weights that no warp reads any more.
+    // [rows][4 warps], in a P^T buffer that no warp reads any more.
     uint32_t of_warps = probs;
     if constexpr (kEarly) {
       of_warps += iteration * (tiles * 8 * kStageTokens * 2);
@@ -552,7 +542,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   // `to`: shared memory, [tiles][128 threads] of 16 bytes.
   template <int kHalf>
   __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
-    const int used = opaque(tiles);  // keeps no comparisons from before the steps
+    const int used = opaque(tiles);  // keeps no comparisons in registers during the stages
 #pragma unroll
     for (int t = 0; t < kMaxTiles; ++t) {
       const float (&values)[4] = out[kHalf][t];

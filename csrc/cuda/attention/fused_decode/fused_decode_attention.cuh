@@ -1,5 +1,10 @@
-// fused_decode_attention in one launch: paged_attention's kernel of one warp a team, with the new
-// tokens' heads prepared in it (new_token.cuh).
+// fused_decode_attention in one launch: rotation, cache write and attention of one new token per
+// sequence (ops/fused_decode_attention.h). It is the decode kernel with one warp per consumer
+// (attention/decode/decode_kernel.cuh), which also prepares the new tokens' heads (new_token.cuh).
+// Layout vllm, pages of up to 16 tokens, heads of up to 128 dimensions.
+//
+// Grid, roles of warps and early reads are the decode kernel's. With a 16-bit cache, the new
+// tokens' positions are read early, too.
 #pragma once
 #include "cuda/attention/decode/decode_kernel.cuh"
 #include "cuda/attention/fused_decode/new_token.cuh"
@@ -18,22 +23,20 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, false>, 1)
       p, shape, maps, workspace, FusedNewToken<Cache, kMaxHeadSize>(new_token, memory));
 }
 
-// False, and no launch, where shared memory is too small.
 template <typename Cache>
-bool launch_fused_decode(const FusedDecodeAttentionParams& params, const DecodeWorkspace& workspace,
-                         void* stream) {
+void launch_fused_decode(const FusedDecodeAttentionParams& params, const KernelChoice& choice,
+                         const DecodeWorkspace& workspace, void* stream) {
   const PagedAttentionParams& p = params.attention;
-  NewTokenParams new_token{.rope = params.rope, .block_size = FastDivisor(p.kv.block_size)};
-  while (2 * kNewTokenWidth << new_token.lane_shift < p.kv.head_size) ++new_token.lane_shift;
-  const int rows = p.num_heads / p.kv.num_kv_heads + 2;  // the item's query heads, key, value
+  const NewTokenParams new_token{.rope = params.rope,
+                                 .block_size = FastDivisor(p.kv.block_size),
+                                 .lane_shift = new_token_lane_shift(p.kv.head_size)};
   const auto with_head_size = [&](auto head_size) {
     constexpr int kMaxHeadSize = decltype(head_size)::value;
-    return launch_decode_kernel<Cache, kMaxHeadSize, false, KvForm::kPackedPages,
-                                fused_decode_attention_kernel<Cache, kMaxHeadSize>>(
-        p, workspace, stream, rows << new_token.lane_shift, new_token);
+    launch_decode_kernel<Cache, kMaxHeadSize, false, KvForm::kPackedPages,
+                         fused_decode_attention_kernel<Cache, kMaxHeadSize>>(p, choice, workspace,
+                                                                             stream, new_token);
   };
-  return p.kv.head_size <= 64 ? with_head_size(std::integral_constant<int, 64>{})
-                              : with_head_size(std::integral_constant<int, 128>{});
+  choice.padded_head_size == 64 ? with_head_size(Constant<64>{}) : with_head_size(Constant<128>{});
 }
 
 }  // namespace vllm_kernels::cuda

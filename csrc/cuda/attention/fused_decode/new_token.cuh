@@ -1,8 +1,15 @@
-// fused_decode_attention's share of paged_attention's kernel: an item's query rows come from the
-// QKV product, turned on their way to shared memory, and the sequence's new token is not read from
-// its page, which this very launch writes: it is one more partial result of the item that has the
-// sequence's last tokens. That item's block also stores the token.
+// FusedNewToken: what fused_decode_attention adds to the decode kernel
+// (attention/decode/decode_kernel.cuh).
+//
+// A work tile's query rows come from the QKV projection, qkv [num_seqs, (num_heads + 2 *
+// num_kv_heads) * head_size]. They get bias, norm and rotation on their way to shared memory. The
+// sequence's new token is not read from its page, because this same launch writes it. Instead it is
+// one more partial of the work tile that has the sequence's last tokens. The CTA of that tile also
+// stores the token's key and value in the cache.
+//
+// Early reads, before the PDL wait: positions, with a 16-bit cache.
 #pragma once
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
@@ -11,9 +18,15 @@
 
 namespace vllm_kernels::cuda {
 
-// Elements of a pack. The rows of an item are few: more lanes with less to do each take less time.
+// Elements of a Vec. A work tile has few rows, so more lanes with less work each are faster.
 constexpr int kNewTokenWidth = 4;
-constexpr int kMaxNewTokenRows = 8;
+
+// log2 of the lanes that hold a row: each has up to two times kNewTokenWidth elements.
+inline int new_token_lane_shift(int head_size) {
+  int shift = 0;
+  while (2 * kNewTokenWidth << shift < head_size) ++shift;
+  return shift;
+}
 
 struct NewTokenParams {
   RopeAndCacheParams rope;
@@ -21,21 +34,21 @@ struct NewTokenParams {
   int lane_shift;  // log2 of the lanes that hold a row
 };
 
-// Of three items, as the kernel keeps three: some threads may still merge one while the next but
-// one is prepared.
+// Buffers for three work tiles, as in the decode kernel. Some threads may still combine one tile
+// when the next but one is prepared.
 template <int kMaxHeadSize>
 struct NewTokenMemory {
-  static constexpr int kPitch = kMaxHeadSize + 8;  // the rows of a load in different banks
+  static constexpr int kPitch = kMaxHeadSize + 8;  // the rows of a load hit different banks
   alignas(16) uint16_t query[kMaxNewTokenRows][kPitch];
-  alignas(16) float key[kMaxHeadSize];       // as the cache has it, without its scale
-  alignas(16) float value[3][kMaxHeadSize];  // likewise
+  alignas(16) float key[kMaxHeadSize];       // as the cache stores it, without k_scale
+  alignas(16) float value[3][kMaxHeadSize];  // the same, without v_scale
   float score[3][kMaxNewTokenRows];          // of the new token, log2 units
-  bool counts[3];  // whether the new token is a partial result of this item's
+  bool counts[3];                            // whether the new token is a partial of this tile
 };
 
-// An item has one query token and up to 8 rows, its heads. While it is prepared its key and value
-// are rows as well, behind them, where it has the sequence's last tokens. A few neighbouring lanes
-// hold a row.
+// A work tile has one query token and up to kMaxNewTokenRows query rows, one per head. If it has
+// the sequence's last tokens, its key and value are two more rows, after the query rows.
+// 2^lane_shift adjacent lanes hold a row.
 template <typename Cache, int kMaxHeadSize>
 class FusedNewToken {
  public:
@@ -45,8 +58,8 @@ class FusedNewToken {
   __device__ __forceinline__ FusedNewToken(const NewTokenParams& new_token, Memory& memory)
       : new_token_(new_token), memory_(memory) {}
 
-  // Which item comes next. `guesses`: it is a guess, made before the predecessor has ended; then
-  // the position is one, too.
+  // Sets the work tile that comes next. `speculative`: it was found before the primary kernel has
+  // ended; then the position is read speculatively, too.
   __device__ __forceinline__ void aim(const WorkTile& work_tile, int group, bool speculative) {
     if constexpr (!kEarly) return;
     const RopeAndCacheParams& rope = new_token_.rope;
@@ -56,12 +69,13 @@ class FusedNewToken {
                        : -1;
   }
 
-  // Everything that the rows are made of is under way. After the predecessor has ended.
+  // Issues all loads of this lane's row. After the PDL wait.
   __device__ __forceinline__ void load(const PagedAttentionParams& p) {
     if constexpr (kEarly) load_row(p);
   }
 
-  // The rows of the item at hand, in shared memory. The whole block; `side`: of three, the next.
+  // Prepares the rows of the current work tile in shared memory. All threads of the CTA. `side`:
+  // index of its buffers, the next of three in turn.
   __device__ __forceinline__ void prepare(const PagedAttentionParams& p, const ScoreCap& cap,
                                           const WorkTile& work_tile, int group, int side) {
     if constexpr (std::is_same_v<Cache, BFloat16>) {
@@ -75,19 +89,19 @@ class FusedNewToken {
     }
   }
 
-  // Query row `row` of the item at hand, of 16-bit elements.
+  // Query row `row` of the current work tile, 16-bit elements.
   __device__ __forceinline__ const void* query_row(int row) const { return memory_.query[row]; }
   __device__ __forceinline__ bool counts(int side) const { return memory_.counts[side]; }
   __device__ __forceinline__ float score(int side, int row) const {
     return memory_.score[side][row];
   }
-  // 4 of the new token's value.
+  // 4 dimensions of the new token's value, from `d` on.
   __device__ __forceinline__ float4 value(int side, int d) const {
     return *reinterpret_cast<const float4*>(&memory_.value[side][d]);
   }
 
  private:
-  // Kernels for 8 bits have no registers left for rows that come early.
+  // Whether rows are loaded ahead. 8-bit kernels have no registers left for that.
   static constexpr bool kEarly = sizeof(Cache) == 2;
 
   enum Kind { kQuery, kKey, kValue, kNone };
@@ -104,13 +118,13 @@ class FusedNewToken {
   __device__ __forceinline__ int64_t num_slots() const {
     return new_token_.rope.kv.num_blocks * new_token_.rope.kv.block_size;
   }
-  // -1 where it is no position.
+  // -1 for an invalid position.
   __device__ __forceinline__ int in_range(int64_t position) const {
     return position >= 0 && position < new_token_.rope.max_position ? static_cast<int>(position)
                                                                     : -1;
   }
 
-  // Which row of the item this lane has a part of.
+  // Sets which row of the work tile this lane works on.
   __device__ __forceinline__ void set_row(const WorkTile& work_tile, int group) {
     token_ = work_tile.seq;
     seq_len_ = work_tile.sequence.seq_len;
@@ -125,7 +139,7 @@ class FusedNewToken {
     return kind_ == kValue ? rope.value : kind_ == kKey ? rope.key : rope.query;
   }
 
-  // What comes late is not worth its registers before.
+  // Clears the row's registers, so that they are not kept from before a late load_row().
   __device__ __forceinline__ void forget() {
     speculative_ = -1;
     position_ = -1;
@@ -156,7 +170,7 @@ class FusedNewToken {
     }
   }
 
-  // Those of the model's type; others come when the row is prepared.
+  // Loads cos and sin if they have the model's dtype. Others are loaded in prepare_row().
   __device__ __forceinline__ void load_angles(const Items& work_tiles, int position) {
     const RopeAndCacheParams& rope = new_token_.rope;
     if (work_tiles.pair[0] < 0) return;
@@ -169,7 +183,7 @@ class FusedNewToken {
   template <typename T>
   __device__ __forceinline__ void prepare_of(const PagedAttentionParams& p, const ScoreCap& cap,
                                              const WorkTile& work_tile, int group, int side) {
-    set_row(work_tile, group);  // again: it is not worth its registers in between
+    set_row(work_tile, group);  // again, which costs less than registers in between
     if constexpr (!kEarly) {
       forget();
       load_row(p);
@@ -190,7 +204,7 @@ class FusedNewToken {
     if (has_rows) store_row<T>(work_tile);
   }
 
-  // Into shared memory. By whole warps.
+  // Prepares this lane's row and stores it in shared memory. Whole warps call it.
   template <typename T, typename A>
   __device__ __forceinline__ void prepare_row(const PagedAttentionParams& p, int side) {
     const RopeAndCacheParams& rope = new_token_.rope;
@@ -215,7 +229,7 @@ class FusedNewToken {
     cuda::prepare(rope, from, work_tiles, angles, lanes(), x);
     if (kind_ == kNone) return;
     if (kind_ == kQuery) {
-      if (position < 0) x.load(work_tiles, from.start);  // then the token stays as it is
+      if (position < 0) x.load(work_tiles, from.start);  // then the row stays unchanged
       x.store(work_tiles, reinterpret_cast<T*>(memory_.query[own_row()]));
       return;
     }
@@ -233,7 +247,7 @@ class FusedNewToken {
       }
     });
     if (kind_ == kKey && (threadIdx.x & lanes() - 1) == 0) {
-      // Only where it is the token that tables and lengths name as the last.
+      // The new token counts only if block table and length name it as the sequence's last token.
       const int last = seq_len_ - 1;
       const int in_page =
           last - static_cast<int>(new_token_.block_size.divide(last)) * p.kv.block_size;
@@ -242,7 +256,7 @@ class FusedNewToken {
     }
   }
 
-  // Key and value into the cache. By whole warps.
+  // Stores key and value in the cache. Whole warps call it.
   template <typename T>
   __device__ __forceinline__ void store_row(const WorkTile& work_tile) {
     const RopeAndCacheParams& rope = new_token_.rope;
@@ -260,7 +274,7 @@ class FusedNewToken {
            [&](const Vec<T, kNewTokenWidth>& pack, int d) { to.store(to.round(pack), d); });
   }
 
-  // A warp a row.
+  // Scores of the new token, one warp per query row.
   template <typename T>
   __device__ __forceinline__ void set_scores(const PagedAttentionParams& p, const ScoreCap& cap,
                                              const WorkTile& work_tile, int group, int side) {
@@ -290,19 +304,19 @@ class FusedNewToken {
 
   const NewTokenParams& new_token_;
   Memory& memory_;
-  // Of the item that comes next.
+  // Of the work tile that comes next:
   int token_;
   int seq_len_;
-  bool stores_;           // the new token
+  bool stores_;           // whether it has, and stores, the new token
   Kind kind_ = kNone;     // of this lane's row
-  int head_;              // likewise
-  int speculative_ = -1;  // of the position
-  int64_t position_;      // as given
-  uint2 x_[2] = {};       // the row's packs, as loaded
-  uint2 cosines_ = {};    // of the guess
+  int head_;              // of this lane's row
+  int speculative_ = -1;  // speculative position; -1: none
+  int64_t position_;      // from `positions`, unchecked
+  uint2 x_[2] = {};       // this lane's Vecs of the row
+  uint2 cosines_ = {};    // of speculative_, then of the position
   uint2 sines_ = {};
-  int64_t slot_ = -1;        // as given
-  int32_t last_block_ = -1;  // that of the last token, by the table
+  int64_t slot_ = -1;        // from `slot_mapping`, unchecked
+  int32_t last_block_ = -1;  // block of the sequence's last token, by its table
 };
 
 }  // namespace vllm_kernels::cuda

@@ -13,9 +13,6 @@ struct PrefillLaunch {
   uint32_t* next;              // items handed out; 0 before and after every launch
 };
 
-// K and V of 8 bits have heads up to this size, and scores that are neither capped nor biased.
-constexpr int kMaxHeadSize8Bit = 192;
-
 // Queries are of 16 bits, K and V of the same type or of 8. Pages of layout vllm have 16 tokens (of
 // 8 bits: or more), those of the others 16 or more; or keys are contiguous.
 void paged_attention_prefill_64(const PagedAttentionParams& params, const PrefillLaunch& launch,

@@ -14,6 +14,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/attention/common/online_softmax.cuh"
 #include "cuda/attention/common/score_mod.cuh"
@@ -32,29 +33,17 @@ struct Sm80Config {
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kCacheIs8Bit = kIs8BitCache;
-  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;  // of 16 rows, of a warp
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block, at most
-  static constexpr int kTokens = 64;                        // of a tile
-  static constexpr int kStages = kHeadSize <= 192 ? 3 : 2;  // at most
-  // Steps of 16 dimensions whose queries are in registers; the others' are in shared memory, at a
-  // place of each thread's own.
-  static constexpr int kHeldSteps = kHeadSize == 96    ? 4
-                                    : kHeadSize == 128 ? 0
-                                    : kHeadSize == 256 ? 7
-                                                       : kHeadSize / 16;
-  static constexpr int kColumns = (kHeadSize + 63) / 64;
-  static constexpr int kTileBytes = kColumns * kTokens * kColumnBytes;  // of K, or of V
-  // Pieces of 16 bytes of K, and as many of V, that a lane copies, and of 8-bit caches widens. Two
-  // shares of a tile's copies are of the same 16 tokens.
-  static constexpr int kCopied = kCacheIs8Bit ? 16 : 8;  // elements of a piece
-  static constexpr int kPieces = (kHeadSize / kCopied + 3) / 4;
-  static constexpr int kRawBytes = kCacheIs8Bit ? 2 * kPieces * kThreads * 16 : 0;
-
-  static int shared_bytes(int warps, int stages) {
-    const int query = kRowTiles * (kHeadSize / 16 - kHeldSteps) * 32 * warps * 16;
-    return stages * 2 * kTileBytes + kRawBytes + query;
-  }
+  static constexpr PrefillSm80Sizes kSizes{kSize, kIs8BitCache};
+  static constexpr int kRowTiles = kSizes.row_tiles;
+  static constexpr int kWarpRows = kSizes.warp_rows();
+  static constexpr int kWarps = PrefillSm80Sizes::kMaxWarps, kThreads = 32 * kWarps;  // at most
+  static constexpr int kTokens = 64;                                                  // of a tile
+  static constexpr int kStages = kSizes.max_stages;
+  static constexpr int kHeldSteps = kSizes.held_steps;
+  static constexpr int kTileBytes = kSizes.tile_bytes;
+  static constexpr int kCopied = kCacheIs8Bit ? 16 : 8;  // elements of a 16-byte copy
+  static constexpr int kPieces = kSizes.chunks;
+  static constexpr int kRawBytes = kSizes.raw_bytes;
 };
 
 // Any 4 consecutive rows exchange different pairs of chunks, any 8 different chunks: neither the

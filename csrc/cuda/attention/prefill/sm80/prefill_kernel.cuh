@@ -378,23 +378,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <typename T, int kHeadSize, KvForm kForm, bool kCacheIs8Bit>
-bool launch_prefill_sm80(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choice,
+                         const PrefillLaunch& launch, void* stream) {
   using Config = Sm80Config<T, kHeadSize, kForm, kCacheIs8Bit>;
   constexpr auto kKernel = paged_attention_prefill_sm80_kernel<Config>;
   const PagedKv& kv = p.kv;
   const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
-  // With fewer items than multiprocessors: twice as many, of half the rows.
-  const int num_sms = current_device_info().num_sms;
-  const int max_rows = Config::kWarps * Config::kWarpRows;
-  const int64_t work_tiles =
-      (int64_t{p.num_tokens} * group + max_rows - 1) / max_rows * kv.num_kv_heads;
-  int warps = work_tiles < num_sms ? Config::kWarps / 2 : Config::kWarps;
-  int stages = Config::kStages;
-  const int room = dynamic_shared_memory<kKernel>("paged_attention");
-  if (Config::shared_bytes(warps, stages) > room) stages = 2;
-  while (warps > 2 && Config::shared_bytes(warps, stages) > room) warps /= 2;
-  if (Config::shared_bytes(warps, stages) > room) return false;
   const auto in_16_bytes = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
@@ -404,13 +394,13 @@ bool launch_prefill_sm80(const PagedAttentionParams& p, const PrefillLaunch& lau
                     .min_rows = launch.min_query_len * group,
                     .softmax_scale_log2 = p.scale * kLog2E,
                     .window_right = std::min(p.window_right, kMaxWindowRight),
-                    .rows = Config::kWarpRows * warps,
+                    .rows = Config::kWarpRows * choice.warps,
                     .query_by_tma = false,
                     .has_concurrent_launch = false,
                     .group_divisor = FastDivisor(group)},
       .cap = score_cap(p.softcap),
       .has_concurrent_launch = launch.has_concurrent_launch,
-      .stages = stages,
+      .stages = choice.stages,
       .key_block = in_16_bytes(kv.key_block_stride),
       .key_head = in_16_bytes(kv.key_head_stride),
       .key_token = rows ? in_16_bytes(kv.key_token_stride) : 1,
@@ -421,20 +411,31 @@ bool launch_prefill_sm80(const PagedAttentionParams& p, const PrefillLaunch& lau
                         : static_cast<uint32_t>(kv.value_dim_stride * size_of(kv.dtype)),
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
-  launch_kernel("paged_attention", kKernel, dim3(num_sms), dim3(32 * warps),
-                Config::shared_bytes(warps, stages), stream, p, shape, launch.next);
-  return true;
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+                dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 
-// Padded head sizes.
+// The padded head size that `choice` names.
 template <typename T, KvForm kForm, bool kCacheIs8Bit>
-bool launch_prefill_sm80(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
-  const int head_size = p.kv.head_size;
-  if (head_size <= 64) return launch_prefill_sm80<T, 64, kForm, kCacheIs8Bit>(p, launch, stream);
-  if (head_size <= 96) return launch_prefill_sm80<T, 96, kForm, kCacheIs8Bit>(p, launch, stream);
-  if (head_size <= 128) return launch_prefill_sm80<T, 128, kForm, kCacheIs8Bit>(p, launch, stream);
-  if (head_size <= 192) return launch_prefill_sm80<T, 192, kForm, kCacheIs8Bit>(p, launch, stream);
-  return launch_prefill_sm80<T, 256, kForm, kCacheIs8Bit>(p, launch, stream);
+void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choice,
+                         const PrefillLaunch& launch, void* stream) {
+  const auto with_head_size = [&](auto head_size) {
+    launch_prefill_sm80<T, decltype(head_size)::value, kForm, kCacheIs8Bit>(p, choice, launch,
+                                                                            stream);
+  };
+  switch (choice.padded_head_size) {
+    case 64:
+      return with_head_size(Constant<64>{});
+    case 96:
+      return with_head_size(Constant<96>{});
+    case 128:
+      return with_head_size(Constant<128>{});
+    case 192:
+      return with_head_size(Constant<192>{});
+    default:
+      return with_head_size(Constant<256>{});
+  }
 }
 
 }  // namespace vllm_kernels::cuda

@@ -10,6 +10,7 @@
 #pragma once
 #include <bit>
 
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/sm90/dequant_producer.cuh"
 #include "cuda/attention/prefill/sm90/producer.cuh"

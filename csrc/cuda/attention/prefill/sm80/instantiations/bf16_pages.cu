@@ -2,9 +2,10 @@
 
 namespace vllm_kernels::cuda {
 
-bool paged_attention_prefill_sm80_bf16_pages(const PagedAttentionParams& p,
+void paged_attention_prefill_sm80_bf16_pages(const PagedAttentionParams& p,
+                                             const KernelChoice& choice,
                                              const PrefillLaunch& launch, void* stream) {
-  return launch_prefill_sm80<BFloat16, KvForm::kPackedPages, false>(p, launch, stream);
+  launch_prefill_sm80<BFloat16, KvForm::kPackedPages, false>(p, choice, launch, stream);
 }
 
 }  // namespace vllm_kernels::cuda
