@@ -1,3 +1,9 @@
+// combine_attn_partials: num_partials attention results of the same queries, over disjoint sets of
+// keys, become one by their log-sum-exp.
+//   out_partial [num_partials, num_tokens, num_heads, head_size]
+//   lse_partial [num_partials, num_tokens, num_heads]
+//   out [num_tokens, num_heads, head_size]
+// A task is a range of tokens.
 #include "ops/combine_attn_partials.h"
 
 #include <cmath>
@@ -8,11 +14,11 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// One row of every part, and what each weighs.
+// One row (token, head) of every partial.
 template <typename T>
 struct PartialRows {
-  const T* first;  // the first part's
-  int64_t stride;  // elements between out_partial
+  const T* first;  // of partial 0
+  int64_t stride;  // elements from one partial to the next
   const float* lses;
   int64_t lse_stride;
   int32_t count;
@@ -23,36 +29,37 @@ struct PartialRows {
   }
 };
 
-// What the out_partial of a row weigh: part i exp(lse_i - largest) / sum.
+// The split weights of a row: partial i has exp(lse_i - max_lse) / sum.
 struct PartialWeights {
-  float max_lse, sum;  // sum is 0 where every part is empty
+  float max_lse, sum;  // sum is 0 if every partial is empty
 
   float of(float lse) const { return sum == 0.0f ? 0.0f : std::exp(lse - max_lse) / sum; }
 };
 
 template <typename T>
-PartialWeights weights_of_partials(const PartialRows<T>& out_partial) {
+PartialWeights weights_of_partials(const PartialRows<T>& rows) {
   float max_lse = -INFINITY;
-  for (int32_t partial = 0; partial < out_partial.count; ++partial) {
-    max_lse = out_partial.lse(partial) > max_lse ? out_partial.lse(partial) : max_lse;
+  for (int32_t partial = 0; partial < rows.count; ++partial) {
+    max_lse = rows.lse(partial) > max_lse ? rows.lse(partial) : max_lse;
   }
   if (max_lse == -INFINITY) max_lse = 0.0f;
   float sum = 0.0f;
-  for (int32_t partial = 0; partial < out_partial.count; ++partial)
-    sum += std::exp(out_partial.lse(partial) - max_lse);
+  for (int32_t partial = 0; partial < rows.count; ++partial) {
+    sum += std::exp(rows.lse(partial) - max_lse);
+  }
   return {max_lse, sum};
 }
 
 template <typename T>
-void combine_row(T* out, const PartialRows<T>& out_partial, int64_t n,
-                 const PartialWeights& weights) {
+void combine_row(T* out, const PartialRows<T>& rows, int64_t n, const PartialWeights& weights) {
   const auto combined = [&](auto load_at) {
     Vec sum{};
-    for (int32_t partial = 0; partial < out_partial.count; ++partial) {
-      // A part of weight 0 may hold anything, NaN too: it is read as 0.
-      const float weight = weights.of(out_partial.lse(partial));
-      if (weight != 0.0f)
-        sum = sum + load_at(out_partial.first + partial * out_partial.stride) * splat(weight);
+    for (int32_t partial = 0; partial < rows.count; ++partial) {
+      // A partial of weight 0 may hold anything, even NaN, and counts as 0.
+      const float weight = weights.of(rows.lse(partial));
+      if (weight != 0.0f) {
+        sum = sum + load_at(rows.first + partial * rows.stride) * splat(weight);
+      }
     }
     return sum;
   };
@@ -83,16 +90,16 @@ void run(const CombineAttnPartialsParams& p, int64_t begin, int64_t end) {
     for (int64_t token = begin * step; token < last; ++token) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         const int64_t row = token * p.num_heads + head;
-        const PartialRows<T> out_partial = {.first = static_cast<const T*>(p.out_partial) +
-                                                     token * p.token_stride + head * p.head_stride,
-                                            .stride = p.partial_stride,
-                                            .lses = p.lse_partial + row,
-                                            .lse_stride = p.num_tokens * p.num_heads,
-                                            .count = p.num_partials};
-        const PartialWeights weights = weights_of_partials(out_partial);
+        const PartialRows<T> rows = {.first = static_cast<const T*>(p.out_partial) +
+                                              token * p.token_stride + head * p.head_stride,
+                                     .stride = p.partial_stride,
+                                     .lses = p.lse_partial + row,
+                                     .lse_stride = p.num_tokens * p.num_heads,
+                                     .count = p.num_partials};
+        const PartialWeights weights = weights_of_partials(rows);
         combine_row(
             static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride,
-            out_partial, p.head_size, weights);
+            rows, p.head_size, weights);
         if (p.output_lse != nullptr) p.output_lse[row] = weights.max_lse + std::log(weights.sum);
       }
     }

@@ -1,22 +1,26 @@
-// Which pages a task of paged attention visits, in order: rows, segments, tiles.
+// The pages that a decode task visits, in order. SplitIterator gives the task's splits, and
+// PageBlockIterator cuts each split into blocks of pages. See cpu/base/vec.h for the anonymous
+// namespace.
 #pragma once
 #include "cpu/attention/paged_attention_decode.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kMaxBlockTokens = 256;  // at most: the largest page; scores are kept while V is read
-constexpr int kMinBlockSize = 8;
-constexpr int kMaxTokenRows = 128;  // of a tile of token rows
+constexpr int kMaxBlockTokens = 256;  // the largest page; scores of a block are in a buffer
+constexpr int kMinBlockSize = 8;      // of pages in layout vllm
+constexpr int kMaxTokenRows = 128;    // tokens of a block in layouts NHD and HND
 constexpr int kMaxBlockPages = kMaxTokenRows;
 static_assert(kMaxBlockPages >= kMaxBlockTokens / kMinBlockSize);
-constexpr int kTlbTokens = 512;  // pages of 16: 1% faster than 128 to 256, as fast as 1024
+// Tokens whose TLB entries are loaded at once. Pages of 16: 1% faster than 128 to 256, as fast as
+// 1024.
+constexpr int kTlbTokens = 512;
 constexpr int kVirtualPageBytes = 4096;
 
-// The part of a row that one task computes.
+// The share of a tile's KV range that one task computes.
 struct Split {
   int32_t seq;
-  int32_t kv_head;  // the first of them
+  int32_t kv_head;  // the first one
   int32_t kv_heads;
   int32_t first_head;
   int32_t heads;
@@ -25,22 +29,22 @@ struct Split {
   bool starts_tile, ends_tile;
 };
 
-// The segments of units [begin, end), in order.
+// The splits of grains [begin, end), in order.
 class SplitIterator {
  public:
   SplitIterator(const DecodePlan& plan, int64_t begin, int64_t end)
-      : plan_(plan), at_(begin), end_(end) {
-    while (at_ < end_ && at_ >= seq_first_grain_ + seq_grains()) next_seq();
+      : plan_(plan), grain_(begin), end_(end) {
+    while (grain_ < end_ && grain_ >= seq_first_grain_ + seq_grains()) next_seq();
   }
 
   bool next(Split& split) {
-    if (at_ >= end_) return false;
-    while (at_ >= seq_first_grain_ + seq_grains()) next_seq();
+    if (grain_ >= end_) return false;
+    while (grain_ >= seq_first_grain_ + seq_grains()) next_seq();
     const PagedAttentionParams& p = plan_.params;
     const int32_t group = p.num_heads / p.kv.num_kv_heads;
-    const int64_t tile = (at_ - seq_first_grain_) / tile_grains_;
-    const int64_t grain = (at_ - seq_first_grain_) % tile_grains_;
-    const int64_t last = min_int32(tile_grains_, grain + (end_ - at_));
+    const int64_t tile = (grain_ - seq_first_grain_) / tile_grains_;
+    const int64_t grain = (grain_ - seq_first_grain_) % tile_grains_;
+    const int64_t last = min_int32(tile_grains_, grain + (end_ - grain_));
     split.seq = seq_;
     split.kv_head = static_cast<int32_t>(tile / plan_.tiles_per_kv_head) * plan_.kv_heads_per_tile;
     split.kv_heads = min_int32(plan_.kv_heads_per_tile, p.kv.num_kv_heads - split.kv_head);
@@ -53,12 +57,12 @@ class SplitIterator {
     split.end = min_int32(visible_.end, visible_.begin + last * plan_.grain_tokens);
     split.starts_tile = grain == 0;
     split.ends_tile = last == tile_grains_;
-    at_ += last - grain;
+    grain_ += last - grain;
     return true;
   }
 
  private:
-  int64_t seq_grains() {
+  int64_t seq_grains() {  // of all tiles of the sequence
     if (tile_grains_ == 0) {
       visible_ = decode_visible_tokens(plan_.params, seq_);
       const int64_t count = visible_.end - visible_.begin;
@@ -73,26 +77,26 @@ class SplitIterator {
   }
 
   const DecodePlan& plan_;
-  int64_t at_, end_;
-  int64_t seq_first_grain_ = 0;  // the first unit of sequence seq_
+  int64_t grain_, end_;
+  int64_t seq_first_grain_ = 0;  // the first grain of sequence seq_
   int32_t seq_ = 0;
   VisibleTokens visible_;
-  int32_t tile_grains_ = 0;  // a row of this sequence has so many; 0: not looked at
+  int32_t tile_grains_ = 0;  // grains of one tile of this sequence; 0: not yet computed
 };
 
-// Pages whose scores are computed together, all of one segment. In layouts NHD and HND every
-// token is a page of its own here.
+// Pages of one split whose scores are computed together. In layouts NHD and HND each token counts
+// as a page here.
 struct PageBlock {
   Split split{};
   int32_t pages;
-  int32_t tokens;  // of these pages; only the last one may be partly used
+  int32_t tokens;  // of these pages; only the last page may be partly valid
   bool starts_split, ends_split;
   int32_t position[kMaxBlockPages];      // of a page's first token in the sequence
-  const char* key[kMaxBlockPages + 16];  // and the last again, up to whole vectors
+  const char* key[kMaxBlockPages + 16];  // padded with the last page
   const char* value[kMaxBlockPages + 16];
 };
 
-// Whether any head of the segment sees the block-sparse block that the token is in.
+// Whether the block-sparse pattern makes the token visible to any head of the split.
 inline bool visible_to_any_head(const PagedAttentionParams& p, const Split& split, int32_t token) {
   const int32_t num_patterns = p.sparse.head_sliding_step > 0 ? split.heads : 1;
   for (int32_t i = 0; i < num_patterns; ++i) {
@@ -103,8 +107,8 @@ inline bool visible_to_any_head(const PagedAttentionParams& p, const Split& spli
   return false;
 }
 
-// The page blocks of grains [begin, end), in order. Every split has at least one, which may be
-// empty.
+// The page blocks of grains [begin, end), in order. Every split has at least one block, which may
+// be empty.
 class PageBlockIterator {
  public:
   PageBlockIterator(const DecodePlan& plan, int64_t begin, int64_t end, int32_t block_tokens)
@@ -144,7 +148,7 @@ class PageBlockIterator {
       }
       token_ += count;
     }
-    // What a vector over several pages reads past the end; its weights are 0.
+    // A vector over several pages reads past the last page. Its p are 0 there.
     for (int i = 0; i < 16 && pages > 0; ++i) {
       block.key[pages + i] = block.key[pages - 1];
       block.value[pages + i] = block.value[pages - 1];
@@ -160,8 +164,8 @@ class PageBlockIterator {
   }
 
  private:
-  // Asks for a line of each of the segment's next pages. Every one misses the TLB; in a burst these
-  // misses are served side by side, where the products' own prefetches would meet them one by one.
+  // Prefetches one line of each virtual page that the split reads next. All of them miss the TLB.
+  // Issued in a burst, the page walks overlap. Later prefetches would pay for them one by one.
   void warm_tlb(const int32_t* table) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
@@ -181,7 +185,7 @@ class PageBlockIterator {
     }
   }
 
-  // The tokens of token_'s page up to `end`.
+  // Appends the tokens of token_'s page up to `end`. Returns the new number of pages.
   int32_t add_token_rows(const int32_t* table, int32_t end, int32_t pages, PageBlock& block) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
@@ -205,7 +209,7 @@ class PageBlockIterator {
   const PagedAttentionParams& p_;
   SplitIterator splits_;
   int32_t block_tokens_;
-  int32_t warmed_ = 0;  // of the segment, tokens whose pages were asked for (layout vllm)
+  int32_t warmed_ = 0;  // end of the split's tokens whose TLB entries were loaded
   Split split_{};
   int32_t token_ = 0;
   bool more_ = false;

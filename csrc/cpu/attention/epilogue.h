@@ -1,5 +1,5 @@
-// The last step of attention for one query token and head. See cpu/base/vec.h for the anonymous
-// namespace.
+// The epilogue of attention for one query token and head: sink, lse, normalisation, store. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -14,7 +14,7 @@ namespace {
 constexpr int kMaxHeadSize = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// exp(a - b) of two maxima, where b >= a and both may be -inf.
+// exp(a - b) for two values of row_max, b >= a. Both may be -inf.
 inline float rescale_factor(float a, float b) {
   return a == b ? 1.0f : exp(splat(a - b))[0];
 }
@@ -29,7 +29,7 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
   });
 }
 
-// What stored K and V elements of a head are to be multiplied with.
+// The dequantisation scales of a KV head; 1 for caches without scales.
 inline float key_scale(const PagedKv& kv, int32_t kv_head) {
   const bool scaled = size_of(kv.dtype) == 1 && kv.k_scale != nullptr;
   return scaled ? kv.k_scale[kv_head * kv.scale_stride] : 1.0f;
@@ -39,11 +39,12 @@ inline float value_scale(const PagedKv& kv, int32_t kv_head) {
   return scaled ? kv.v_scale[kv_head * kv.scale_stride] : 1.0f;
 }
 
-// A finished sum over tokens with weights w = exp(score - maximum), 0 and -inf where there is none.
+// The state of a row after its last KV block. A row without visible tokens has row_sum = 0 and
+// row_max = -inf.
 struct RowState {
   float row_max;
-  float row_sum;     // of p
-  const float* acc;  // [head_size] of p v
+  float row_sum;     // sum of p = exp(score - row_max)
+  const float* acc;  // [head_size] sum of p v
 };
 
 // Writes out and lse of one query token and head.

@@ -1,5 +1,5 @@
-// Pieces of K and V, from pages of any layout or from contiguous keys, as rows of floats to
-// multiply. See cpu/base/vec.h for the anonymous namespace.
+// Loads KV blocks of kKvBlockTokens tokens, from pages of any layout or from contiguous keys, into
+// buffers of floats or of packed words. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -20,34 +20,35 @@ struct KvBlock {
   int count;
 };
 
+// The size of the next KV block if `tokens` tokens remain.
 inline int kv_block_size(int64_t tokens) {
   return tokens < 0 ? 0 : min_int32(kKvBlockTokens, tokens);
 }
 
 template <typename T>
-inline void upcast(const T* from, int count, float* to) {  // to whole vectors
+inline void upcast(const T* from, int count, float* to) {  // pads with zeros to whole vectors
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   if (i < count) store(to + i, load_partial(from + i, count - i));
 }
 
-// The piece at work of one task.
+// The buffers of one task: K or V of the current KV block.
 template <typename Cache>
 class KvBlockLoader {
  public:
   static constexpr int kWords =
-      kPairs<Cache> ? kKvBlockTokens / 2 : kKvBlockTokens;  // a column of V
+      kPairs<Cache> ? kKvBlockTokens / 2 : kKvBlockTokens;  // of a column of V
 
   explicit KvBlockLoader(const PagedAttentionParams& params)
       : stride((params.kv.head_size + kLanes - 1) / kLanes * kLanes), p_(params), kv_(params.kv) {
     for (float& element : staged) element = 0.0f;
   }
 
-  // For tiles that are packed (pack_keys, pack_values), or not (upcast_keys, upcast_values; in
-  // other layouts than vllm row_pointers).
-  void begin_tile(bool packs) {
-    packs_ = packs;
-    words = packs && kPairs<Cache> ? (kv_.head_size / 2 + 15) / 16 * 16 : stride;
+  // A packed tile uses pack_keys() and pack_values(). Another one uses row_pointers(), or in layout
+  // vllm upcast_keys() and upcast_values().
+  void begin_tile(bool is_packed) {
+    is_packed_ = is_packed;
+    words = is_packed && kPairs<Cache> ? (kv_.head_size / 2 + 15) / 16 * 16 : stride;
   }
 
   template <bool keys>
@@ -69,8 +70,8 @@ class KvBlockLoader {
         });
   }
 
-  // The rows of a piece's tokens, K's or V's, and the last again up to whole vectors. Not of layout
-  // vllm.
+  // Pointers to the rows of K or V of the KV block's tokens, padded with the last one to whole
+  // vectors. Not for layout vllm.
   template <bool keys>
   void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
     const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);
@@ -79,18 +80,19 @@ class KvBlockLoader {
         tile, kv_block.first, kv_block.count, [&](int64_t page, int slot, int slots, int at) {
           const Cache* from = all + (keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
                                           : kv_.value_offset(page, tile.kv_head, slot, 0));
-          for (int i = 0; i < slots; ++i)
+          for (int i = 0; i < slots; ++i) {
             rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
+          }
         });
     const int last = (kv_block.count + kLanes - 1) / kLanes * kLanes;
     for (int i = kv_block.count; i < last; ++i) rows[i] = rows[kv_block.count - 1];
   }
 
-  // A row of the query or of K, with zeros up to words. (wide has had none but such rows.)
+  // Copies a row of the query or of K, padded with zeros to `words`.
   template <typename T>
   void copy_row(const T* from, float* to) const {
     if constexpr (std::is_same_v<T, Cache> && kPairs<T>) {
-      if (packs_) {
+      if (is_packed_) {
         for (int i = kv_.head_size / 2; i < words; ++i) to[i] = 0.0f;
         copy_elements(reinterpret_cast<T*>(to), from, kv_.head_size);
         return;
@@ -105,7 +107,7 @@ class KvBlockLoader {
     transpose(staged, words, kKvBlockTokens, words, packed, kKvBlockTokens);
   }
 
-  // V as [kWords][stride] in wide, zeros behind the piece's last token.
+  // V as [kWords][stride] in `staged`, zeros past the KV block's last token.
   void pack_values(const WorkTile& tile, KvBlock kv_block) {
     if (kv_.layout == KvLayout::kVllm) {
       copy_columns(tile, kv_block);
@@ -144,7 +146,7 @@ class KvBlockLoader {
     });
   }
 
-  // Rows [token][stride] as K's, or with layout vllm columns [head_size][kKvBlockTokens].
+  // V as rows [token][stride]; in layout vllm as columns [head_size][kKvBlockTokens].
   void upcast_values(const WorkTile& tile, int32_t first, int count) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
     for_each_page(tile, first, count, [&](int64_t page, int slot, int slots, int at) {
@@ -161,13 +163,13 @@ class KvBlockLoader {
     });
   }
 
-  const int stride;  // words of a row of V: head_size in whole vectors
-  int words = 0;     // of a row of K, and of a query
-  alignas(64) float staged[kKvBlockTokens * kMaxHeadSize];  // upcast_keys()'s, and V
-  alignas(64) float packed[kKvBlockTokens * kMaxHeadSize];  // pack_keys()'s
+  const int stride;  // words of a row of V: head_size rounded up to whole vectors
+  int words = 0;     // of a row of K, and of query
+  alignas(64) float staged[kKvBlockTokens * kMaxHeadSize];  // upcast K, or V
+  alignas(64) float packed[kKvBlockTokens * kMaxHeadSize];  // packed K
 
  private:
-  // Calls body(block, first slot, number of slots, first token of the piece), page by page.
+  // Calls body(page, first slot, number of slots, first token in the KV block) page by page.
   template <typename Body>
   void for_each_page(const WorkTile& tile, int32_t first, int count, Body&& body) const {
     if (p_.key_start_loc != nullptr) {
@@ -184,7 +186,7 @@ class KvBlockLoader {
     }
   }
 
-  // std::memcpy without a call.
+  // A std::memcpy that is inlined.
   template <typename T>
   static void copy_elements(T* to, const T* from, int count) {
     constexpr int kStep = 16 / sizeof(T);
@@ -193,7 +195,7 @@ class KvBlockLoader {
     for (; i < count; ++i) to[i] = from[i];
   }
 
-  // Layout vllm: V's columns, [stride][kWords] in packed.
+  // Layout vllm: V's columns as [stride][kWords] in `packed`.
   void copy_columns(const WorkTile& tile, KvBlock kv_block) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
     for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
@@ -211,7 +213,7 @@ class KvBlockLoader {
                   });
   }
 
-  // NHD and HND: the rows of tokens 2i and 2i + 1 as row i of pairs.
+  // NHD and HND: interleaves the rows of tokens 2i and 2i + 1 into row i of pairs.
   void copy_pairs(const WorkTile& tile, KvBlock kv_block) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
     const Cache* rows[kKvBlockTokens + 1];
@@ -221,8 +223,8 @@ class KvBlockLoader {
                       rows[at + i] = values + kv_.value_offset(page, tile.kv_head, slot + i, 0);
                     }
                   });
-    rows[kv_block.count] =
-        rows[kv_block.count - 1];  // the pair of an odd last token, not to be used
+    // An odd last token is paired with itself. pack_values() zeroes the second one.
+    rows[kv_block.count] = rows[kv_block.count - 1];
     for (int token = 0; token < kv_block.count; token += 2) {
       const Cache *first = rows[token], *second = rows[token + 1];
       float* to = staged + token / 2 * stride;
@@ -237,7 +239,7 @@ class KvBlockLoader {
     }
   }
 
-  // Words of two bf16, each given as the float that it is.
+  // Two vectors of bfloat16 values, held as floats, become one vector of pairs.
   static Vec join_pair(Vec low, Vec high) { return as_float(as_bits(low) >> 16 | as_bits(high)); }
 
   static void upcast_column(const Cache* from, int slots, float* to) {
@@ -248,7 +250,7 @@ class KvBlockLoader {
 
   const PagedAttentionParams& p_;
   const PagedKv& kv_;
-  bool packs_ = false;
+  bool is_packed_ = false;
 };
 
 }  // namespace

@@ -1,3 +1,7 @@
+// merge_attn_states: two attention results of the same queries, over a prefix and a suffix of the
+// keys, become one by their log-sum-exp.
+//   out, prefix, suffix [num_tokens, num_heads, head_size]; lse [num_heads, num_tokens]
+// A task is a range of tokens.
 #include "ops/merge_attn_states.h"
 
 #include <cmath>
@@ -21,12 +25,12 @@ StateWeights weights_of_states(float prefix_lse, float suffix_lse) {
   return {ep / (ep + es), es / (ep + es), max_lse + std::log(ep + es)};
 }
 
-// A part of weight 0 may hold anything, NaN too: it is read as 0.
+// A state of weight 0 may hold anything, even NaN, and counts as 0.
 template <typename T>
 void merge_row(T* out, const T* prefix, const T* suffix, int64_t n, const StateWeights& w) {
   const auto merged = [&](Vec p, Vec s) {
-    const Vec left = w.prefix == 0.0f ? Vec{} : p * splat(w.prefix);
-    return w.suffix == 0.0f ? left : left + s * splat(w.suffix);
+    const Vec first = w.prefix == 0.0f ? Vec{} : p * splat(w.prefix);
+    return w.suffix == 0.0f ? first : first + s * splat(w.suffix);
   };
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, merged(load(prefix + i), load(suffix + i)));

@@ -1,4 +1,5 @@
-// The products of one tile of pages with H query heads: scores = K q, then out += V weights.
+// Layout vllm: multiplies a block of pages with H query heads, scores = K q, then out += V p. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/decode_tiles.h"
 #include "cpu/attention/epilogue.h"
@@ -9,14 +10,14 @@ namespace {
 
 constexpr int kMaxPrefetchSteps = kMaxHeadSize * sizeof(float) / 16;  // chunks of a head
 #if defined(__AVX512F__)
-constexpr int kAccumulators = 16;  // vectors; half of the registers
+constexpr int kAccumulators = 16;  // vectors: half of the registers
 #else
 constexpr int kAccumulators = 8;
 #endif
 
-// What a loop over `steps` steps, run round after round, fetches of a tile's pages of K or V: each
-// step `bytes` bytes. Neighbouring steps fetch from different pages, so that address translations
-// and rows of DRAM are opened side by side.
+// The order in which a loop prefetches a block's pages of K or V. The loop has `steps` steps, is
+// run for several rounds, and prefetches `bytes` bytes a step. Neighbouring steps have different
+// pages, so page walks and DRAM row activations overlap.
 class PrefetchOrder {
  public:
   // count and steps are at least 1.
@@ -40,7 +41,7 @@ class PrefetchOrder {
 
  private:
   int steps_;
-  int begin_ = 0;  // of this round in from_
+  int begin_ = 0;  // of this round, an index of from_
   int end_;
   int bytes_;
   int64_t offset_ = 0;
@@ -49,8 +50,8 @@ class PrefetchOrder {
 
 // --- scores --------------------------------------------------------------------------------------
 
-// How many vectors of K are multiplied at once: as many as have registers for H heads, but never
-// past 8 tokens, so that all lie in one page.
+// The number of K vectors that are multiplied at once. It is limited by the registers for H heads,
+// and to 8 tokens, because all must be in one page.
 template <typename T, int H>
 constexpr int key_vectors() {
   using Keys = KeyLanes<T>;
@@ -60,7 +61,7 @@ constexpr int key_vectors() {
   return count;
 }
 
-// The query of H heads, [chunk][part][head][lane], so that the inner loop reads it in order.
+// Packs the query of H heads as [chunk][operand][head][lane], the order of the inner loop.
 //   rows: [H][head_size] floats
 template <typename T, int H>
 inline void pack_query(const float* rows, int head_size, float* packed) {
@@ -74,8 +75,8 @@ inline void pack_query(const float* rows, int head_size, float* packed) {
   }
 }
 
-// scores[head][token] = scale * q . k for the tokens of the tile, rounded up to whole vectors; what
-// lies past tile.tokens is of no meaning. Asks for V's pages on the way.
+// scores[head][token] = scale * q . k for the tokens of the block, rounded up to whole vectors.
+// Scores past block.tokens are undefined. Prefetches the block's V.
 //   packed: pack_query()'s; scores: [H][kMaxBlockTokens]
 template <typename T, int H, bool prefetch>
 inline void score_pages(const PageBlock& block, const float* packed, int head_size, int block_size,
@@ -103,7 +104,7 @@ inline void score_pages(const PageBlock& block, const float* packed, int head_si
         typename Keys::Operand operands[kVectors][Keys::kOperands];
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) {
-          Keys::load_parts(key + i * Keys::kTokens * Keys::kChunk, operands[i]);
+          Keys::load_operands(key + i * Keys::kTokens * Keys::kChunk, operands[i]);
         }
 #pragma GCC unroll 4
         for (int operand = 0; operand < Keys::kOperands; ++operand) {
@@ -116,7 +117,7 @@ inline void score_pages(const PageBlock& block, const float* packed, int head_si
             }
           }
         }
-        if constexpr (prefetch) {  // one at a time: a burst would wait for free line buffers
+        if constexpr (prefetch) {  // one step at a time: a burst would wait for line fill buffers
           prefetch_span(order.at(chunk), kFetchBytes);
         }
         key += chunk_stride;
@@ -137,17 +138,17 @@ inline void score_pages(const PageBlock& block, const float* packed, int head_si
 
 // --- values --------------------------------------------------------------------------------------
 
-// The rows of V that a tile's vectors are loaded from.
+// The addresses in V that a block's vectors are loaded from.
 struct ValueRows {
-  const char* rows[kMaxBlockTokens / 4];  // [units][pieces]: dimension 0 of the tokens of a unit
+  const char* rows[kMaxBlockTokens / 4];  // [loads][kPagesPerLoad]: dimension 0 of the tokens
   int64_t stride;                         // bytes from one dimension to the next
-  int loads;
-  const char* tail;  // the last, partly used unit as a copy with zeros, or null
+  int loads;                              // full ones
+  const char* tail;                       // copy_tail()'s copy of the last load, or null
   int64_t tail_stride;
 };
 
-// Copies `count` tokens of every dimension and sets the rest of the unit to zero: whatever lies in
-// unused slots has no influence, not even a NaN.
+// Copies the last, partial load of every dimension and zeroes the tokens from `count` on. So unused
+// slots have no influence, even if they hold NaNs.
 template <typename T, int kPagesPerLoad>
 inline void copy_tail(const char* const* rows, int64_t stride, int count, int head_size, char* to) {
   using Values = ValueLanes<T>;
@@ -162,14 +163,13 @@ inline void copy_tail(const char* const* rows, int64_t stride, int count, int he
   }
 }
 
-// out[d][head] = out * factor + sum over tokens of V[d][token] * weights[head][token], in blocks of
-// kLanes / H dimensions: one vector of out is [H][kLanes / H]. Asks for the next tile's K on the
-// way.
-//   ahead: the next tile, or this one at the end; weights: [units][kOperands][H] vectors,
-//   ValueLanes::pack()ed; factor: lanes as in out
+// out[d][head] = out[d][head] * rescale + sum over tokens of V[d][token] * p[head][token]. A vector
+// of out is [H][kLanes / H]. Prefetches K of `ahead`.
+//   probs: [loads][kOperands][H] vectors of ValueLanes::pack(); rescale: in the lanes of out
+//   ahead: the next block, or this one after the last
 template <typename T, int H, int kPagesPerLoad, bool prefetch>
 inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Operand* probs,
-                       Vec factor, int head_size, const PageBlock& ahead, Vec* out) {
+                       Vec rescale, int head_size, const PageBlock& ahead, Vec* out) {
   using Values = ValueLanes<T>;
   using Operand = typename Values::Operand;
   constexpr int kDims = kLanes / H;
@@ -183,7 +183,7 @@ inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Oper
 #pragma GCC unroll 16
     for (int i = 0; i < kDims; ++i) {
       int d = dim_block * kDims + i;
-      if (H < 4 && d >= head_size) d = head_size - 1;  // read again, and not used
+      if (H < 4 && d >= head_size) d = head_size - 1;  // a duplicate, not used
       offset[i] = d * from.stride;
       tail_offset[i] = d * from.tail_stride;
     }
@@ -220,7 +220,7 @@ inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Oper
     if (from.tail != nullptr) {
       add([&](int i) { return load_joined<Values::kBytes, 1>(&from.tail, tail_offset[i]); });
     }
-    out[dim_block] = fma(out[dim_block], factor, sum_each(&acc[0][0]));
+    out[dim_block] = fma(out[dim_block], rescale, sum_each(&acc[0][0]));
   }
 }
 

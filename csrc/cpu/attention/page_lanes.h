@@ -1,7 +1,8 @@
-// How a page of the cache falls into vectors: which token and which dimension a lane stands for.
-// Layout vllm keeps 16 bytes (a chunk of x dimensions) of a token together in K and the tokens of a
-// dimension together in V, so K is multiplied with lanes over (token, dimension) and V with lanes
-// over tokens. See cpu/base/vec.h for the anonymous namespace.
+// How the elements of a page in layout vllm map to vector lanes, for each cache dtype.
+//   K: 16 bytes (a chunk of x dimensions) of a token are contiguous; lanes are (token, dimension)
+//   V: the tokens of a dimension are contiguous; lanes are tokens
+// A new cache dtype that needs its own conversion specialises KeyLanes and ValueLanes. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
 #include "cpu/base/vec.h"
@@ -35,7 +36,7 @@ inline Vec fold_quads(const Vec* v) {
 }
 
 #if defined(__AVX2__)
-// Quads as units: {a0 + a1, (a2 + a3,) b0 + b1 (, b2 + b3)}.
+// Adds neighbouring quads: {a0 + a1, (a2 + a3,) b0 + b1 (, b2 + b3)}.
 inline Vec fold_halves(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88),
@@ -59,8 +60,8 @@ inline Vec sum_each(const Vec* v) {
 #endif
 }
 
-// v[i] holds kLanes / width tokens of `width` lanes each, for `width` vectors: lane t is the sum of
-// token t, tokens counted through the vectors in order.
+// Each of `width` vectors holds kLanes / width tokens with `width` lanes each. Lane t of the result
+// is the sum of token t.
 template <int width>
 inline Vec sum_tokens(const Vec* v) {
   if constexpr (width == kLanes) {
@@ -105,15 +106,15 @@ inline Vec broadcast(const float* from) {
 
 // --- K -------------------------------------------------------------------------------------------
 
-// Products in the order of the source where that was found faster: float and bfloat16.
+// fma(), in source order for float, where that was measured to be faster.
 template <typename T>
 inline Vec multiply_add_as(Vec a, Vec b, Vec c) {
   return std::is_same_v<T, float> ? fma_in_order(a, b, c) : fma(a, b, c);
 }
 
-// One load of K covers kTokens tokens of a chunk, kWidth lanes each, in kOperands vectors. pack()
-// brings a chunk of the query into the lanes of one token in one part. Parts are to be multiplied
-// with kScale, which is left to the score's own scale.
+// One load of K covers kTokens tokens of a chunk with kWidth lanes each, in kOperands vectors.
+// pack() arranges a chunk of the query like one token of one operand. Scores must be multiplied
+// with kScale, which the caller folds into the softmax scale.
 template <typename T>
 struct KeyLanes {
   static constexpr float kScale = 1.0f;
@@ -126,7 +127,7 @@ struct KeyLanes {
   static void pack(const float* chunk, int operand, float* packed) {
     for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[operand * kWidth + lane];
   }
-  static void load_parts(const T* from, Operand* operands) {
+  static void load_operands(const T* from, Operand* operands) {
     for (int i = 0; i < kOperands; ++i) operands[i] = load(from + i * kLanes);
   }
   static Operand query(const float* packed) { return broadcast<kWidth>(packed); }
@@ -135,7 +136,7 @@ struct KeyLanes {
   }
 };
 
-// bfloat16 in pairs: the even one of a 32-bit word is widened by a shift, the odd one by a mask.
+// bfloat16 pairs: a shift upcasts the even element of a 32-bit word, a mask the odd one.
 inline void upcast_pairs(VecUint words, Vec* operands) {
   operands[0] = as_float(words << 16);
   operands[1] = as_float(words & 0xffff0000u);
@@ -154,7 +155,7 @@ struct KeyLanes<BFloat16> {
   static void pack(const float* chunk, int operand, float* packed) {
     for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[2 * lane + operand];
   }
-  static void load_parts(const BFloat16* from, Operand* operands) {
+  static void load_operands(const BFloat16* from, Operand* operands) {
     upcast_pairs(load_raw<VecUint>(from), operands);
   }
   static Operand query(const float* packed) { return broadcast<kWidth>(packed); }
@@ -178,7 +179,7 @@ struct KeyLanes<BFloat16> {
     store(row, load_partial(chunk, kChunk));
     store_raw(packed, load_raw<__m128i>(row));
   }
-  static void load_parts(const BFloat16* from, Operand* operands) {
+  static void load_operands(const BFloat16* from, Operand* operands) {
     operands[0] = _mm512_loadu_si512(from);
   }
   static Operand query(const float* packed) {
@@ -191,7 +192,7 @@ struct KeyLanes<BFloat16> {
 #endif
 
 #if defined(__AVX2__)
-// 16 elements of 8 bits by way of fp16, without cpu/base/fp8.h's final scaling.
+// 16 fp8 elements to fp16 bits, without the final scaling of cpu/base/fp8.h.
 template <typename T>
 struct Fp8ToHalf;
 template <>
@@ -203,9 +204,9 @@ struct Fp8ToHalf<Fp8E5M2> {
 };
 template <>
 struct Fp8ToHalf<Fp8E4M3> {
-  static constexpr float kScale = 256.0f;  // between the exponents' biases, 15 and 7
+  static constexpr float kScale = 256.0f;  // 2^(15 - 7), from the exponent biases
   static __m256i half_bits(__m128i bytes) {
-    // The sign fills the upper byte, so that one shift brings sign, exponent and mantissa home.
+    // The sign fills the upper byte, so one shift places sign, exponent and mantissa.
     const __m256i keep = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
     const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), keep);
     const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
@@ -236,7 +237,7 @@ struct Fp8KeyLanes {
   static void pack(const float* chunk, int operand, float* packed) {
     store(packed, load(chunk + operand * kLanes));
   }
-  static void load_parts(const T* from, Operand* operands) {
+  static void load_operands(const T* from, Operand* operands) {
     upcast_fp8<T>(load_raw<__m128i>(from), operands);
   }
   static Operand query(const float* packed) { return load(packed); }
@@ -250,7 +251,7 @@ struct KeyLanes<Fp8E5M2> : Fp8KeyLanes<Fp8E5M2> {};
 
 // --- V -------------------------------------------------------------------------------------------
 
-// A vector of so many bytes. (GCC drops a vector_size that depends on a template parameter.)
+// A vector of `bytes` bytes. GCC ignores a vector_size that depends on a template parameter.
 template <int bytes>
 struct RawVector;
 #define VLLM_KERNELS_RAW_VECTOR(bytes)                         \
@@ -277,7 +278,7 @@ inline Raw<64> join(Raw<32> low, Raw<32> high) {
   return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// `bytes` bytes of V's tokens, put together from the rows of 1, 2 or 4 pages.
+// `bytes` bytes of V's tokens, joined from 1, 2 or 4 pages.
 template <int bytes, int pages>
 inline Raw<bytes> load_joined(const char* const* rows, int64_t offset) {
   if constexpr (pages == 1) {
@@ -288,9 +289,8 @@ inline Raw<bytes> load_joined(const char* const* rows, int64_t offset) {
   }
 }
 
-// One load of V covers kTokens tokens of one dimension in kOperands vectors. pack() brings kTokens
-// weights, in the order of the tokens, into the same lanes. Results are to be multiplied with
-// kScale.
+// One load of V covers kTokens tokens of one dimension in kOperands vectors. pack() arranges p of
+// kTokens tokens in the same lanes. Results must be multiplied with kScale.
 template <typename T>
 struct ValueLanes {
   static constexpr float kScale = 1.0f;
@@ -342,7 +342,7 @@ struct ValueLanes<BFloat16> {
   }
 };
 #else
-// Weights are rounded to bfloat16, and summed as rounded, so that the result stays a mean.
+// p is rounded to bfloat16. row_sum adds the rounded values, so the weights of V add up to 1.
 template <>
 struct ValueLanes<BFloat16> {
   static constexpr float kScale = 1.0f;

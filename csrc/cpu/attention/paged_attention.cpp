@@ -1,7 +1,18 @@
-// Attention of any query tokens to pages of any layout, or to contiguous keys, with an online
-// softmax over pieces of kKvBlockTokens tokens. For tiles of many rows a piece's K, then its V, is
-// packed once and multiplied in blocks (bf16 as bf16 where there are products of it). For few rows
-// it is widened to floats once in layout vllm, else once for every 4 of them, from where it lies.
+// The general attention kernel: any number of query tokens, windows and masks, pages of any layout
+// or contiguous keys.
+//   query, out [num_tokens, num_heads, head_size]; K and V in pages (ops/paged_kv.h), or
+//   [rows, num_kv_heads, head_size]
+//
+// paged_attention.h tells how a call is cut into tasks. A task walks over the KV range of each work
+// tile in blocks of kKvBlockTokens tokens, with an online softmax. There are three ways to
+// multiply:
+//   packed      tiles of at least kMinPackedRows rows: pack K, then V, and use gemm()
+//   (packed_gemm.h) token rows  few rows in NHD, HND or contiguous keys: multiply rows in place
+//   (row_dot.h) upcast      few rows in layout vllm: upcast a KV block to floats, then multiply
+// Packed bfloat16 stays bfloat16 where the level has dot products of it.
+//
+// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, which
+// paged_attention_combine.cpp combines in a second launch.
 #include "cpu/attention/paged_attention.h"
 
 #include "cpu/attention/epilogue.h"
@@ -16,7 +27,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kMinPackedRows = 12;  // of a tile, from which packing pays
+constexpr int kMinPackedRows = 12;  // of a tile; for fewer rows packing costs more than it gains
 constexpr int kRowBuffers = kWorkTileRows + kMaxBlockRows;
 
 inline Vec lane_numbers() {
@@ -29,7 +40,7 @@ inline Vec lane_numbers() {
 template <typename Cache>
 class PagedAttentionTask {
   static constexpr int kKvBlockWords = KvBlockLoader<Cache>::kWords;
-  static constexpr int kProbStride = kKvBlockWords;  // of rows of weights, packed
+  static constexpr int kProbStride = kKvBlockWords;  // between packed rows of p
   static constexpr int kKvBlockVectors = kKvBlockTokens / kLanes;
 
  public:
@@ -55,7 +66,7 @@ class PagedAttentionTask {
     const int64_t last =
         ends ? tile.end : tile.begin + (end - tile.first_grain) * plan_.grain_tokens;
     begin_tile(tile);
-    if (!packs_) {
+    if (!packed_) {
       loader_.template prefetch<true>(
           tile, {.first = static_cast<int32_t>(first), .count = kv_block_size(last - first)});
     }
@@ -83,8 +94,8 @@ class PagedAttentionTask {
 
   void begin_tile(const WorkTile& tile) {
     const int rows = tile.queries * tile.heads;
-    packs_ = rows >= kMinPackedRows;
-    loader_.begin_tile(packs_);
+    packed_ = rows >= kMinPackedRows;
+    loader_.begin_tile(packed_);
     const int words = loader_.words;
     dispatch_float(p_.dtype, [&](auto tag) {
       for (int row = 0; row < rows; ++row) {
@@ -99,15 +110,15 @@ class PagedAttentionTask {
       row_sum_[row] = 0.0f;
       row_max_[row] = -kInfinity;
     }
-    const int buffer_rows = packs_ ? rows + kMaxBlockRows : rows;  // whole ones
+    const int buffer_rows = packed_ ? rows + kMaxBlockRows : rows;  // whole gemm blocks
     for (int i = rows * words; i < buffer_rows * words; ++i) query_[i] = 0.0f;
     for (int i = 0; i < buffer_rows * stride_; ++i) out_[i] = 0.0f;
     score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
   }
 
-  // While one of K and V is multiplied, what comes next is fetched.
+  // Prefetches V while K is multiplied, and the next K while V is multiplied.
   void add_kv_block(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
-    if (packs_) return add_kv_block_packed(tile, kv_block, next);
+    if (packed_) return add_kv_block_packed(tile, kv_block, next);
     if (kv_.layout != KvLayout::kVllm) return add_kv_block_token_rows(tile, kv_block, next);
     loader_.template prefetch<false>(tile, kv_block);
     loader_.upcast_keys(tile, kv_block.first, kv_block.count);
@@ -145,12 +156,12 @@ class PagedAttentionTask {
     const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
     LinePrefetcher values(values_, kv_block.count, bytes), next_keys(next_keys_, next.count, bytes);
     const int begin = any.begin / kLanes * kLanes;
-    for_row_blocks(0, rows, [&](auto num_rows, auto fetches, int row) {
-      score_token_rows<FloatTokenLanes<Cache>, num_rows, fetches>(
+    for_row_blocks(0, rows, [&](auto num_rows, auto prefetches, int row) {
+      score_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
           keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
           values, probs_ + row * kKvBlockTokens + begin, kKvBlockTokens);
     });
-    values.rest();
+    values.finish();
     for (int row = 0; row < rows; ++row) {
       const int query = row / tile.heads;
       if (any_visible(query)) softmax_row(tile, query, row % tile.heads, kv_block.first);
@@ -159,21 +170,21 @@ class PagedAttentionTask {
     for (int first = 0; first < rows; first += step) {
       const VisibleRange visible = visible_[first / tile.heads];
       if (visible.begin >= visible.end) continue;
-      for_row_blocks(first, first + step, [&](auto num_rows, auto fetches, int row) {
-        add_token_rows<FloatTokenLanes<Cache>, num_rows, fetches>(
+      for_row_blocks(first, first + step, [&](auto num_rows, auto prefetches, int row) {
+        add_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
             values_ + visible.begin, 0, visible.end - visible.begin, head_size_,
             probs_ + row * kKvBlockTokens + visible.begin, kKvBlockTokens, rescale_ + row,
             next_keys, out_ + row * stride_, stride_);
       });
     }
-    next_keys.rest();
+    next_keys.finish();
   }
 
-  // Calls body(integral_constant of 4, 2 or 1 rows, whether they are the first, row) for blocks
-  // that cover the rows.
+  // Calls body(integral_constant of 4, 2 or 1 rows, whether row is 0, row) for blocks of rows. The
+  // blocks cover [begin, end).
   template <typename Body>
   static void for_row_blocks(int begin, int end, Body&& body) {
-    const auto of = [&](auto num_rows, int row) {
+    const auto call = [&](auto num_rows, int row) {
       if (row == 0) {
         body(num_rows, std::true_type{}, row);
       } else {
@@ -181,12 +192,12 @@ class PagedAttentionTask {
       }
     };
     int row = begin;
-    for (; row + 4 <= end; row += 4) of(std::integral_constant<int, 4>{}, row);
+    for (; row + 4 <= end; row += 4) call(std::integral_constant<int, 4>{}, row);
     if (row + 2 <= end) {
-      of(std::integral_constant<int, 2>{}, row);
+      call(std::integral_constant<int, 2>{}, row);
       row += 2;
     }
-    if (row < end) of(std::integral_constant<int, 1>{}, row);
+    if (row < end) call(std::integral_constant<int, 1>{}, row);
   }
 
   void add_kv_block_packed(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
@@ -224,7 +235,7 @@ class PagedAttentionTask {
     }
   }
 
-  // out += weights V, of the packed values of a piece.
+  // out += P V for the packed V of a KV block.
   void add_pv(int rows, const float* values, const float* probs, float* out) const {
     gemm<Cache, true>({.a = probs,
                        .a_stride = kProbStride,
@@ -236,7 +247,8 @@ class PagedAttentionTask {
                       rows, stride_);
   }
 
-  // The same where 0 * V may be NaN: query by query, with zeros for what it does not see.
+  // The same where V has infinities or NaNs, since 0 * V would be NaN. Handles each query token by
+  // itself and zeroes the V that is not visible to it.
   void add_pv_visible(const WorkTile& tile) {
     constexpr int kRows = 24;
     alignas(64) float out[(kRows + kMaxBlockRows) * kMaxHeadSize];
@@ -261,10 +273,10 @@ class PagedAttentionTask {
   }
 
   struct VisibleRange {
-    int begin, end;  // tokens of the piece
+    int begin, end;  // tokens of the KV block
   };
 
-  // The bits of word `word` of packed values that belong to tokens of `seen`.
+  // A mask of the bits of a packed V word that belong to visible tokens.
   static uint32_t word_mask(int word, VisibleRange visible) {
     const auto is_visible = [&](int token) {
       return token >= visible.begin && token < visible.end;
@@ -282,7 +294,7 @@ class PagedAttentionTask {
     visible_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
   }
 
-  // --- scores and weights
+  // --- scores and softmax
 
   void score_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
@@ -294,7 +306,7 @@ class PagedAttentionTask {
     softmax_row(tile, query, head, first);
   }
 
-  // The same of scores in probs_, but of a whole piece, and as words to multiply with.
+  // The softmax of scores in probs_, for the packed GEMM: a whole KV block, p as packed words.
   void softmax_packed_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const VisibleRange visible = visible_[query];
@@ -318,8 +330,8 @@ class PagedAttentionTask {
       store_probs(row, all);
     }
   }
-
-  // The same of a row that sees the whole piece, where a score is but the scaled product.
+  // The same where the whole KV block is visible, without softcap and ALiBi.
+  // The same for a row that sees the whole KV block, without softcap and ALiBi.
   void softmax_full_row(int row) {
     const float* scores = probs_ + row * kKvBlockTokens;
     Vec all[kKvBlockVectors];
@@ -345,7 +357,7 @@ class PagedAttentionTask {
     row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
   }
 
-  // A row of weights as words to multiply with; of pairs, at most where the row's scores began.
+  // Stores a row of p as packed words. bfloat16 pairs take half of the row's space.
   void store_probs(int row, const Vec* all) {
     float* to = probs_ + row * kProbStride;
 #if defined(__AVX512BF16__)
@@ -361,8 +373,8 @@ class PagedAttentionTask {
     for (int i = 0; i < kKvBlockVectors; ++i) store(to + i * kLanes, all[i]);
   }
 
-  // probs_[row] = exp(score - maximum) of the scores there, 0 where the row does not see;
-  // rescale_[row] what earlier sums are to be multiplied with.
+  // Turns the scores in probs_ into p = exp(score - row_max), 0 for tokens that are not visible.
+  // Sets rescale_[row], the factor by which earlier sums must be rescaled.
   void softmax_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
     const VisibleRange visible = visible_[query];
@@ -383,8 +395,8 @@ class PagedAttentionTask {
       store(probs + token, score);
     }
     lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
-    const float old_max = row_max_[row], kv_block = lane_max[0];
-    const float new_max = kv_block > old_max ? kv_block : old_max;
+    const float old_max = row_max_[row], block_max = lane_max[0];
+    const float new_max = block_max > old_max ? block_max : old_max;
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {};
     for (int token = from; token < visible.end; token += kLanes) {
@@ -403,7 +415,7 @@ class PagedAttentionTask {
            (VecInt)(numbers < splat(static_cast<float>(visible.end)));
   }
 
-  // q . k of the kLanes tokens from `token` on.
+  // q . k of tokens [token, token + kLanes).
   Vec dot(const float* query, int token) const {
     Vec sums[kLanes] = {};
     const float* key = loader_.staged + token * stride_;
@@ -417,7 +429,7 @@ class PagedAttentionTask {
 
   // --- values
 
-  // Values in columns: a lane is a token. What the row does not see may be anything, NaN too.
+  // V in columns: a lane is a token. V of tokens that are not visible may be NaN and is masked.
   void add_columns(int row, VisibleRange visible) {
     const int from = visible.begin / kLanes * kLanes;
     const float* probs = probs_ + row * kKvBlockTokens;
@@ -444,20 +456,20 @@ class PagedAttentionTask {
   const int64_t task_;
   const int head_size_;
   KvBlockLoader<Cache> loader_;
-  const int stride_;  // of rows of out_ and V
+  const int stride_;  // between rows of out_, and of V
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
   const bool plain_scores_ = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
-  bool packs_ = false;
+  bool packed_ = false;
 
   alignas(64) float query_[kRowBuffers * kMaxHeadSize];  // [rows][loader_.words]
   alignas(64) float out_[kRowBuffers * kMaxHeadSize];    // [rows][stride_], not divided by row_sum_
-  alignas(64) float probs_[kRowBuffers * kKvBlockTokens];  // [rows][kKvBlockTokens], or of words
+  alignas(64) float probs_[kRowBuffers * kKvBlockTokens];  // [rows][kKvBlockTokens]: scores, then p
   float row_max_[kWorkTileRows];
   float row_sum_[kWorkTileRows];
   float rescale_[kWorkTileRows];
   VisibleRange visible_[kWorkTileRows];
-  const char* keys_[kKvBlockTokens + kLanes];  // rows of the piece's tokens
+  const char* keys_[kKvBlockTokens + kLanes];  // rows of the KV block's tokens
   const char* values_[kKvBlockTokens + kLanes];
   const char* next_keys_[kKvBlockTokens + kLanes];
 };

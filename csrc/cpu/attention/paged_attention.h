@@ -1,11 +1,13 @@
-// How the general kernel of paged attention on the CPU is cut into tasks.
+// How the general attention kernel of the CPU is cut into tasks. paged_attention runs here unless
+// fits_decode_kernel(), and varlen_attention always.
 //
-// A tile is a few query tokens of one sequence with the query heads of one KV head: up to
-// kWorkTileRows rows that share the K and V they see. What a tile sees is cut in units of
-// grain_tokens tokens. All units of the batch, tile after tile, are dealt to the tasks in equal
-// contiguous runs. A task writes the tiles that lie wholly inside its run; of a tile that crosses
-// its borders it leaves a partial result, at most one at the front of its run and one at the back,
-// and a second launch merges these.
+// A work tile is a few query tokens of one sequence with the query heads of one KV head. These are
+// up to kWorkTileRows rows (PackGQA) that read the same K and V. The visible KV range of a tile is
+// divided into grains of grain_tokens tokens. All grains of the batch, tile after tile, form one
+// list, and each task takes an equal and contiguous range of it.
+//
+// As in paged_attention_decode.h, a task writes the tiles that it has whole and stores partials of
+// the others. PagedAttentionCombine is the second launch, which combines the partials.
 #pragma once
 #include <cstdint>
 
@@ -15,24 +17,28 @@ namespace vllm_kernels::cpu {
 
 constexpr int32_t kWorkTileRows = 256;
 constexpr int32_t kPagedAttentionGrainTokens = 128;
-constexpr int64_t kPagedAttentionTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
+constexpr int64_t kPagedAttentionTaskBytes = 32 << 10;  // K and V; less is not worth a thread
 
 struct PagedAttentionPlan {
   PagedAttentionParams params;
   int32_t heads_per_tile;
   int32_t queries_per_tile;
-  int32_t tiles_per_kv_head;  // tiles a KV head needs for its group
+  int32_t tiles_per_kv_head;  // more than 1 for groups of more than kWorkTileRows heads
   int32_t grain_tokens;
   int32_t tasks = 1;
-  int64_t num_grains = 0;
-  float* partials = nullptr;  // [tasks][2: front, back][rows][head_size + 2]: sum, max, sum of w v
+  int64_t num_grains = 0;  // of the batch
+  // [tasks][2][rows][head_size + 2]; index 1 is a tile that begins in this task. A row is row_sum,
+  // row_max, then the unnormalised output.
+  float* partials = nullptr;
 
+  // Task t has grains [first_grain(t), first_grain(t + 1)).
   int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
-  int64_t partial_size() const {
+  int64_t partial_size() const {  // floats
     return static_cast<int64_t>(heads_per_tile) * queries_per_tile * (params.kv.head_size + 2);
   }
 };
 
+// The second launch, where tasks > 1.
 struct PagedAttentionCombine {
   PagedAttentionPlan plan;
 };
@@ -42,11 +48,11 @@ struct WorkTile {
   int32_t kv_head;
   int32_t first_head;
   int32_t heads;
-  int32_t first_token;     // of query
+  int32_t first_token;     // a row of query
   int32_t queries;         // query tokens
-  int32_t first_position;  // of its first query token in the sequence; may be negative
+  int32_t first_position;  // of first_token in the sequence; may be negative
   RowRange keys;           // of the sequence
-  int32_t begin, end;      // tokens of the sequence that any of its rows sees
+  int32_t begin, end;      // tokens of the sequence that are visible to any row
   int64_t first_grain;
   int64_t num_grains;
 };
@@ -57,8 +63,8 @@ inline int32_t max_int32(int32_t a, int32_t b) {
   return a > b ? a : b;
 }
 
-// Calls body(tile) for the tiles that have one of the units [begin, end), in order. Returns the
-// number of units it walked over: with end behind all of them, that of the batch.
+// Calls body(tile) for the tiles that have any of the grains [begin, end), in order. If `end` is
+// past the last grain, it returns the number of grains of the batch.
 template <typename Body>
 int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_t end,
                            Body&& body) {
@@ -100,9 +106,8 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
   return grain;
 }
 
-// The same attention with the batch's own longest query in place of the caller's bound, and without
-// a window that no sequence is longer than. Pieces of fixed_split_size must not depend on the
-// batch.
+// Replaces the caller's bounds by those of the batch: the longest query, and no sliding window if
+// no sequence is longer than it. With fixed_split_size nothing may depend on the batch.
 [[maybe_unused]] PagedAttentionParams tighten_bounds(const PagedAttentionParams& p) {
   PagedAttentionParams tight = p;
   if (p.fixed_split_size > 0) return tight;
@@ -116,13 +121,13 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
   return tight;
 }
 
-// Whether the kernel of v1 and v2 does it, faster.
+// Whether the decode kernel can run it. It is the faster one.
 [[maybe_unused]] bool fits_decode_kernel(const PagedAttentionParams& p) {
   if (p.max_query_len > 1 || p.key_start_loc != nullptr) return false;
   return p.kv.layout != KvLayout::kVllm || (p.kv.block_size >= 8 && p.sliding_window == 0);
 }
 
-// Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
+// Plans for `threads` threads. The caller allocates `partials` if tasks > 1.
 [[maybe_unused]] PagedAttentionPlan plan_paged_attention(const PagedAttentionParams& p,
                                                          int64_t threads) {
   const int32_t group = p.num_heads / p.kv.num_kv_heads;

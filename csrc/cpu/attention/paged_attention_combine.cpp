@@ -1,4 +1,9 @@
-// The general kernel's second launch: tiles that several tasks had pieces of.
+// The second launch of the general attention kernel. It combines the partials of tiles that several
+// tasks had splits of:
+//   row_max = max_i row_max_i    w_i = exp(row_max_i - row_max)
+//   out = sum_i w_i acc_i / sum_i w_i row_sum_i
+// Task i combines the tile that begins in task i of the first launch and ends in a later one. There
+// is at most one.
 #include "cpu/attention/epilogue.h"
 #include "cpu/attention/paged_attention.h"
 #include "cpu/kernels.h"
@@ -10,7 +15,7 @@ int64_t num_tasks(const PagedAttentionCombine& combine) {
   return combine.plan.tasks;
 }
 
-// Merges the tile that starts in `task` and goes on in later ones.
+// Combines the tile that begins in `task` and ends in a later one.
 void combine_tile(const PagedAttentionPlan& plan, int64_t task, const WorkTile& tile) {
   const PagedAttentionParams& p = plan.params;
   const int head_size = p.kv.head_size;
@@ -41,10 +46,10 @@ void combine_tile(const PagedAttentionPlan& plan, int64_t task, const WorkTile& 
 void run(const PagedAttentionCombine& combine, int64_t begin, int64_t end) {
   const PagedAttentionPlan& plan = combine.plan;
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t after = plan.first_grain(task + 1);
-    for_each_work_tile(plan, after - 1, after, [&](const WorkTile& tile) {
+    const int64_t next_grain = plan.first_grain(task + 1);
+    for_each_work_tile(plan, next_grain - 1, next_grain, [&](const WorkTile& tile) {
       const bool starts = tile.first_grain >= plan.first_grain(task);
-      if (starts && tile.first_grain + tile.num_grains > after) combine_tile(plan, task, tile);
+      if (starts && tile.first_grain + tile.num_grains > next_grain) combine_tile(plan, task, tile);
     });
   }
 }

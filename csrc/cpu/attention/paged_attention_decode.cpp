@@ -1,5 +1,19 @@
-// Decode attention with an online softmax over tiles of pages. A tile's K is read once for all the
-// query heads of its KV head, then its V; while one of them is multiplied the other is prefetched.
+// Decode attention: one query token a sequence. paged_attention_v1 and _v2 run here, and
+// paged_attention where fits_decode_kernel() says so.
+//   query [num_seqs, num_heads, head_size], out the same; K and V in pages (ops/paged_kv.h)
+//
+// paged_attention_decode.h tells how a call is cut into tasks. A task walks over blocks of pages
+// (decode_tiles.h) with an online softmax:
+//   1. scores = K q for all query heads of the KV head      K is read once
+//   2. row_max, p = exp(scores - row_max), row_sum
+//   3. out = out * rescale + V p                            V is read once
+// Step 1 prefetches the block's V, and step 3 prefetches the next block's K.
+//
+// A page of layout vllm interleaves tokens and dimensions, so page_dot.h multiplies whole pages. In
+// layouts NHD and HND a token's head is a contiguous row, and row_dot.h multiplies rows.
+//
+// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, and
+// run_combine() combines those in a second launch.
 #include "cpu/attention/paged_attention_decode.h"
 
 #include "cpu/attention/epilogue.h"
@@ -13,12 +27,12 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// K of a tile, at most: with its V and the next K it stays in the second-level cache.
+// K of a block. Its V and the next block's K fit into L2 beside it.
 constexpr size_t kMaxKeyBytes = 32 << 10;
-constexpr int kMaxSmallPageTokens = kMaxTokenRows;  // where pages are not larger
+constexpr int kMaxSmallPageTokens = kMaxTokenRows;  // of a block, unless a page is larger
 constexpr int kMinBlockTokens = 32;
 
-// Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
+// Calls body(integral_constant H, first) for blocks of H = 4, 2 or 1 heads.
 template <typename Body>
 inline void for_head_blocks(int heads, Body&& body) {
   int head = 0;
@@ -30,15 +44,14 @@ inline void for_head_blocks(int heads, Body&& body) {
   if (head < heads) body(std::integral_constant<int, 1>{}, head);
 }
 
-// A finished part of a row: not yet divided by sum.
+// The result of a split: `out` is not divided by row_sum.
 struct Partial {
   float row_max[kMaxTileHeads];
   float row_sum[kMaxTileHeads];
   float out[kMaxTileHeads * kMaxHeadSize];  // [heads][head_size]
 };
 
-// One task's state. About 400 KiB of stack at most, touched as far as the group and head size
-// reach.
+// One task's state: at most 400 KiB of stack. Groups and head sizes below the maximum touch less.
 template <typename Cache, bool kTokenRows>
 class DecodeTask {
  public:
@@ -91,8 +104,8 @@ class DecodeTask {
 
   void prefetch(const PageBlock& block) {
     if constexpr (kTokenRows) {
-      LinePrefetcher(block.key, block.pages, span_bytes(block)).rest();
-      LinePrefetcher(block.value, block.pages, span_bytes(block)).rest();
+      LinePrefetcher(block.key, block.pages, span_bytes(block)).finish();
+      LinePrefetcher(block.value, block.pages, span_bytes(block)).finish();
       return;
     }
     const int64_t bytes = static_cast<int64_t>(head_size_) * block_size_ * sizeof(Cache);
@@ -127,14 +140,14 @@ class DecodeTask {
     });
   }
 
-  // --- token rows
+  // --- layouts NHD and HND
 
   int row_stride() const { return head_vectors_ * kLanes; }  // of query_ and out_
   int span_bytes(const PageBlock& block) const {
     return block.split.kv_heads * head_size_ * static_cast<int>(sizeof(Cache));
   }
 
-  // While it is multiplied, the next tile is fetched.
+  // Prefetches the next block meanwhile.
   void add_token_block(const PageBlock& block, const PageBlock& next) {
     LinePrefetcher next_keys(next.key, next.pages, span_bytes(next));
     LinePrefetcher next_values(next.value, next.pages, span_bytes(next));
@@ -149,22 +162,23 @@ class DecodeTask {
         const int first = kv_head * group + group_head;
         const float* query = query_ + first * row_stride();
         float* out = reinterpret_cast<float*>(out_) + first * row_stride();
-        const auto of = [&](auto fetches) {
-          score_token_rows<Rows, H, fetches>(block.key, offset, block.tokens, head_size_, query,
-                                             row_stride(), scale, next_keys, scores_,
-                                             kMaxBlockTokens);
+        const auto add = [&](auto prefetches) {
+          score_token_rows<Rows, H, prefetches>(block.key, offset, block.tokens, head_size_, query,
+                                                row_stride(), scale, next_keys, scores_,
+                                                kMaxBlockTokens);
           float rescales[H];
-          for (int head = 0; head < H; ++head)
+          for (int head = 0; head < H; ++head) {
             rescales[head] = softmax_head<H>(block, tokens, first, head);
-          add_token_rows<Rows, H, fetches>(
+          }
+          add_token_rows<Rows, H, prefetches>(
               block.value, offset, block.tokens, head_size_, reinterpret_cast<float*>(probs_),
               kMaxBlockTokens / Rows::kPair, rescales, next_values, out, row_stride());
         };
-        group_head == 0 ? of(std::true_type{}) : of(std::false_type{});
+        group_head == 0 ? add(std::true_type{}) : add(std::false_type{});
       });
     }
-    next_keys.rest();
-    next_values.rest();
+    next_keys.finish();
+    next_values.finish();
   }
 
   // --- both
@@ -177,7 +191,7 @@ class DecodeTask {
     for (int i = 0; i < split.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
 
-  // --- pages of layout vllm
+  // --- layout vllm
 
   void add_page_block(const PageBlock& block, const PageBlock& next) {
     const int loads = block.tokens / Values::kTokens;
@@ -196,15 +210,15 @@ class DecodeTask {
 
   template <int kPagesPerLoad>
   void add_page_block(const PageBlock& block, const PageBlock& next, int loads, int tail_tokens) {
-    // Where the units' tokens lie in V.
+    // Where the tokens of each load are in V.
     ValueRows rows;
     rows.stride = static_cast<int64_t>(block_size_) * sizeof(Cache);
     rows.loads = loads;
     rows.tail = nullptr;
     rows.tail_stride = Values::kBytes;
     constexpr int kTokensPerPage = Values::kTokens / kPagesPerLoad;
-    const int all = (loads + (tail_tokens > 0)) * kPagesPerLoad;
-    for (int i = 0, token = 0; i < all; ++i, token += kTokensPerPage) {
+    const int num_rows = (loads + (tail_tokens > 0)) * kPagesPerLoad;
+    for (int i = 0, token = 0; i < num_rows; ++i, token += kTokensPerPage) {
       int page = token / block_size_;
       if (page > block.pages) page = block.pages;
       rows.rows[i] = block.value[page] + token % block_size_ * sizeof(Cache);
@@ -252,8 +266,9 @@ class DecodeTask {
     }
   }
 
-  // Scores of one head to weights exp(score - maximum), packed for add_values(). `tokens` is
-  // tile.tokens in whole units. Returns what earlier sums are to be multiplied with.
+  // Turns scores of one head into p = exp(score - row_max), packed for add_values() or
+  // add_token_rows(). `tokens` is block.tokens rounded up to whole loads. Returns the factor by
+  // which earlier sums must be rescaled.
   template <int H>
   float softmax_head(const PageBlock& block, int tokens, int first, int head) {
     float* scores = scores_ + head * kMaxBlockTokens;
@@ -294,12 +309,11 @@ class DecodeTask {
       for (int i = 0; i < kTokens / kLanes; ++i) {
         const Vec prob = exp(load(scores + t + i * kLanes) - shift);
         e[i] = Packed::round(prob);
-        sums += p_.lse == nullptr ? e[i] : prob;  // lse has float's precision
+        sums += p_.lse == nullptr ? e[i] : prob;  // lse needs unrounded p
       }
-      Prob num_later[Packed::kOperands];
-      Packed::pack(e, num_later);
-      for (int operand = 0; operand < Packed::kOperands; ++operand, probs += kStep)
-        *probs = num_later[operand];
+      Prob operands[Packed::kOperands];
+      Packed::pack(e, operands);
+      for (int i = 0; i < Packed::kOperands; ++i, probs += kStep) *probs = operands[i];
     }
     const float rescale = rescale_factor(old_max, new_max);
     row_max_[tile_head] = new_max;
@@ -307,7 +321,7 @@ class DecodeTask {
     return rescale;
   }
 
-  // The split's sums, from vectors of [H][kLanes / H] to rows.
+  // Copies out_ to rows of head_size. In layout vllm a vector of out_ is [H][kLanes / H].
   void unpack_out(const Split& split, float* to) {
     if constexpr (kTokenRows) {
       for (int head = 0; head < split.heads; ++head) {
@@ -347,12 +361,11 @@ class DecodeTask {
       }
       return;
     }
-    const int back = split.starts_tile ? 1 : 0;
-    float* slot = plan_.partials + (2 * task_ + back) * plan_.partial_size();
-    for (int head = 0; head < split.heads; ++head, slot += head_size_ + 2) {
-      slot[0] = partial_.row_sum[head];
-      slot[1] = partial_.row_max[head];
-      for (int d = 0; d < head_size_; ++d) slot[2 + d] = partial_.out[head * head_size_ + d];
+    float* to = plan_.partials + (2 * task_ + (split.starts_tile ? 1 : 0)) * plan_.partial_size();
+    for (int head = 0; head < split.heads; ++head, to += head_size_ + 2) {
+      to[0] = partial_.row_sum[head];
+      to[1] = partial_.row_max[head];
+      for (int d = 0; d < head_size_; ++d) to[2 + d] = partial_.out[head * head_size_ + d];
     }
   }
 
@@ -360,15 +373,15 @@ class DecodeTask {
   const PagedAttentionParams& p_;
   const int64_t task_;
   const int head_size_;
-  const int head_vectors_;  // a head of out_
+  const int head_vectors_;  // of one head in out_
   const int block_size_;
   const bool sparse_;
   float logit_scale_ = 1.0f;
 
-  alignas(64) float query_[kMaxTileHeads * kMaxHeadSize];  // pack_query()'s, block after block
-  alignas(64) float scores_[4 * kMaxBlockTokens];          // of the head block at hand
+  alignas(64) float query_[kMaxTileHeads * kMaxHeadSize];  // packed, by head blocks
+  alignas(64) float scores_[4 * kMaxBlockTokens];          // of one head block
   alignas(64) Prob probs_[4 * kMaxBlockTokens * sizeof(float) / sizeof(Prob)];
-  alignas(64) float distances_[kMaxBlockTokens + kLanes];  // token position - last position
+  alignas(64) float distances_[kMaxBlockTokens + kLanes];  // token - last token, for ALiBi
   alignas(64) Vec out_[kMaxTileHeads * kMaxHeadSize / kLanes];
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float row_max_[kMaxTileHeads];
@@ -392,7 +405,7 @@ int64_t num_tasks(const DecodePlan& plan) {
 }
 
 #if defined(__AVX512BF16__)
-// Dot products of bfloat16 are for bfloat16 caches; the others have nothing from this level.
+// Dot products of bfloat16 serve bfloat16 caches alone. Other caches run the kernel of avx512.
 void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   if (plan.params.kv.dtype != DType::kBFloat16) {
     return kernel_at<DecodePlan, Level::avx512>().run(plan, begin, end);
@@ -420,7 +433,7 @@ void run(const DecodePlan& plan, int64_t begin, int64_t end) {
 }
 #endif
 
-// --- merge ---------------------------------------------------------------------------------------
+// --- combine -------------------------------------------------------------------------------------
 
 constexpr int64_t kCombinesPerTask = 8;
 
@@ -428,14 +441,14 @@ int64_t num_combine_tasks(const DecodeCombine& combine) {
   return ceil_div(combine.plan.tasks, kCombinesPerTask);
 }
 
-// Merges the row that starts in `task` and goes on in later ones.
+// Combines the tile that begins in `task` and ends in a later one. There may be none.
 void combine_tile(const DecodePlan& plan, int64_t task) {
   const int64_t end = plan.first_grain(task + 1);
   SplitIterator splits(plan, plan.first_grain(task), end);
   Split split{}, last{};
   while (splits.next(split)) last = split;
   if (!last.starts_tile || last.ends_tile) return;
-  // How many later tasks have a part of it.
+  // Later tasks that have a split of it.
   int64_t num_later = 0;
   for (bool ended = false; !ended; ++num_later) {
     SplitIterator later(plan, plan.first_grain(task + 1 + num_later),
@@ -445,25 +458,25 @@ void combine_tile(const DecodePlan& plan, int64_t task) {
   }
   const PagedAttentionParams& p = plan.params;
   const int head_size = p.kv.head_size;
-  const auto slot = [&](int64_t operand, int head) {
-    const int64_t at = operand == 0 ? 2 * task + 1 : 2 * (task + operand);
+  const auto partial_of = [&](int64_t i, int head) {
+    const int64_t at = i == 0 ? 2 * task + 1 : 2 * (task + i);
     return plan.partials + at * plan.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
   };
   for (int head = 0; head < last.heads; ++head) {
     float row_max = -kInfinity;
-    for (int64_t operand = 0; operand <= num_later; ++operand) {
-      if (slot(operand, head)[1] > row_max) row_max = slot(operand, head)[1];
+    for (int64_t i = 0; i <= num_later; ++i) {
+      if (partial_of(i, head)[1] > row_max) row_max = partial_of(i, head)[1];
     }
     alignas(64) float out[kMaxHeadSize] = {};
-    float sum = 0.0f;
-    for (int64_t operand = 0; operand <= num_later; ++operand) {
-      const float* from = slot(operand, head);
+    float row_sum = 0.0f;
+    for (int64_t i = 0; i <= num_later; ++i) {
+      const float* from = partial_of(i, head);
       const float weight = rescale_factor(from[1], row_max);
-      sum += weight * from[0];
+      row_sum += weight * from[0];
       for (int d = 0; d < head_size; ++d) out[d] += weight * from[2 + d];
     }
     epilogue(p, query_token(p, last.seq), last.first_head + head,
-             {.row_max = row_max, .row_sum = sum, .acc = out});
+             {.row_max = row_max, .row_sum = row_sum, .acc = out});
   }
 }
 

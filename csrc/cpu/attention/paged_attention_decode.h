@@ -1,11 +1,14 @@
-// How paged attention on the CPU is cut into tasks.
+// How the decode kernel of the CPU is cut into tasks.
 //
-// A row is one sequence, one KV head and up to kMaxTileHeads of its query heads, or several KV
-// heads whose tokens lie side by side (layout NHD); it is cut in units of grain_tokens tokens. All
-// units of the batch, row after row, are dealt to the tasks in equal contiguous runs, so every
-// thread gets the same work whatever the batch looks like. A task writes the rows that lie wholly
-// inside its run; of a row that crosses its borders it leaves a partial result, at most one at the
-// front of its run and one at the back, and a second launch merges these.
+// A tile is one sequence and one KV head with up to kMaxTileHeads of its query heads. In layout NHD
+// it may be several KV heads whose rows are contiguous. A tile's KV range is divided into grains of
+// grain_tokens tokens. All grains of the batch, tile after tile, form one list. Each task takes an
+// equal and contiguous range of that list, so threads have equal work for any batch.
+//
+// A task's range of one tile is a split. A task writes the output of a tile that it has whole.
+// Otherwise it stores a partial, and a second launch combines the partials (DecodeCombine). A task
+// stores at most two partials: one of a tile that began in an earlier task, and one of a tile that
+// ends in a later task.
 #pragma once
 #include <cstdint>
 
@@ -16,32 +19,36 @@ namespace vllm_kernels::cpu {
 struct DecodePlan {
   PagedAttentionParams params;
   int32_t kv_heads_per_tile;
-  int32_t heads_per_tile;     // query heads handled together
-  int32_t tiles_per_kv_head;  // rows a KV head needs for its group
+  int32_t heads_per_tile;     // query heads
+  int32_t tiles_per_kv_head;  // more than 1 for groups of more than kMaxTileHeads heads
   int32_t grain_tokens;
   int32_t tasks;
-  int64_t num_grains;
-  float* partials;  // [tasks][2: front, back][heads_per_tile][head_size + 2]: sum, max, sum of w v
+  int64_t num_grains;  // of the batch
+  // [tasks][2][heads_per_tile][head_size + 2]; index 1 is a tile that begins in this task. A row is
+  // row_sum, row_max, then the unnormalised output.
+  float* partials;
 
   int64_t tiles_per_seq() const {
     return int64_t{(params.kv.num_kv_heads + kv_heads_per_tile - 1) / kv_heads_per_tile} *
            tiles_per_kv_head;
   }
+  // Task t has grains [first_grain(t), first_grain(t + 1)).
   int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
-  int64_t partial_size() const {
+  int64_t partial_size() const {  // floats
     return static_cast<int64_t>(heads_per_tile) * (params.kv.head_size + 2);
   }
 };
 
+// The second launch, where tasks > 1.
 struct DecodeCombine {
   DecodePlan plan;
 };
 
-constexpr int32_t kMaxTileHeads = 64;           // query heads of a tile
-constexpr int32_t kDecodeGrainTokens = 128;     // of short pages
-constexpr int32_t kUnsplit = 1 << 30;           // tokens: a tile is one grain
-constexpr int64_t kDecodeTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
-constexpr int32_t kMaxSpanBytes = 2 << 10;      // of a token in a tile of several KV heads
+constexpr int32_t kMaxTileHeads = 64;           // query heads
+constexpr int32_t kDecodeGrainTokens = 128;     // tokens; larger pages are one grain
+constexpr int32_t kUnsplit = 1 << 30;           // grain_tokens where tiles must not be split
+constexpr int64_t kDecodeTaskBytes = 32 << 10;  // K and V; less is not worth a thread
+constexpr int32_t kMaxSpanBytes = 2 << 10;      // of one token; limits contiguous KV heads
 
 namespace {
 
@@ -49,26 +56,26 @@ inline int32_t min_int32(int64_t a, int64_t b) {
   return static_cast<int32_t>(a < b ? a : b);
 }
 
-// The query token of a sequence, which has at most one; -1 where it has none.
+// The sequence's query token; -1 if it has none. Decode sequences have at most one.
 inline int32_t query_token(const PagedAttentionParams& p, int32_t seq) {
   const RowRange range = query_range(p, seq);
   return range.count > 0 ? range.first : -1;
 }
 
-// The tokens it sees.
+// The tokens that are visible to it.
 inline VisibleTokens decode_visible_tokens(const PagedAttentionParams& p, int32_t seq) {
   if (query_token(p, seq) < 0) return {};
   const int32_t length = usable_seq_len(p, seq);
   return visible_tokens(p, length - 1, length - 1, length);
 }
 
-// Of layout vllm whole pages.
+// In layout vllm a grain is made of whole pages.
 inline int32_t grain_tokens(const PagedKv& kv) {
   return kv.layout == KvLayout::kVllm && kv.block_size > kDecodeGrainTokens ? kv.block_size
                                                                             : kDecodeGrainTokens;
 }
 
-// How many KV heads of a token lie side by side and are worth reading together.
+// KV heads whose rows of one token are contiguous and are read together.
 inline int32_t contiguous_kv_heads(const PagedKv& kv) {
   if (kv.layout != KvLayout::kNHD || kv.key_head_stride != kv.head_size ||
       kv.value_head_stride != kv.head_size) {
@@ -78,12 +85,13 @@ inline int32_t contiguous_kv_heads(const PagedKv& kv) {
   return heads < 1 ? 1 : heads < kv.num_kv_heads ? heads : kv.num_kv_heads;
 }
 
-// Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
+// Plans for `threads` threads. The caller allocates `partials` if tasks > 1.
 inline DecodePlan plan_decode(const PagedAttentionParams& p, int64_t threads) {
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
   int32_t kv_heads = contiguous_kv_heads(p.kv);
-  if (kv_heads > kMaxTileHeads / group)
+  if (kv_heads > kMaxTileHeads / group) {
     kv_heads = group < kMaxTileHeads ? kMaxTileHeads / group : 1;
+  }
   DecodePlan plan{.params = p,
                   .kv_heads_per_tile = kv_heads,
                   .heads_per_tile = group < kMaxTileHeads ? kv_heads * group : kMaxTileHeads,

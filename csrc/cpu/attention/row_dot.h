@@ -1,6 +1,6 @@
-// Products of few query rows with rows of K and V where they lie: a row is one head of a token, its
-// elements next to each other (layouts NHD and HND, contiguous keys). It is read, and widened, once
-// for up to 4 query rows. See cpu/base/vec.h for the anonymous namespace.
+// Layouts NHD and HND and contiguous keys: multiplies few query rows with rows of K and V in place.
+// A row is one head of one token, with contiguous elements. It is loaded and upcast once for up to
+// 4 query rows. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/page_lanes.h"
 #include "cpu/base/int8.h"
@@ -8,15 +8,18 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// --- what is needed next -------------------------------------------------------------------------
+// --- prefetch -----------------------------------------------------------------------------------
 
-// The lines of `count` spans of `bytes` bytes, in turns from kStreams places, so that address
-// translations and rows of DRAM are opened side by side.
+// Prefetches the cache lines of `count` spans of `bytes` bytes. It alternates between kStreams
+// groups of spans, so page walks and DRAM row activations overlap.
 class LinePrefetcher {
  public:
   LinePrefetcher(const char* const* spans, int count, int bytes)
-      : spans_(spans), each_(count / kStreams), bytes_(bytes), left_(count % kStreams) {
-    if (each_ == 0) next_spans();
+      : spans_(spans),
+        stream_spans_(count / kStreams),
+        bytes_(bytes),
+        remaining_(count % kStreams) {
+    if (stream_spans_ == 0) next_spans();
   }
 
   template <int lines>
@@ -24,44 +27,44 @@ class LinePrefetcher {
 #pragma GCC unroll 4
     for (int i = 0; i < lines; ++i) {
       if (streams_ == 0) return;
-      __builtin_prefetch(spans_[stream_ * each_] + at_, 0, 2);
+      __builtin_prefetch(spans_[stream_ * stream_spans_] + at_, 0, 2);
       if (++stream_ < streams_) continue;
       stream_ = 0;
       at_ += 64;
       if (at_ < bytes_) continue;
       at_ = 0;
       ++spans_;
-      if (++done_ == each_) next_spans();
+      if (++done_ == stream_spans_) next_spans();
     }
   }
-  void rest() {
+  void finish() {
     while (streams_ > 0) next<1>();
   }
 
  private:
   static constexpr int kStreams = 8;
 
-  // From kStreams streams of each_ spans to left_ streams of one, to none.
+  // First kStreams streams of stream_spans_ spans, then remaining_ streams of one span, then none.
   void next_spans() {
-    spans_ += (kStreams - 1) * each_;
-    streams_ = left_;
-    left_ = each_ = done_ = 0;
-    if (streams_ > 0) each_ = 1;
+    spans_ += (kStreams - 1) * stream_spans_;
+    streams_ = remaining_;
+    remaining_ = stream_spans_ = done_ = 0;
+    if (streams_ > 0) stream_spans_ = 1;
   }
 
-  const char* const* spans_;  // the first stream's next
-  int each_;                  // spans of a stream
+  const char* const* spans_;  // the first stream's next span
+  int stream_spans_;          // spans of a stream
   int bytes_;
-  int left_;
+  int remaining_;  // spans
   int streams_ = kStreams;
   int stream_ = 0, at_ = 0, done_ = 0;
 };
 
 // --- lanes ---------------------------------------------------------------------------------------
 
-// A load covers kStep dimensions of a row of K or V. Scores and sums over tokens are to be
-// multiplied with kScale. Packed: a query row of count elements, with zeros up to whole steps;
-// kTokens weights, rounded to what packing leaves of them.
+// How a row of K or V maps to vector lanes. A load covers kStep dimensions. Scores and sums over
+// tokens must be multiplied with kScale. pack_query() pads a query row with zeros to whole steps.
+// pack() takes p of kTokens tokens, already rounded by round().
 template <typename T>
 struct FloatTokenLanes {
   using Element = T;
@@ -70,7 +73,7 @@ struct FloatTokenLanes {
   static constexpr int kTokens = kLanes;
   static constexpr int kOperands = 1;
   static constexpr int kStep = kLanes;
-  static constexpr int kPair = 1;  // tokens of V that a product takes
+  static constexpr int kPair = 1;  // tokens of V that one multiply_add() takes
 
   static Operand load(const T* from) { return cpu::load(from); }
   static Operand load(const T* from, int count) { return load_partial(from, count); }
@@ -118,8 +121,8 @@ struct TokenLanes<Fp8E5M2> : Fp8TokenLanes<Fp8E5M2> {};
 #endif
 
 #if defined(__AVX512BF16__)
-// Dot products of bfloat16 pairs: of neighbouring dimensions of K, of neighbouring tokens of V. A
-// weight is a pair of weights.
+// Dot products of bfloat16 pairs: neighbouring dimensions of K, neighbouring tokens of V. An
+// operand of p is a pair of tokens, too.
 template <>
 struct TokenLanes<BFloat16> {
   using Element = BFloat16;
@@ -142,19 +145,20 @@ struct TokenLanes<BFloat16> {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)query);
   }
 
-  // Pairs of dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
-  static void join(Operand token, Operand next, Operand* operands) {
+  // Pairs of two tokens: dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
+  static void interleave(Operand token, Operand next, Operand* operands) {
     operands[0] = _mm512_unpacklo_epi16(token, next);
     operands[1] = _mm512_unpackhi_epi16(token, next);
   }
-  static void in_order(Vec* sums) {
+  // Puts the sums of interleaved operands in the order of the dimensions.
+  static void reorder(Vec* sums) {
     const Vec a = sums[0], b = sums[1];
     sums[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     sums[1] =
         __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
-  static void pack_query(const float* row, int count, float* to) {  // exact: it was bfloat16
+  static void pack_query(const float* row, int count, float* to) {  // exact: query is bfloat16
     auto* elements = reinterpret_cast<BFloat16*>(to);
     for (int d = 0; d < (count + kStep - 1) / kStep * kStep; d += kLanes) {
       const int rest = count - d;
@@ -170,29 +174,29 @@ struct TokenLanes<BFloat16> {
 };
 #endif
 
-// --- products ------------------------------------------------------------------------------------
+// --- scores, out ---------------------------------------------------------------------------------
 
-// A loop's step that reads `bytes` bytes asks for as many, at `at` of every 64 where that is less.
-template <bool kFetch, int bytes>
-inline void fetch_step(LinePrefetcher& ahead, int at) {
-  if constexpr (kFetch && bytes >= 64) {
+// A loop step that reads `bytes` bytes prefetches as many. `at` is the number of bytes read before.
+template <bool kPrefetch, int bytes>
+inline void prefetch_step(LinePrefetcher& ahead, int at) {
+  if constexpr (kPrefetch && bytes >= 64) {
     ahead.next<bytes / 64>();
-  } else if constexpr (kFetch) {
+  } else if constexpr (kPrefetch) {
     if (at % 64 == 0) ahead.next<1>();
   }
 }
 
-// scores[h][token] = scale * q . k of rows[0 .. tokens), which are readable up to whole vectors of
-// tokens.
-//   rows: at `offset` bytes from the pointers; query: [H][query_stride], packed, zeros up to whole
-//   steps; scores: [H][score_stride], whole vectors
-template <typename Lanes, int H, bool kFetch>
+// scores[h][token] = scale * q . k for tokens [0, tokens). `rows` must be readable up to whole
+// vectors of tokens.
+//   rows: pointers, to which `offset` bytes are added; query: [H][query_stride], pack_query()'s
+//   scores: [H][score_stride], whole vectors
+template <typename Lanes, int H, bool kPrefetch>
 inline void score_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
                              const float* query, int query_stride, float scale,
                              LinePrefetcher& ahead, float* scores, int score_stride) {
   using T = typename Lanes::Element;
   using Operand = typename Lanes::Operand;
-  constexpr int kTokens = kLanes / H;  // at once; kLanes sums
+  constexpr int kTokens = kLanes / H;  // at once, in kLanes sums
   constexpr int kBytes = kTokens * Lanes::kStep * static_cast<int>(sizeof(T));
   const int whole = head_size / Lanes::kStep * Lanes::kStep;
   for (int token = 0; token < tokens; token += kTokens) {
@@ -215,7 +219,7 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
     };
     Operand keys[kTokens];
     for (int d = 0; d < whole; d += Lanes::kStep) {
-      fetch_step<kFetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
+      prefetch_step<kPrefetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
 #pragma GCC unroll 16
       for (int i = 0; i < kTokens; ++i) keys[i] = Lanes::load(from[i] + d);
       add(d, keys);
@@ -235,11 +239,12 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
   }
 }
 
-// out[h] = out[h] * factors[h] + sum over tokens of weights[h][token] * V[token], for the
-// dimensions d .. d + kVectors loads, or `count` of one load. The arguments as in score_token_rows.
-template <typename Lanes, int H, int kVectors, bool kPartial, bool kFetch>
+// out[h] = out[h] * rescales[h] + sum over tokens of p[h][token] * V[token]. It covers kVectors
+// loads from dimension d on, or `count` dimensions of one load if kPartial. `rows` and `offset` are
+// those of score_token_rows().
+template <typename Lanes, int H, int kVectors, bool kPartial, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int d, int count,
-                           const float* probs, int prob_stride, const float* factors,
+                           const float* probs, int prob_stride, const float* rescales,
                            LinePrefetcher& ahead, float* out, int out_stride) {
   using T = typename Lanes::Element;
   using Operand = typename Lanes::Operand;
@@ -259,7 +264,7 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
       } else {
         Operand next = {};
         if constexpr (has_next) next = load(token + 1, i);
-        Lanes::join(load(token, i), next, operands + 2 * i);
+        Lanes::interleave(load(token, i), next, operands + 2 * i);
       }
     }
 #pragma GCC unroll 4
@@ -273,7 +278,7 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
   };
   int token = 0;
   for (; token + kPair <= tokens; token += kPair) {
-    fetch_step<kFetch, kBytes>(ahead, token / kPair * kBytes);
+    prefetch_step<kPrefetch, kBytes>(ahead, token / kPair * kBytes);
     add(token, std::true_type{});
   }
   if (token < tokens) add(token, std::false_type{});
@@ -283,33 +288,33 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i, to += kLanes) {
       if constexpr (kPair == 2) {
-        if (i % 2 == 0) Lanes::in_order(sums[head] + i);
+        if (i % 2 == 0) Lanes::reorder(sums[head] + i);
       }
-      store(to, fma(cpu::load(to), splat(factors[head]), sums[head][i]));
+      store(to, fma(cpu::load(to), splat(rescales[head]), sums[head][i]));
     }
   }
 }
 
-// The same for all dimensions; rows of out hold whole steps.
-template <typename Lanes, int H, bool kFetch>
+// The same for all dimensions. Rows of out hold whole steps.
+template <typename Lanes, int H, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
-                           const float* probs, int prob_stride, const float* factors,
+                           const float* probs, int prob_stride, const float* rescales,
                            LinePrefetcher& ahead, float* out, int out_stride) {
   constexpr int kMaxVectors = kLanes / H / Lanes::kPair;  // H * kMaxVectors * kPair sums
   constexpr int kVectors = kMaxVectors < 1 ? 1 : kMaxVectors > 8 ? 8 : kMaxVectors;
   constexpr int kStep = Lanes::kStep;
   int d = 0;
   for (; d + kVectors * kStep <= head_size; d += kVectors * kStep) {
-    add_token_rows<Lanes, H, kVectors, false, kFetch>(rows, offset, tokens, d, 0, probs,
-                                                      prob_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, kVectors, false, kPrefetch>(
+        rows, offset, tokens, d, 0, probs, prob_stride, rescales, ahead, out, out_stride);
   }
   for (; d + kStep <= head_size; d += kStep) {
-    add_token_rows<Lanes, H, 1, false, kFetch>(rows, offset, tokens, d, 0, probs, prob_stride,
-                                               factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, false, kPrefetch>(rows, offset, tokens, d, 0, probs, prob_stride,
+                                                  rescales, ahead, out, out_stride);
   }
   if (d < head_size) {
-    add_token_rows<Lanes, H, 1, true, kFetch>(rows, offset, tokens, d, head_size - d, probs,
-                                              prob_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, true, kPrefetch>(rows, offset, tokens, d, head_size - d, probs,
+                                                 prob_stride, rescales, ahead, out, out_stride);
   }
 }
 
