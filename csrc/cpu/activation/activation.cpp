@@ -1,3 +1,6 @@
+// gelu_new, silu_and_mul and others: out = f(gate), or out = f(gate) * up.
+//   gate, up, out [rows, width]
+// A row is cut into chunks of up to kChunk elements. A task is a range of chunks.
 #include "ops/activation.h"
 
 #include "cpu/base/dispatch.h"
@@ -17,36 +20,35 @@ inline Vec activate(Vec x) {
   } else if constexpr (kActivation == Activation::kGeluQuick) {
     return x / (one + exp(x * splat(-1.702f)));
   } else {
-    // (1 + tanh(a)) / 2 = 1 / (1 + e^(-2a)), which does not cancel where a is far below 0.
+    // (1 + tanh(a)) / 2 = 1 / (1 + e^(-2a)), which does not cancel for negative a.
     const Vec minus_2a = x * fma(x * x, splat(-0.0713548163f), splat(-1.59576912f));
     return x / (one + exp(minus_2a));
   }
 }
 
-// Activated, rounded and, where there is a second factor, multiplied.
+// f(gate), or the rounded f(gate) times up.
 template <Activation kActivation, bool kGated, typename T>
-inline Vec result(Vec gate, Vec up) {
+inline Vec gated(Vec gate, Vec up) {
   const Vec value = activate<kActivation>(gate);
   return kGated ? round_to<T>(value) * up : value;
 }
 
 template <Activation kActivation, bool kGated, typename T>
 void activate_row(T* out, const T* gate, const T* up, int64_t n) {
-  constexpr auto of = result<kActivation, kGated, T>;
+  constexpr auto f = gated<kActivation, kGated, T>;
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
     const VecPair x = load_pair(gate + i);
     const VecPair y = kGated ? load_pair(up + i) : VecPair{};
-    store_pair(out + i, {of(x.a, y.a), of(x.b, y.b)});
+    store_pair(out + i, {f(x.a, y.a), f(x.b, y.b)});
   }
   for (; i < n; i += kLanes) {
     const int64_t count = n - i < kLanes ? n - i : kLanes;
     const Vec y = kGated ? load_partial(up + i, count) : Vec{};
-    store_partial(out + i, of(load_partial(gate + i, count), y), count);
+    store_partial(out + i, f(load_partial(gate + i, count), y), count);
   }
 }
 
-// A piece is up to kChunk elements of one row; a task is as many pieces as make up its traffic.
 constexpr int64_t kChunk = 4096;
 
 struct RowChunks {

@@ -1,3 +1,6 @@
+// silu_and_mul_split, fatrelu_and_mul, silu_and_mul_with_clamp and swigluoai_and_mul.
+//   gate, up, out [rows, width]; swigluoai_and_mul reads gate and up interleaved
+// A row is cut into chunks of up to kGatedChunk elements. A task is a range of chunks.
 #include "ops/activation_gated.h"
 
 #include "cpu/activation/activation_gated.h"

@@ -1,5 +1,5 @@
-// The gated activations of ops/activation_gated.h on vectors, in the order of the elements, and how
-// their rows are cut in tasks. Anonymous namespace: see cpu/base/vec.h.
+// The gated activations of ops/activation_gated.h on vectors, and the chunks of their rows. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec.h"
@@ -20,7 +20,7 @@ inline GateAndUp deinterleaved(Vec a, Vec b) {
   return pair;
 }
 
-// A NaN passes: it is the second argument.
+// NaN passes as the second argument of minimum().
 inline Vec bounded_above(Vec x, float bound) {
   return minimum(splat(bound), x);
 }
@@ -52,7 +52,7 @@ inline Vec up_value(const GatedParams& p, Vec up) {
   }
 }
 
-// Elements i.. of a row, and the first `count` < kLanes of them.
+// Elements from i on: a vector, or `count` < kLanes of them.
 template <Gated kFunction, typename T>
 inline GateAndUp load_gated(const T* gate, const T* up, int64_t i) {
   if constexpr (kFunction == Gated::kSwigluOai) {
@@ -72,7 +72,7 @@ inline GateAndUp load_gated_partial(const T* gate, const T* up, int64_t i, int64
   }
 }
 
-// The product as float32; rounded to T after the activation and at the end where kRounds.
+// The product as float32. If kRounds, it is rounded to T after the activation and at the end.
 template <Gated kFunction, bool kRounds, typename T>
 inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   const Vec gate = gate_value<kFunction>(p, x.gate), up = up_value<kFunction>(p, x.up);
@@ -80,8 +80,7 @@ inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   return round_to<T>(round_to<T>(gate) * up);
 }
 
-// A piece is up to kGatedChunk elements of one row, whole groups of them; a task is as many pieces
-// as make up its traffic.
+// A chunk is up to kGatedChunk elements of one row, in whole quantisation groups.
 constexpr int64_t kGatedChunk = 4096;
 
 struct GatedChunks {
@@ -96,7 +95,7 @@ struct GatedChunks {
   }
   int64_t num_tasks() const { return ceil_div(count, per_task); }
 
-  // Calls body(row, first element, elements) for the pieces of tasks [begin, end).
+  // Calls body(row, first element, elements) for the chunks of tasks [begin, end).
   template <typename Body>
   void for_each(const GatedParams& p, int64_t begin, int64_t end, Body&& body) const {
     const int64_t last = end * per_task < count ? end * per_task : count;

@@ -127,15 +127,16 @@ class PageBlockIterator {
     if (block.starts_split || token_ >= warmed_) warm_tlb(table);
     const int32_t max_pages =
         kv.layout == KvLayout::kVllm ? block_tokens_ / kv.block_size : block_tokens_;
+    const int32_t end_token = split_.end;
     int32_t pages = 0, tokens = 0;
-    while (token_ < split_.end && pages < max_pages) {
+    while (token_ < end_token && pages < max_pages) {
       if (kv.layout != KvLayout::kVllm) {
-        const int32_t end = min_int32(split_.end, int64_t{token_} + max_pages - pages);
+        const int32_t end = min_int32(end_token, int64_t{token_} + max_pages - pages);
         pages = add_token_rows(table, end, pages, block);
         tokens = pages;
         continue;
       }
-      const int32_t count = min_int32(kv.block_size, split_.end - token_);
+      const int32_t count = min_int32(kv.block_size, end_token - token_);
       if (!p_.sparse.on() || visible_to_any_head(p_, split_, token_)) {
         const int64_t page = table[token_ / kv.block_size];
         block.position[pages] = token_;
@@ -155,7 +156,7 @@ class PageBlockIterator {
     }
     block.pages = pages;
     block.tokens = tokens;
-    block.ends_split = token_ >= split_.end;
+    block.ends_split = token_ >= end_token;
     if (block.ends_split) {
       more_ = splits_.next(split_);
       token_ = split_.begin;

@@ -1,3 +1,5 @@
+// convert_fp8: a contiguous array from model point to fp8 or back, with one scale. A task is a
+// range of elements.
 #include "ops/convert_fp8.h"
 
 #include "cpu/base/dispatch.h"
@@ -6,7 +8,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int64_t kElements = 8192;  // of a task
+constexpr int64_t kTaskElements = 8192;
 
 template <typename T, typename Fp8>
 void quantize_all(Fp8* to, const T* from, int64_t n, float scale) {
@@ -28,17 +30,17 @@ void dispatch_fp8(DType dtype, Body&& body) {
 }
 
 int64_t num_tasks(const ConvertFp8Params& p) {
-  return ceil_div(p.count, kElements);
+  return ceil_div(p.count, kTaskElements);
 }
 
 void run(const ConvertFp8Params& p, int64_t begin, int64_t end) {
-  const int64_t first = begin * kElements;
-  const int64_t count = (end * kElements < p.count ? end * kElements : p.count) - first;
+  const int64_t first = begin * kTaskElements;
+  const int64_t count = (end * kTaskElements < p.count ? end * kTaskElements : p.count) - first;
   const bool quantizes = size_of(p.output_dtype) == 1;
-  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto floating) {
-    using T = decltype(floating);
-    dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto eight) {
-      using Fp8 = decltype(eight);
+  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto model) {
+    using T = decltype(model);
+    dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto fp8) {
+      using Fp8 = decltype(fp8);
       if (quantizes) {
         quantize_all(static_cast<Fp8*>(p.output) + first, static_cast<const T*>(p.input) + first,
                      count, p.scale);

@@ -1,3 +1,6 @@
+// copy_blocks and swap_blocks: copy whole KV blocks by a list of (source, destination) pairs.
+// A task is one byte range of every block of one cache. It copies all pairs in their order, so a
+// later pair reads the result of an earlier one.
 #include "ops/copy_blocks.h"
 
 #include "cpu/base/dispatch.h"
@@ -6,7 +9,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// A task is a byte range of the blocks of one cache, for all pairs in their order.
+// Byte ranges of a block.
 int64_t num_chunks(int64_t block_bytes) {
   return ceil_div(block_bytes, kTaskBytes);
 }
@@ -31,6 +34,8 @@ void run(const CopyBlocksParams& p, int64_t begin, int64_t end) {
     copy_chunk(p.copies[task / per_copy], p.pairs, p.num_pairs, p.block_bytes, task % per_copy);
   }
 }
+
+// --- swap_blocks
 
 int64_t num_swap_tasks(const SwapBlocksParams& p) {
   return num_chunks(p.block_bytes);

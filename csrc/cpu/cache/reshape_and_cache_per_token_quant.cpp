@@ -1,3 +1,7 @@
+// reshape_and_cache_per_token_quant: writes keys and values as int8 with one scale per token and
+// head.
+//   key, value [num_tokens, num_kv_heads, head_size]; slot_mapping [num_tokens], -1: skip
+// A task is a few heads of all tokens. It keeps their order, so the last token of a slot wins.
 #include "ops/reshape_and_cache_per_token_quant.h"
 
 #include "cpu/base/dispatch.h"
@@ -27,7 +31,6 @@ float write_quantized(Int8* to, int64_t run, int64_t stride, const T* row, int64
   return scale;
 }
 
-// A task is a few heads of all tokens, in their order: the last token of a slot wins.
 int64_t heads_per_task(const Params& p) {
   const ReshapeAndCacheParams& w = p.write;
   return rows_per_task(3 * w.num_tokens * w.kv.head_size * size_of(w.dtype));

@@ -1,3 +1,7 @@
+// RMS norms without a weight, or with a gain of 1 + weight (Gemma). All arithmetic is float32 and
+// is rounded once.
+//   input, residual, out [rows, hidden_size]; weight [hidden_size]
+// A task is a range of rows.
 #include "ops/rms_norm_gain.h"
 
 #include "cpu/base/dispatch.h"

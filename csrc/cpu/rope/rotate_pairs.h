@@ -1,4 +1,5 @@
-// One head turned by its position's angles, in place.
+// RoPE of one head, in place. `cosines` has n cosines, then n sines. See cpu/base/vec.h for the
+// anonymous namespace.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -19,7 +20,7 @@ template <typename T, typename Cache>
 inline void rotate_neox(T* head, const Cache* cosines, int64_t n) {
   const Cache* sines = cosines + n;
   int64_t i = 0;
-  if constexpr (std::is_same_v<T, Cache>) {  // all in the order that pairs of T have
+  if constexpr (std::is_same_v<T, Cache>) {  // load_pair() orders all alike
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
       VecPair x = load_pair(head + i), y = load_pair(head + n + i);
       const VecPair cosine = load_pair(cosines + i), sine = load_pair(sines + i);
@@ -51,7 +52,7 @@ inline void rotate_gptj(T* head, const Cache* cosines, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     const Vec cosine = load(cosines + i), sine = load(sines + i);
-    if constexpr (std::is_same_v<T, BFloat16>) {  // pairs are even and odd elements already
+    if constexpr (std::is_same_v<T, BFloat16>) {  // load_pair() deinterleaves
       VecPair pair = load_pair(head + 2 * i);
       rotate(pair.a, pair.b, cosine, sine);
       store_pair(head + 2 * i, pair);
@@ -75,7 +76,7 @@ inline void rotate_gptj(T* head, const Cache* cosines, int64_t n) {
   }
 }
 
-// One head of either style; `half` cosines, then as many sines.
+// `half` is the number of cosines: half of rotary_size.
 template <typename T, typename Cache>
 inline void rotate_head(T* head, const Cache* cosines, int64_t half, bool is_neox) {
   if (is_neox) {
