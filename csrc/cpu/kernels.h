@@ -34,8 +34,8 @@ struct Kernel {
 };
 
 // Each level's object files define their own specialisation. avx512_bf16 has one only for kernels
-// that gain from bf16 dot products, and avx512_amx only for those that gain from AMX. Other kernels
-// run at the level below.
+// that gain from bf16 dot products. avx512_amx has one only for kernels that gain from AMX. Other
+// kernels run at the level below.
 template <typename Params, Level level>
 Kernel<Params> kernel_at();
 

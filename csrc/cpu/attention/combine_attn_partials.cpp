@@ -1,5 +1,5 @@
-// combine_attn_partials: num_partials attention results of the same queries, over disjoint sets of
-// keys, become one by their log-sum-exp.
+// combine_attn_partials: combines attention results of the same queries by their log-sum-exp. Their
+// sets of keys are disjoint.
 //   out_partial [num_partials, num_tokens, num_heads, head_size]
 //   lse_partial [num_partials, num_tokens, num_heads]
 //   out [num_tokens, num_heads, head_size]

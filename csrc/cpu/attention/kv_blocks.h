@@ -1,5 +1,5 @@
-// Loads KV blocks of kKvBlockTokens tokens, from pages of any layout or from contiguous keys, into
-// buffers of floats or of packed words. See cpu/base/vec.h for the anonymous namespace.
+// Loads KV blocks of kKvBlockTokens tokens into buffers of floats or packed words. They come from
+// pages of any layout or from contiguous keys. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -70,8 +70,8 @@ class KvBlockLoader {
         });
   }
 
-  // Pointers to the rows of K or V of the KV block's tokens, padded with the last one to whole
-  // vectors. Not for layout vllm.
+  // Pointers to the KV block's rows of K or V, padded with the last one to whole vectors. Not for
+  // layout vllm.
   template <bool keys>
   void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
     const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);

@@ -1,5 +1,5 @@
-// merge_attn_states: two attention results of the same queries, over a prefix and a suffix of the
-// keys, become one by their log-sum-exp.
+// merge_attn_states: combines two attention results of the same queries by their log-sum-exp. One
+// is over a prefix of the keys, the other over the suffix.
 //   out, prefix, suffix [num_tokens, num_heads, head_size]; lse [num_heads, num_tokens]
 // A task is a range of tokens.
 #include "ops/merge_attn_states.h"

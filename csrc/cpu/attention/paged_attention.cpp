@@ -4,11 +4,10 @@
 //   [rows, num_kv_heads, head_size]
 //
 // paged_attention.h tells how a call is cut into tasks. A task walks over the KV range of each work
-// tile in blocks of kKvBlockTokens tokens, with an online softmax. There are three ways to
-// multiply:
-//   packed      tiles of at least kMinPackedRows rows: pack K, then V, and use gemm()
-//   (packed_gemm.h) token rows  few rows in NHD, HND or contiguous keys: multiply rows in place
-//   (row_dot.h) upcast      few rows in layout vllm: upcast a KV block to floats, then multiply
+// tile in blocks of kKvBlockTokens tokens, with an online softmax. It has three ways to multiply:
+//   packed      at least kMinPackedRows rows: packs K, then V, for packed_gemm.h
+//   token rows  few rows in NHD, HND or contiguous keys: multiplies in place, by row_dot.h
+//   upcast      few rows in layout vllm: upcasts a KV block to floats, then multiplies
 // Packed bfloat16 stays bfloat16 where the level has dot products of it.
 //
 // A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, which
@@ -331,7 +330,7 @@ class PagedAttentionTask {
     }
   }
   // The same where the whole KV block is visible, without softcap and ALiBi.
-  // The same for a row that sees the whole KV block, without softcap and ALiBi.
+  // The same where the whole KV block is visible, without softcap and ALiBi.
   void softmax_full_row(int row) {
     const float* scores = probs_ + row * kKvBlockTokens;
     Vec all[kKvBlockVectors];

@@ -4,7 +4,7 @@
 // A work tile is a few query tokens of one sequence with the query heads of one KV head. These are
 // up to kWorkTileRows rows (PackGQA) that read the same K and V. The visible KV range of a tile is
 // divided into grains of grain_tokens tokens. All grains of the batch, tile after tile, form one
-// list, and each task takes an equal and contiguous range of it.
+// list. Each task takes an equal and contiguous range of that list.
 //
 // As in paged_attention_decode.h, a task writes the tiles that it has whole and stores partials of
 // the others. PagedAttentionCombine is the second launch, which combines the partials.

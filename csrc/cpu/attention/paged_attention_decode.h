@@ -7,8 +7,8 @@
 //
 // A task's range of one tile is a split. A task writes the output of a tile that it has whole.
 // Otherwise it stores a partial, and a second launch combines the partials (DecodeCombine). A task
-// stores at most two partials: one of a tile that began in an earlier task, and one of a tile that
-// ends in a later task.
+// stores at most two partials. One is of a tile that began in an earlier task. The other is of a
+// tile that ends in a later task.
 #pragma once
 #include <cstdint>
 

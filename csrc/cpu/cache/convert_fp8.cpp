@@ -1,4 +1,4 @@
-// convert_fp8: a contiguous array from model point to fp8 or back, with one scale. A task is a
+// convert_fp8: a contiguous array from a floating dtype to fp8 or back, with one scale. A task is a
 // range of elements.
 #include "ops/convert_fp8.h"
 

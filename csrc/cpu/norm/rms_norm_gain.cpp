@@ -1,5 +1,5 @@
-// RMS norms without a weight, or with a gain of 1 + weight (Gemma). All arithmetic is float32 and
-// is rounded once.
+// rms_norm_weightless and gemma_rms_norm, with and without a residual. The gain is 1 or 1 + weight.
+// The result is rounded once.
 //   input, residual, out [rows, hidden_size]; weight [hidden_size]
 // A task is a range of rows.
 #include "ops/rms_norm_gain.h"

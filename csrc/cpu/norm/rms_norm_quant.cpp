@@ -1,4 +1,5 @@
-// RMS norms with an 8-bit result. The scale is given, or computed per row or per group of a row.
+// rms_norm_static_fp8_quant, rms_norm_dynamic_per_token_quant, rms_norm_per_block_quant: RMS norms
+// with an 8-bit result. The scale is given, or computed per row or per group of a row.
 //   input, residual, out [rows, hidden_size]; weight [hidden_size]
 // A task is a range of rows. A row is read for its mean square, for the magnitude of each computed
 // scale, and for the result.

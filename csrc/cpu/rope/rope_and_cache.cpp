@@ -1,8 +1,8 @@
 // rope_and_cache and fused_qk_norm_rope: bias, norm and RoPE of projected heads. rope_and_cache
 // also writes keys and values to the cache.
 //   query, key, value [num_tokens, heads, head_size]; slot_mapping [num_slots], -1: skip
-// Query tasks are ranges of tokens. Key and value tasks are a few heads of all tokens in their
-// order, so the last token of a slot wins.
+// Query tasks are ranges of tokens. Key and value tasks are a few heads of all tokens. They
+// keep the order of the tokens, so the last token of a slot wins.
 #include "ops/rope_and_cache.h"
 
 #include <cstring>
