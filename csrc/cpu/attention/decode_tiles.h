@@ -132,7 +132,7 @@ class PageBlockIterator {
     while (token_ < end_token && pages < max_pages) {
       if (kv.layout != KvLayout::kVllm) {
         const int32_t end = min_int32(end_token, int64_t{token_} + max_pages - pages);
-        pages = add_token_rows(table, end, pages, block);
+        pages = append_tokens(table, end, pages, block);
         tokens = pages;
         continue;
       }
@@ -187,7 +187,7 @@ class PageBlockIterator {
   }
 
   // Appends the tokens of token_'s page up to `end`. Returns the new number of pages.
-  int32_t add_token_rows(const int32_t* table, int32_t end, int32_t pages, PageBlock& block) {
+  int32_t append_tokens(const int32_t* table, int32_t end, int32_t pages, PageBlock& block) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
     const int32_t slot = token_ % kv.block_size;

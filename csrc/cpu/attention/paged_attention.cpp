@@ -179,26 +179,6 @@ class PagedAttentionTask {
     next_keys.finish();
   }
 
-  // Calls body(integral_constant of 4, 2 or 1 rows, whether row is 0, row) for blocks of rows. The
-  // blocks cover [begin, end).
-  template <typename Body>
-  static void for_row_blocks(int begin, int end, Body&& body) {
-    const auto call = [&](auto num_rows, int row) {
-      if (row == 0) {
-        body(num_rows, std::true_type{}, row);
-      } else {
-        body(num_rows, std::false_type{}, row);
-      }
-    };
-    int row = begin;
-    for (; row + 4 <= end; row += 4) call(std::integral_constant<int, 4>{}, row);
-    if (row + 2 <= end) {
-      call(std::integral_constant<int, 2>{}, row);
-      row += 2;
-    }
-    if (row < end) call(std::integral_constant<int, 1>{}, row);
-  }
-
   void add_kv_block_packed(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
     const int rows = tile.queries * tile.heads;
     loader_.template prefetch<false>(tile, kv_block);

@@ -318,5 +318,25 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
   }
 }
 
+// Calls body(integral_constant of 4, 2 or 1 rows, whether row is 0, row) for blocks of rows. The
+// blocks cover [begin, end).
+template <typename Body>
+inline void for_row_blocks(int begin, int end, Body&& body) {
+  const auto call = [&](auto num_rows, int row) {
+    if (row == 0) {
+      body(num_rows, std::true_type{}, row);
+    } else {
+      body(num_rows, std::false_type{}, row);
+    }
+  };
+  int row = begin;
+  for (; row + 4 <= end; row += 4) call(std::integral_constant<int, 4>{}, row);
+  if (row + 2 <= end) {
+    call(std::integral_constant<int, 2>{}, row);
+    row += 2;
+  }
+  if (row < end) call(std::integral_constant<int, 1>{}, row);
+}
+
 }  // namespace
 }  // namespace vllm_kernels::cpu

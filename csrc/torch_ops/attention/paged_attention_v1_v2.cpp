@@ -17,7 +17,7 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   launch_paged_attention(params, query, nullptr);
 }
 #else
-// In two launches where a sequence is shared by several threads: parts, then their merge.
+// In two launches where several threads share a tile: partials, then their combination.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   if (report_cpu_kernel("paged_attention", "decode")) return;
   cpu::DecodePlan plan = cpu::plan_decode(params, torch::stable::get_num_threads());
