@@ -1,5 +1,5 @@
-// The CPU room's table of contents: one kernel per params struct and level.
-// A kernel is a list of independent tasks; the caller spreads them over its threads.
+// The table of contents of csrc/cpu: one kernel per params struct and instruction-set level. A
+// kernel is a number of independent tasks, which the caller spreads over its threads.
 #pragma once
 #include <cstdint>
 
@@ -27,16 +27,15 @@ namespace vllm_kernels::cpu {
 
 template <typename Params>
 struct Kernel {
-  // How many tasks there are; a task is large enough (about 32 KiB of traffic) to be worth handing
-  // to another thread.
+  // The number of tasks. A task moves about 32 KiB, enough to be worth another thread.
   int64_t (*num_tasks)(const Params&);
-  // Runs tasks [begin, end). Does not allocate, does not throw.
+  // Runs tasks [begin, end). It neither allocates nor throws.
   void (*run)(const Params&, int64_t begin, int64_t end);
 };
 
-// Each level's object files define their own specialisation. avx512_bf16 has one only where bf16
-// dot products pay, avx512_amx where products of tiles do; elsewhere they run the kernel of the
-// level below.
+// Each level's object files define their own specialisation. avx512_bf16 has one only for kernels
+// that gain from bf16 dot products. avx512_amx has one only for kernels that gain from AMX. Other
+// kernels run at the level below.
 template <typename Params, Level level>
 Kernel<Params> kernel_at();
 
@@ -81,23 +80,23 @@ VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention
-VLLM_KERNELS_DECLARE(PagedAttentionWork)
-VLLM_KERNELS_DECLARE(PagedAttentionMerge)
+VLLM_KERNELS_DECLARE(DecodePlan)
+VLLM_KERNELS_DECLARE(DecodeCombine)
 #if defined(__x86_64__)
 template <>
-constexpr bool kHasBf16Kernel<PagedAttentionWork> = true;
-VLLM_KERNELS_DECLARE_AT(PagedAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(PagedAttentionMerge, avx512_bf16)
+constexpr bool kHasBf16Kernel<DecodePlan> = true;
+VLLM_KERNELS_DECLARE_AT(DecodePlan, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(DecodeCombine, avx512_bf16)
 #endif
-VLLM_KERNELS_DECLARE(GeneralAttentionWork)
-VLLM_KERNELS_DECLARE(GeneralAttentionMerge)
+VLLM_KERNELS_DECLARE(PagedAttentionPlan)
+VLLM_KERNELS_DECLARE(PagedAttentionCombine)
 #if defined(__x86_64__)
 template <>
-constexpr bool kHasBf16Kernel<GeneralAttentionWork> = true;
+constexpr bool kHasBf16Kernel<PagedAttentionPlan> = true;
 template <>
-constexpr bool kHasAmxKernel<GeneralAttentionWork> = true;
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
+constexpr bool kHasAmxKernel<PagedAttentionPlan> = true;
+VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_bf16)
+VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
@@ -129,7 +128,7 @@ Kernel<Params> kernel() {
 
 }  // namespace vllm_kernels::cpu
 
-// At the end of csrc/cpu/<op>.cpp, which is compiled once per level.
+// Stands at the end of csrc/cpu/<room>/<op>.cpp, which is compiled once per level.
 #define VLLM_KERNELS_CPU_KERNEL(Params, num_tasks, run)                                      \
   template <>                                                                                \
   vllm_kernels::cpu::Kernel<Params>                                                          \

@@ -1,3 +1,5 @@
+// The choice of the instruction-set level, by CPUID, once per process. This is the only .cpp here
+// that is compiled once.
 #include "cpu/level.h"
 
 #include <cstdlib>
@@ -15,15 +17,15 @@ namespace vllm_kernels::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Whether the processor multiplies tiles of bf16 (cpuid 7: bits 22 and 24 of edx) and the system
-// lets this process use their registers, for which it is to be asked.
-bool has_tile_registers() {
+// Whether the processor has AMX for bf16 (CPUID 7: bits 22 and 24 of edx), and Linux grants this
+// process the use of its registers. The process must ask for that.
+bool has_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  const bool known = (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
-  return known && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  const bool supported = (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
+  return supported && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
@@ -40,7 +42,7 @@ bool runs(Level level) {
     case Level::avx512_bf16:
       return __builtin_cpu_supports("x86-64-v4") != 0 && __builtin_cpu_supports("avx512bf16") != 0;
     case Level::avx512_amx:
-      return runs(Level::avx512_bf16) && has_tile_registers();
+      return runs(Level::avx512_bf16) && has_amx();
   }
   return false;
 }

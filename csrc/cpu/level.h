@@ -1,4 +1,4 @@
-// Instruction-set levels: one binary carries the kernels once per level and picks at run time.
+// Instruction-set levels. One binary has the kernels of each level and chooses at run time.
 #pragma once
 
 #include "export.h"
@@ -7,7 +7,7 @@ namespace vllm_kernels::cpu {
 
 enum class Level { baseline, avx2, avx512, avx512_bf16, avx512_amx };
 
-// The best level this machine runs, or the one VLLM_KERNELS_ISA names (an error if it cannot run).
+// The best level of this machine, or the one in VLLM_KERNELS_ISA. Throws if that cannot run here.
 VLLM_KERNELS_EXPORT Level level();
 
 // "baseline", "avx2", "avx512", "avx512_bf16" or "avx512_amx".

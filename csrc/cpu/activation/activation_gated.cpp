@@ -1,3 +1,6 @@
+// silu_and_mul_split, fatrelu_and_mul, silu_and_mul_with_clamp and swigluoai_and_mul.
+//   gate, up, out [rows, width]; swigluoai_and_mul reads gate and up interleaved
+// A row is cut into chunks of up to kGatedChunk elements. A task is a range of chunks.
 #include "ops/activation_gated.h"
 
 #include "cpu/activation/activation_gated.h"
@@ -7,7 +10,7 @@ namespace vllm_kernels::cpu {
 namespace {
 
 template <Gated kFunction, typename T>
-void run_piece(const GatedParams& p, int64_t row, int64_t first, int64_t n) {
+void run_chunk(const GatedParams& p, int64_t row, int64_t first, int64_t n) {
   constexpr bool kRounds = kFunction != Gated::kSwigluOai;  // the store rounds its product
   const int64_t from = kFunction == Gated::kSwigluOai ? 2 * first : first;
   const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + from;
@@ -24,22 +27,22 @@ void run_piece(const GatedParams& p, int64_t row, int64_t first, int64_t n) {
 }
 
 int64_t num_tasks(const GatedParams& p) {
-  return GatedPieces(p).num_tasks();
+  return GatedChunks(p).num_tasks();
 }
 
 void run(const GatedParams& p, int64_t begin, int64_t end) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    GatedPieces(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+    GatedChunks(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
       switch (p.function) {
         case Gated::kSilu:
-          return run_piece<Gated::kSilu, T>(p, row, first, n);
+          return run_chunk<Gated::kSilu, T>(p, row, first, n);
         case Gated::kFatRelu:
-          return run_piece<Gated::kFatRelu, T>(p, row, first, n);
+          return run_chunk<Gated::kFatRelu, T>(p, row, first, n);
         case Gated::kSiluClamp:
-          return run_piece<Gated::kSiluClamp, T>(p, row, first, n);
+          return run_chunk<Gated::kSiluClamp, T>(p, row, first, n);
         case Gated::kSwigluOai:
-          return run_piece<Gated::kSwigluOai, T>(p, row, first, n);
+          return run_chunk<Gated::kSwigluOai, T>(p, row, first, n);
       }
     });
   });

@@ -1,5 +1,5 @@
-// The gated activations of ops/activation_gated.h on vectors, in the order of the elements, and how
-// their rows are cut in tasks. Anonymous namespace: see cpu/base/vec.h.
+// The gated activations of ops/activation_gated.h on vectors, and the chunks of their rows. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec.h"
@@ -15,12 +15,12 @@ struct GateAndUp {
 };
 
 inline GateAndUp deinterleaved(Vec a, Vec b) {
-  GateAndUp parts;
-  split_pairs(a, b, parts.gate, parts.up);
-  return parts;
+  GateAndUp pair;
+  split_pairs(a, b, pair.gate, pair.up);
+  return pair;
 }
 
-// A NaN passes: it is the second argument.
+// NaN passes as the second argument of minimum().
 inline Vec bounded_above(Vec x, float bound) {
   return minimum(splat(bound), x);
 }
@@ -52,7 +52,7 @@ inline Vec up_value(const GatedParams& p, Vec up) {
   }
 }
 
-// Elements i.. of a row, and the first `count` < kLanes of them.
+// Elements from i on: a vector, or `count` < kLanes of them.
 template <Gated kFunction, typename T>
 inline GateAndUp load_gated(const T* gate, const T* up, int64_t i) {
   if constexpr (kFunction == Gated::kSwigluOai) {
@@ -72,7 +72,7 @@ inline GateAndUp load_gated_partial(const T* gate, const T* up, int64_t i, int64
   }
 }
 
-// The product as float32; rounded to T after the activation and at the end where kRounds.
+// The product as float32. If kRounds, it is rounded to T after the activation and at the end.
 template <Gated kFunction, bool kRounds, typename T>
 inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   const Vec gate = gate_value<kFunction>(p, x.gate), up = up_value<kFunction>(p, x.up);
@@ -80,30 +80,29 @@ inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   return round_to<T>(round_to<T>(gate) * up);
 }
 
-// A piece is up to kGatedPiece elements of one row, whole groups of them; a task is as many pieces
-// as make up its traffic.
-constexpr int64_t kGatedPiece = 4096;
+// A chunk is up to kGatedChunk elements of one row, in whole quantisation groups.
+constexpr int64_t kGatedChunk = 4096;
 
-struct GatedPieces {
+struct GatedChunks {
   int64_t per_row;
   int64_t count;
   int64_t per_task;
-  explicit GatedPieces(const GatedParams& p) {
-    per_row = ceil_div(p.width, kGatedPiece);
+  explicit GatedChunks(const GatedParams& p) {
+    per_row = ceil_div(p.width, kGatedChunk);
     count = per_row * p.gate_rows.count;
-    const int64_t elements = p.width < kGatedPiece ? p.width : kGatedPiece;
+    const int64_t elements = p.width < kGatedChunk ? p.width : kGatedChunk;
     per_task = rows_per_task(3 * elements * size_of(p.dtype));
   }
   int64_t num_tasks() const { return ceil_div(count, per_task); }
 
-  // Calls body(row, first element, elements) for the pieces of tasks [begin, end).
+  // Calls body(row, first element, elements) for the chunks of tasks [begin, end).
   template <typename Body>
   void for_each(const GatedParams& p, int64_t begin, int64_t end, Body&& body) const {
     const int64_t last = end * per_task < count ? end * per_task : count;
-    for (int64_t piece = begin * per_task; piece < last; ++piece) {
-      const int64_t first = piece % per_row * kGatedPiece;
+    for (int64_t chunk = begin * per_task; chunk < last; ++chunk) {
+      const int64_t first = chunk % per_row * kGatedChunk;
       const int64_t left = p.width - first;
-      body(piece / per_row, first, left < kGatedPiece ? left : kGatedPiece);
+      body(chunk / per_row, first, left < kGatedChunk ? left : kGatedChunk);
     }
   }
 };

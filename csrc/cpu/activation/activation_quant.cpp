@@ -1,3 +1,7 @@
+// silu_and_mul_quant and silu_and_mul_per_block_quant: silu_and_mul with an 8-bit result. The scale
+// is given, or computed per group of a row.
+//   gate, up, out [rows, width]
+// A row is cut into chunks of up to kGatedChunk elements. A task is a range of chunks.
 #include "cpu/activation/activation_gated.h"
 #include "cpu/base/quant.h"
 #include "cpu/kernels.h"
@@ -6,9 +10,9 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// With the scale that is given: what silu_and_mul would have stored, quantised.
+// Quantises the values that silu_and_mul would store, with the given scale.
 template <typename T>
-void quant_piece(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
+void quant_chunk(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
                  int64_t n) {
   const MultiplyByInverse quantizer(scale);
   const auto quantized = [&](GateAndUp x) {
@@ -24,7 +28,7 @@ void quant_piece(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up,
   }
 }
 
-// Groups of a scale each: 64 or 128 elements, whole vectors. `scale` is the first group's.
+// A group has 64 or 128 elements and its own scale. `scale` is the first group's.
 template <typename Q, typename T>
 void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* gate, const T* up,
                   float* scale, int64_t n) {
@@ -48,7 +52,7 @@ void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* g
 }
 
 int64_t num_tasks(const GatedQuantParams& p) {
-  return GatedPieces(p.gated).num_tasks();
+  return GatedChunks(p.gated).num_tasks();
 }
 
 void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
@@ -56,17 +60,17 @@ void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
   const QuantParams& q = params.quant;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    GatedPieces(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+    GatedChunks(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
       const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + first;
       const T* up = static_cast<const T*>(p.up) + p.up_rows.offset(row) + first;
       const int64_t to = p.out_rows.offset(row) + first;
       if (q.scale_of == ScaleOf::kTensor) {
-        return quant_piece(static_cast<Fp8E4M3*>(p.out) + to, p, gate, up, *q.scale, n);
+        return quant_chunk(static_cast<Fp8E4M3*>(p.out) + to, p, gate, up, *q.scale, n);
       }
       float* scale =
           q.scales + row * q.scale_row_stride + first / q.group_size * q.scale_group_stride;
-      dispatch_quant(q.dtype, [&](auto eight) {
-        using Q = decltype(eight);
+      dispatch_quant(q.dtype, [&](auto quantized) {
+        using Q = decltype(quantized);
         quant_groups(static_cast<Q*>(p.out) + to, p, q, gate, up, scale, n);
       });
     });

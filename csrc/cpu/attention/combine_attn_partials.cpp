@@ -1,3 +1,9 @@
+// combine_attn_partials: combines attention results of the same queries by their log-sum-exp. Their
+// sets of keys are disjoint.
+//   out_partial [num_partials, num_tokens, num_heads, head_size]
+//   lse_partial [num_partials, num_tokens, num_heads]
+//   out [num_tokens, num_heads, head_size]
+// A task is a range of tokens.
 #include "ops/combine_attn_partials.h"
 
 #include <cmath>
@@ -8,59 +14,61 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// One row of every part, and what each weighs.
+// One row (token, head) of every partial.
 template <typename T>
-struct PartRows {
-  const T* first;  // the first part's
-  int64_t stride;  // elements between out_partial
+struct PartialRows {
+  const T* first;  // of partial 0
+  int64_t stride;  // elements from one partial to the next
   const float* lses;
   int64_t lse_stride;
   int32_t count;
 
-  float lse(int32_t part) const {
-    const float lse = lses[part * lse_stride];
+  float lse(int32_t partial) const {
+    const float lse = lses[partial * lse_stride];
     return lse == INFINITY ? -INFINITY : lse;
   }
 };
 
-// What the out_partial of a row weigh: part i exp(lse_i - largest) / sum.
-struct Weights {
-  float largest, sum;  // sum is 0 where every part is empty
+// The split weights of a row: partial i has exp(lse_i - max_lse) / sum.
+struct PartialWeights {
+  float max_lse, sum;  // sum is 0 if every partial is empty
 
-  float of(float lse) const { return sum == 0.0f ? 0.0f : std::exp(lse - largest) / sum; }
+  float of(float lse) const { return sum == 0.0f ? 0.0f : std::exp(lse - max_lse) / sum; }
 };
 
 template <typename T>
-Weights weights_of(const PartRows<T>& out_partial) {
-  float largest = -INFINITY;
-  for (int32_t part = 0; part < out_partial.count; ++part) {
-    largest = out_partial.lse(part) > largest ? out_partial.lse(part) : largest;
+PartialWeights weights_of_partials(const PartialRows<T>& rows) {
+  float max_lse = -INFINITY;
+  for (int32_t partial = 0; partial < rows.count; ++partial) {
+    max_lse = rows.lse(partial) > max_lse ? rows.lse(partial) : max_lse;
   }
-  if (largest == -INFINITY) largest = 0.0f;
+  if (max_lse == -INFINITY) max_lse = 0.0f;
   float sum = 0.0f;
-  for (int32_t part = 0; part < out_partial.count; ++part)
-    sum += std::exp(out_partial.lse(part) - largest);
-  return {largest, sum};
+  for (int32_t partial = 0; partial < rows.count; ++partial) {
+    sum += std::exp(rows.lse(partial) - max_lse);
+  }
+  return {max_lse, sum};
 }
 
 template <typename T>
-void merge_row(T* out, const PartRows<T>& out_partial, int64_t n, const Weights& weights) {
-  const auto merged = [&](auto load_at) {
+void combine_row(T* out, const PartialRows<T>& rows, int64_t n, const PartialWeights& weights) {
+  const auto combined = [&](auto load_at) {
     Vec sum{};
-    for (int32_t part = 0; part < out_partial.count; ++part) {
-      // A part of weight 0 may hold anything, NaN too: it is read as 0.
-      const float weight = weights.of(out_partial.lse(part));
-      if (weight != 0.0f)
-        sum = sum + load_at(out_partial.first + part * out_partial.stride) * splat(weight);
+    for (int32_t partial = 0; partial < rows.count; ++partial) {
+      // A partial of weight 0 may hold anything, even NaN, and counts as 0.
+      const float weight = weights.of(rows.lse(partial));
+      if (weight != 0.0f) {
+        sum = sum + load_at(rows.first + partial * rows.stride) * splat(weight);
+      }
     }
     return sum;
   };
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    store(out + i, merged([&](const T* row) { return load(row + i); }));
+    store(out + i, combined([&](const T* row) { return load(row + i); }));
   }
   if (i < n) {
-    store_partial(out + i, merged([&](const T* row) { return load_partial(row + i, n - i); }),
+    store_partial(out + i, combined([&](const T* row) { return load_partial(row + i, n - i); }),
                   n - i);
   }
 }
@@ -82,17 +90,17 @@ void run(const CombineAttnPartialsParams& p, int64_t begin, int64_t end) {
     for (int64_t token = begin * step; token < last; ++token) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         const int64_t row = token * p.num_heads + head;
-        const PartRows<T> out_partial = {.first = static_cast<const T*>(p.out_partial) +
-                                                  token * p.token_stride + head * p.head_stride,
-                                         .stride = p.partial_stride,
-                                         .lses = p.lse_partial + row,
-                                         .lse_stride = p.num_tokens * p.num_heads,
-                                         .count = p.num_partials};
-        const Weights weights = weights_of(out_partial);
-        merge_row(
+        const PartialRows<T> rows = {.first = static_cast<const T*>(p.out_partial) +
+                                              token * p.token_stride + head * p.head_stride,
+                                     .stride = p.partial_stride,
+                                     .lses = p.lse_partial + row,
+                                     .lse_stride = p.num_tokens * p.num_heads,
+                                     .count = p.num_partials};
+        const PartialWeights weights = weights_of_partials(rows);
+        combine_row(
             static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride,
-            out_partial, p.head_size, weights);
-        if (p.output_lse != nullptr) p.output_lse[row] = weights.largest + std::log(weights.sum);
+            rows, p.head_size, weights);
+        if (p.output_lse != nullptr) p.output_lse[row] = weights.max_lse + std::log(weights.sum);
       }
     }
   });

@@ -1,204 +1,206 @@
-// Which pages a task of paged attention visits, in order: rows, segments, tiles.
+// The pages that a decode task visits, in order. SplitIterator gives the task's splits, and
+// PageBlockIterator cuts each split into blocks of pages. See cpu/base/vec.h for the anonymous
+// namespace.
 #pragma once
 #include "cpu/attention/paged_attention_decode.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kTileTokens = 256;  // at most: the largest page; scores are kept while V is read
-constexpr int kMinBlockSize = 8;
-constexpr int kMostRowTokens = 128;  // of a tile of token rows
-constexpr int kMaxTilePages = kMostRowTokens;
-static_assert(kMaxTilePages >= kTileTokens / kMinBlockSize);
-constexpr int kOpenTokens = 512;  // pages of 16: 1% faster than 128 to 256, as fast as 1024
-constexpr int kMemoryPage = 4096;
+constexpr int kMaxBlockTokens = 256;  // the largest page; scores of a block are in a buffer
+constexpr int kMinBlockSize = 8;      // of pages in layout vllm
+constexpr int kMaxTokenRows = 128;    // tokens of a block in layouts NHD and HND
+constexpr int kMaxBlockPages = kMaxTokenRows;
+static_assert(kMaxBlockPages >= kMaxBlockTokens / kMinBlockSize);
+// Tokens whose TLB entries are loaded at once. Pages of 16: 1% faster than 128 to 256, as fast as
+// 1024.
+constexpr int kTlbTokens = 512;
+constexpr int kVirtualPageBytes = 4096;
 
-inline int32_t least(int64_t a, int64_t b) {
-  return static_cast<int32_t>(a < b ? a : b);
-}
-
-// The part of a row that one task computes.
-struct Segment {
+// The share of a tile's KV range that one task computes.
+struct Split {
   int32_t seq;
-  int32_t kv_head;  // the first of them
+  int32_t kv_head;  // the first one
   int32_t kv_heads;
   int32_t first_head;
   int32_t heads;
   int32_t seq_len;
   int32_t begin, end;  // tokens
-  bool starts_row, ends_row;
+  bool starts_tile, ends_tile;
 };
 
-// The segments of units [begin, end), in order.
-class Segments {
+// The splits of grains [begin, end), in order.
+class SplitIterator {
  public:
-  Segments(const PagedAttentionWork& work, int64_t begin, int64_t end)
-      : work_(work), at_(begin), end_(end) {
-    while (at_ < end_ && at_ >= row_unit_ + seq_units()) next_seq();
+  SplitIterator(const DecodePlan& plan, int64_t begin, int64_t end)
+      : plan_(plan), grain_(begin), end_(end) {
+    while (grain_ < end_ && grain_ >= seq_first_grain_ + seq_grains()) next_seq();
   }
 
-  bool next(Segment& segment) {
-    if (at_ >= end_) return false;
-    while (at_ >= row_unit_ + seq_units()) next_seq();
-    const PagedAttentionParams& p = work_.params;
+  bool next(Split& split) {
+    if (grain_ >= end_) return false;
+    while (grain_ >= seq_first_grain_ + seq_grains()) next_seq();
+    const PagedAttentionParams& p = plan_.params;
     const int32_t group = p.num_heads / p.kv.num_kv_heads;
-    const int64_t row = (at_ - row_unit_) / units_;
-    const int64_t unit = (at_ - row_unit_) % units_;
-    const int64_t last = least(units_, unit + (end_ - at_));
-    segment.seq = seq_;
-    segment.kv_head = static_cast<int32_t>(row / work_.chunks) * work_.kv_heads_per_row;
-    segment.kv_heads = least(work_.kv_heads_per_row, p.kv.num_kv_heads - segment.kv_head);
-    const int32_t skipped = static_cast<int32_t>(row % work_.chunks) * work_.heads_per_row;
-    segment.first_head = segment.kv_head * group + skipped;
-    segment.heads = least(work_.heads_per_row, segment.kv_heads * group - skipped);
-    segment.seq_len = seen_.end;
-    segment.begin = seen_.begin + static_cast<int32_t>(unit * work_.unit_tokens);
-    segment.end = least(seen_.end, seen_.begin + last * work_.unit_tokens);
-    segment.starts_row = unit == 0;
-    segment.ends_row = last == units_;
-    at_ += last - unit;
+    const int64_t tile = (grain_ - seq_first_grain_) / tile_grains_;
+    const int64_t grain = (grain_ - seq_first_grain_) % tile_grains_;
+    const int64_t last = min_int32(tile_grains_, grain + (end_ - grain_));
+    split.seq = seq_;
+    split.kv_head = static_cast<int32_t>(tile / plan_.tiles_per_kv_head) * plan_.kv_heads_per_tile;
+    split.kv_heads = min_int32(plan_.kv_heads_per_tile, p.kv.num_kv_heads - split.kv_head);
+    const int32_t skipped =
+        static_cast<int32_t>(tile % plan_.tiles_per_kv_head) * plan_.heads_per_tile;
+    split.first_head = split.kv_head * group + skipped;
+    split.heads = min_int32(plan_.heads_per_tile, split.kv_heads * group - skipped);
+    split.seq_len = visible_.end;
+    split.begin = visible_.begin + static_cast<int32_t>(grain * plan_.grain_tokens);
+    split.end = min_int32(visible_.end, visible_.begin + last * plan_.grain_tokens);
+    split.starts_tile = grain == 0;
+    split.ends_tile = last == tile_grains_;
+    grain_ += last - grain;
     return true;
   }
 
  private:
-  int64_t seq_units() {
-    if (units_ == 0) {
-      seen_ = row_tokens(work_.params, seq_);
-      const int64_t count = seen_.end - seen_.begin;
-      units_ = count == 0 ? 1 : (count + work_.unit_tokens - 1) / work_.unit_tokens;
+  int64_t seq_grains() {  // of all tiles of the sequence
+    if (tile_grains_ == 0) {
+      visible_ = decode_visible_tokens(plan_.params, seq_);
+      const int64_t count = visible_.end - visible_.begin;
+      tile_grains_ = count == 0 ? 1 : (count + plan_.grain_tokens - 1) / plan_.grain_tokens;
     }
-    return units_ * work_.rows_per_seq();
+    return tile_grains_ * plan_.tiles_per_seq();
   }
   void next_seq() {
-    row_unit_ += seq_units();
+    seq_first_grain_ += seq_grains();
     ++seq_;
-    units_ = 0;
+    tile_grains_ = 0;
   }
 
-  const PagedAttentionWork& work_;
-  int64_t at_, end_;
-  int64_t row_unit_ = 0;  // the first unit of sequence seq_
+  const DecodePlan& plan_;
+  int64_t grain_, end_;
+  int64_t seq_first_grain_ = 0;  // the first grain of sequence seq_
   int32_t seq_ = 0;
-  VisibleTokens seen_;
-  int32_t units_ = 0;  // a row of this sequence has so many; 0: not looked at
+  VisibleTokens visible_;
+  int32_t tile_grains_ = 0;  // grains of one tile of this sequence; 0: not yet computed
 };
 
-// Pages whose scores are computed together, all of one segment. In layouts NHD and HND every
-// token is a page of its own here.
-struct Tile {
-  Segment segment{};
+// Pages of one split whose scores are computed together. In layouts NHD and HND each token counts
+// as a page here.
+struct PageBlock {
+  Split split{};
   int32_t pages;
-  int32_t tokens;  // of these pages; only the last one may be partly used
-  bool starts_segment, ends_segment;
-  int32_t position[kMaxTilePages];      // of a page's first token in the sequence
-  const char* key[kMaxTilePages + 16];  // and the last again, up to whole vectors
-  const char* value[kMaxTilePages + 16];
+  int32_t tokens;  // of these pages; only the last page may be partly valid
+  bool starts_split, ends_split;
+  int32_t position[kMaxBlockPages];      // of a page's first token in the sequence
+  const char* key[kMaxBlockPages + 16];  // padded with the last page
+  const char* value[kMaxBlockPages + 16];
 };
 
-// Whether any head of the segment sees the block-sparse block that the token is in.
-inline bool any_head_sees(const PagedAttentionParams& p, const Segment& segment, int32_t token) {
-  const int32_t different = p.sparse.head_sliding_step > 0 ? segment.heads : 1;
-  for (int32_t i = 0; i < different; ++i) {
-    const int32_t offset = p.sparse.head_offset(segment.first_head + i, segment.kv_head,
-                                                p.num_heads, p.kv.num_kv_heads);
-    if (p.sparse.is_visible(token, segment.seq_len, offset)) return true;
+// Whether the block-sparse pattern makes the token visible to any head of the split.
+inline bool visible_to_any_head(const PagedAttentionParams& p, const Split& split, int32_t token) {
+  const int32_t num_patterns = p.sparse.head_sliding_step > 0 ? split.heads : 1;
+  for (int32_t i = 0; i < num_patterns; ++i) {
+    const int32_t offset =
+        p.sparse.head_offset(split.first_head + i, split.kv_head, p.num_heads, p.kv.num_kv_heads);
+    if (p.sparse.is_visible(token, split.seq_len, offset)) return true;
   }
   return false;
 }
 
-// The tiles of units [begin, end), in order. Every segment has at least one tile, which
-// may be empty.
-class Tiles {
+// The page blocks of grains [begin, end), in order. Every split has at least one block, which may
+// be empty.
+class PageBlockIterator {
  public:
-  Tiles(const PagedAttentionWork& work, int64_t begin, int64_t end, int32_t tile_tokens)
-      : p_(work.params), segments_(work, begin, end), tile_tokens_(tile_tokens) {
-    more_ = segments_.next(segment_);
-    token_ = segment_.begin;
+  PageBlockIterator(const DecodePlan& plan, int64_t begin, int64_t end, int32_t block_tokens)
+      : p_(plan.params), splits_(plan, begin, end), block_tokens_(block_tokens) {
+    more_ = splits_.next(split_);
+    token_ = split_.begin;
   }
 
-  bool next(Tile& tile) {
+  bool next(PageBlock& block) {
     if (!more_) return false;
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
-    tile.segment = segment_;
-    tile.starts_segment = token_ == segment_.begin;
-    const int32_t end_token = segment_.end;
-    const int32_t* table = p_.block_tables + segment_.seq * p_.block_table_stride;
-    if (tile.starts_segment || token_ >= opened_) open_pages(table);
-    const int32_t most = kv.layout == KvLayout::kVllm ? tile_tokens_ / kv.block_size : tile_tokens_;
+    block.split = split_;
+    block.starts_split = token_ == split_.begin;
+    const int32_t* table = p_.block_tables + split_.seq * p_.block_table_stride;
+    if (block.starts_split || token_ >= warmed_) warm_tlb(table);
+    const int32_t max_pages =
+        kv.layout == KvLayout::kVllm ? block_tokens_ / kv.block_size : block_tokens_;
+    const int32_t end_token = split_.end;
     int32_t pages = 0, tokens = 0;
-    while (token_ < end_token && pages < most) {
+    while (token_ < end_token && pages < max_pages) {
       if (kv.layout != KvLayout::kVllm) {
-        const int32_t end = least(end_token, int64_t{token_} + most - pages);
-        pages = add_token_rows(table, end, pages, tile);
+        const int32_t end = min_int32(end_token, int64_t{token_} + max_pages - pages);
+        pages = append_tokens(table, end, pages, block);
         tokens = pages;
         continue;
       }
-      const int32_t count = least(kv.block_size, end_token - token_);
-      if (!p_.sparse.on() || any_head_sees(p_, segment_, token_)) {
-        const int64_t block = table[token_ / kv.block_size];
-        tile.position[pages] = token_;
-        tile.key[pages] = static_cast<const char*>(kv.key) +
-                          element * kv.key_offset(block, segment_.kv_head, 0, 0);
-        tile.value[pages] = static_cast<const char*>(kv.value) +
-                            element * kv.value_offset(block, segment_.kv_head, 0, 0);
+      const int32_t count = min_int32(kv.block_size, end_token - token_);
+      if (!p_.sparse.on() || visible_to_any_head(p_, split_, token_)) {
+        const int64_t page = table[token_ / kv.block_size];
+        block.position[pages] = token_;
+        block.key[pages] =
+            static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, 0, 0);
+        block.value[pages] = static_cast<const char*>(kv.value) +
+                             element * kv.value_offset(page, split_.kv_head, 0, 0);
         ++pages;
         tokens += count;
       }
       token_ += count;
     }
-    // What a vector over several pages reads past the end; its weights are 0.
+    // A vector over several pages reads past the last page. Its p are 0 there.
     for (int i = 0; i < 16 && pages > 0; ++i) {
-      tile.key[pages + i] = tile.key[pages - 1];
-      tile.value[pages + i] = tile.value[pages - 1];
+      block.key[pages + i] = block.key[pages - 1];
+      block.value[pages + i] = block.value[pages - 1];
     }
-    tile.pages = pages;
-    tile.tokens = tokens;
-    tile.ends_segment = token_ >= segment_.end;
-    if (tile.ends_segment) {
-      more_ = segments_.next(segment_);
-      token_ = segment_.begin;
+    block.pages = pages;
+    block.tokens = tokens;
+    block.ends_split = token_ >= end_token;
+    if (block.ends_split) {
+      more_ = splits_.next(split_);
+      token_ = split_.begin;
     }
     return true;
   }
 
  private:
-  // Asks for a line of each of the segment's next pages. Every one misses the TLB; in a burst these
-  // misses are served side by side, where the products' own prefetches would meet them one by one.
-  void open_pages(const int32_t* table) {
+  // Prefetches one line of each virtual page that the split reads next. All of them miss the TLB.
+  // Issued in a burst, the page walks overlap. Later prefetches would pay for them one by one.
+  void warm_tlb(const int32_t* table) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
-    opened_ = least(segment_.end, int64_t{token_} + kOpenTokens);
+    warmed_ = min_int32(split_.end, int64_t{token_} + kTlbTokens);
     if (kv.layout != KvLayout::kVllm) return;
     const int64_t bytes = element * kv.head_size * kv.block_size;
-    for (int32_t token = token_; token < opened_; token += kv.block_size) {
-      const int64_t block = table[token / kv.block_size];
+    for (int32_t token = token_; token < warmed_; token += kv.block_size) {
+      const int64_t page = table[token / kv.block_size];
       const char* key =
-          static_cast<const char*>(kv.key) + element * kv.key_offset(block, segment_.kv_head, 0, 0);
+          static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, 0, 0);
       const char* value = static_cast<const char*>(kv.value) +
-                          element * kv.value_offset(block, segment_.kv_head, 0, 0);
-      for (int64_t at = 0; at < bytes; at += kMemoryPage) {
+                          element * kv.value_offset(page, split_.kv_head, 0, 0);
+      for (int64_t at = 0; at < bytes; at += kVirtualPageBytes) {
         __builtin_prefetch(key + at, 0, 2);
         __builtin_prefetch(value + at, 0, 2);
       }
     }
   }
 
-  // The tokens of token_'s page up to `end`.
-  int32_t add_token_rows(const int32_t* table, int32_t end, int32_t pages, Tile& tile) {
+  // Appends the tokens of token_'s page up to `end`. Returns the new number of pages.
+  int32_t append_tokens(const int32_t* table, int32_t end, int32_t pages, PageBlock& block) {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
     const int32_t slot = token_ % kv.block_size;
-    const int64_t block = table[token_ / kv.block_size];
-    end = least(end, int64_t{token_} - slot + kv.block_size);
-    const char* key = static_cast<const char*>(kv.key) +
-                      element * kv.key_offset(block, segment_.kv_head, slot, 0);
+    const int64_t page = table[token_ / kv.block_size];
+    end = min_int32(end, int64_t{token_} - slot + kv.block_size);
+    const char* key =
+        static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, slot, 0);
     const char* value = static_cast<const char*>(kv.value) +
-                        element * kv.value_offset(block, segment_.kv_head, slot, 0);
+                        element * kv.value_offset(page, split_.kv_head, slot, 0);
     for (; token_ < end; ++token_, ++pages) {
-      tile.position[pages] = token_;
-      tile.key[pages] = key;
-      tile.value[pages] = value;
+      block.position[pages] = token_;
+      block.key[pages] = key;
+      block.value[pages] = value;
       key += element * kv.key_token_stride;
       value += element * kv.value_token_stride;
     }
@@ -206,10 +208,10 @@ class Tiles {
   }
 
   const PagedAttentionParams& p_;
-  Segments segments_;
-  int32_t tile_tokens_;
-  int32_t opened_ = 0;  // of the segment, tokens whose pages were asked for (layout vllm)
-  Segment segment_{};
+  SplitIterator splits_;
+  int32_t block_tokens_;
+  int32_t warmed_ = 0;  // end of the split's tokens whose TLB entries were loaded
+  Split split_{};
   int32_t token_ = 0;
   bool more_ = false;
 };

@@ -1,5 +1,5 @@
-// The last step of attention for one query token and head. See cpu/base/vec.h for the anonymous
-// namespace.
+// The epilogue of attention for one query token and head: sink, lse, normalisation, store. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -14,8 +14,8 @@ namespace {
 constexpr int kMaxHeadSize = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// exp(a - b) of two maxima, where b >= a and both may be -inf.
-inline float decay(float a, float b) {
+// exp(a - b) for two values of row_max, b >= a. Both may be -inf.
+inline float rescale_factor(float a, float b) {
   return a == b ? 1.0f : exp(splat(a - b))[0];
 }
 
@@ -29,7 +29,7 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
   });
 }
 
-// What stored K and V elements of a head are to be multiplied with.
+// The dequantisation scales of a KV head; 1 for caches without scales.
 inline float key_scale(const PagedKv& kv, int32_t kv_head) {
   const bool scaled = size_of(kv.dtype) == 1 && kv.k_scale != nullptr;
   return scaled ? kv.k_scale[kv_head * kv.scale_stride] : 1.0f;
@@ -39,31 +39,34 @@ inline float value_scale(const PagedKv& kv, int32_t kv_head) {
   return scaled ? kv.v_scale[kv_head * kv.scale_stride] : 1.0f;
 }
 
-// A finished sum over tokens with weights w = exp(score - maximum), 0 and -inf where there is none.
-struct WeightedSum {
-  float maximum;
-  float sum;            // of w
-  const float* values;  // [head_size] of w v
+// The state of a row after its last KV block. A row without visible tokens has row_sum = 0 and
+// row_max = -inf.
+struct RowState {
+  float row_max;
+  float row_sum;     // sum of p = exp(score - row_max)
+  const float* acc;  // [head_size] sum of p v
 };
 
 // Writes out and lse of one query token and head.
-inline void finish(const PagedAttentionParams& p, int64_t token, int32_t head, WeightedSum row) {
-  float kept = 1.0f;
+inline void epilogue(const PagedAttentionParams& p, int64_t token, int32_t head, RowState row) {
+  float rescale = 1.0f;
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head];
-    const float updated = sink > row.maximum ? sink : row.maximum;
-    kept = decay(row.maximum, updated);
-    row.sum = row.sum * kept + (sink == -kInfinity ? 0.0f : decay(sink, updated));
-    row.maximum = updated;
+    const float new_max = sink > row.row_max ? sink : row.row_max;
+    rescale = rescale_factor(row.row_max, new_max);
+    row.row_sum =
+        row.row_sum * rescale + (sink == -kInfinity ? 0.0f : rescale_factor(sink, new_max));
+    row.row_max = new_max;
   }
   if (p.lse != nullptr) {
     p.lse[token * p.num_heads + head] =
-        row.sum == 0.0f ? -kInfinity : row.maximum + std::log(row.sum);
+        row.row_sum == 0.0f ? -kInfinity : row.row_max + std::log(row.row_sum);
   }
   const int32_t kv_head = head / (p.num_heads / p.kv.num_kv_heads);
-  const float scale = row.sum == 0.0f ? 0.0f : kept * value_scale(p.kv, kv_head) / row.sum;
+  const float scale =
+      row.row_sum == 0.0f ? 0.0f : rescale * value_scale(p.kv, kv_head) / row.row_sum;
   const int64_t at = token * p.out_stride + static_cast<int64_t>(head) * p.kv.head_size;
-  store_row(p.dtype, p.out, at, row.values, scale, p.kv.head_size);
+  store_row(p.dtype, p.out, at, row.acc, scale, p.kv.head_size);
 }
 
 }  // namespace

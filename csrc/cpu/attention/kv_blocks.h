@@ -1,5 +1,5 @@
-// Pieces of K and V, from pages of any layout or from contiguous keys, as rows of floats to
-// multiply. See cpu/base/vec.h for the anonymous namespace.
+// Loads KV blocks of kKvBlockTokens tokens into buffers of floats or packed words. They come from
+// pages of any layout or from contiguous keys. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -13,120 +13,125 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kPieceTokens = 128;
+constexpr int kKvBlockTokens = 128;
 
-struct Piece {
+struct KvBlock {
   int32_t first;  // token of the sequence
   int count;
 };
 
-inline int piece_size(int64_t tokens) {
-  return tokens < 0 ? 0 : smaller(kPieceTokens, tokens);
+// The size of the next KV block if `tokens` tokens remain.
+inline int kv_block_size(int64_t tokens) {
+  return tokens < 0 ? 0 : min_int32(kKvBlockTokens, tokens);
 }
 
 template <typename T>
-inline void widen(const T* from, int count, float* to) {  // to whole vectors
+inline void upcast(const T* from, int count, float* to) {  // pads with zeros to whole vectors
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   if (i < count) store(to + i, load_partial(from + i, count - i));
 }
 
-// The piece at work of one task.
+// The buffers of one task: K or V of the current KV block.
 template <typename Cache>
-class AttentionPieces {
+class KvBlockLoader {
  public:
-  static constexpr int kWords = kPairs<Cache> ? kPieceTokens / 2 : kPieceTokens;  // a column of V
+  static constexpr int kWords =
+      kPairs<Cache> ? kKvBlockTokens / 2 : kKvBlockTokens;  // of a column of V
 
-  explicit AttentionPieces(const PagedAttentionParams& params)
+  explicit KvBlockLoader(const PagedAttentionParams& params)
       : stride((params.kv.head_size + kLanes - 1) / kLanes * kLanes), p_(params), kv_(params.kv) {
-    for (float& element : wide) element = 0.0f;
+    for (float& element : staged) element = 0.0f;
   }
 
-  // For tiles that are packed (pack_keys, pack_values), or not (widen_keys, widen_values; in other
-  // layouts than vllm find_rows).
-  void begin_tile(bool packs) {
-    packs_ = packs;
-    words = packs && kPairs<Cache> ? (kv_.head_size / 2 + 15) / 16 * 16 : stride;
+  // A packed tile uses pack_keys() and pack_values(). Another one uses row_pointers(), or in layout
+  // vllm upcast_keys() and upcast_values().
+  void begin_tile(bool is_packed) {
+    is_packed_ = is_packed;
+    words = is_packed && kPairs<Cache> ? (kv_.head_size / 2 + 15) / 16 * 16 : stride;
   }
 
   template <bool keys>
-  void prefetch(const AttentionTile& tile, Piece piece) {
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int) {
-      const int64_t at = keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
-                              : kv_.value_offset(block, tile.kv_head, slot, 0);
-      const char* from =
-          reinterpret_cast<const char*>(static_cast<const Cache*>(keys ? kv_.key : kv_.value) + at);
-      const int64_t row = kv_.head_size * static_cast<int64_t>(sizeof(Cache));
-      if (kv_.layout == KvLayout::kVllm) {
-        if (slots == kv_.block_size) prefetch_span(from, row * slots);
-        return;
-      }
-      const int64_t token_stride =
-          (keys ? kv_.key_token_stride : kv_.value_token_stride) * int64_t{sizeof(Cache)};
-      for (int i = 0; i < slots; ++i) prefetch_span(from + i * token_stride, row);
-    });
+  void prefetch(const WorkTile& tile, KvBlock kv_block) {
+    for_each_page(
+        tile, kv_block.first, kv_block.count, [&](int64_t page, int slot, int slots, int) {
+          const int64_t at = keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
+                                  : kv_.value_offset(page, tile.kv_head, slot, 0);
+          const char* from = reinterpret_cast<const char*>(
+              static_cast<const Cache*>(keys ? kv_.key : kv_.value) + at);
+          const int64_t row = kv_.head_size * static_cast<int64_t>(sizeof(Cache));
+          if (kv_.layout == KvLayout::kVllm) {
+            if (slots == kv_.block_size) prefetch_span(from, row * slots);
+            return;
+          }
+          const int64_t token_stride =
+              (keys ? kv_.key_token_stride : kv_.value_token_stride) * int64_t{sizeof(Cache)};
+          for (int i = 0; i < slots; ++i) prefetch_span(from + i * token_stride, row);
+        });
   }
 
-  // The rows of a piece's tokens, K's or V's, and the last again up to whole vectors. Not of layout
-  // vllm.
+  // Pointers to the KV block's rows of K or V, padded with the last one to whole vectors. Not for
+  // layout vllm.
   template <bool keys>
-  void find_rows(const AttentionTile& tile, Piece piece, const char** rows) const {
+  void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
     const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);
     const int64_t token_stride = keys ? kv_.key_token_stride : kv_.value_token_stride;
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* from = all + (keys ? kv_.key_offset(block, tile.kv_head, slot, 0)
-                                      : kv_.value_offset(block, tile.kv_head, slot, 0));
-      for (int i = 0; i < slots; ++i)
-        rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
-    });
-    const int last = (piece.count + kLanes - 1) / kLanes * kLanes;
-    for (int i = piece.count; i < last; ++i) rows[i] = rows[piece.count - 1];
+    for_each_page(
+        tile, kv_block.first, kv_block.count, [&](int64_t page, int slot, int slots, int at) {
+          const Cache* from = all + (keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
+                                          : kv_.value_offset(page, tile.kv_head, slot, 0));
+          for (int i = 0; i < slots; ++i) {
+            rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
+          }
+        });
+    const int last = (kv_block.count + kLanes - 1) / kLanes * kLanes;
+    for (int i = kv_block.count; i < last; ++i) rows[i] = rows[kv_block.count - 1];
   }
 
-  // A row of the query or of K, with zeros up to words. (wide has had none but such rows.)
+  // Copies a row of the query or of K, padded with zeros to `words`.
   template <typename T>
   void copy_row(const T* from, float* to) const {
     if constexpr (std::is_same_v<T, Cache> && kPairs<T>) {
-      if (packs_) {
+      if (is_packed_) {
         for (int i = kv_.head_size / 2; i < words; ++i) to[i] = 0.0f;
         copy_elements(reinterpret_cast<T*>(to), from, kv_.head_size);
         return;
       }
     }
-    widen(from, kv_.head_size, to);
+    upcast(from, kv_.head_size, to);
   }
 
-  // K as [words][kPieceTokens].
-  void pack_keys(const AttentionTile& tile, Piece piece) {
-    widen_keys(tile, piece.first, piece.count);
-    transpose(wide, words, kPieceTokens, words, packed, kPieceTokens);
+  // K as [words][kKvBlockTokens].
+  void pack_keys(const WorkTile& tile, KvBlock kv_block) {
+    upcast_keys(tile, kv_block.first, kv_block.count);
+    transpose(staged, words, kKvBlockTokens, words, packed, kKvBlockTokens);
   }
 
-  // V as [kWords][stride] in wide, zeros behind the piece's last token.
-  void pack_values(const AttentionTile& tile, Piece piece) {
+  // V as [kWords][stride] in `staged`, zeros past the KV block's last token.
+  void pack_values(const WorkTile& tile, KvBlock kv_block) {
     if (kv_.layout == KvLayout::kVllm) {
-      copy_columns(tile, piece);
-      transpose(packed, kWords, stride, kWords, wide, stride);
+      copy_columns(tile, kv_block);
+      transpose(packed, kWords, stride, kWords, staged, stride);
     } else if constexpr (kPairs<Cache>) {
-      copy_pairs(tile, piece);
+      copy_pairs(tile, kv_block);
     } else {
-      widen_values(tile, piece.first, piece.count);
+      upcast_values(tile, kv_block.first, kv_block.count);
     }
-    for (int token = piece.count; token < kPieceTokens; ++token) {
+    for (int token = kv_block.count; token < kKvBlockTokens; ++token) {
       const int word = kPairs<Cache> ? token / 2 : token;
       const uint32_t keep = kPairs<Cache> && token % 2 != 0 ? 0xffffu : 0u;
-      float* to = wide + word * stride;
+      float* to = staged + word * stride;
       for (int d = 0; d < stride; d += kLanes) {
         store(to + d, as_float(as_bits(load(to + d)) & keep));
       }
     }
   }
 
-  void widen_keys(const AttentionTile& tile, int32_t first, int count) {
+  void upcast_keys(const WorkTile& tile, int32_t first, int count) {
     const Cache* keys = static_cast<const Cache*>(kv_.key);
-    for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* key = keys + kv_.key_offset(block, tile.kv_head, slot, 0);
-      float* to = wide + at * words;
+    for_each_page(tile, first, count, [&](int64_t page, int slot, int slots, int at) {
+      const Cache* key = keys + kv_.key_offset(page, tile.kv_head, slot, 0);
+      float* to = staged + at * words;
       for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words) {
         if (kv_.layout != KvLayout::kVllm) {
           copy_row(key, to);
@@ -141,46 +146,47 @@ class AttentionPieces {
     });
   }
 
-  // Rows [token][stride] as K's, or with layout vllm columns [head_size][kPieceTokens].
-  void widen_values(const AttentionTile& tile, int32_t first, int count) {
+  // V as rows [token][stride]; in layout vllm as columns [head_size][kKvBlockTokens].
+  void upcast_values(const WorkTile& tile, int32_t first, int count) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
-    for_each_page(tile, first, count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot, 0);
+    for_each_page(tile, first, count, [&](int64_t page, int slot, int slots, int at) {
+      const Cache* value = values + kv_.value_offset(page, tile.kv_head, slot, 0);
       if (kv_.layout != KvLayout::kVllm) {
         for (int i = 0; i < slots; ++i) {
-          widen(value + i * kv_.value_token_stride, kv_.head_size, wide + (at + i) * stride);
+          upcast(value + i * kv_.value_token_stride, kv_.head_size, staged + (at + i) * stride);
         }
         return;
       }
       for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
-        widen_column(value, slots, wide + d * kPieceTokens + at);
+        upcast_column(value, slots, staged + d * kKvBlockTokens + at);
       }
     });
   }
 
-  const int stride;  // words of a row of V: head_size in whole vectors
-  int words = 0;     // of a row of K, and of a query
-  alignas(64) float wide[kPieceTokens * kMaxHeadSize];    // widen_keys()'s, and V
-  alignas(64) float packed[kPieceTokens * kMaxHeadSize];  // pack_keys()'s
+  const int stride;  // words of a row of V: head_size rounded up to whole vectors
+  int words = 0;     // of a row of K, and of query
+  alignas(64) float staged[kKvBlockTokens * kMaxHeadSize];  // upcast K, or V
+  alignas(64) float packed[kKvBlockTokens * kMaxHeadSize];  // packed K
 
  private:
-  // Calls body(block, first slot, number of slots, first token of the piece), page by page.
+  // Calls body(page, first slot, number of slots, first token in the KV block) page by page.
   template <typename Body>
-  void for_each_page(const AttentionTile& tile, int32_t first, int count, Body&& body) const {
+  void for_each_page(const WorkTile& tile, int32_t first, int count, Body&& body) const {
     if (p_.key_start_loc != nullptr) {
       if (count > 0) body(int64_t{0}, tile.keys.first + first, count, 0);
       return;
     }
     const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
     for (int done = 0; done < count;) {
-      const int32_t page = (first + done) / kv_.block_size, slot = (first + done) % kv_.block_size;
-      const int slots = smaller(kv_.block_size - slot, count - done);
-      body(static_cast<int64_t>(table[page]), slot, slots, done);
+      const int32_t column = (first + done) / kv_.block_size,
+                    slot = (first + done) % kv_.block_size;
+      const int slots = min_int32(kv_.block_size - slot, count - done);
+      body(static_cast<int64_t>(table[column]), slot, slots, done);
       done += slots;
     }
   }
 
-  // std::memcpy without a call.
+  // A std::memcpy that is inlined.
   template <typename T>
   static void copy_elements(T* to, const T* from, int count) {
     constexpr int kStep = 16 / sizeof(T);
@@ -189,36 +195,39 @@ class AttentionPieces {
     for (; i < count; ++i) to[i] = from[i];
   }
 
-  // Layout vllm: V's columns, [stride][kWords] in packed.
-  void copy_columns(const AttentionTile& tile, Piece piece) {
+  // Layout vllm: V's columns as [stride][kWords] in `packed`.
+  void copy_columns(const WorkTile& tile, KvBlock kv_block) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
     for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
-      const Cache* value = values + kv_.value_offset(block, tile.kv_head, slot, 0);
-      for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
-        float* to = packed + d * kWords;
-        if constexpr (kPairs<Cache>) {
-          copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
-        } else {
-          widen_column(value, slots, to + at);
-        }
-      }
-    });
+    for_each_page(tile, kv_block.first, kv_block.count,
+                  [&](int64_t page, int slot, int slots, int at) {
+                    const Cache* value = values + kv_.value_offset(page, tile.kv_head, slot, 0);
+                    for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
+                      float* to = packed + d * kWords;
+                      if constexpr (kPairs<Cache>) {
+                        copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
+                      } else {
+                        upcast_column(value, slots, to + at);
+                      }
+                    }
+                  });
   }
 
-  // NHD and HND: the rows of tokens 2i and 2i + 1 as row i of pairs.
-  void copy_pairs(const AttentionTile& tile, Piece piece) {
+  // NHD and HND: interleaves the rows of tokens 2i and 2i + 1 into row i of pairs.
+  void copy_pairs(const WorkTile& tile, KvBlock kv_block) {
     const Cache* values = static_cast<const Cache*>(kv_.value);
-    const Cache* rows[kPieceTokens + 1];
-    for_each_page(tile, piece.first, piece.count, [&](int64_t block, int slot, int slots, int at) {
-      for (int i = 0; i < slots; ++i) {
-        rows[at + i] = values + kv_.value_offset(block, tile.kv_head, slot + i, 0);
-      }
-    });
-    rows[piece.count] = rows[piece.count - 1];  // the pair of an odd last token, not to be used
-    for (int token = 0; token < piece.count; token += 2) {
+    const Cache* rows[kKvBlockTokens + 1];
+    for_each_page(tile, kv_block.first, kv_block.count,
+                  [&](int64_t page, int slot, int slots, int at) {
+                    for (int i = 0; i < slots; ++i) {
+                      rows[at + i] = values + kv_.value_offset(page, tile.kv_head, slot + i, 0);
+                    }
+                  });
+    // An odd last token is paired with itself. pack_values() zeroes the second one.
+    rows[kv_block.count] = rows[kv_block.count - 1];
+    for (int token = 0; token < kv_block.count; token += 2) {
       const Cache *first = rows[token], *second = rows[token + 1];
-      float* to = wide + token / 2 * stride;
+      float* to = staged + token / 2 * stride;
       int d = 0;
       for (; d + kLanes <= kv_.head_size; d += kLanes) {
         store(to + d, join_pair(load(first + d), load(second + d)));
@@ -230,10 +239,10 @@ class AttentionPieces {
     }
   }
 
-  // Words of two bf16, each given as the float that it is.
+  // Two vectors of bfloat16 values, held as floats, become one vector of pairs.
   static Vec join_pair(Vec low, Vec high) { return as_float(as_bits(low) >> 16 | as_bits(high)); }
 
-  static void widen_column(const Cache* from, int slots, float* to) {
+  static void upcast_column(const Cache* from, int slots, float* to) {
     int i = 0;
     for (; i + kLanes <= slots; i += kLanes) store(to + i, load(from + i));
     if (i < slots) store_partial(to + i, load_partial(from + i, slots - i), slots - i);
@@ -241,7 +250,7 @@ class AttentionPieces {
 
   const PagedAttentionParams& p_;
   const PagedKv& kv_;
-  bool packs_ = false;
+  bool is_packed_ = false;
 };
 
 }  // namespace

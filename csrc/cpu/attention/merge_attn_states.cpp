@@ -1,3 +1,7 @@
+// merge_attn_states: combines two attention results of the same queries by their log-sum-exp. One
+// is over a prefix of the keys, the other over the suffix.
+//   out, prefix, suffix [num_tokens, num_heads, head_size]; lse [num_heads, num_tokens]
+// A task is a range of tokens.
 #include "ops/merge_attn_states.h"
 
 #include <cmath>
@@ -8,25 +12,25 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-struct Weights {
+struct StateWeights {
   float prefix, suffix, lse;
 };
 
-Weights weights_of(float prefix_lse, float suffix_lse) {
+StateWeights weights_of_states(float prefix_lse, float suffix_lse) {
   const float p = prefix_lse == INFINITY ? -INFINITY : prefix_lse;
   const float s = suffix_lse == INFINITY ? -INFINITY : suffix_lse;
-  const float largest = p > s ? p : s;
+  const float max_lse = p > s ? p : s;
   if (p == -INFINITY && s == -INFINITY) return {0.0f, 0.0f, -INFINITY};
-  const float ep = std::exp(p - largest), es = std::exp(s - largest);
-  return {ep / (ep + es), es / (ep + es), largest + std::log(ep + es)};
+  const float ep = std::exp(p - max_lse), es = std::exp(s - max_lse);
+  return {ep / (ep + es), es / (ep + es), max_lse + std::log(ep + es)};
 }
 
-// A part of weight 0 may hold anything, NaN too: it is read as 0.
+// A state of weight 0 may hold anything, even NaN, and counts as 0.
 template <typename T>
-void merge_row(T* out, const T* prefix, const T* suffix, int64_t n, const Weights& w) {
+void merge_row(T* out, const T* prefix, const T* suffix, int64_t n, const StateWeights& w) {
   const auto merged = [&](Vec p, Vec s) {
-    const Vec left = w.prefix == 0.0f ? Vec{} : p * splat(w.prefix);
-    return w.suffix == 0.0f ? left : left + s * splat(w.suffix);
+    const Vec first = w.prefix == 0.0f ? Vec{} : p * splat(w.prefix);
+    return w.suffix == 0.0f ? first : first + s * splat(w.suffix);
   };
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, merged(load(prefix + i), load(suffix + i)));
@@ -52,7 +56,7 @@ void run(const MergeAttnStatesParams& p, int64_t begin, int64_t end) {
     for (int64_t token = begin * step; token < last; ++token) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         const int64_t at = head * p.num_tokens + token;
-        const Weights weights = weights_of(p.prefix_lse[at], p.suffix_lse[at]);
+        const StateWeights weights = weights_of_states(p.prefix_lse[at], p.suffix_lse[at]);
         merge_row(
             static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride,
             static_cast<const T*>(p.prefix.data) + token * p.prefix.token_stride +

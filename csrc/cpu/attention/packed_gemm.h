@@ -1,6 +1,8 @@
-// Products of many query rows with a piece of K or V, packed for them:
+// A GEMM for many query rows and one packed KV block:
 //   C [rows][columns] = A [rows][words] * B [words][columns]        (+ C)
-// A word is a float; in bf16 products it is two neighbours of the dimension that is summed.
+//   scores:  A = query, B = K transposed        out:  A = p, B = V
+// A word has 32 bits: a float, or two bfloat16 that are neighbours in the summed dimension. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <utility>
 
@@ -13,14 +15,14 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Rows and columns of C are computed in blocks, so buffers of A and C hold whole blocks of rows;
-// what lies in the rows past those asked for is of no meaning.
+// C is computed in blocks of rows and columns. So the buffers of A and C must hold whole blocks of
+// rows. The contents of the extra rows do not matter.
 constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
-constexpr int kTileRegisterRows = 16;
-constexpr int kMostBlockRows = 2 * kTileRegisterRows;  // of any kernel
+constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // columns
+constexpr int kAmxTileRows = 16;
+constexpr int kMaxBlockRows = 2 * kAmxTileRows;  // of gemm_block() and gemm_amx()
 
-// Whether products of T are of pairs, two elements a word.
+// Whether a word is a pair of T.
 template <typename T>
 constexpr bool kPairs = false;
 #if defined(__AVX512BF16__)
@@ -47,7 +49,7 @@ inline void transpose_stage(Vec* v) {
   }
 }
 
-// [rows][from_stride] -> [columns][to_stride] of words; whole vectors of both.
+// [rows][from_stride] -> [columns][to_stride] of words. Rows and columns are whole vectors.
 inline void transpose(const float* from, int from_stride, int rows, int columns, float* to,
                       int to_stride) {
   for (int row = 0; row < rows; row += kLanes) {
@@ -65,7 +67,7 @@ inline void transpose(const float* from, int from_stride, int rows, int columns,
   }
 }
 
-// Whether no element of `count` words (whole vectors) is infinite or NaN.
+// Whether no element is infinite or NaN, for `count` words (whole vectors).
 template <typename T>
 inline bool all_finite(const float* words, int count) {
   VecInt bad = {};
@@ -86,20 +88,20 @@ inline Vec rotated(Vec v, std::integer_sequence<int, lane...>) {
   return __builtin_shufflevector(v, v, ((lane + distance) % kLanes)...);
 }
 
-// In every lane what `combine` makes of all of them.
-template <typename Combine>
-inline Vec combine_lanes(Vec v, Combine&& combine) {
+// Reduces all lanes with `op`. Every lane gets the result.
+template <typename Op>
+inline Vec reduce_lanes(Vec v, Op&& op) {
   constexpr std::make_integer_sequence<int, kLanes> kSequence;
-  if constexpr (kLanes > 8) v = combine(v, rotated<kLanes / 2>(v, kSequence));
-  if constexpr (kLanes > 4) v = combine(v, rotated<4>(v, kSequence));
-  v = combine(v, rotated<2>(v, kSequence));
-  return combine(v, rotated<1>(v, kSequence));
+  if constexpr (kLanes > 8) v = op(v, rotated<kLanes / 2>(v, kSequence));
+  if constexpr (kLanes > 4) v = op(v, rotated<4>(v, kSequence));
+  v = op(v, rotated<2>(v, kSequence));
+  return op(v, rotated<1>(v, kSequence));
 }
 
-// --- products ------------------------------------------------------------------------------------
+// --- gemm ----------------------------------------------------------------------------------------
 
 // Strides in words.
-struct Product {
+struct Gemm {
   const float* a;
   int a_stride;
   const float* b;
@@ -109,14 +111,14 @@ struct Product {
   int c_stride;
 };
 
-// The bits as they are: two bf16 may look like a signalling NaN.
+// By its bits: two bfloat16 may look like a signalling NaN.
 inline Vec splat_word(float a) {
   uint32_t bits;
   std::memcpy(&bits, &a, sizeof bits);
   return as_float(VecUint{} + bits);
 }
 
-// sum + the word `a` times every lane of `b`.
+// sum + a * b in every lane. Pairs add both products.
 template <typename T>
 inline Vec multiply_words(Vec b, float a, Vec sum) {
 #if defined(__AVX512BF16__)
@@ -127,8 +129,8 @@ inline Vec multiply_words(Vec b, float a, Vec sum) {
   return fma(b, splat_word(a), sum);
 }
 
-template <typename T, int kVectors, bool kAdds>
-inline void multiply_block(const Product& p, int row, int column) {
+template <typename T, int kVectors, bool kAccumulate>
+inline void gemm_block(const Gemm& p, int row, int column) {
   const float* a = p.a + row * p.a_stride;
   const float* b = p.b + column;
   float* c = p.c + row * p.c_stride + column;
@@ -137,7 +139,7 @@ inline void multiply_block(const Product& p, int row, int column) {
   for (int r = 0; r < kBlockRows; ++r) {
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
-      sums[r][i] = kAdds ? load(c + r * p.c_stride + i * kLanes) : Vec{};
+      sums[r][i] = kAccumulate ? load(c + r * p.c_stride + i * kLanes) : Vec{};
     }
   }
   for (int word = 0; word < p.words; ++word, b += p.b_stride) {
@@ -160,16 +162,16 @@ inline void multiply_block(const Product& p, int row, int column) {
 }
 
 #if defined(__AMX_BF16__)
-// Tile registers 0 .. 3 are C of 2 x 2 (kColumns = 2) or 2 x 1 blocks of 16 x 16, 4 and 5 rows of
-// A, 6 and 7 columns of B.
-template <int kColumns, bool kAdds>
-inline void multiply_tiles(const Product& p, int row, int column) {
+// Tile registers 0 .. 3 hold C: 2 x 2 (kColumns = 2) or 2 x 1 blocks of 16 x 16. Registers 4 and 5
+// hold rows of A, and 6 and 7 columns of B.
+template <int kColumns, bool kAccumulate>
+inline void gemm_amx(const Gemm& p, int row, int column) {
   const float* a = p.a + row * p.a_stride;
   const float* b = p.b + column;
   float* c = p.c + row * p.c_stride + column;
   const int64_t a_bytes = int64_t{4} * p.a_stride, b_bytes = int64_t{4} * p.b_stride;
   const int64_t c_bytes = int64_t{4} * p.c_stride;
-  if constexpr (kAdds) {
+  if constexpr (kAccumulate) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(2, c + 16 * p.c_stride, c_bytes);
     if constexpr (kColumns == 2) {
@@ -202,37 +204,37 @@ inline void multiply_tiles(const Product& p, int row, int column) {
   }
 }
 
-// This thread's tile registers, all of 16 rows of 64 bytes; taken before products of pairs and
-// given back after them. (No destructor does it: that would be code for exceptions, which all
-// levels would share.)
-inline void take_tile_registers() {
+// Configures this thread's tile registers: 16 rows of 64 bytes each. A task calls it before gemm()
+// of pairs and releases the registers afterwards. A destructor cannot do it: its exception tables
+// would be code that all levels share.
+inline void configure_amx_tiles() {
   alignas(64) uint8_t config[64] = {1};  // palette
   for (int tile = 0; tile < 8; ++tile) {
     config[16 + 2 * tile] = 64;
-    config[48 + tile] = kTileRegisterRows;
+    config[48 + tile] = kAmxTileRows;
   }
   asm volatile("" ::: "memory");
   _tile_loadconfig(config);
 }
-inline void release_tile_registers() {
+inline void release_amx_tiles() {
   _tile_release();
 }
 #else
-inline void take_tile_registers() {}
-inline void release_tile_registers() {}
+inline void configure_amx_tiles() {}
+inline void release_amx_tiles() {}
 #endif
 
-// The product of T's words, for `rows` rows and `columns` columns (whole vectors; of pairs, whole
-// 16 words).
-template <typename T, bool kAdds>
-inline void multiply(const Product& p, int rows, int columns) {
+// C = A B, or C += A B if kAccumulate. `columns` is whole vectors. Pairs need words in multiples of
+// 16.
+template <typename T, bool kAccumulate>
+inline void gemm(const Gemm& p, int rows, int columns) {
 #if defined(__AMX_BF16__)
   if constexpr (kPairs<T>) {
-    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
-    for (int row = 0; row < rows; row += 2 * kTileRegisterRows) {
+    asm volatile("" ::: "memory");  // tile loads read memory, which GCC does not know
+    for (int row = 0; row < rows; row += 2 * kAmxTileRows) {
       int column = 0;
-      for (; column + 32 <= columns; column += 32) multiply_tiles<2, kAdds>(p, row, column);
-      if (column < columns) multiply_tiles<1, kAdds>(p, row, column);
+      for (; column + 32 <= columns; column += 32) gemm_amx<2, kAccumulate>(p, row, column);
+      if (column < columns) gemm_amx<1, kAccumulate>(p, row, column);
     }
     return;
   }
@@ -240,11 +242,11 @@ inline void multiply(const Product& p, int rows, int columns) {
   int column = 0;
   for (; column + kBlockVectors * kLanes <= columns; column += kBlockVectors * kLanes) {
     for (int row = 0; row < rows; row += kBlockRows) {
-      multiply_block<T, kBlockVectors, kAdds>(p, row, column);
+      gemm_block<T, kBlockVectors, kAccumulate>(p, row, column);
     }
   }
   for (; column < columns; column += kLanes) {
-    for (int row = 0; row < rows; row += kBlockRows) multiply_block<T, 1, kAdds>(p, row, column);
+    for (int row = 0; row < rows; row += kBlockRows) gemm_block<T, 1, kAccumulate>(p, row, column);
   }
 }
 

@@ -1,4 +1,5 @@
-// The products of one tile of pages with H query heads: scores = K q, then out += V weights.
+// Layout vllm: multiplies a block of pages with H query heads, scores = K q, then out += V p. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/decode_tiles.h"
 #include "cpu/attention/epilogue.h"
@@ -7,25 +8,25 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kMaxFetchSteps = kMaxHeadSize * sizeof(float) / 16;  // chunks of a head
+constexpr int kMaxPrefetchSteps = kMaxHeadSize * sizeof(float) / 16;  // chunks of a head
 #if defined(__AVX512F__)
-constexpr int kAccumulators = 16;  // vectors; half of the registers
+constexpr int kAccumulators = 16;  // vectors: half of the registers
 #else
 constexpr int kAccumulators = 8;
 #endif
 
-// What a loop over `steps` steps, run round after round, fetches of a tile's pages of K or V: each
-// step `bytes` bytes. Neighbouring steps fetch from different pages, so that address translations
-// and rows of DRAM are opened side by side.
-class FetchPlan {
+// The order in which a loop prefetches a block's pages of K or V. The loop has `steps` steps, is
+// run for several rounds, and prefetches `bytes` bytes a step. Neighbouring steps have different
+// pages, so page walks and DRAM row activations overlap.
+class PrefetchOrder {
  public:
   // count and steps are at least 1.
-  FetchPlan(const char* const* pages, int count, int steps, int bytes)
+  PrefetchOrder(const char* const* pages, int count, int steps, int bytes)
       : steps_(steps), end_((count + steps - 1) / steps * steps), bytes_(bytes) {
     if (count < steps) bytes_ *= steps / count;
-    for (int i = 0, page = 0, lap = 0; i < end_; ++i) {
-      from_[i] = pages[page] + lap * bytes;
-      if (++page == count) page = 0, ++lap;
+    for (int i = 0, page = 0, round = 0; i < end_; ++i) {
+      from_[i] = pages[page] + round * bytes;
+      if (++page == count) page = 0, ++round;
     }
   }
 
@@ -40,17 +41,17 @@ class FetchPlan {
 
  private:
   int steps_;
-  int begin_ = 0;  // of this round in from_
+  int begin_ = 0;  // of this round, an index of from_
   int end_;
   int bytes_;
   int64_t offset_ = 0;
-  const char* from_[kMaxFetchSteps + kMaxTilePages];
+  const char* from_[kMaxPrefetchSteps + kMaxBlockPages];
 };
 
 // --- scores --------------------------------------------------------------------------------------
 
-// How many vectors of K are multiplied at once: as many as have registers for H heads, but never
-// past 8 tokens, so that all lie in one page.
+// The number of K vectors that are multiplied at once. It is limited by the registers for H heads,
+// and to 8 tokens, because all must be in one page.
 template <typename T, int H>
 constexpr int key_vectors() {
   using Keys = KeyLanes<T>;
@@ -60,69 +61,69 @@ constexpr int key_vectors() {
   return count;
 }
 
-// The query of H heads, [chunk][part][head][lane], so that the inner loop reads it in order.
+// Packs the query of H heads as [chunk][operand][head][lane], the order of the inner loop.
 //   rows: [H][head_size] floats
 template <typename T, int H>
 inline void pack_query(const float* rows, int head_size, float* packed) {
   using Keys = KeyLanes<T>;
   for (int d = 0; d < head_size; d += Keys::kChunk) {
-    for (int part = 0; part < Keys::kParts; ++part) {
+    for (int operand = 0; operand < Keys::kOperands; ++operand) {
       for (int head = 0; head < H; ++head, packed += Keys::kWidth) {
-        Keys::pack(rows + head * head_size + d, part, packed);
+        Keys::pack(rows + head * head_size + d, operand, packed);
       }
     }
   }
 }
 
-// scores[head][token] = scale * q . k for the tokens of the tile, rounded up to whole vectors; what
-// lies past tile.tokens is of no meaning. Asks for V's pages on the way.
-//   packed: pack_query()'s; scores: [H][kTileTokens]
+// scores[head][token] = scale * q . k for the tokens of the block, rounded up to whole vectors.
+// Scores past block.tokens are undefined. Prefetches the block's V.
+//   packed: pack_query()'s; scores: [H][kMaxBlockTokens]
 template <typename T, int H, bool prefetch>
-inline void score_tile(const Tile& tile, const float* packed, int head_size, int block_size,
-                       float scale, float* scores) {
+inline void score_pages(const PageBlock& block, const float* packed, int head_size, int block_size,
+                        float scale, float* scores) {
   using Keys = KeyLanes<T>;
   constexpr int kVectors = key_vectors<T, H>();
   constexpr int kStep = kVectors * Keys::kTokens;  // tokens at once
-  constexpr int kPacked = Keys::kParts * H * Keys::kWidth;
+  constexpr int kPacked = Keys::kOperands * H * Keys::kWidth;
   static_assert(Keys::kWidth % kVectors == 0);
   const int chunks = head_size / Keys::kChunk;
   const int64_t chunk_stride = static_cast<int64_t>(block_size) * Keys::kChunk;
   const int shift = __builtin_ctz(block_size);
   constexpr int kFetchBytes = kStep * 16;
-  FetchPlan plan(tile.value, tile.pages, chunks, kFetchBytes);
+  PrefetchOrder order(block.value, block.pages, chunks, kFetchBytes);
 
-  for (int first = 0; first < tile.tokens; first += kLanes) {
+  for (int first = 0; first < block.tokens; first += kLanes) {
     Vec sums[H][Keys::kWidth];
     for (int vector = 0; vector < Keys::kWidth; vector += kVectors) {
       const int token = first + vector * Keys::kTokens;
       const int page = token >> shift, slot = token & (block_size - 1);
-      const T* key = reinterpret_cast<const T*>(tile.key[page]) + slot * Keys::kChunk;
+      const T* key = reinterpret_cast<const T*>(block.key[page]) + slot * Keys::kChunk;
       const float* query = packed;
       Vec acc[H][kVectors] = {};
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        typename Keys::Part parts[kVectors][Keys::kParts];
+        typename Keys::Operand operands[kVectors][Keys::kOperands];
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) {
-          Keys::load_parts(key + i * Keys::kTokens * Keys::kChunk, parts[i]);
+          Keys::load_operands(key + i * Keys::kTokens * Keys::kChunk, operands[i]);
         }
 #pragma GCC unroll 4
-        for (int part = 0; part < Keys::kParts; ++part) {
+        for (int operand = 0; operand < Keys::kOperands; ++operand) {
 #pragma GCC unroll 4
           for (int head = 0; head < H; ++head) {
-            const auto q = Keys::query(query + (part * H + head) * Keys::kWidth);
+            const auto q = Keys::query(query + (operand * H + head) * Keys::kWidth);
 #pragma GCC unroll 8
             for (int i = 0; i < kVectors; ++i) {
-              acc[head][i] = Keys::multiply_add(parts[i][part], q, acc[head][i]);
+              acc[head][i] = Keys::multiply_add(operands[i][operand], q, acc[head][i]);
             }
           }
         }
-        if constexpr (prefetch) {  // one at a time: a burst would wait for free line buffers
-          prefetch_span(plan.at(chunk), kFetchBytes);
+        if constexpr (prefetch) {  // one step at a time: a burst would wait for line fill buffers
+          prefetch_span(order.at(chunk), kFetchBytes);
         }
         key += chunk_stride;
         query += kPacked;
       }
-      plan.next_round();
+      order.next_round();
 #pragma GCC unroll 4
       for (int head = 0; head < H; ++head) {
 #pragma GCC unroll 8
@@ -130,25 +131,25 @@ inline void score_tile(const Tile& tile, const float* packed, int head_size, int
       }
     }
     for (int head = 0; head < H; ++head) {
-      store(scores + head * kTileTokens + first, sum_tokens<Keys::kWidth>(sums[head]) * scale);
+      store(scores + head * kMaxBlockTokens + first, sum_tokens<Keys::kWidth>(sums[head]) * scale);
     }
   }
 }
 
 // --- values --------------------------------------------------------------------------------------
 
-// The rows of V that a tile's vectors are loaded from.
+// The addresses in V that a block's vectors are loaded from.
 struct ValueRows {
-  const char* rows[kTileTokens / 4];  // [units][pieces]: dimension 0 of the tokens of a unit
-  int64_t stride;                     // bytes from one dimension to the next
-  int units;
-  const char* tail;  // the last, partly used unit as a copy with zeros, or null
+  const char* rows[kMaxBlockTokens / 4];  // [loads][kPagesPerLoad]: dimension 0 of the tokens
+  int64_t stride;                         // bytes from one dimension to the next
+  int loads;                              // full ones
+  const char* tail;                       // copy_tail()'s copy of the last load, or null
   int64_t tail_stride;
 };
 
-// Copies `count` tokens of every dimension and sets the rest of the unit to zero: whatever lies in
-// unused slots has no influence, not even a NaN.
-template <typename T, int kPieces>
+// Copies the last, partial load of every dimension and zeroes the tokens from `count` on. So unused
+// slots have no influence, even if they hold NaNs.
+template <typename T, int kPagesPerLoad>
 inline void copy_tail(const char* const* rows, int64_t stride, int count, int head_size, char* to) {
   using Values = ValueLanes<T>;
   alignas(64) uint8_t mask[Values::kBytes];
@@ -158,69 +159,68 @@ inline void copy_tail(const char* const* rows, int64_t stride, int count, int he
   const auto keep = load_raw<Raw<Values::kBytes>>(mask);
   for (int d = 0; d < head_size; ++d) {
     store_raw(to + d * Values::kBytes,
-              load_joined<Values::kBytes, kPieces>(rows, d * stride) & keep);
+              load_joined<Values::kBytes, kPagesPerLoad>(rows, d * stride) & keep);
   }
 }
 
-// out[d][head] = out * factor + sum over tokens of V[d][token] * weights[head][token], in blocks of
-// kLanes / H dimensions: one vector of out is [H][kLanes / H]. Asks for the next tile's K on the
-// way.
-//   ahead: the next tile, or this one at the end; weights: [units][kParts][H] vectors,
-//   ValueLanes::pack()ed; factor: lanes as in out
-template <typename T, int H, int kPieces, bool prefetch>
-inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Part* weights,
-                       Vec factor, int head_size, const Tile& ahead, Vec* out) {
+// out[d][head] = out[d][head] * rescale + sum over tokens of V[d][token] * p[head][token]. A vector
+// of out is [H][kLanes / H]. Prefetches K of `ahead`.
+//   probs: [loads][kOperands][H] vectors of ValueLanes::pack(); rescale: in the lanes of out
+//   ahead: the next block, or this one after the last
+template <typename T, int H, int kPagesPerLoad, bool prefetch>
+inline void add_values(const ValueRows& from, const typename ValueLanes<T>::Operand* probs,
+                       Vec rescale, int head_size, const PageBlock& ahead, Vec* out) {
   using Values = ValueLanes<T>;
-  using Part = typename Values::Part;
+  using Operand = typename Values::Operand;
   constexpr int kDims = kLanes / H;
-  const int blocks = (head_size + kDims - 1) / kDims;
-  constexpr int kFetchBytes = kDims * Values::kBytes / kPieces;  // of K, as many as of V
-  const int steps = from.units > 0 ? from.units * kPieces : 1;
-  FetchPlan plan(ahead.key, ahead.pages, steps, kFetchBytes);
+  const int dim_blocks = (head_size + kDims - 1) / kDims;
+  constexpr int kFetchBytes = kDims * Values::kBytes / kPagesPerLoad;  // of K, as many as of V
+  const int steps = from.loads > 0 ? from.loads * kPagesPerLoad : 1;
+  PrefetchOrder order(ahead.key, ahead.pages, steps, kFetchBytes);
 
-  for (int block = 0; block < blocks; ++block) {
+  for (int dim_block = 0; dim_block < dim_blocks; ++dim_block) {
     int64_t offset[kDims], tail_offset[kDims];
 #pragma GCC unroll 16
     for (int i = 0; i < kDims; ++i) {
-      int d = block * kDims + i;
-      if (H < 4 && d >= head_size) d = head_size - 1;  // read again, and not used
+      int d = dim_block * kDims + i;
+      if (H < 4 && d >= head_size) d = head_size - 1;  // a duplicate, not used
       offset[i] = d * from.stride;
       tail_offset[i] = d * from.tail_stride;
     }
     Vec acc[H][kDims] = {};
-    const Part* weight = weights;
+    const Operand* prob = probs;
     const auto add = [&](const auto& raw) {
-      Part parts[kDims][Values::kParts];
+      Operand operands[kDims][Values::kOperands];
 #pragma GCC unroll 16
-      for (int i = 0; i < kDims; ++i) Values::widen(raw(i), parts[i]);
+      for (int i = 0; i < kDims; ++i) Values::upcast(raw(i), operands[i]);
 #pragma GCC unroll 2
-      for (int part = 0; part < Values::kParts; ++part) {
+      for (int operand = 0; operand < Values::kOperands; ++operand) {
 #pragma GCC unroll 4
         for (int head = 0; head < H; ++head) {
-          const Part w = weight[part * H + head];
+          const Operand p = prob[operand * H + head];
 #pragma GCC unroll 16
           for (int i = 0; i < kDims; ++i) {
-            acc[head][i] = Values::multiply_add(parts[i][part], w, acc[head][i]);
+            acc[head][i] = Values::multiply_add(operands[i][operand], p, acc[head][i]);
           }
         }
       }
-      weight += Values::kParts * H;
+      prob += Values::kOperands * H;
     };
-    for (int unit = 0; unit < from.units; ++unit) {
+    for (int load = 0; load < from.loads; ++load) {
       if constexpr (prefetch) {
 #pragma GCC unroll 4
-        for (int i = 0; i < kPieces; ++i) {
-          prefetch_span(plan.at(unit * kPieces + i), kFetchBytes);
+        for (int i = 0; i < kPagesPerLoad; ++i) {
+          prefetch_span(order.at(load * kPagesPerLoad + i), kFetchBytes);
         }
       }
-      const char* const* rows = from.rows + unit * kPieces;
-      add([&](int i) { return load_joined<Values::kBytes, kPieces>(rows, offset[i]); });
+      const char* const* rows = from.rows + load * kPagesPerLoad;
+      add([&](int i) { return load_joined<Values::kBytes, kPagesPerLoad>(rows, offset[i]); });
     }
-    plan.next_round();
+    order.next_round();
     if (from.tail != nullptr) {
       add([&](int i) { return load_joined<Values::kBytes, 1>(&from.tail, tail_offset[i]); });
     }
-    out[block] = fma(out[block], factor, sum_each(&acc[0][0]));
+    out[dim_block] = fma(out[dim_block], rescale, sum_each(&acc[0][0]));
   }
 }
 

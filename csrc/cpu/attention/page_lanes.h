@@ -1,7 +1,8 @@
-// How a page of the cache falls into vectors: which token and which dimension a lane stands for.
-// Layout vllm keeps 16 bytes (a chunk of x dimensions) of a token together in K and the tokens of a
-// dimension together in V, so K is multiplied with lanes over (token, dimension) and V with lanes
-// over tokens. See cpu/base/vec.h for the anonymous namespace.
+// How the elements of a page in layout vllm map to vector lanes, for each cache dtype.
+//   K: 16 bytes (a chunk of x dimensions) of a token are contiguous; lanes are (token, dimension)
+//   V: the tokens of a dimension are contiguous; lanes are tokens
+// A new cache dtype that needs its own conversion specialises KeyLanes and ValueLanes. See
+// cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
 #include "cpu/base/vec.h"
@@ -35,7 +36,7 @@ inline Vec fold_quads(const Vec* v) {
 }
 
 #if defined(__AVX2__)
-// Quads as units: {a0 + a1, (a2 + a3,) b0 + b1 (, b2 + b3)}.
+// Adds neighbouring quads: {a0 + a1, (a2 + a3,) b0 + b1 (, b2 + b3)}.
 inline Vec fold_halves(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88),
@@ -59,8 +60,8 @@ inline Vec sum_each(const Vec* v) {
 #endif
 }
 
-// v[i] holds kLanes / width tokens of `width` lanes each, for `width` vectors: lane t is the sum of
-// token t, tokens counted through the vectors in order.
+// Each of `width` vectors holds kLanes / width tokens with `width` lanes each. Lane t of the result
+// is the sum of token t.
 template <int width>
 inline Vec sum_tokens(const Vec* v) {
   if constexpr (width == kLanes) {
@@ -105,40 +106,40 @@ inline Vec broadcast(const float* from) {
 
 // --- K -------------------------------------------------------------------------------------------
 
-// Products in the order of the source where that was found faster: float and bfloat16.
+// fma(), in source order for float, where that was measured to be faster.
 template <typename T>
 inline Vec multiply_add_as(Vec a, Vec b, Vec c) {
   return std::is_same_v<T, float> ? fma_in_order(a, b, c) : fma(a, b, c);
 }
 
-// One load of K covers kTokens tokens of a chunk, kWidth lanes each, in kParts vectors. pack()
-// brings a chunk of the query into the lanes of one token in one part. Parts are to be multiplied
-// with kScale, which is left to the score's own scale.
+// One load of K covers kTokens tokens of a chunk with kWidth lanes each, in kOperands vectors.
+// pack() arranges a chunk of the query like one token of one operand. Scores must be multiplied
+// with kScale, which the caller folds into the softmax scale.
 template <typename T>
 struct KeyLanes {
   static constexpr float kScale = 1.0f;
   static constexpr int kChunk = 16 / sizeof(T);  // x
   static constexpr int kWidth = kChunk < kLanes ? kChunk : kLanes;
   static constexpr int kTokens = kLanes / kWidth;
-  static constexpr int kParts = kChunk / kWidth;
-  using Part = Vec;
+  static constexpr int kOperands = kChunk / kWidth;
+  using Operand = Vec;
 
-  static void pack(const float* chunk, int part, float* packed) {
-    for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[part * kWidth + lane];
+  static void pack(const float* chunk, int operand, float* packed) {
+    for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[operand * kWidth + lane];
   }
-  static void load_parts(const T* from, Part* parts) {
-    for (int i = 0; i < kParts; ++i) parts[i] = load(from + i * kLanes);
+  static void load_operands(const T* from, Operand* operands) {
+    for (int i = 0; i < kOperands; ++i) operands[i] = load(from + i * kLanes);
   }
-  static Part query(const float* packed) { return broadcast<kWidth>(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Operand query(const float* packed) { return broadcast<kWidth>(packed); }
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return multiply_add_as<T>(key, query, sum);
   }
 };
 
-// bfloat16 in pairs: the even one of a 32-bit word is widened by a shift, the odd one by a mask.
-inline void widen_pairs(VecUint words, Vec* parts) {
-  parts[0] = as_float(words << 16);
-  parts[1] = as_float(words & 0xffff0000u);
+// bfloat16 pairs: a shift upcasts the even element of a 32-bit word, a mask the odd one.
+inline void upcast_pairs(VecUint words, Vec* operands) {
+  operands[0] = as_float(words << 16);
+  operands[1] = as_float(words & 0xffff0000u);
 }
 
 #if !defined(__AVX512BF16__)
@@ -148,17 +149,19 @@ struct KeyLanes<BFloat16> {
   static constexpr int kChunk = 8;
   static constexpr int kWidth = 4;
   static constexpr int kTokens = kLanes / kWidth;
-  static constexpr int kParts = 2;
-  using Part = Vec;
+  static constexpr int kOperands = 2;
+  using Operand = Vec;
 
-  static void pack(const float* chunk, int part, float* packed) {
-    for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[2 * lane + part];
+  static void pack(const float* chunk, int operand, float* packed) {
+    for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[2 * lane + operand];
   }
-  static void load_parts(const BFloat16* from, Part* parts) {
-    widen_pairs(load_raw<VecUint>(from), parts);
+  static void load_operands(const BFloat16* from, Operand* operands) {
+    upcast_pairs(load_raw<VecUint>(from), operands);
   }
-  static Part query(const float* packed) { return broadcast<kWidth>(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) { return fma_in_order(key, query, sum); }
+  static Operand query(const float* packed) { return broadcast<kWidth>(packed); }
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
+    return fma_in_order(key, query, sum);
+  }
 };
 #else
 // Dot products of bfloat16 pairs. The packed query holds a pair in the bits of one float.
@@ -168,40 +171,42 @@ struct KeyLanes<BFloat16> {
   static constexpr int kChunk = 8;
   static constexpr int kWidth = 4;
   static constexpr int kTokens = 4;
-  static constexpr int kParts = 1;
-  using Part = __m512i;
+  static constexpr int kOperands = 1;
+  using Operand = __m512i;
 
   static void pack(const float* chunk, int, float* packed) {  // exact: the query was bfloat16
     BFloat16 row[kLanes];
     store(row, load_partial(chunk, kChunk));
     store_raw(packed, load_raw<__m128i>(row));
   }
-  static void load_parts(const BFloat16* from, Part* parts) { parts[0] = _mm512_loadu_si512(from); }
-  static Part query(const float* packed) {
+  static void load_operands(const BFloat16* from, Operand* operands) {
+    operands[0] = _mm512_loadu_si512(from);
+  }
+  static Operand query(const float* packed) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
   }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)query);
   }
 };
 #endif
 
 #if defined(__AVX2__)
-// 16 elements of 8 bits by way of fp16, without cpu/base/fp8.h's final scaling.
+// 16 fp8 elements to fp16 bits, without the final scaling of cpu/base/fp8.h.
 template <typename T>
-struct WideFp8;
+struct Fp8ToHalf;
 template <>
-struct WideFp8<Fp8E5M2> {
+struct Fp8ToHalf<Fp8E5M2> {
   static constexpr float kScale = 1.0f;
   static __m256i half_bits(__m128i bytes) {  // the upper byte of an fp16
     return _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
   }
 };
 template <>
-struct WideFp8<Fp8E4M3> {
-  static constexpr float kScale = 256.0f;  // between the exponents' biases, 15 and 7
+struct Fp8ToHalf<Fp8E4M3> {
+  static constexpr float kScale = 256.0f;  // 2^(15 - 7), from the exponent biases
   static __m256i half_bits(__m128i bytes) {
-    // The sign fills the upper byte, so that one shift brings sign, exponent and mantissa home.
+    // The sign fills the upper byte, so one shift places sign, exponent and mantissa.
     const __m256i keep = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
     const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), keep);
     const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
@@ -210,33 +215,33 @@ struct WideFp8<Fp8E4M3> {
 };
 
 template <typename T>
-inline void widen_fp8(__m128i bytes, Vec* parts) {
-  const __m256i bits = WideFp8<T>::half_bits(bytes);
+inline void upcast_fp8(__m128i bytes, Vec* operands) {
+  const __m256i bits = Fp8ToHalf<T>::half_bits(bytes);
 #if defined(__AVX512F__)
-  parts[0] = (Vec)_mm512_cvtph_ps(bits);
+  operands[0] = (Vec)_mm512_cvtph_ps(bits);
 #else
-  parts[0] = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
-  parts[1] = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+  operands[0] = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+  operands[1] = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
 #endif
 }
 
 template <typename T>
 struct Fp8KeyLanes {
-  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr float kScale = Fp8ToHalf<T>::kScale;
   static constexpr int kChunk = 16;
   static constexpr int kWidth = kLanes;
   static constexpr int kTokens = 1;
-  static constexpr int kParts = 16 / kLanes;
-  using Part = Vec;
+  static constexpr int kOperands = 16 / kLanes;
+  using Operand = Vec;
 
-  static void pack(const float* chunk, int part, float* packed) {
-    store(packed, load(chunk + part * kLanes));
+  static void pack(const float* chunk, int operand, float* packed) {
+    store(packed, load(chunk + operand * kLanes));
   }
-  static void load_parts(const T* from, Part* parts) {
-    widen_fp8<T>(load_raw<__m128i>(from), parts);
+  static void load_operands(const T* from, Operand* operands) {
+    upcast_fp8<T>(load_raw<__m128i>(from), operands);
   }
-  static Part query(const float* packed) { return load(packed); }
-  static Vec multiply_add(Part key, Part query, Vec sum) { return fma(key, query, sum); }
+  static Operand query(const float* packed) { return load(packed); }
+  static Vec multiply_add(Operand key, Operand query, Vec sum) { return fma(key, query, sum); }
 };
 template <>
 struct KeyLanes<Fp8E4M3> : Fp8KeyLanes<Fp8E4M3> {};
@@ -246,7 +251,7 @@ struct KeyLanes<Fp8E5M2> : Fp8KeyLanes<Fp8E5M2> {};
 
 // --- V -------------------------------------------------------------------------------------------
 
-// A vector of so many bytes. (GCC drops a vector_size that depends on a template parameter.)
+// A vector of `bytes` bytes. GCC ignores a vector_size that depends on a template parameter.
 template <int bytes>
 struct RawVector;
 #define VLLM_KERNELS_RAW_VECTOR(bytes)                         \
@@ -273,37 +278,36 @@ inline Raw<64> join(Raw<32> low, Raw<32> high) {
   return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// `bytes` bytes of V's tokens, put together from the rows of 1, 2 or 4 pages.
-template <int bytes, int pieces>
+// `bytes` bytes of V's tokens, joined from 1, 2 or 4 pages.
+template <int bytes, int pages>
 inline Raw<bytes> load_joined(const char* const* rows, int64_t offset) {
-  if constexpr (pieces == 1) {
+  if constexpr (pages == 1) {
     return load_raw<Raw<bytes>>(rows[0] + offset);
   } else {
-    return join(load_joined<bytes / 2, pieces / 2>(rows, offset),
-                load_joined<bytes / 2, pieces / 2>(rows + pieces / 2, offset));
+    return join(load_joined<bytes / 2, pages / 2>(rows, offset),
+                load_joined<bytes / 2, pages / 2>(rows + pages / 2, offset));
   }
 }
 
-// One load of V covers kTokens tokens of one dimension in kParts vectors. pack() brings kTokens
-// weights, in the order of the tokens, into the same lanes. Results are to be multiplied with
-// kScale.
+// One load of V covers kTokens tokens of one dimension in kOperands vectors. pack() arranges p of
+// kTokens tokens in the same lanes. Results must be multiplied with kScale.
 template <typename T>
 struct ValueLanes {
   static constexpr float kScale = 1.0f;
   static constexpr int kTokens = kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
   static constexpr int kBytes = kTokens * sizeof(T);
-  using Part = Vec;
+  using Operand = Vec;
 
-  static void widen(Raw<kBytes> raw, Part* parts) {
+  static void upcast(Raw<kBytes> raw, Operand* operands) {
     T elements[kLanes];
     store_raw(elements, raw);
-    parts[0] = load(elements);
+    operands[0] = load(elements);
   }
-  static void pack(const Vec* weights, Part* parts) { parts[0] = weights[0]; }
-  static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) {
-    return multiply_add_as<T>(value, weight, sum);
+  static void pack(const Vec* probs, Operand* operands) { operands[0] = probs[0]; }
+  static Vec round(Vec prob) { return prob; }
+  static Vec multiply_add(Operand value, Operand prob, Vec sum) {
+    return multiply_add_as<T>(value, prob, sum);
   }
 };
 
@@ -312,48 +316,48 @@ template <>
 struct ValueLanes<BFloat16> {
   static constexpr float kScale = 1.0f;
   static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kParts = 2;
+  static constexpr int kOperands = 2;
   static constexpr int kBytes = 2 * kTokens;
-  using Part = Vec;
+  using Operand = Vec;
 
-  static void widen(Raw<kBytes> raw, Part* parts) { widen_pairs((VecUint)raw, parts); }
-  static void pack(const Vec* weights, Part* parts) {
-    const Vec a = weights[0], b = weights[1];
+  static void upcast(Raw<kBytes> raw, Operand* operands) { upcast_pairs((VecUint)raw, operands); }
+  static void pack(const Vec* probs, Operand* operands) {
+    const Vec a = probs[0], b = probs[1];
 #if defined(__AVX512F__)
-    parts[0] =
+    operands[0] =
         __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    parts[1] =
+    operands[1] =
         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX2__)
-    parts[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-    parts[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    operands[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+    operands[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
-    parts[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6);
-    parts[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+    operands[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    operands[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7);
 #endif
   }
-  static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) {
-    return fma_in_order(value, weight, sum);
+  static Vec round(Vec prob) { return prob; }
+  static Vec multiply_add(Operand value, Operand prob, Vec sum) {
+    return fma_in_order(value, prob, sum);
   }
 };
 #else
-// Weights are rounded to bfloat16, and summed as rounded, so that the result stays a mean.
+// p is rounded to bfloat16. row_sum adds the rounded values, so the weights of V add up to 1.
 template <>
 struct ValueLanes<BFloat16> {
   static constexpr float kScale = 1.0f;
   static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
   static constexpr int kBytes = 2 * kTokens;
-  using Part = __m512i;
+  using Operand = __m512i;
 
-  static void widen(Raw<kBytes> raw, Part* parts) { parts[0] = (__m512i)raw; }
-  static void pack(const Vec* weights, Part* parts) {
-    parts[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+  static void upcast(Raw<kBytes> raw, Operand* operands) { operands[0] = (__m512i)raw; }
+  static void pack(const Vec* probs, Operand* operands) {
+    operands[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)probs[1], (__m512)probs[0]);
   }
-  static Vec round(Vec weight) { return round_to<BFloat16>(weight); }
-  static Vec multiply_add(Part value, Part weight, Vec sum) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)value, (__m512bh)weight);
+  static Vec round(Vec prob) { return round_to<BFloat16>(prob); }
+  static Vec multiply_add(Operand value, Operand prob, Vec sum) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)value, (__m512bh)prob);
   }
 };
 #endif
@@ -361,18 +365,18 @@ struct ValueLanes<BFloat16> {
 #if defined(__AVX2__)
 template <typename T>
 struct Fp8ValueLanes {
-  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr float kScale = Fp8ToHalf<T>::kScale;
   static constexpr int kTokens = 16;
-  static constexpr int kParts = 16 / kLanes;
+  static constexpr int kOperands = 16 / kLanes;
   static constexpr int kBytes = 16;
-  using Part = Vec;
+  using Operand = Vec;
 
-  static void widen(Raw<kBytes> raw, Part* parts) { widen_fp8<T>((__m128i)raw, parts); }
-  static void pack(const Vec* weights, Part* parts) {
-    for (int i = 0; i < kParts; ++i) parts[i] = weights[i];
+  static void upcast(Raw<kBytes> raw, Operand* operands) { upcast_fp8<T>((__m128i)raw, operands); }
+  static void pack(const Vec* probs, Operand* operands) {
+    for (int i = 0; i < kOperands; ++i) operands[i] = probs[i];
   }
-  static Vec round(Vec weight) { return weight; }
-  static Vec multiply_add(Part value, Part weight, Vec sum) { return fma(value, weight, sum); }
+  static Vec round(Vec prob) { return prob; }
+  static Vec multiply_add(Operand value, Operand prob, Vec sum) { return fma(value, prob, sum); }
 };
 template <>
 struct ValueLanes<Fp8E4M3> : Fp8ValueLanes<Fp8E4M3> {};

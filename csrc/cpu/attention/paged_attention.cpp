@@ -1,7 +1,17 @@
-// Attention of any query tokens to pages of any layout, or to contiguous keys, with an online
-// softmax over pieces of kPieceTokens tokens. For tiles of many rows a piece's K, then its V, is
-// packed once and multiplied in blocks (bf16 as bf16 where there are products of it). For few rows
-// it is widened to floats once in layout vllm, else once for every 4 of them, from where it lies.
+// The general attention kernel: any number of query tokens, windows and masks, pages of any layout
+// or contiguous keys.
+//   query, out [num_tokens, num_heads, head_size]; K and V in pages (ops/paged_kv.h), or
+//   [rows, num_kv_heads, head_size]
+//
+// paged_attention.h tells how a call is cut into tasks. A task walks over the KV range of each work
+// tile in blocks of kKvBlockTokens tokens, with an online softmax. It has three ways to multiply:
+//   packed      at least kMinPackedRows rows: packs K, then V, for packed_gemm.h
+//   token rows  few rows in NHD, HND or contiguous keys: multiplies in place, by row_dot.h
+//   upcast      few rows in layout vllm: upcasts a KV block to floats, then multiplies
+// Packed bfloat16 stays bfloat16 where the level has dot products of it.
+//
+// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, which
+// paged_attention_combine.cpp combines in a second launch.
 #include "cpu/attention/paged_attention.h"
 
 #include "cpu/attention/epilogue.h"
@@ -16,8 +26,8 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kManyRows = 12;  // of a tile, from which packing pays
-constexpr int kRowBuffers = kTileRows + kMostBlockRows;
+constexpr int kMinPackedRows = 12;  // of a tile; for fewer rows packing costs more than it gains
+constexpr int kRowBuffers = kWorkTileRows + kMaxBlockRows;
 
 inline Vec lane_numbers() {
   Vec lanes;
@@ -27,380 +37,367 @@ inline Vec lane_numbers() {
 
 // One task's state, about 1.1 MiB of stack.
 template <typename Cache>
-class GeneralAttention {
-  static constexpr int kPieceWords = AttentionPieces<Cache>::kWords;
-  static constexpr int kWeightStride = kPieceWords;  // of rows of weights, packed
-  static constexpr int kPieceVectors = kPieceTokens / kLanes;
+class PagedAttentionTask {
+  static constexpr int kKvBlockWords = KvBlockLoader<Cache>::kWords;
+  static constexpr int kProbStride = kKvBlockWords;  // between packed rows of p
+  static constexpr int kKvBlockVectors = kKvBlockTokens / kLanes;
 
  public:
-  GeneralAttention(const GeneralAttentionWork& work, int64_t task)
-      : work_(work),
-        p_(work.params),
-        kv_(work.params.kv),
+  PagedAttentionTask(const PagedAttentionPlan& plan, int64_t task)
+      : plan_(plan),
+        p_(plan.params),
+        kv_(plan.params.kv),
         task_(task),
         head_size_(kv_.head_size),
-        pieces_(work.params),
-        stride_(pieces_.stride) {}
+        loader_(plan.params),
+        stride_(loader_.stride) {}
 
   void run() {
-    const int64_t begin = work_.first_unit(task_), end = work_.first_unit(task_ + 1);
-    for_each_tile(work_, begin, end, [&](const AttentionTile& tile) { run(tile, begin, end); });
+    const int64_t begin = plan_.first_grain(task_), end = plan_.first_grain(task_ + 1);
+    for_each_work_tile(plan_, begin, end, [&](const WorkTile& tile) { run(tile, begin, end); });
   }
 
  private:
-  void run(const AttentionTile& tile, int64_t begin, int64_t end) {
-    const bool starts = tile.first_unit >= begin, ends = tile.first_unit + tile.units <= end;
-    const int64_t skipped = starts ? 0 : begin - tile.first_unit;
-    const int64_t first = tile.begin + skipped * work_.unit_tokens;
-    const int64_t last = ends ? tile.end : tile.begin + (end - tile.first_unit) * work_.unit_tokens;
+  void run(const WorkTile& tile, int64_t begin, int64_t end) {
+    const bool starts = tile.first_grain >= begin, ends = tile.first_grain + tile.num_grains <= end;
+    const int64_t skipped = starts ? 0 : begin - tile.first_grain;
+    const int64_t first = tile.begin + skipped * plan_.grain_tokens;
+    const int64_t last =
+        ends ? tile.end : tile.begin + (end - tile.first_grain) * plan_.grain_tokens;
     begin_tile(tile);
-    if (!many_rows_) {
-      pieces_.template prefetch<true>(
-          tile, {.first = static_cast<int32_t>(first), .count = piece_size(last - first)});
+    if (!packed_) {
+      loader_.template prefetch<true>(
+          tile, {.first = static_cast<int32_t>(first), .count = kv_block_size(last - first)});
     }
-    for (int64_t token = first; token < last; token += kPieceTokens) {
-      const int64_t next = token + kPieceTokens;
-      add_piece(tile, {.first = static_cast<int32_t>(token), .count = piece_size(last - token)},
-                {.first = static_cast<int32_t>(next), .count = piece_size(last - next)});
+    for (int64_t token = first; token < last; token += kKvBlockTokens) {
+      const int64_t next = token + kKvBlockTokens;
+      add_kv_block(tile,
+                   {.first = static_cast<int32_t>(token), .count = kv_block_size(last - token)},
+                   {.first = static_cast<int32_t>(next), .count = kv_block_size(last - next)});
     }
     const int rows = tile.queries * tile.heads;
     if (starts && ends) {
       for (int row = 0; row < rows; ++row) {
-        finish(p_, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
-               {.maximum = maximum_[row], .sum = sum_[row], .values = out_ + row * stride_});
+        epilogue(p_, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
+                 {.row_max = row_max_[row], .row_sum = row_sum_[row], .acc = out_ + row * stride_});
       }
     } else {
-      float* slot = work_.partials + (2 * task_ + (starts ? 1 : 0)) * work_.partial_size();
-      for (int row = 0; row < rows; ++row, slot += head_size_ + 2) {
-        slot[0] = sum_[row];
-        slot[1] = maximum_[row];
-        for (int d = 0; d < head_size_; ++d) slot[2 + d] = out_[row * stride_ + d];
+      float* partial = plan_.partials + (2 * task_ + (starts ? 1 : 0)) * plan_.partial_size();
+      for (int row = 0; row < rows; ++row, partial += head_size_ + 2) {
+        partial[0] = row_sum_[row];
+        partial[1] = row_max_[row];
+        for (int d = 0; d < head_size_; ++d) partial[2 + d] = out_[row * stride_ + d];
       }
     }
   }
 
-  void begin_tile(const AttentionTile& tile) {
+  void begin_tile(const WorkTile& tile) {
     const int rows = tile.queries * tile.heads;
-    many_rows_ = rows >= kManyRows;
-    pieces_.begin_tile(many_rows_);
-    const int words = pieces_.words;
+    packed_ = rows >= kMinPackedRows;
+    loader_.begin_tile(packed_);
+    const int words = loader_.words;
     dispatch_float(p_.dtype, [&](auto tag) {
       for (int row = 0; row < rows; ++row) {
         const int64_t token = tile.first_token + row / tile.heads;
         const int64_t head = tile.first_head + row % tile.heads;
-        pieces_.copy_row(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
+        loader_.copy_row(static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
                              head * head_size_,
                          query_ + row * words);
       }
     });
     for (int row = 0; row < rows; ++row) {
-      sum_[row] = 0.0f;
-      maximum_[row] = -kInfinity;
+      row_sum_[row] = 0.0f;
+      row_max_[row] = -kInfinity;
     }
-    const int blocks = many_rows_ ? rows + kMostBlockRows : rows;  // whole ones
-    for (int i = rows * words; i < blocks * words; ++i) query_[i] = 0.0f;
-    for (int i = 0; i < blocks * stride_; ++i) out_[i] = 0.0f;
+    const int buffer_rows = packed_ ? rows + kMaxBlockRows : rows;  // whole gemm blocks
+    for (int i = rows * words; i < buffer_rows * words; ++i) query_[i] = 0.0f;
+    for (int i = 0; i < buffer_rows * stride_; ++i) out_[i] = 0.0f;
     score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
   }
 
-  // While one of K and V is multiplied, what comes next is fetched.
-  void add_piece(const AttentionTile& tile, Piece piece, Piece next) {
-    if (many_rows_) return add_piece_in_blocks(tile, piece, next);
-    if (kv_.layout != KvLayout::kVllm) return add_piece_in_rows(tile, piece, next);
-    pieces_.template prefetch<false>(tile, piece);
-    pieces_.widen_keys(tile, piece.first, piece.count);
+  // Prefetches V while K is multiplied, and the next K while V is multiplied.
+  void add_kv_block(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
+    if (packed_) return add_kv_block_packed(tile, kv_block, next);
+    if (kv_.layout != KvLayout::kVllm) return add_kv_block_token_rows(tile, kv_block, next);
+    loader_.template prefetch<false>(tile, kv_block);
+    loader_.upcast_keys(tile, kv_block.first, kv_block.count);
     for (int query = 0; query < tile.queries; ++query) {
-      see_piece(tile, query, piece.first, piece.count);
+      set_visible(tile, query, kv_block.first, kv_block.count);
       for (int head = 0; head < tile.heads; ++head) {
-        if (sees_any(query)) score_row(tile, query, head, piece.first);
+        if (any_visible(query)) score_row(tile, query, head, kv_block.first);
       }
     }
-    pieces_.template prefetch<true>(tile, next);
-    pieces_.widen_values(tile, piece.first, piece.count);
+    loader_.template prefetch<true>(tile, next);
+    loader_.upcast_values(tile, kv_block.first, kv_block.count);
     for (int query = 0; query < tile.queries; ++query) {
-      if (!sees_any(query)) continue;
+      if (!any_visible(query)) continue;
       for (int head = 0; head < tile.heads; ++head) {
-        add_columns(query * tile.heads + head, seen_[query]);
+        add_columns(query * tile.heads + head, visible_[query]);
       }
     }
   }
 
-  void add_piece_in_rows(const AttentionTile& tile, Piece piece, Piece next) {
+  void add_kv_block_token_rows(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
     const int rows = tile.queries * tile.heads;
-    Seen any = {.begin = kPieceTokens, .end = 0};  // by any query
-    bool all_alike = true;
+    VisibleRange any = {.begin = kKvBlockTokens, .end = 0};  // by any query
+    bool same_visible = true;
     for (int query = 0; query < tile.queries; ++query) {
-      see_piece(tile, query, piece.first, piece.count);
-      const Seen seen = seen_[query];
-      all_alike = all_alike && seen.begin == seen_[0].begin && seen.end == seen_[0].end;
-      if (seen.begin >= seen.end) continue;
-      any = {.begin = smaller(any.begin, seen.begin), .end = larger(any.end, seen.end)};
+      set_visible(tile, query, kv_block.first, kv_block.count);
+      const VisibleRange visible = visible_[query];
+      same_visible =
+          same_visible && visible.begin == visible_[0].begin && visible.end == visible_[0].end;
+      if (visible.begin >= visible.end) continue;
+      any = {.begin = min_int32(any.begin, visible.begin), .end = max_int32(any.end, visible.end)};
     }
-    pieces_.template find_rows<true>(tile, piece, keys_);
-    pieces_.template find_rows<false>(tile, piece, values_);
-    pieces_.template find_rows<true>(tile, next, next_keys_);
+    loader_.template row_pointers<true>(tile, kv_block, keys_);
+    loader_.template row_pointers<false>(tile, kv_block, values_);
+    loader_.template row_pointers<true>(tile, next, next_keys_);
     const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
-    LineFetch values(values_, piece.count, bytes), next_keys(next_keys_, next.count, bytes);
+    LinePrefetcher values(values_, kv_block.count, bytes), next_keys(next_keys_, next.count, bytes);
     const int begin = any.begin / kLanes * kLanes;
-    for_row_blocks(0, rows, [&](auto block, auto fetches, int row) {
-      score_token_rows<FloatTokenLanes<Cache>, block, fetches>(
+    for_row_blocks(0, rows, [&](auto num_rows, auto prefetches, int row) {
+      score_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
           keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
-          values, weights_ + row * kPieceTokens + begin, kPieceTokens);
+          values, probs_ + row * kKvBlockTokens + begin, kKvBlockTokens);
     });
-    values.rest();
+    values.finish();
     for (int row = 0; row < rows; ++row) {
       const int query = row / tile.heads;
-      if (sees_any(query)) weigh_row(tile, query, row % tile.heads, piece.first);
+      if (any_visible(query)) softmax_row(tile, query, row % tile.heads, kv_block.first);
     }
-    const int together = all_alike ? rows : tile.heads;
-    for (int first = 0; first < rows; first += together) {
-      const Seen seen = seen_[first / tile.heads];
-      if (seen.begin >= seen.end) continue;
-      for_row_blocks(first, first + together, [&](auto block, auto fetches, int row) {
-        add_token_rows<FloatTokenLanes<Cache>, block, fetches>(
-            values_ + seen.begin, 0, seen.end - seen.begin, head_size_,
-            weights_ + row * kPieceTokens + seen.begin, kPieceTokens, decay_ + row, next_keys,
-            out_ + row * stride_, stride_);
+    const int step = same_visible ? rows : tile.heads;
+    for (int first = 0; first < rows; first += step) {
+      const VisibleRange visible = visible_[first / tile.heads];
+      if (visible.begin >= visible.end) continue;
+      for_row_blocks(first, first + step, [&](auto num_rows, auto prefetches, int row) {
+        add_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
+            values_ + visible.begin, 0, visible.end - visible.begin, head_size_,
+            probs_ + row * kKvBlockTokens + visible.begin, kKvBlockTokens, rescale_ + row,
+            next_keys, out_ + row * stride_, stride_);
       });
     }
-    next_keys.rest();
+    next_keys.finish();
   }
 
-  // Calls body(integral_constant of 4, 2 or 1 rows, whether they are the first, row) for blocks
-  // that cover the rows.
-  template <typename Body>
-  static void for_row_blocks(int begin, int end, Body&& body) {
-    const auto of = [&](auto block, int row) {
-      if (row == 0) {
-        body(block, std::true_type{}, row);
-      } else {
-        body(block, std::false_type{}, row);
-      }
-    };
-    int row = begin;
-    for (; row + 4 <= end; row += 4) of(std::integral_constant<int, 4>{}, row);
-    if (row + 2 <= end) {
-      of(std::integral_constant<int, 2>{}, row);
-      row += 2;
-    }
-    if (row < end) of(std::integral_constant<int, 1>{}, row);
-  }
-
-  void add_piece_in_blocks(const AttentionTile& tile, Piece piece, Piece next) {
+  void add_kv_block_packed(const WorkTile& tile, KvBlock kv_block, KvBlock next) {
     const int rows = tile.queries * tile.heads;
-    pieces_.template prefetch<false>(tile, piece);
-    pieces_.pack_keys(tile, piece);
-    multiply<Cache, false>({.a = query_,
-                            .a_stride = pieces_.words,
-                            .b = pieces_.packed,
-                            .b_stride = kPieceTokens,
-                            .words = pieces_.words,
-                            .c = weights_,
-                            .c_stride = kPieceTokens},
-                           rows, kPieceTokens);
-    bool all_see_all = true;
+    loader_.template prefetch<false>(tile, kv_block);
+    loader_.pack_keys(tile, kv_block);
+    gemm<Cache, false>({.a = query_,
+                        .a_stride = loader_.words,
+                        .b = loader_.packed,
+                        .b_stride = kKvBlockTokens,
+                        .words = loader_.words,
+                        .c = probs_,
+                        .c_stride = kKvBlockTokens},
+                       rows, kKvBlockTokens);
+    bool all_visible = true;
     for (int query = 0; query < tile.queries; ++query) {
-      see_piece(tile, query, piece.first, piece.count);
-      all_see_all = all_see_all && seen_[query].begin <= 0 && seen_[query].end == piece.count;
+      set_visible(tile, query, kv_block.first, kv_block.count);
+      all_visible =
+          all_visible && visible_[query].begin <= 0 && visible_[query].end == kv_block.count;
       for (int head = 0; head < tile.heads; ++head) {
-        weigh_in_blocks(tile, query, head, piece.first);
+        softmax_packed_row(tile, query, head, kv_block.first);
       }
     }
-    pieces_.template prefetch<true>(tile, next);
-    pieces_.pack_values(tile, piece);
+    loader_.template prefetch<true>(tile, next);
+    loader_.pack_values(tile, kv_block);
     for (int row = 0; row < rows; ++row) {
-      if (decay_[row] == 1.0f) continue;
+      if (rescale_[row] == 1.0f) continue;
       float* out = out_ + row * stride_;
-      for (int d = 0; d < stride_; d += kLanes) store(out + d, load(out + d) * decay_[row]);
+      for (int d = 0; d < stride_; d += kLanes) store(out + d, load(out + d) * rescale_[row]);
     }
-    if (all_see_all || all_finite<Cache>(pieces_.wide, kPieceWords * stride_)) {
-      add_weighted(rows, pieces_.wide, weights_, out_);
+    if (all_visible || all_finite<Cache>(loader_.staged, kKvBlockWords * stride_)) {
+      add_pv(rows, loader_.staged, probs_, out_);
     } else {
-      add_only_seen(tile);
+      add_pv_visible(tile);
     }
   }
 
-  // out += weights V, of the packed values of a piece.
-  void add_weighted(int rows, const float* values, const float* weights, float* out) const {
-    multiply<Cache, true>({.a = weights,
-                           .a_stride = kWeightStride,
-                           .b = values,
-                           .b_stride = stride_,
-                           .words = kPieceWords,
-                           .c = out,
-                           .c_stride = stride_},
-                          rows, stride_);
+  // out += P V for the packed V of a KV block.
+  void add_pv(int rows, const float* values, const float* probs, float* out) const {
+    gemm<Cache, true>({.a = probs,
+                       .a_stride = kProbStride,
+                       .b = values,
+                       .b_stride = stride_,
+                       .words = kKvBlockWords,
+                       .c = out,
+                       .c_stride = stride_},
+                      rows, stride_);
   }
 
-  // The same where 0 * V may be NaN: query by query, with zeros for what it does not see.
-  void add_only_seen(const AttentionTile& tile) {
+  // The same where V has infinities or NaNs, since 0 * V would be NaN. Handles each query token by
+  // itself and zeroes the V that is not visible to it.
+  void add_pv_visible(const WorkTile& tile) {
     constexpr int kRows = 24;
-    alignas(64) float out[(kRows + kMostBlockRows) * kMaxHeadSize];
+    alignas(64) float out[(kRows + kMaxBlockRows) * kMaxHeadSize];
     for (int query = 0; query < tile.queries; ++query) {
-      const Seen seen = seen_[query];
-      if (seen.begin >= seen.end) continue;
-      for (int word = 0; word < kPieceWords; ++word) {
-        const uint32_t keep = word_mask(word, seen);
+      const VisibleRange visible = visible_[query];
+      if (visible.begin >= visible.end) continue;
+      for (int word = 0; word < kKvBlockWords; ++word) {
+        const uint32_t keep = word_mask(word, visible);
         for (int d = 0; d < stride_; d += kLanes) {
-          const VecUint bits = as_bits(load(pieces_.wide + word * stride_ + d)) & keep;
-          store(pieces_.packed + word * stride_ + d, as_float(bits));
+          const VecUint bits = as_bits(load(loader_.staged + word * stride_ + d)) & keep;
+          store(loader_.packed + word * stride_ + d, as_float(bits));
         }
       }
       const int first = query * tile.heads, end = first + tile.heads;
       for (int row = first; row < end; row += kRows) {
-        const int rows = smaller(kRows, end - row);
+        const int rows = min_int32(kRows, end - row);
         std::memcpy(out, out_ + row * stride_, sizeof(float) * rows * stride_);
-        add_weighted(rows, pieces_.packed, weights_ + row * kWeightStride, out);
+        add_pv(rows, loader_.packed, probs_ + row * kProbStride, out);
         std::memcpy(out_ + row * stride_, out, sizeof(float) * rows * stride_);
       }
     }
   }
 
-  struct Seen {
-    int begin, end;  // tokens of the piece
+  struct VisibleRange {
+    int begin, end;  // tokens of the KV block
   };
 
-  // The bits of word `word` of packed values that belong to tokens of `seen`.
-  static uint32_t word_mask(int word, Seen seen) {
-    const auto sees = [&](int token) { return token >= seen.begin && token < seen.end; };
-    if constexpr (!kPairs<Cache>) return sees(word) ? ~0u : 0u;
-    return (sees(2 * word) ? 0xffffu : 0u) | (sees(2 * word + 1) ? 0xffff0000u : 0u);
+  // A mask of the bits of a packed V word that belong to visible tokens.
+  static uint32_t word_mask(int word, VisibleRange visible) {
+    const auto is_visible = [&](int token) {
+      return token >= visible.begin && token < visible.end;
+    };
+    if constexpr (!kPairs<Cache>) return is_visible(word) ? ~0u : 0u;
+    return (is_visible(2 * word) ? 0xffffu : 0u) | (is_visible(2 * word + 1) ? 0xffff0000u : 0u);
   }
 
-  bool sees_any(int query) const { return seen_[query].begin < seen_[query].end; }
+  bool any_visible(int query) const { return visible_[query].begin < visible_[query].end; }
 
-  void see_piece(const AttentionTile& tile, int query, int32_t first, int count) {
+  void set_visible(const WorkTile& tile, int query, int32_t first, int count) {
     const int64_t position = tile.first_position + query;
-    const VisibleTokens seen = visible_tokens(p_, position, position, tile.keys.count);
-    const int begin = seen.begin - first, end = seen.end - first;
-    seen_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
+    const VisibleTokens visible = visible_tokens(p_, position, position, tile.keys.count);
+    const int begin = visible.begin - first, end = visible.end - first;
+    visible_[query] = {.begin = begin > 0 ? begin : 0, .end = end < count ? end : count};
   }
 
-  // --- scores and weights
+  // --- scores and softmax
 
-  void score_row(const AttentionTile& tile, int query, int head, int32_t first) {
+  void score_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
-    const Seen seen = seen_[query];
-    float* weights = weights_ + row * kPieceTokens;
-    for (int token = seen.begin / kLanes * kLanes; token < seen.end; token += kLanes) {
-      store(weights + token, dot(query_ + row * stride_, token));
+    const VisibleRange visible = visible_[query];
+    float* probs = probs_ + row * kKvBlockTokens;
+    for (int token = visible.begin / kLanes * kLanes; token < visible.end; token += kLanes) {
+      store(probs + token, dot(query_ + row * stride_, token));
     }
-    weigh_row(tile, query, head, first);
+    softmax_row(tile, query, head, first);
   }
 
-  // The same of scores in weights_, but of a whole piece, and as words to multiply with.
-  void weigh_in_blocks(const AttentionTile& tile, int query, int head, int32_t first) {
+  // The softmax of scores in probs_, for the packed GEMM: a whole KV block, p as packed words.
+  void softmax_packed_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
-    const Seen seen = seen_[query];
-    float* weights = weights_ + row * kPieceTokens;
-    const bool any = seen.begin < seen.end;
-    if (seen.begin == 0 && seen.end == kPieceTokens && plain_scores_) {
-      return weigh_plain_row(row);
+    const VisibleRange visible = visible_[query];
+    float* probs = probs_ + row * kKvBlockTokens;
+    const bool any = visible.begin < visible.end;
+    if (visible.begin == 0 && visible.end == kKvBlockTokens && plain_scores_) {
+      return softmax_full_row(row);
     }
     if (any) {
-      weigh_row(tile, query, head, first);
+      softmax_row(tile, query, head, first);
     } else {
-      decay_[row] = 1.0f;
+      rescale_[row] = 1.0f;
     }
-    const int begin = any ? seen.begin / kLanes * kLanes : kPieceTokens;
-    const int end = any ? (seen.end + kLanes - 1) / kLanes * kLanes : kPieceTokens;
-    for (int token = 0; token < begin; token += kLanes) store(weights + token, Vec{});
-    for (int token = end; token < kPieceTokens; token += kLanes) store(weights + token, Vec{});
+    const int begin = any ? visible.begin / kLanes * kLanes : kKvBlockTokens;
+    const int end = any ? (visible.end + kLanes - 1) / kLanes * kLanes : kKvBlockTokens;
+    for (int token = 0; token < begin; token += kLanes) store(probs + token, Vec{});
+    for (int token = end; token < kKvBlockTokens; token += kLanes) store(probs + token, Vec{});
     if constexpr (kPairs<Cache>) {
-      Vec all[kPieceVectors];
-      for (int i = 0; i < kPieceVectors; ++i) all[i] = load(weights + i * kLanes);
-      store_weights(row, all);
+      Vec all[kKvBlockVectors];
+      for (int i = 0; i < kKvBlockVectors; ++i) all[i] = load(probs + i * kLanes);
+      store_probs(row, all);
     }
   }
-
-  // The same of a row that sees the whole piece, where a score is but the scaled product.
-  void weigh_plain_row(int row) {
-    const float* scores = weights_ + row * kPieceTokens;
-    Vec all[kPieceVectors];
-    Vec maxima = splat(-kInfinity), sums = {};
+  // The same where the whole KV block is visible, without softcap and ALiBi.
+  // The same where the whole KV block is visible, without softcap and ALiBi.
+  void softmax_full_row(int row) {
+    const float* scores = probs_ + row * kKvBlockTokens;
+    Vec all[kKvBlockVectors];
+    Vec lane_max = splat(-kInfinity), sums = {};
 #pragma GCC unroll 4
-    for (int i = 0; i < kPieceVectors; ++i) {
+    for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = load(scores + i * kLanes) * score_scale_;
-      maxima = maximum(all[i], maxima);
+      lane_max = maximum(all[i], lane_max);
     }
-    const float before = maximum_[row];
-    maxima = combine_lanes(maxima, [](Vec a, Vec b) { return maximum(a, b); });
-    const float updated = maxima[0] > before ? maxima[0] : before;
-    const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
+    const float old_max = row_max_[row];
+    lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
+    const float new_max = lane_max[0] > old_max ? lane_max[0] : old_max;
+    const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
 #pragma GCC unroll 4
-    for (int i = 0; i < kPieceVectors; ++i) {
+    for (int i = 0; i < kKvBlockVectors; ++i) {
       all[i] = exp(all[i] - shift);
       sums += all[i];
     }
-    store_weights(row, all);
-    sums = combine_lanes(sums, [](Vec a, Vec b) { return a + b; });
-    maximum_[row] = updated;
-    decay_[row] = decay(before, updated);
-    sum_[row] = sum_[row] * decay_[row] + sums[0];
+    store_probs(row, all);
+    sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
+    row_max_[row] = new_max;
+    rescale_[row] = rescale_factor(old_max, new_max);
+    row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
   }
 
-  // A row of weights as words to multiply with; of pairs, at most where the row's scores began.
-  void store_weights(int row, const Vec* all) {
-    float* to = weights_ + row * kWeightStride;
+  // Stores a row of p as packed words. bfloat16 pairs take half of the row's space.
+  void store_probs(int row, const Vec* all) {
+    float* to = probs_ + row * kProbStride;
 #if defined(__AVX512BF16__)
     if constexpr (kPairs<Cache>) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kPieceVectors; i += 2, to += kLanes) {
+      for (int i = 0; i < kKvBlockVectors; i += 2, to += kLanes) {
         store_raw(to, _mm512_cvtne2ps_pbh((__m512)all[i + 1], (__m512)all[i]));
       }
       return;
     }
 #endif
 #pragma GCC unroll 4
-    for (int i = 0; i < kPieceVectors; ++i) store(to + i * kLanes, all[i]);
+    for (int i = 0; i < kKvBlockVectors; ++i) store(to + i * kLanes, all[i]);
   }
 
-  // weights_[row] = exp(score - maximum) of the scores there, 0 where the row does not see;
-  // decay_[row] what earlier sums are to be multiplied with.
-  void weigh_row(const AttentionTile& tile, int query, int head, int32_t first) {
+  // Turns the scores in probs_ into p = exp(score - row_max), 0 for tokens that are not visible.
+  // Sets rescale_[row], the factor by which earlier sums must be rescaled.
+  void softmax_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;
-    const Seen seen = seen_[query];
-    const int from = seen.begin / kLanes * kLanes;
-    float* weights = weights_ + row * kPieceTokens;
+    const VisibleRange visible = visible_[query];
+    const int from = visible.begin / kLanes * kLanes;
+    float* probs = probs_ + row * kKvBlockTokens;
     const float position = static_cast<float>(first - tile.first_position - query);  // of token 0
-    Vec maxima = splat(-kInfinity);
-    for (int token = from; token < seen.end; token += kLanes) {
-      Vec score = load(weights + token) * score_scale_;
+    Vec lane_max = splat(-kInfinity);
+    for (int token = from; token < visible.end; token += kLanes) {
+      Vec score = load(probs + token) * score_scale_;
       if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
       if (p_.alibi_slopes != nullptr) {
         const Vec slope = splat(p_.alibi_slopes[tile.first_head + head]);
         score = fma(-slope, absolute(numbers + splat(position)), score);
       }
-      score = select(is_seen(numbers, seen), score, splat(-kInfinity));
-      maxima = maximum(score, maxima);
-      store(weights + token, score);
+      score = select(is_visible(numbers, visible), score, splat(-kInfinity));
+      lane_max = maximum(score, lane_max);
+      store(probs + token, score);
     }
-    maxima = combine_lanes(maxima, [](Vec a, Vec b) { return maximum(a, b); });
-    const float before = maximum_[row], piece = maxima[0];
-    const float updated = piece > before ? piece : before;
-    const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
+    lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
+    const float old_max = row_max_[row], block_max = lane_max[0];
+    const float new_max = block_max > old_max ? block_max : old_max;
+    const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {};
-    for (int token = from; token < seen.end; token += kLanes) {
-      const Vec weight = exp(load(weights + token) - shift);
-      sums += weight;
-      store(weights + token, weight);
+    for (int token = from; token < visible.end; token += kLanes) {
+      const Vec prob = exp(load(probs + token) - shift);
+      sums += prob;
+      store(probs + token, prob);
     }
-    maximum_[row] = updated;
-    decay_[row] = decay(before, updated);
-    sums = combine_lanes(sums, [](Vec a, Vec b) { return a + b; });
-    sum_[row] = sum_[row] * decay_[row] + sums[0];
+    row_max_[row] = new_max;
+    rescale_[row] = rescale_factor(old_max, new_max);
+    sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
+    row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
   }
 
-  static VecInt is_seen(Vec numbers, Seen seen) {
-    return (VecInt)(numbers >= splat(static_cast<float>(seen.begin))) &
-           (VecInt)(numbers < splat(static_cast<float>(seen.end)));
+  static VecInt is_visible(Vec numbers, VisibleRange visible) {
+    return (VecInt)(numbers >= splat(static_cast<float>(visible.begin))) &
+           (VecInt)(numbers < splat(static_cast<float>(visible.end)));
   }
 
-  // q . k of the kLanes tokens from `token` on.
+  // q . k of tokens [token, token + kLanes).
   Vec dot(const float* query, int token) const {
     Vec sums[kLanes] = {};
-    const float* key = pieces_.wide + token * stride_;
+    const float* key = loader_.staged + token * stride_;
     for (int d = 0; d < stride_; d += kLanes) {
       const Vec q = load(query + d);
 #pragma GCC unroll 16
@@ -411,77 +408,77 @@ class GeneralAttention {
 
   // --- values
 
-  // Values in columns: a lane is a token. What the row does not see may be anything, NaN too.
-  void add_columns(int row, Seen seen) {
-    const int from = seen.begin / kLanes * kLanes;
-    const float* weights = weights_ + row * kPieceTokens;
+  // V in columns: a lane is a token. V of tokens that are not visible may be NaN and is masked.
+  void add_columns(int row, VisibleRange visible) {
+    const int from = visible.begin / kLanes * kLanes;
+    const float* probs = probs_ + row * kKvBlockTokens;
     float* out = out_ + row * stride_;
     for (int d = 0; d < head_size_; d += kLanes) {
       Vec sums[kLanes] = {};
-      for (int token = from; token < seen.end; token += kLanes) {
-        const Vec weight = load(weights + token);
-        const VecInt keep = is_seen(lanes_ + splat(static_cast<float>(token)), seen);
-        const float* value = pieces_.wide + d * kPieceTokens + token;
+      for (int token = from; token < visible.end; token += kLanes) {
+        const Vec prob = load(probs + token);
+        const VecInt keep = is_visible(lanes_ + splat(static_cast<float>(token)), visible);
+        const float* value = loader_.staged + d * kKvBlockTokens + token;
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
-          const VecInt bits = (VecInt)load(value + i * kPieceTokens) & keep;
-          sums[i] = fma(as_float(bits), weight, sums[i]);
+          const VecInt bits = (VecInt)load(value + i * kKvBlockTokens) & keep;
+          sums[i] = fma(as_float(bits), prob, sums[i]);
         }
       }
-      store(out + d, fma(load(out + d), splat(decay_[row]), sum_each(sums)));
+      store(out + d, fma(load(out + d), splat(rescale_[row]), sum_each(sums)));
     }
   }
 
-  const GeneralAttentionWork& work_;
+  const PagedAttentionPlan& plan_;
   const PagedAttentionParams& p_;
   const PagedKv& kv_;
   const int64_t task_;
   const int head_size_;
-  AttentionPieces<Cache> pieces_;
-  const int stride_;  // of rows of out_ and V
+  KvBlockLoader<Cache> loader_;
+  const int stride_;  // between rows of out_, and of V
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
   const bool plain_scores_ = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
-  bool many_rows_ = false;
+  bool packed_ = false;
 
-  alignas(64) float query_[kRowBuffers * kMaxHeadSize];    // [rows][pieces_.words]
-  alignas(64) float out_[kRowBuffers * kMaxHeadSize];      // [rows][stride_], not divided by sum_
-  alignas(64) float weights_[kRowBuffers * kPieceTokens];  // [rows][kPieceTokens], or of words
-  float maximum_[kTileRows];
-  float sum_[kTileRows];
-  float decay_[kTileRows];
-  Seen seen_[kTileRows];
-  const char* keys_[kPieceTokens + kLanes];  // rows of the piece's tokens
-  const char* values_[kPieceTokens + kLanes];
-  const char* next_keys_[kPieceTokens + kLanes];
+  alignas(64) float query_[kRowBuffers * kMaxHeadSize];  // [rows][loader_.words]
+  alignas(64) float out_[kRowBuffers * kMaxHeadSize];    // [rows][stride_], not divided by row_sum_
+  alignas(64) float probs_[kRowBuffers * kKvBlockTokens];  // [rows][kKvBlockTokens]: scores, then p
+  float row_max_[kWorkTileRows];
+  float row_sum_[kWorkTileRows];
+  float rescale_[kWorkTileRows];
+  VisibleRange visible_[kWorkTileRows];
+  const char* keys_[kKvBlockTokens + kLanes];  // rows of the KV block's tokens
+  const char* values_[kKvBlockTokens + kLanes];
+  const char* next_keys_[kKvBlockTokens + kLanes];
 };
 
 template <typename Cache>
-__attribute__((noinline)) void run_task(const GeneralAttentionWork& work, int64_t task) {
-  if constexpr (kPairs<Cache>) take_tile_registers();
-  GeneralAttention<Cache>(work, task).run();
-  if constexpr (kPairs<Cache>) release_tile_registers();
+__attribute__((noinline)) void run_task(const PagedAttentionPlan& plan, int64_t task) {
+  if constexpr (kPairs<Cache>) configure_amx_tiles();
+  PagedAttentionTask<Cache>(plan, task).run();
+  if constexpr (kPairs<Cache>) release_amx_tiles();
 }
 
-int64_t num_tasks(const GeneralAttentionWork& work) {
-  return work.tasks;
+int64_t num_tasks(const PagedAttentionPlan& plan) {
+  return plan.tasks;
 }
 
-void run(const GeneralAttentionWork& work, int64_t begin, int64_t end) {
+void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    switch (work.params.kv.dtype) {
+    switch (plan.params.kv.dtype) {
       case DType::kFp8E4M3:
-        run_task<Fp8E4M3>(work, task);
+        run_task<Fp8E4M3>(plan, task);
         break;
       case DType::kFp8E5M2:
-        run_task<Fp8E5M2>(work, task);
+        run_task<Fp8E5M2>(plan, task);
         break;
       case DType::kInt8:
-        run_task<Int8>(work, task);
+        run_task<Int8>(plan, task);
         break;
       default:
-        dispatch_float(work.params.kv.dtype,
-                       [&](auto tag) { run_task<decltype(tag)>(work, task); });
+        dispatch_float(plan.params.kv.dtype,
+                       [&](auto tag) { run_task<decltype(tag)>(plan, task); });
     }
   }
 }
@@ -489,5 +486,5 @@ void run(const GeneralAttentionWork& work, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::GeneralAttentionWork, vllm_kernels::cpu::num_tasks,
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionPlan, vllm_kernels::cpu::num_tasks,
                         vllm_kernels::cpu::run)

@@ -1,11 +1,13 @@
-// How the general kernel of paged attention on the CPU is cut into tasks.
+// How the general attention kernel of the CPU is cut into tasks. paged_attention runs here unless
+// fits_decode_kernel(), and varlen_attention always.
 //
-// A tile is a few query tokens of one sequence with the query heads of one KV head: up to
-// kTileRows rows that share the K and V they see. What a tile sees is cut in units of unit_tokens
-// tokens. All units of the batch, tile after tile, are dealt to the tasks in equal contiguous runs.
-// A task writes the tiles that lie wholly inside its run; of a tile that crosses its borders it
-// leaves a partial result, at most one at the front of its run and one at the back, and a second
-// launch merges these.
+// A work tile is a few query tokens of one sequence with the query heads of one KV head. These are
+// up to kWorkTileRows rows (PackGQA) that read the same K and V. The visible KV range of a tile is
+// divided into grains of grain_tokens tokens. All grains of the batch, tile after tile, form one
+// list. Each task takes an equal and contiguous range of that list.
+//
+// As in paged_attention_decode.h, a task writes the tiles that it has whole and stores partials of
+// the others. PagedAttentionCombine is the second launch, which combines the partials.
 #pragma once
 #include <cstdint>
 
@@ -13,135 +15,137 @@
 
 namespace vllm_kernels::cpu {
 
-constexpr int32_t kTileRows = 256;
-constexpr int32_t kGeneralUnitTokens = 128;
-constexpr int64_t kGeneralTaskBytes = 32 << 10;  // of K and V; less is not worth a thread
+constexpr int32_t kWorkTileRows = 256;
+constexpr int32_t kPagedAttentionGrainTokens = 128;
+constexpr int64_t kPagedAttentionTaskBytes = 32 << 10;  // K and V; less is not worth a thread
 
-struct GeneralAttentionWork {
+struct PagedAttentionPlan {
   PagedAttentionParams params;
   int32_t heads_per_tile;
   int32_t queries_per_tile;
-  int32_t head_chunks;  // tiles a KV head needs for its group
-  int32_t unit_tokens;
+  int32_t tiles_per_kv_head;  // more than 1 for groups of more than kWorkTileRows heads
+  int32_t grain_tokens;
   int32_t tasks = 1;
-  int64_t units = 0;
-  float* partials = nullptr;  // [tasks][2: front, back][rows][head_size + 2]: sum, max, sum of w v
+  int64_t num_grains = 0;  // of the batch
+  // [tasks][2][rows][head_size + 2]; index 1 is a tile that begins in this task. A row is row_sum,
+  // row_max, then the unnormalised output.
+  float* partials = nullptr;
 
-  int64_t first_unit(int64_t task) const { return units * task / tasks; }
-  int64_t partial_size() const {
+  // Task t has grains [first_grain(t), first_grain(t + 1)).
+  int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
+  int64_t partial_size() const {  // floats
     return static_cast<int64_t>(heads_per_tile) * queries_per_tile * (params.kv.head_size + 2);
   }
 };
 
-struct GeneralAttentionMerge {
-  GeneralAttentionWork work;
+// The second launch, where tasks > 1.
+struct PagedAttentionCombine {
+  PagedAttentionPlan plan;
 };
 
-struct AttentionTile {
+struct WorkTile {
   int32_t seq;
   int32_t kv_head;
   int32_t first_head;
   int32_t heads;
-  int32_t first_token;     // of query
+  int32_t first_token;     // a row of query
   int32_t queries;         // query tokens
-  int32_t first_position;  // of its first query token in the sequence; may be negative
+  int32_t first_position;  // of first_token in the sequence; may be negative
   RowRange keys;           // of the sequence
-  int32_t begin, end;      // tokens of the sequence that any of its rows sees
-  int64_t first_unit;
-  int64_t units;
+  int32_t begin, end;      // tokens of the sequence that are visible to any row
+  int64_t first_grain;
+  int64_t num_grains;
 };
 
 namespace {
 
-inline int32_t smaller(int64_t a, int64_t b) {
-  return static_cast<int32_t>(a < b ? a : b);
-}
-
-inline int32_t larger(int32_t a, int32_t b) {
+inline int32_t max_int32(int32_t a, int32_t b) {
   return a > b ? a : b;
 }
 
-// Calls body(tile) for the tiles that have one of the units [begin, end), in order. Returns the
-// number of units it walked over: with end behind all of them, that of the batch.
+// Calls body(tile) for the tiles that have any of the grains [begin, end), in order. If `end` is
+// past the last grain, it returns the number of grains of the batch.
 template <typename Body>
-int64_t for_each_tile(const GeneralAttentionWork& work, int64_t begin, int64_t end, Body&& body) {
-  const PagedAttentionParams& p = work.params;
+int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_t end,
+                           Body&& body) {
+  const PagedAttentionParams& p = plan.params;
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
-  const int64_t rows = static_cast<int64_t>(p.kv.num_kv_heads) * work.head_chunks;
-  int64_t unit = 0;
+  const int64_t rows = static_cast<int64_t>(p.kv.num_kv_heads) * plan.tiles_per_kv_head;
+  int64_t grain = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
     const RowRange range = query_range(p, seq);
     const RowRange keys = key_range(p, seq);
-    for (int32_t query = 0; query < range.count; query += work.queries_per_tile) {
-      AttentionTile tile{};
+    for (int32_t query = 0; query < range.count; query += plan.queries_per_tile) {
+      WorkTile tile{};
       tile.seq = seq;
       tile.first_token = range.first + query;
-      tile.queries = smaller(work.queries_per_tile, range.count - query);
+      tile.queries = min_int32(plan.queries_per_tile, range.count - query);
       tile.first_position = keys.count - range.count + query;
       tile.keys = keys;
-      const VisibleTokens seen = visible_tokens(p, tile.first_position,
-                                                tile.first_position + tile.queries - 1, keys.count);
-      tile.begin = seen.begin;
-      tile.end = seen.end;
-      tile.units = (int64_t{tile.end} - tile.begin + work.unit_tokens - 1) / work.unit_tokens;
-      if (tile.units == 0) tile.units = 1;
-      const int64_t skipped = begin > unit ? (begin - unit) / tile.units : 0;
+      const VisibleTokens visible = visible_tokens(
+          p, tile.first_position, tile.first_position + tile.queries - 1, keys.count);
+      tile.begin = visible.begin;
+      tile.end = visible.end;
+      tile.num_grains =
+          (int64_t{tile.end} - tile.begin + plan.grain_tokens - 1) / plan.grain_tokens;
+      if (tile.num_grains == 0) tile.num_grains = 1;
+      const int64_t skipped = begin > grain ? (begin - grain) / tile.num_grains : 0;
       for (int64_t row = skipped; row < rows; ++row) {
-        tile.first_unit = unit + row * tile.units;
-        if (tile.first_unit >= end) return unit;
-        const int32_t first = static_cast<int32_t>(row % work.head_chunks) * work.heads_per_tile;
-        tile.kv_head = static_cast<int32_t>(row / work.head_chunks);
+        tile.first_grain = grain + row * tile.num_grains;
+        if (tile.first_grain >= end) return grain;
+        const int32_t first =
+            static_cast<int32_t>(row % plan.tiles_per_kv_head) * plan.heads_per_tile;
+        tile.kv_head = static_cast<int32_t>(row / plan.tiles_per_kv_head);
         tile.first_head = tile.kv_head * group + first;
-        tile.heads = smaller(work.heads_per_tile, group - first);
+        tile.heads = min_int32(plan.heads_per_tile, group - first);
         body(tile);
       }
-      unit += rows * tile.units;
+      grain += rows * tile.num_grains;
     }
   }
-  return unit;
+  return grain;
 }
 
-// The same attention with the batch's own longest query in place of the caller's bound, and without
-// a window that no sequence is longer than. Pieces of fixed_split_size must not depend on the
-// batch.
-[[maybe_unused]] PagedAttentionParams as_the_batch_has_it(const PagedAttentionParams& p) {
-  PagedAttentionParams own = p;
-  if (p.fixed_split_size > 0) return own;
-  int32_t most_queries = 1, most_keys = 0;
+// Replaces the caller's bounds by those of the batch: the longest query, and no sliding window if
+// no sequence is longer than it. With fixed_split_size nothing may depend on the batch.
+[[maybe_unused]] PagedAttentionParams tighten_bounds(const PagedAttentionParams& p) {
+  PagedAttentionParams tight = p;
+  if (p.fixed_split_size > 0) return tight;
+  int32_t max_query_len = 1, max_keys = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
-    most_queries = larger(most_queries, query_range(p, seq).count);
-    most_keys = larger(most_keys, key_range(p, seq).count);
+    max_query_len = max_int32(max_query_len, query_range(p, seq).count);
+    max_keys = max_int32(max_keys, key_range(p, seq).count);
   }
-  own.max_query_len = most_queries;
-  if (p.sliding_window >= most_keys) own.sliding_window = 0;
-  return own;
+  tight.max_query_len = max_query_len;
+  if (p.sliding_window >= max_keys) tight.sliding_window = 0;
+  return tight;
 }
 
-// Whether the kernel of v1 and v2 does it, faster.
-[[maybe_unused]] bool is_plain_decode(const PagedAttentionParams& p) {
+// Whether the decode kernel can run it. It is the faster one.
+[[maybe_unused]] bool fits_decode_kernel(const PagedAttentionParams& p) {
   if (p.max_query_len > 1 || p.key_start_loc != nullptr) return false;
   return p.kv.layout != KvLayout::kVllm || (p.kv.block_size >= 8 && p.sliding_window == 0);
 }
 
-// Cuts the work for `threads` threads; `partials` is left to the caller where tasks > 1.
-[[maybe_unused]] GeneralAttentionWork cut_general_attention(const PagedAttentionParams& p,
-                                                            int64_t threads) {
+// Plans for `threads` threads. The caller allocates `partials` if tasks > 1.
+[[maybe_unused]] PagedAttentionPlan plan_paged_attention(const PagedAttentionParams& p,
+                                                         int64_t threads) {
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
-  GeneralAttentionWork work{};
-  work.params = p;
-  work.heads_per_tile = smaller(group, kTileRows);
-  work.queries_per_tile = smaller(kTileRows / work.heads_per_tile, p.max_query_len);
-  if (work.queries_per_tile < 1) work.queries_per_tile = 1;
-  work.head_chunks = (group + kTileRows - 1) / kTileRows;
-  work.unit_tokens = p.fixed_split_size > 0 ? kUncut : kGeneralUnitTokens;
-  work.tasks = 1;
+  PagedAttentionPlan plan{};
+  plan.params = p;
+  plan.heads_per_tile = min_int32(group, kWorkTileRows);
+  plan.queries_per_tile = min_int32(kWorkTileRows / plan.heads_per_tile, p.max_query_len);
+  if (plan.queries_per_tile < 1) plan.queries_per_tile = 1;
+  plan.tiles_per_kv_head = (group + kWorkTileRows - 1) / kWorkTileRows;
+  plan.grain_tokens = p.fixed_split_size > 0 ? kUnsplit : kPagedAttentionGrainTokens;
+  plan.tasks = 1;
   int64_t tokens = 0;
-  work.units = for_each_tile(work, 0, INT64_MAX,
-                             [&](const AttentionTile& tile) { tokens += tile.end - tile.begin; });
+  plan.num_grains = for_each_work_tile(
+      plan, 0, INT64_MAX, [&](const WorkTile& tile) { tokens += tile.end - tile.begin; });
   const int64_t bytes = 2 * tokens * p.kv.head_size * size_of(p.kv.dtype);
-  work.tasks = smaller(smaller(threads, work.units), bytes / kGeneralTaskBytes);
-  if (work.tasks < 1) work.tasks = 1;
-  return work;
+  plan.tasks = min_int32(min_int32(threads, plan.num_grains), bytes / kPagedAttentionTaskBytes);
+  if (plan.tasks < 1) plan.tasks = 1;
+  return plan;
 }
 
 }  // namespace

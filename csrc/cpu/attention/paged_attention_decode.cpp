@@ -1,5 +1,19 @@
-// Decode attention with an online softmax over tiles of pages. A tile's K is read once for all the
-// query heads of its KV head, then its V; while one of them is multiplied the other is prefetched.
+// Decode attention: one query token a sequence. paged_attention_v1 and _v2 run here, and
+// paged_attention where fits_decode_kernel() says so.
+//   query [num_seqs, num_heads, head_size], out the same; K and V in pages (ops/paged_kv.h)
+//
+// paged_attention_decode.h tells how a call is cut into tasks. A task walks over blocks of pages
+// (decode_tiles.h) with an online softmax:
+//   1. scores = K q for all query heads of the KV head      K is read once
+//   2. row_max, p = exp(scores - row_max), row_sum
+//   3. out = out * rescale + V p                            V is read once
+// Step 1 prefetches the block's V, and step 3 prefetches the next block's K.
+//
+// A page of layout vllm interleaves tokens and dimensions, so page_dot.h multiplies whole pages. In
+// layouts NHD and HND a token's head is a contiguous row, and row_dot.h multiplies rows.
+//
+// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, and
+// run_combine() combines those in a second launch.
 #include "cpu/attention/paged_attention_decode.h"
 
 #include "cpu/attention/epilogue.h"
@@ -13,12 +27,12 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// K of a tile, at most: with its V and the next K it stays in the second-level cache.
-constexpr size_t kTileBytes = 32 << 10;
-constexpr int kMostTileTokens = kMostRowTokens;  // where pages are not larger
-constexpr int kMinTileTokens = 32;
+// K of a block. Its V and the next block's K fit into L2 beside it.
+constexpr size_t kMaxKeyBytes = 32 << 10;
+constexpr int kMaxSmallPageTokens = kMaxTokenRows;  // of a block, unless a page is larger
+constexpr int kMinBlockTokens = 32;
 
-// Calls body(integral_constant H, first) for head blocks of 4, 2 and 1 that cover `heads` heads.
+// Calls body(integral_constant H, first) for blocks of H = 4, 2 or 1 heads.
 template <typename Body>
 inline void for_head_blocks(int heads, Body&& body) {
   int head = 0;
@@ -30,21 +44,20 @@ inline void for_head_blocks(int heads, Body&& body) {
   if (head < heads) body(std::integral_constant<int, 1>{}, head);
 }
 
-// A finished part of a row: not yet divided by sum.
+// The result of a split: `out` is not divided by row_sum.
 struct Partial {
-  float maximum[kMaxHeads];
-  float sum[kMaxHeads];
-  float out[kMaxHeads * kMaxHeadSize];  // [heads][head_size]
+  float row_max[kMaxTileHeads];
+  float row_sum[kMaxTileHeads];
+  float out[kMaxTileHeads * kMaxHeadSize];  // [heads][head_size]
 };
 
-// One task's state. About 400 KiB of stack at most, touched as far as the group and head size
-// reach.
+// One task's state: at most 400 KiB of stack. Groups and head sizes below the maximum touch less.
 template <typename Cache, bool kTokenRows>
-class Attention {
+class DecodeTask {
  public:
-  Attention(const PagedAttentionWork& work, int64_t task)
-      : work_(work),
-        p_(work.params),
+  DecodeTask(const DecodePlan& plan, int64_t task)
+      : plan_(plan),
+        p_(plan.params),
         task_(task),
         head_size_(p_.kv.head_size),
         head_vectors_(kTokenRows
@@ -54,30 +67,32 @@ class Attention {
         sparse_(p_.sparse.on()) {}
 
   void run() {
-    Tile tiles[2];
-    int tile_tokens = kMostTileTokens;
-    while (tile_tokens > kMinTileTokens && tile_tokens * head_size_ * sizeof(Cache) > kTileBytes) {
-      tile_tokens /= 2;
+    PageBlock blocks[2];
+    int block_tokens = kMaxSmallPageTokens;
+    while (block_tokens > kMinBlockTokens &&
+           block_tokens * head_size_ * sizeof(Cache) > kMaxKeyBytes) {
+      block_tokens /= 2;
     }
-    if (tile_tokens < block_size_) tile_tokens = block_size_;
-    if (kTokenRows && p_.kv.layout == KvLayout::kNHD) tile_tokens = kMinTileTokens;
-    Tiles from(work_, work_.first_unit(task_), work_.first_unit(task_ + 1), tile_tokens);
-    bool more = from.next(tiles[0]);
-    if (more) prefetch(tiles[0]);
+    if (block_tokens < block_size_) block_tokens = block_size_;
+    if (kTokenRows && p_.kv.layout == KvLayout::kNHD) block_tokens = kMinBlockTokens;
+    PageBlockIterator from(plan_, plan_.first_grain(task_), plan_.first_grain(task_ + 1),
+                           block_tokens);
+    bool more = from.next(blocks[0]);
+    if (more) prefetch(blocks[0]);
     for (int i = 0; more; i ^= 1) {
-      const Tile& tile = tiles[i];
-      Tile& next = tiles[i ^ 1];
+      const PageBlock& block = blocks[i];
+      PageBlock& next = blocks[i ^ 1];
       more = from.next(next);
       if (!more) next.pages = 0;
-      if (tile.starts_segment) begin_segment(tile.segment);
-      if (tile.pages > 0) {
+      if (block.starts_split) begin_split(block.split);
+      if (block.pages > 0) {
         if constexpr (kTokenRows) {
-          add_token_tile(tile, next);
+          add_token_block(block, next);
         } else {
-          add_tile(tile, next);
+          add_page_block(block, next);
         }
       }
-      if (tile.ends_segment) end_segment(tile.segment);
+      if (block.ends_split) end_split(block.split);
     }
   }
 
@@ -85,31 +100,31 @@ class Attention {
   using Rows = TokenLanes<Cache>;
   using Values = ValueLanes<Cache>;
   using Packed = std::conditional_t<kTokenRows, Rows, Values>;
-  using Weight = typename Packed::Part;
+  using Prob = typename Packed::Operand;
 
-  void prefetch(const Tile& tile) {
+  void prefetch(const PageBlock& block) {
     if constexpr (kTokenRows) {
-      LineFetch(tile.key, tile.pages, span_bytes(tile)).rest();
-      LineFetch(tile.value, tile.pages, span_bytes(tile)).rest();
+      LinePrefetcher(block.key, block.pages, span_bytes(block)).finish();
+      LinePrefetcher(block.value, block.pages, span_bytes(block)).finish();
       return;
     }
     const int64_t bytes = static_cast<int64_t>(head_size_) * block_size_ * sizeof(Cache);
-    for (int page = 0; page < tile.pages; ++page) prefetch_span(tile.key[page], bytes);
+    for (int page = 0; page < block.pages; ++page) prefetch_span(block.key[page], bytes);
   }
 
-  void begin_segment(const Segment& segment) {
-    clear(segment);
+  void begin_split(const Split& split) {
+    clear(split);
     if constexpr (!kTokenRows) {
-      logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, segment.kv_head);
+      logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, split.kv_head);
     }
-    const int64_t token = query_token(p_, segment.seq);
+    const int64_t token = query_token(p_, split.seq);
     if (token < 0) return;
     alignas(64) float rows[4 * kMaxHeadSize];
-    for_head_blocks(segment.heads, [&](auto heads, int first) {
+    for_head_blocks(split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       dispatch_float(p_.dtype, [&](auto tag) {
         const auto* query = static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
-                            static_cast<int64_t>(segment.first_head + first) * head_size_;
+                            static_cast<int64_t>(split.first_head + first) * head_size_;
         const int count = H * head_size_;
         int i = 0;
         for (; i + kLanes <= count; i += kLanes) store(rows + i, load(query + i));
@@ -125,189 +140,197 @@ class Attention {
     });
   }
 
-  // --- token rows
+  // --- layouts NHD and HND
 
   int row_stride() const { return head_vectors_ * kLanes; }  // of query_ and out_
-  int span_bytes(const Tile& tile) const {
-    return tile.segment.kv_heads * head_size_ * static_cast<int>(sizeof(Cache));
+  int span_bytes(const PageBlock& block) const {
+    return block.split.kv_heads * head_size_ * static_cast<int>(sizeof(Cache));
   }
 
-  // While it is multiplied, the next tile is fetched.
-  void add_token_tile(const Tile& tile, const Tile& next) {
-    LineFetch next_keys(next.key, next.pages, span_bytes(next));
-    LineFetch next_values(next.value, next.pages, span_bytes(next));
-    const int tokens = (tile.tokens + Rows::kTokens - 1) / Rows::kTokens * Rows::kTokens;
-    const int group = tile.segment.heads / tile.segment.kv_heads;
-    if (p_.alibi_slopes != nullptr) set_distances(tile);
-    for (int kv_head = 0; kv_head < tile.segment.kv_heads; ++kv_head) {
+  // Prefetches the next block meanwhile.
+  void add_token_block(const PageBlock& block, const PageBlock& next) {
+    LinePrefetcher next_keys(next.key, next.pages, span_bytes(next));
+    LinePrefetcher next_values(next.value, next.pages, span_bytes(next));
+    const int tokens = (block.tokens + Rows::kTokens - 1) / Rows::kTokens * Rows::kTokens;
+    const int group = block.split.heads / block.split.kv_heads;
+    if (p_.alibi_slopes != nullptr) set_distances(block);
+    for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
       const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
-      const float scale =
-          Rows::kScale * p_.scale * key_scale(p_.kv, tile.segment.kv_head + kv_head);
-      for_head_blocks(group, [&](auto heads, int block) {
+      const float scale = Rows::kScale * p_.scale * key_scale(p_.kv, block.split.kv_head + kv_head);
+      for_head_blocks(group, [&](auto heads, int group_head) {
         constexpr int H = decltype(heads)::value;
-        const int first = kv_head * group + block;
+        const int first = kv_head * group + group_head;
         const float* query = query_ + first * row_stride();
         float* out = reinterpret_cast<float*>(out_) + first * row_stride();
-        const auto of = [&](auto fetches) {
-          score_token_rows<Rows, H, fetches>(tile.key, offset, tile.tokens, head_size_, query,
-                                             row_stride(), scale, next_keys, scores_, kTileTokens);
-          float factors[H];
-          for (int head = 0; head < H; ++head) factors[head] = weigh<H>(tile, tokens, first, head);
-          add_token_rows<Rows, H, fetches>(
-              tile.value, offset, tile.tokens, head_size_, reinterpret_cast<float*>(weights_),
-              kTileTokens / Rows::kPair, factors, next_values, out, row_stride());
+        const auto add = [&](auto prefetches) {
+          score_token_rows<Rows, H, prefetches>(block.key, offset, block.tokens, head_size_, query,
+                                                row_stride(), scale, next_keys, scores_,
+                                                kMaxBlockTokens);
+          float rescales[H];
+          for (int head = 0; head < H; ++head) {
+            rescales[head] = softmax_head<H>(block, tokens, first, head);
+          }
+          add_token_rows<Rows, H, prefetches>(
+              block.value, offset, block.tokens, head_size_, reinterpret_cast<float*>(probs_),
+              kMaxBlockTokens / Rows::kPair, rescales, next_values, out, row_stride());
         };
-        block == 0 ? of(std::true_type{}) : of(std::false_type{});
+        group_head == 0 ? add(std::true_type{}) : add(std::false_type{});
       });
     }
-    next_keys.rest();
-    next_values.rest();
+    next_keys.finish();
+    next_values.finish();
   }
 
   // --- both
 
-  void clear(const Segment& segment) {
-    for (int head = 0; head < segment.heads; ++head) {
-      maximum_[head] = -kInfinity;
-      sum_[head] = 0.0f;
+  void clear(const Split& split) {
+    for (int head = 0; head < split.heads; ++head) {
+      row_max_[head] = -kInfinity;
+      row_sum_[head] = 0.0f;
     }
-    for (int i = 0; i < segment.heads * head_vectors_; ++i) out_[i] = Vec{};
+    for (int i = 0; i < split.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
 
-  // --- pages of layout vllm
+  // --- layout vllm
 
-  void add_tile(const Tile& tile, const Tile& next) {
-    const int units = tile.tokens / Values::kTokens;
-    const int rest = tile.tokens % Values::kTokens;
-    const int pieces = Values::kTokens > block_size_ ? Values::kTokens / block_size_ : 1;
-    if (pieces == 1) {
-      add_tile<1>(tile, next, units, rest);
-    } else if (pieces == 2) {
-      if constexpr (Values::kTokens > kMinBlockSize) add_tile<2>(tile, next, units, rest);
+  void add_page_block(const PageBlock& block, const PageBlock& next) {
+    const int loads = block.tokens / Values::kTokens;
+    const int tail_tokens = block.tokens % Values::kTokens;
+    const int pages_per_load = Values::kTokens > block_size_ ? Values::kTokens / block_size_ : 1;
+    if (pages_per_load == 1) {
+      add_page_block<1>(block, next, loads, tail_tokens);
+    } else if (pages_per_load == 2) {
+      if constexpr (Values::kTokens > kMinBlockSize)
+        add_page_block<2>(block, next, loads, tail_tokens);
     } else {
-      if constexpr (Values::kTokens > 2 * kMinBlockSize) add_tile<4>(tile, next, units, rest);
+      if constexpr (Values::kTokens > 2 * kMinBlockSize)
+        add_page_block<4>(block, next, loads, tail_tokens);
     }
   }
 
-  template <int kPieces>
-  void add_tile(const Tile& tile, const Tile& next, int units, int rest) {
-    // Where the units' tokens lie in V.
+  template <int kPagesPerLoad>
+  void add_page_block(const PageBlock& block, const PageBlock& next, int loads, int tail_tokens) {
+    // Where the tokens of each load are in V.
     ValueRows rows;
     rows.stride = static_cast<int64_t>(block_size_) * sizeof(Cache);
-    rows.units = units;
+    rows.loads = loads;
     rows.tail = nullptr;
     rows.tail_stride = Values::kBytes;
-    constexpr int kPieceTokens = Values::kTokens / kPieces;
-    const int all = (units + (rest > 0)) * kPieces;
-    for (int i = 0, token = 0; i < all; ++i, token += kPieceTokens) {
+    constexpr int kTokensPerPage = Values::kTokens / kPagesPerLoad;
+    const int num_rows = (loads + (tail_tokens > 0)) * kPagesPerLoad;
+    for (int i = 0, token = 0; i < num_rows; ++i, token += kTokensPerPage) {
       int page = token / block_size_;
-      if (page > tile.pages) page = tile.pages;
-      rows.rows[i] = tile.value[page] + token % block_size_ * sizeof(Cache);
+      if (page > block.pages) page = block.pages;
+      rows.rows[i] = block.value[page] + token % block_size_ * sizeof(Cache);
     }
-    if (rest > 0) {
-      copy_tail<Cache, kPieces>(rows.rows + units * kPieces, rows.stride, rest, head_size_, tail_);
+    if (tail_tokens > 0) {
+      copy_tail<Cache, kPagesPerLoad>(rows.rows + loads * kPagesPerLoad, rows.stride, tail_tokens,
+                                      head_size_, tail_);
       rows.tail = tail_;
     }
-    const int tokens = (units + (rest > 0)) * Values::kTokens;
-    const Tile& ahead = next.pages > 0 ? next : tile;
-    if (p_.alibi_slopes != nullptr) set_distances(tile);
-    for_head_blocks(tile.segment.heads, [&](auto heads, int first) {
+    const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
+    const PageBlock& ahead = next.pages > 0 ? next : block;
+    if (p_.alibi_slopes != nullptr) set_distances(block);
+    for_head_blocks(block.split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       const float* query = query_ + first * head_size_;
       if (first == 0) {
-        score_tile<Cache, H, true>(tile, query, head_size_, block_size_, logit_scale_, scores_);
+        score_pages<Cache, H, true>(block, query, head_size_, block_size_, logit_scale_, scores_);
       } else {
-        score_tile<Cache, H, false>(tile, query, head_size_, block_size_, logit_scale_, scores_);
+        score_pages<Cache, H, false>(block, query, head_size_, block_size_, logit_scale_, scores_);
       }
-      float factors[kLanes];
+      float rescales[kLanes];
       for (int head = 0; head < H; ++head) {
-        const float factor = weigh<H>(tile, tokens, first, head);
-        for (int i = 0; i < kLanes / H; ++i) factors[head * (kLanes / H) + i] = factor;
+        const float rescale = softmax_head<H>(block, tokens, first, head);
+        for (int i = 0; i < kLanes / H; ++i) rescales[head * (kLanes / H) + i] = rescale;
       }
       Vec* out = out_ + first * head_vectors_;
       if (first == 0) {
-        add_values<Cache, H, kPieces, true>(rows, weights_, load(factors), head_size_, ahead, out);
+        add_values<Cache, H, kPagesPerLoad, true>(rows, probs_, load(rescales), head_size_, ahead,
+                                                  out);
       } else {
-        add_values<Cache, H, kPieces, false>(rows, weights_, load(factors), head_size_, ahead, out);
+        add_values<Cache, H, kPagesPerLoad, false>(rows, probs_, load(rescales), head_size_, ahead,
+                                                   out);
       }
     });
   }
 
   // --- both
 
-  void set_distances(const Tile& tile) {
-    for (int page = 0; page < tile.pages; ++page) {
+  void set_distances(const PageBlock& block) {
+    for (int page = 0; page < block.pages; ++page) {
       for (int slot = 0; slot < block_size_; ++slot) {
         distances_[page * block_size_ + slot] =
-            static_cast<float>(tile.position[page] + slot - tile.segment.seq_len + 1);
+            static_cast<float>(block.position[page] + slot - block.split.seq_len + 1);
       }
     }
   }
 
-  // Scores of one head to weights exp(score - maximum), packed for add_values(). `tokens` is
-  // tile.tokens in whole units. Returns what earlier sums are to be multiplied with.
+  // Turns scores of one head into p = exp(score - row_max), packed for add_values() or
+  // add_token_rows(). `tokens` is block.tokens rounded up to whole loads. Returns the factor by
+  // which earlier sums must be rescaled.
   template <int H>
-  float weigh(const Tile& tile, int tokens, int first, int head) {
-    float* scores = scores_ + head * kTileTokens;
-    const int row_head = first + head;
-    const int global_head = tile.segment.first_head + row_head;
+  float softmax_head(const PageBlock& block, int tokens, int first, int head) {
+    float* scores = scores_ + head * kMaxBlockTokens;
+    const int tile_head = first + head;
+    const int global_head = block.split.first_head + tile_head;
     if (p_.softcap > 0.0f) {
-      for (int t = 0; t < tile.tokens; t += kLanes) {
+      for (int t = 0; t < block.tokens; t += kLanes) {
         store(scores + t, tanh(load(scores + t) / p_.softcap) * p_.softcap);
       }
     }
     if (p_.alibi_slopes != nullptr) {
       const Vec slope = splat(p_.alibi_slopes[global_head]);
-      for (int t = 0; t < tile.tokens; t += kLanes) {
+      for (int t = 0; t < block.tokens; t += kLanes) {
         store(scores + t, fma(slope, load(distances_ + t), load(scores + t)));
       }
     }
     if (sparse_) {
-      const int offset = p_.sparse.head_offset(global_head, tile.segment.kv_head, p_.num_heads,
-                                               p_.kv.num_kv_heads);
-      for (int page = 0; page < tile.pages; ++page) {
-        if (p_.sparse.is_visible(tile.position[page], tile.segment.seq_len, offset)) continue;
+      const int offset =
+          p_.sparse.head_offset(global_head, block.split.kv_head, p_.num_heads, p_.kv.num_kv_heads);
+      for (int page = 0; page < block.pages; ++page) {
+        if (p_.sparse.is_visible(block.position[page], block.split.seq_len, offset)) continue;
         for (int i = 0; i < block_size_; ++i) scores[page * block_size_ + i] = -kInfinity;
       }
     }
-    for (int t = tile.tokens; t < tokens; ++t) scores[t] = -kInfinity;
+    for (int t = block.tokens; t < tokens; ++t) scores[t] = -kInfinity;
 
-    Vec maxima = splat(-kInfinity);
-    for (int t = 0; t < tokens; t += kLanes) maxima = maximum(load(scores + t), maxima);
-    const float before = maximum_[row_head];
-    const float tile_max = largest(maxima);
-    const float updated = tile_max > before ? tile_max : before;
-    const Vec shift = splat(updated == -kInfinity ? 0.0f : updated);
+    Vec lane_max = splat(-kInfinity);
+    for (int t = 0; t < tokens; t += kLanes) lane_max = maximum(load(scores + t), lane_max);
+    const float old_max = row_max_[tile_head];
+    const float block_max = largest(lane_max);
+    const float new_max = block_max > old_max ? block_max : old_max;
+    const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {};
     constexpr int kTokens = Packed::kTokens, kStep = kTokenRows ? 1 : H;
-    Weight* weights = weights_ + head * (kTokenRows ? kTileTokens / kTokens : 1);
+    Prob* probs = probs_ + head * (kTokenRows ? kMaxBlockTokens / kTokens : 1);
     for (int t = 0; t < tokens; t += kTokens) {
       Vec e[kTokens / kLanes];
       for (int i = 0; i < kTokens / kLanes; ++i) {
-        const Vec weight = exp(load(scores + t + i * kLanes) - shift);
-        e[i] = Packed::round(weight);
-        sums += p_.lse == nullptr ? e[i] : weight;  // lse has float's precision
+        const Vec prob = exp(load(scores + t + i * kLanes) - shift);
+        e[i] = Packed::round(prob);
+        sums += p_.lse == nullptr ? e[i] : prob;  // lse needs unrounded p
       }
-      Weight parts[Packed::kParts];
-      Packed::pack(e, parts);
-      for (int part = 0; part < Packed::kParts; ++part, weights += kStep) *weights = parts[part];
+      Prob operands[Packed::kOperands];
+      Packed::pack(e, operands);
+      for (int i = 0; i < Packed::kOperands; ++i, probs += kStep) *probs = operands[i];
     }
-    const float factor = decay(before, updated);
-    maximum_[row_head] = updated;
-    sum_[row_head] = sum_[row_head] * factor + sum(sums);
-    return factor;
+    const float rescale = rescale_factor(old_max, new_max);
+    row_max_[tile_head] = new_max;
+    row_sum_[tile_head] = row_sum_[tile_head] * rescale + sum(sums);
+    return rescale;
   }
 
-  // The segment's sums, from vectors of [H][kLanes / H] to rows.
-  void unpack_out(const Segment& segment, float* to) {
+  // Copies out_ to rows of head_size. In layout vllm a vector of out_ is [H][kLanes / H].
+  void unpack_out(const Split& split, float* to) {
     if constexpr (kTokenRows) {
-      for (int head = 0; head < segment.heads; ++head) {
+      for (int head = 0; head < split.heads; ++head) {
         const float* from = reinterpret_cast<const float*>(out_) + head * row_stride();
         for (int d = 0; d < head_size_; ++d) to[head * head_size_ + d] = from[d] * Packed::kScale;
       }
       return;
     }
-    for_head_blocks(segment.heads, [&](auto heads, int first) {
+    for_head_blocks(split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       constexpr int kDims = kLanes / H;
       const float* from = reinterpret_cast<const float*>(out_ + first * head_vectors_);
@@ -322,152 +345,152 @@ class Attention {
     });
   }
 
-  void end_segment(const Segment& segment) {
-    for (int head = 0; head < segment.heads; ++head) {
-      row_.maximum[head] = maximum_[head];
-      row_.sum[head] = sum_[head];
+  void end_split(const Split& split) {
+    for (int head = 0; head < split.heads; ++head) {
+      partial_.row_max[head] = row_max_[head];
+      partial_.row_sum[head] = row_sum_[head];
     }
-    unpack_out(segment, row_.out);
-    if (segment.starts_row && segment.ends_row) {
-      const int64_t token = query_token(p_, segment.seq);
-      for (int head = 0; token >= 0 && head < segment.heads; ++head) {
-        finish(p_, token, segment.first_head + head,
-               {.maximum = row_.maximum[head],
-                .sum = row_.sum[head],
-                .values = row_.out + head * head_size_});
+    unpack_out(split, partial_.out);
+    if (split.starts_tile && split.ends_tile) {
+      const int64_t token = query_token(p_, split.seq);
+      for (int head = 0; token >= 0 && head < split.heads; ++head) {
+        epilogue(p_, token, split.first_head + head,
+                 {.row_max = partial_.row_max[head],
+                  .row_sum = partial_.row_sum[head],
+                  .acc = partial_.out + head * head_size_});
       }
       return;
     }
-    const int back = segment.starts_row ? 1 : 0;
-    float* slot = work_.partials + (2 * task_ + back) * work_.partial_size();
-    for (int head = 0; head < segment.heads; ++head, slot += head_size_ + 2) {
-      slot[0] = row_.sum[head];
-      slot[1] = row_.maximum[head];
-      for (int d = 0; d < head_size_; ++d) slot[2 + d] = row_.out[head * head_size_ + d];
+    float* to = plan_.partials + (2 * task_ + (split.starts_tile ? 1 : 0)) * plan_.partial_size();
+    for (int head = 0; head < split.heads; ++head, to += head_size_ + 2) {
+      to[0] = partial_.row_sum[head];
+      to[1] = partial_.row_max[head];
+      for (int d = 0; d < head_size_; ++d) to[2 + d] = partial_.out[head * head_size_ + d];
     }
   }
 
-  const PagedAttentionWork& work_;
+  const DecodePlan& plan_;
   const PagedAttentionParams& p_;
   const int64_t task_;
   const int head_size_;
-  const int head_vectors_;  // a head of out_
+  const int head_vectors_;  // of one head in out_
   const int block_size_;
   const bool sparse_;
   float logit_scale_ = 1.0f;
 
-  alignas(64) float query_[kMaxHeads * kMaxHeadSize];  // pack_query()'s, block after block
-  alignas(64) float scores_[4 * kTileTokens];          // of the head block at hand
-  alignas(64) Weight weights_[4 * kTileTokens * sizeof(float) / sizeof(Weight)];
-  alignas(64) float distances_[kTileTokens + kLanes];  // token position - last position
-  alignas(64) Vec out_[kMaxHeads * kMaxHeadSize / kLanes];
+  alignas(64) float query_[kMaxTileHeads * kMaxHeadSize];  // packed, by head blocks
+  alignas(64) float scores_[4 * kMaxBlockTokens];          // of one head block
+  alignas(64) Prob probs_[4 * kMaxBlockTokens * sizeof(float) / sizeof(Prob)];
+  alignas(64) float distances_[kMaxBlockTokens + kLanes];  // token - last token, for ALiBi
+  alignas(64) Vec out_[kMaxTileHeads * kMaxHeadSize / kLanes];
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
-  float maximum_[kMaxHeads];
-  float sum_[kMaxHeads];
-  Partial row_;  // of the segment that just ended
+  float row_max_[kMaxTileHeads];
+  float row_sum_[kMaxTileHeads];
+  Partial partial_;  // of the split that just ended
 };
 
 template <typename Cache, bool kTokenRows>
-__attribute__((noinline)) void run_task(const PagedAttentionWork& work, int64_t task) {
-  Attention<Cache, kTokenRows>(work, task).run();
+__attribute__((noinline)) void run_task(const DecodePlan& plan, int64_t task) {
+  DecodeTask<Cache, kTokenRows>(plan, task).run();
 }
 
 template <typename Cache>
-void run_task(const PagedAttentionWork& work, int64_t task) {
-  if (work.params.kv.layout == KvLayout::kVllm) return run_task<Cache, false>(work, task);
-  run_task<Cache, true>(work, task);
+void run_task(const DecodePlan& plan, int64_t task) {
+  if (plan.params.kv.layout == KvLayout::kVllm) return run_task<Cache, false>(plan, task);
+  run_task<Cache, true>(plan, task);
 }
 
-int64_t num_tasks(const PagedAttentionWork& work) {
-  return work.tasks;
+int64_t num_tasks(const DecodePlan& plan) {
+  return plan.tasks;
 }
 
 #if defined(__AVX512BF16__)
-// Dot products of bfloat16 are for bfloat16 caches; the others have nothing from this level.
-void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
-  if (work.params.kv.dtype != DType::kBFloat16) {
-    return kernel_at<PagedAttentionWork, Level::avx512>().run(work, begin, end);
+// Dot products of bfloat16 serve bfloat16 caches alone. Other caches run the kernel of avx512.
+void run(const DecodePlan& plan, int64_t begin, int64_t end) {
+  if (plan.params.kv.dtype != DType::kBFloat16) {
+    return kernel_at<DecodePlan, Level::avx512>().run(plan, begin, end);
   }
-  for (int64_t task = begin; task < end; ++task) run_task<BFloat16>(work, task);
+  for (int64_t task = begin; task < end; ++task) run_task<BFloat16>(plan, task);
 }
 #else
-void run(const PagedAttentionWork& work, int64_t begin, int64_t end) {
+void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    switch (work.params.kv.dtype) {
+    switch (plan.params.kv.dtype) {
       case DType::kFp8E4M3:
-        run_task<Fp8E4M3>(work, task);
+        run_task<Fp8E4M3>(plan, task);
         break;
       case DType::kFp8E5M2:
-        run_task<Fp8E5M2>(work, task);
+        run_task<Fp8E5M2>(plan, task);
         break;
       case DType::kInt8:
-        run_task<Int8>(work, task);
+        run_task<Int8>(plan, task);
         break;
       default:
-        dispatch_float(work.params.kv.dtype,
-                       [&](auto tag) { run_task<decltype(tag)>(work, task); });
+        dispatch_float(plan.params.kv.dtype,
+                       [&](auto tag) { run_task<decltype(tag)>(plan, task); });
     }
   }
 }
 #endif
 
-// --- merge ---------------------------------------------------------------------------------------
+// --- combine -------------------------------------------------------------------------------------
 
-constexpr int64_t kMergesPerTask = 8;
+constexpr int64_t kCombinesPerTask = 8;
 
-int64_t num_merge_tasks(const PagedAttentionMerge& merge) {
-  return ceil_div(merge.work.tasks, kMergesPerTask);
+int64_t num_combine_tasks(const DecodeCombine& combine) {
+  return ceil_div(combine.plan.tasks, kCombinesPerTask);
 }
 
-// Merges the row that starts in `task` and goes on in later ones.
-void merge_row(const PagedAttentionWork& work, int64_t task) {
-  const int64_t end = work.first_unit(task + 1);
-  Segments segments(work, work.first_unit(task), end);
-  Segment segment{}, last{};
-  while (segments.next(segment)) last = segment;
-  if (!last.starts_row || last.ends_row) return;
-  // How many later tasks have a part of it.
-  int64_t parts = 0;
-  for (bool ended = false; !ended; ++parts) {
-    Segments later(work, work.first_unit(task + 1 + parts), work.first_unit(task + 2 + parts));
-    later.next(segment);
-    ended = segment.ends_row;
+// Combines the tile that begins in `task` and ends in a later one. There may be none.
+void combine_tile(const DecodePlan& plan, int64_t task) {
+  const int64_t end = plan.first_grain(task + 1);
+  SplitIterator splits(plan, plan.first_grain(task), end);
+  Split split{}, last{};
+  while (splits.next(split)) last = split;
+  if (!last.starts_tile || last.ends_tile) return;
+  // Later tasks that have a split of it.
+  int64_t num_later = 0;
+  for (bool ended = false; !ended; ++num_later) {
+    SplitIterator later(plan, plan.first_grain(task + 1 + num_later),
+                        plan.first_grain(task + 2 + num_later));
+    later.next(split);
+    ended = split.ends_tile;
   }
-  const PagedAttentionParams& p = work.params;
+  const PagedAttentionParams& p = plan.params;
   const int head_size = p.kv.head_size;
-  const auto slot = [&](int64_t part, int head) {
-    const int64_t at = part == 0 ? 2 * task + 1 : 2 * (task + part);
-    return work.partials + at * work.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
+  const auto partial_of = [&](int64_t i, int head) {
+    const int64_t at = i == 0 ? 2 * task + 1 : 2 * (task + i);
+    return plan.partials + at * plan.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
   };
   for (int head = 0; head < last.heads; ++head) {
-    float maximum = -kInfinity;
-    for (int64_t part = 0; part <= parts; ++part) {
-      if (slot(part, head)[1] > maximum) maximum = slot(part, head)[1];
+    float row_max = -kInfinity;
+    for (int64_t i = 0; i <= num_later; ++i) {
+      if (partial_of(i, head)[1] > row_max) row_max = partial_of(i, head)[1];
     }
     alignas(64) float out[kMaxHeadSize] = {};
-    float sum = 0.0f;
-    for (int64_t part = 0; part <= parts; ++part) {
-      const float* from = slot(part, head);
-      const float share = decay(from[1], maximum);
-      sum += share * from[0];
-      for (int d = 0; d < head_size; ++d) out[d] += share * from[2 + d];
+    float row_sum = 0.0f;
+    for (int64_t i = 0; i <= num_later; ++i) {
+      const float* from = partial_of(i, head);
+      const float weight = rescale_factor(from[1], row_max);
+      row_sum += weight * from[0];
+      for (int d = 0; d < head_size; ++d) out[d] += weight * from[2 + d];
     }
-    finish(p, query_token(p, last.seq), last.first_head + head,
-           {.maximum = maximum, .sum = sum, .values = out});
+    epilogue(p, query_token(p, last.seq), last.first_head + head,
+             {.row_max = row_max, .row_sum = row_sum, .acc = out});
   }
 }
 
-void run_merge(const PagedAttentionMerge& merge, int64_t begin, int64_t end) {
-  const PagedAttentionWork& work = merge.work;
-  for (int64_t task = begin * kMergesPerTask; task < end * kMergesPerTask; ++task) {
-    if (task + 1 < work.tasks) merge_row(work, task);
+void run_combine(const DecodeCombine& combine, int64_t begin, int64_t end) {
+  const DecodePlan& plan = combine.plan;
+  for (int64_t task = begin * kCombinesPerTask; task < end * kCombinesPerTask; ++task) {
+    if (task + 1 < plan.tasks) combine_tile(plan, task);
   }
 }
 
 }  // namespace
 }  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionWork, vllm_kernels::cpu::num_tasks,
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodePlan, vllm_kernels::cpu::num_tasks,
                         vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionMerge, vllm_kernels::cpu::num_merge_tasks,
-                        vllm_kernels::cpu::run_merge)
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodeCombine, vllm_kernels::cpu::num_combine_tasks,
+                        vllm_kernels::cpu::run_combine)

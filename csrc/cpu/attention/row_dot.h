@@ -1,6 +1,6 @@
-// Products of few query rows with rows of K and V where they lie: a row is one head of a token, its
-// elements next to each other (layouts NHD and HND, contiguous keys). It is read, and widened, once
-// for up to 4 query rows. See cpu/base/vec.h for the anonymous namespace.
+// Layouts NHD and HND and contiguous keys: multiplies few query rows with rows of K and V in place.
+// A row is one head of one token, with contiguous elements. It is loaded and upcast once for up to
+// 4 query rows. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/attention/page_lanes.h"
 #include "cpu/base/int8.h"
@@ -8,15 +8,18 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// --- what is needed next -------------------------------------------------------------------------
+// --- prefetch -----------------------------------------------------------------------------------
 
-// The lines of `count` spans of `bytes` bytes, in turns from kStreams places, so that address
-// translations and rows of DRAM are opened side by side.
-class LineFetch {
+// Prefetches the cache lines of `count` spans of `bytes` bytes. It alternates between kStreams
+// groups of spans, so page walks and DRAM row activations overlap.
+class LinePrefetcher {
  public:
-  LineFetch(const char* const* spans, int count, int bytes)
-      : spans_(spans), each_(count / kStreams), bytes_(bytes), left_(count % kStreams) {
-    if (each_ == 0) next_spans();
+  LinePrefetcher(const char* const* spans, int count, int bytes)
+      : spans_(spans),
+        stream_spans_(count / kStreams),
+        bytes_(bytes),
+        remaining_(count % kStreams) {
+    if (stream_spans_ == 0) next_spans();
   }
 
   template <int lines>
@@ -24,59 +27,59 @@ class LineFetch {
 #pragma GCC unroll 4
     for (int i = 0; i < lines; ++i) {
       if (streams_ == 0) return;
-      __builtin_prefetch(spans_[stream_ * each_] + at_, 0, 2);
+      __builtin_prefetch(spans_[stream_ * stream_spans_] + at_, 0, 2);
       if (++stream_ < streams_) continue;
       stream_ = 0;
       at_ += 64;
       if (at_ < bytes_) continue;
       at_ = 0;
       ++spans_;
-      if (++done_ == each_) next_spans();
+      if (++done_ == stream_spans_) next_spans();
     }
   }
-  void rest() {
+  void finish() {
     while (streams_ > 0) next<1>();
   }
 
  private:
   static constexpr int kStreams = 8;
 
-  // From kStreams streams of each_ spans to left_ streams of one, to none.
+  // First kStreams streams of stream_spans_ spans, then remaining_ streams of one span, then none.
   void next_spans() {
-    spans_ += (kStreams - 1) * each_;
-    streams_ = left_;
-    left_ = each_ = done_ = 0;
-    if (streams_ > 0) each_ = 1;
+    spans_ += (kStreams - 1) * stream_spans_;
+    streams_ = remaining_;
+    remaining_ = stream_spans_ = done_ = 0;
+    if (streams_ > 0) stream_spans_ = 1;
   }
 
-  const char* const* spans_;  // the first stream's next
-  int each_;                  // spans of a stream
+  const char* const* spans_;  // the first stream's next span
+  int stream_spans_;          // spans of a stream
   int bytes_;
-  int left_;
+  int remaining_;  // spans
   int streams_ = kStreams;
   int stream_ = 0, at_ = 0, done_ = 0;
 };
 
 // --- lanes ---------------------------------------------------------------------------------------
 
-// A load covers kStep dimensions of a row of K or V. Scores and sums over tokens are to be
-// multiplied with kScale. Packed: a query row of count elements, with zeros up to whole steps;
-// kTokens weights, rounded to what packing leaves of them.
+// How a row of K or V maps to vector lanes. A load covers kStep dimensions. Scores and sums over
+// tokens must be multiplied with kScale. pack_query() pads a query row with zeros to whole steps.
+// pack() takes p of kTokens tokens, already rounded by round().
 template <typename T>
 struct FloatTokenLanes {
   using Element = T;
-  using Part = Vec;
+  using Operand = Vec;
   static constexpr float kScale = 1.0f;
   static constexpr int kTokens = kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
   static constexpr int kStep = kLanes;
-  static constexpr int kPair = 1;  // tokens of V that a product takes
+  static constexpr int kPair = 1;  // tokens of V that one multiply_add() takes
 
-  static Part load(const T* from) { return cpu::load(from); }
-  static Part load(const T* from, int count) { return load_partial(from, count); }
-  static Part query(const float* row, int d) { return cpu::load(row + d); }
-  static Part weight(const float* weights, int token) { return splat(weights[token]); }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Operand load(const T* from) { return cpu::load(from); }
+  static Operand load(const T* from, int count) { return load_partial(from, count); }
+  static Operand query(const float* row, int d) { return cpu::load(row + d); }
+  static Operand prob(const float* probs, int token) { return splat(probs[token]); }
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return multiply_add_as<T>(key, query, sum);
   }
 
@@ -85,8 +88,8 @@ struct FloatTokenLanes {
     for (; d + kLanes <= count; d += kLanes) store(to + d, cpu::load(row + d));
     if (d < count) store(to + d, load_partial(row + d, count - d));
   }
-  static Vec round(Vec weight) { return weight; }
-  static void pack(const Vec* weights, Part* to) { to[0] = weights[0]; }
+  static Vec round(Vec prob) { return prob; }
+  static void pack(const Vec* probs, Operand* to) { to[0] = probs[0]; }
 };
 
 template <typename T>
@@ -95,14 +98,14 @@ struct TokenLanes : FloatTokenLanes<T> {};
 #if defined(__AVX2__)
 template <typename T>
 struct Fp8TokenLanes : FloatTokenLanes<T> {
-  static constexpr float kScale = WideFp8<T>::kScale;
+  static constexpr float kScale = Fp8ToHalf<T>::kScale;
 
   static Vec load(const T* from) {
 #if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps(WideFp8<T>::half_bits(load_raw<__m128i>(from)));
+    return (Vec)_mm512_cvtph_ps(Fp8ToHalf<T>::half_bits(load_raw<__m128i>(from)));
 #else
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(WideFp8<T>::half_bits(bytes)));
+    return (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(Fp8ToHalf<T>::half_bits(bytes)));
 #endif
   }
   static Vec load(const T* from, int count) {
@@ -118,43 +121,44 @@ struct TokenLanes<Fp8E5M2> : Fp8TokenLanes<Fp8E5M2> {};
 #endif
 
 #if defined(__AVX512BF16__)
-// Dot products of bfloat16 pairs: of neighbouring dimensions of K, of neighbouring tokens of V. A
-// weight is a pair of weights.
+// Dot products of bfloat16 pairs: neighbouring dimensions of K, neighbouring tokens of V. An
+// operand of p is a pair of tokens, too.
 template <>
 struct TokenLanes<BFloat16> {
   using Element = BFloat16;
-  using Part = __m512i;
+  using Operand = __m512i;
   static constexpr float kScale = 1.0f;
   static constexpr int kStep = 2 * kLanes;
   static constexpr int kPair = 2;
   static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kParts = 1;
+  static constexpr int kOperands = 1;
 
-  static Part load(const BFloat16* from) { return _mm512_loadu_si512(from); }
-  static Part load(const BFloat16* from, int count) {
+  static Operand load(const BFloat16* from) { return _mm512_loadu_si512(from); }
+  static Operand load(const BFloat16* from, int count) {
     return _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
   }
-  static Part query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
-  static Part weight(const float* weights, int token) {
-    return _mm512_set1_epi32(load_raw<int>(weights + token / 2));
+  static Operand query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
+  static Operand prob(const float* probs, int token) {
+    return _mm512_set1_epi32(load_raw<int>(probs + token / 2));
   }
-  static Vec multiply_add(Part key, Part query, Vec sum) {
+  static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)query);
   }
 
-  // Pairs of dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
-  static void join(Part token, Part next, Part* parts) {
-    parts[0] = _mm512_unpacklo_epi16(token, next);
-    parts[1] = _mm512_unpackhi_epi16(token, next);
+  // Pairs of two tokens: dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
+  static void interleave(Operand token, Operand next, Operand* operands) {
+    operands[0] = _mm512_unpacklo_epi16(token, next);
+    operands[1] = _mm512_unpackhi_epi16(token, next);
   }
-  static void in_order(Vec* sums) {
+  // Puts the sums of interleaved operands in the order of the dimensions.
+  static void reorder(Vec* sums) {
     const Vec a = sums[0], b = sums[1];
     sums[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     sums[1] =
         __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
-  static void pack_query(const float* row, int count, float* to) {  // exact: it was bfloat16
+  static void pack_query(const float* row, int count, float* to) {  // exact: query is bfloat16
     auto* elements = reinterpret_cast<BFloat16*>(to);
     for (int d = 0; d < (count + kStep - 1) / kStep * kStep; d += kLanes) {
       const int rest = count - d;
@@ -163,36 +167,36 @@ struct TokenLanes<BFloat16> {
                                          : Vec{});
     }
   }
-  static Vec round(Vec weight) { return round_to<BFloat16>(weight); }
-  static void pack(const Vec* weights, Part* to) {
-    to[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
+  static Vec round(Vec prob) { return round_to<BFloat16>(prob); }
+  static void pack(const Vec* probs, Operand* to) {
+    to[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)probs[1], (__m512)probs[0]);
   }
 };
 #endif
 
-// --- products ------------------------------------------------------------------------------------
+// --- scores, out ---------------------------------------------------------------------------------
 
-// A loop's step that reads `bytes` bytes asks for as many, at `at` of every 64 where that is less.
-template <bool kFetch, int bytes>
-inline void fetch_step(LineFetch& ahead, int at) {
-  if constexpr (kFetch && bytes >= 64) {
+// A loop step that reads `bytes` bytes prefetches as many. `at` is the number of bytes read before.
+template <bool kPrefetch, int bytes>
+inline void prefetch_step(LinePrefetcher& ahead, int at) {
+  if constexpr (kPrefetch && bytes >= 64) {
     ahead.next<bytes / 64>();
-  } else if constexpr (kFetch) {
+  } else if constexpr (kPrefetch) {
     if (at % 64 == 0) ahead.next<1>();
   }
 }
 
-// scores[h][token] = scale * q . k of rows[0 .. tokens), which are readable up to whole vectors of
-// tokens.
-//   rows: at `offset` bytes from the pointers; query: [H][query_stride], packed, zeros up to whole
-//   steps; scores: [H][score_stride], whole vectors
-template <typename Lanes, int H, bool kFetch>
+// scores[h][token] = scale * q . k for tokens [0, tokens). `rows` must be readable up to whole
+// vectors of tokens.
+//   rows: pointers, to which `offset` bytes are added; query: [H][query_stride], pack_query()'s
+//   scores: [H][score_stride], whole vectors
+template <typename Lanes, int H, bool kPrefetch>
 inline void score_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
-                             const float* query, int query_stride, float scale, LineFetch& ahead,
-                             float* scores, int score_stride) {
+                             const float* query, int query_stride, float scale,
+                             LinePrefetcher& ahead, float* scores, int score_stride) {
   using T = typename Lanes::Element;
-  using Part = typename Lanes::Part;
-  constexpr int kTokens = kLanes / H;  // at once; kLanes sums
+  using Operand = typename Lanes::Operand;
+  constexpr int kTokens = kLanes / H;  // at once, in kLanes sums
   constexpr int kBytes = kTokens * Lanes::kStep * static_cast<int>(sizeof(T));
   const int whole = head_size / Lanes::kStep * Lanes::kStep;
   for (int token = 0; token < tokens; token += kTokens) {
@@ -202,10 +206,10 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
       from[i] = reinterpret_cast<const T*>(rows[token + i] + offset);
     }
     Vec sums[kLanes] = {};
-    const auto add = [&](int d, const Part* keys) {
+    const auto add = [&](int d, const Operand* keys) {
 #pragma GCC unroll 4
       for (int head = 0; head < H; ++head) {
-        const Part q = Lanes::query(query + head * query_stride, d);
+        const Operand q = Lanes::query(query + head * query_stride, d);
 #pragma GCC unroll 16
         for (int i = 0; i < kTokens; ++i) {
           Vec& sum = sums[head * kTokens + i];
@@ -213,9 +217,9 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
         }
       }
     };
-    Part keys[kTokens];
+    Operand keys[kTokens];
     for (int d = 0; d < whole; d += Lanes::kStep) {
-      fetch_step<kFetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
+      prefetch_step<kPrefetch, kBytes>(ahead, d / Lanes::kStep * kBytes);
 #pragma GCC unroll 16
       for (int i = 0; i < kTokens; ++i) keys[i] = Lanes::load(from[i] + d);
       add(d, keys);
@@ -235,14 +239,15 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
   }
 }
 
-// out[h] = out[h] * factors[h] + sum over tokens of weights[h][token] * V[token], for the
-// dimensions d .. d + kVectors loads, or `count` of one load. The arguments as in score_token_rows.
-template <typename Lanes, int H, int kVectors, bool kPartial, bool kFetch>
+// out[h] = out[h] * rescales[h] + sum over tokens of p[h][token] * V[token]. It covers kVectors
+// loads from dimension d on, or `count` dimensions of one load if kPartial. `rows` and `offset` are
+// those of score_token_rows().
+template <typename Lanes, int H, int kVectors, bool kPartial, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int d, int count,
-                           const float* weights, int weight_stride, const float* factors,
-                           LineFetch& ahead, float* out, int out_stride) {
+                           const float* probs, int prob_stride, const float* rescales,
+                           LinePrefetcher& ahead, float* out, int out_stride) {
   using T = typename Lanes::Element;
-  using Part = typename Lanes::Part;
+  using Operand = typename Lanes::Operand;
   constexpr int kPair = Lanes::kPair, kSums = kVectors * kPair;
   constexpr int kBytes = kVectors * kPair * Lanes::kStep * static_cast<int>(sizeof(T));
   Vec sums[H][kSums] = {};
@@ -251,29 +256,29 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
     return kPartial ? Lanes::load(from, count) : Lanes::load(from);
   };
   const auto add = [&](int token, auto has_next) {
-    Part parts[kSums];
+    Operand operands[kSums];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kPair == 1) {
-        parts[i] = load(token, i);
+        operands[i] = load(token, i);
       } else {
-        Part next = {};
+        Operand next = {};
         if constexpr (has_next) next = load(token + 1, i);
-        Lanes::join(load(token, i), next, parts + 2 * i);
+        Lanes::interleave(load(token, i), next, operands + 2 * i);
       }
     }
 #pragma GCC unroll 4
     for (int head = 0; head < H; ++head) {
-      const Part weight = Lanes::weight(weights + head * weight_stride, token);
+      const Operand prob = Lanes::prob(probs + head * prob_stride, token);
 #pragma GCC unroll 8
       for (int i = 0; i < kSums; ++i) {
-        sums[head][i] = Lanes::multiply_add(parts[i], weight, sums[head][i]);
+        sums[head][i] = Lanes::multiply_add(operands[i], prob, sums[head][i]);
       }
     }
   };
   int token = 0;
   for (; token + kPair <= tokens; token += kPair) {
-    fetch_step<kFetch, kBytes>(ahead, token / kPair * kBytes);
+    prefetch_step<kPrefetch, kBytes>(ahead, token / kPair * kBytes);
     add(token, std::true_type{});
   }
   if (token < tokens) add(token, std::false_type{});
@@ -283,34 +288,54 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i, to += kLanes) {
       if constexpr (kPair == 2) {
-        if (i % 2 == 0) Lanes::in_order(sums[head] + i);
+        if (i % 2 == 0) Lanes::reorder(sums[head] + i);
       }
-      store(to, fma(cpu::load(to), splat(factors[head]), sums[head][i]));
+      store(to, fma(cpu::load(to), splat(rescales[head]), sums[head][i]));
     }
   }
 }
 
-// The same for all dimensions; rows of out hold whole steps.
-template <typename Lanes, int H, bool kFetch>
+// The same for all dimensions. Rows of out hold whole steps.
+template <typename Lanes, int H, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int head_size,
-                           const float* weights, int weight_stride, const float* factors,
-                           LineFetch& ahead, float* out, int out_stride) {
-  constexpr int kMost = kLanes / H / Lanes::kPair;  // H * kMost * kPair sums
-  constexpr int kVectors = kMost < 1 ? 1 : kMost > 8 ? 8 : kMost;
+                           const float* probs, int prob_stride, const float* rescales,
+                           LinePrefetcher& ahead, float* out, int out_stride) {
+  constexpr int kMaxVectors = kLanes / H / Lanes::kPair;  // H * kMaxVectors * kPair sums
+  constexpr int kVectors = kMaxVectors < 1 ? 1 : kMaxVectors > 8 ? 8 : kMaxVectors;
   constexpr int kStep = Lanes::kStep;
   int d = 0;
   for (; d + kVectors * kStep <= head_size; d += kVectors * kStep) {
-    add_token_rows<Lanes, H, kVectors, false, kFetch>(
-        rows, offset, tokens, d, 0, weights, weight_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, kVectors, false, kPrefetch>(
+        rows, offset, tokens, d, 0, probs, prob_stride, rescales, ahead, out, out_stride);
   }
   for (; d + kStep <= head_size; d += kStep) {
-    add_token_rows<Lanes, H, 1, false, kFetch>(rows, offset, tokens, d, 0, weights, weight_stride,
-                                               factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, false, kPrefetch>(rows, offset, tokens, d, 0, probs, prob_stride,
+                                                  rescales, ahead, out, out_stride);
   }
   if (d < head_size) {
-    add_token_rows<Lanes, H, 1, true, kFetch>(rows, offset, tokens, d, head_size - d, weights,
-                                              weight_stride, factors, ahead, out, out_stride);
+    add_token_rows<Lanes, H, 1, true, kPrefetch>(rows, offset, tokens, d, head_size - d, probs,
+                                                 prob_stride, rescales, ahead, out, out_stride);
   }
+}
+
+// Calls body(integral_constant of 4, 2 or 1 rows, whether row is 0, row) for blocks of rows. The
+// blocks cover [begin, end).
+template <typename Body>
+inline void for_row_blocks(int begin, int end, Body&& body) {
+  const auto call = [&](auto num_rows, int row) {
+    if (row == 0) {
+      body(num_rows, std::true_type{}, row);
+    } else {
+      body(num_rows, std::false_type{}, row);
+    }
+  };
+  int row = begin;
+  for (; row + 4 <= end; row += 4) call(std::integral_constant<int, 4>{}, row);
+  if (row + 2 <= end) {
+    call(std::integral_constant<int, 2>{}, row);
+    row += 2;
+  }
+  if (row < end) call(std::integral_constant<int, 1>{}, row);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// From a DType to the storage type of this level's kernels, by function and lambda.
+// Dispatch from a DType to a storage type, and the size of a task. See vec.h for the anonymous
+// namespace.
 #pragma once
 #include "cpu/base/fp8.h"
 #include "cpu/base/int8.h"
@@ -8,7 +9,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Calls body(T{}) with the storage type of a floating dtype. The bindings let no other pass.
+// Calls body(T{}) with the storage type of a floating dtype. The bindings refuse other dtypes.
 template <typename Body>
 inline void dispatch_float(DType dtype, Body&& body) {
   switch (dtype) {
@@ -21,8 +22,7 @@ inline void dispatch_float(DType dtype, Body&& body) {
   }
 }
 
-// Calls body(C{}) with the storage type of a cache for a model of type T: T itself or an 8-bit
-// type.
+// Calls body(C{}) with the storage type of a cache of a model of type T: T or an 8-bit type.
 template <typename T, typename Body>
 inline void dispatch_cache(DType cache, Body&& body) {
   switch (cache) {
@@ -50,9 +50,9 @@ inline void dispatch_8_bit(DType dtype, Body&& body) {
   }
 }
 
-constexpr int64_t kTaskBytes = 32768;  // traffic of one task
+constexpr int64_t kTaskBytes = 32768;  // read and written by one task
 
-// Rows per task when a row moves `row_bytes` bytes.
+// Rows per task if a row moves `row_bytes` bytes.
 inline int64_t rows_per_task(int64_t row_bytes) {
   return row_bytes >= kTaskBytes ? 1
                                  : (kTaskBytes + row_bytes - 1) / (row_bytes > 0 ? row_bytes : 1);

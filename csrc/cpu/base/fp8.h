@@ -1,6 +1,7 @@
-// 8-bit floats of the cache: e4m3 (4 exponent bits, largest 448, no infinity) and e5m2 (5 exponent
-// bits, largest finite 57344). Stores round to nearest even and saturate to the largest finite
-// value; a NaN is stored as 0x7f. Loads are exact.
+// 8-bit floats. e4m3 has 4 exponent bits, a largest value of 448 and no infinity. e5m2 has 5
+// exponent bits and a largest finite value of 57344. Stores round to nearest even, saturate to the
+// largest finite value, and write NaN as 0x7f. Loads are exact. See vec.h for the anonymous
+// namespace.
 #pragma once
 #include <cstdint>
 
@@ -9,9 +10,9 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// --- load: by way of fp16, whose exponent field takes either type -------------------------------
+// --- load: through fp16, whose exponent range covers both types ---------------------------------
 
-inline VecHalfBits widen_bytes(const void* from) {
+inline VecHalfBits upcast_bytes(const void* from) {
 #if defined(__AVX512F__)
   return (VecHalfBits)_mm256_cvtepu8_epi16(load_raw<__m128i>(from));
 #elif defined(__AVX2__)
@@ -35,13 +36,13 @@ inline Vec load_half_bits(VecHalfBits bits) {
 
 // e5m2 is the upper byte of an fp16.
 inline Vec load(const Fp8E5M2* from) {
-  return load_half_bits(widen_bytes(from) << 8);
+  return load_half_bits(upcast_bytes(from) << 8);
 }
 
-// e4m3 read as an fp16 with a zero on top of its exponent is too small by 2^(15 - 7), denormals
-// included; 0x7f, where infinity would be, is a NaN.
+// Read as fp16 with one more exponent bit, e4m3 is too small by 2^(15 - 7), denormals included.
+// 0x7f is a NaN.
 inline Vec load(const Fp8E4M3* from) {
-  const VecHalfBits bytes = widen_bytes(from);
+  const VecHalfBits bytes = upcast_bytes(from);
   const VecHalfBits magnitude = (bytes & 0x7f) << 7;
   const VecHalfBits is_nan = (VecHalfBits)(magnitude == 0x3f80);
   const VecHalfBits sign = (bytes & 0x80) << 8;
@@ -50,12 +51,12 @@ inline Vec load(const Fp8E4M3* from) {
 
 // --- store: float -> 8 bits ----------------------------------------------------------------------
 
-// `mantissa` and `bias` describe the 8-bit type, `largest` is its largest finite value.
+// `mantissa` and `bias` describe the 8-bit type. `largest` is its largest finite value.
 template <int mantissa, int bias>
-inline VecUint narrow(Vec value, float largest) {
-  constexpr int kShift = 23 - mantissa;                      // mantissa bits that go
+inline VecUint quantize_bits(Vec value, float largest) {
+  constexpr int kShift = 23 - mantissa;                      // mantissa bits to drop
   constexpr uint32_t kSmallestNormal = (128u - bias) << 23;  // 2^(1 - bias), as a float's bits
-  // A float whose last bit is worth the type's smallest denormal, 2^(1 - bias - mantissa).
+  // A float whose last bit is the type's smallest denormal, 2^(1 - bias - mantissa).
   constexpr uint32_t kAlign = (128u - bias - mantissa + 23) << 23;
   const VecUint bits = as_bits(value);
   const VecUint sign = (bits >> 24) & 0x80u;
@@ -86,10 +87,10 @@ inline void store_bytes(void* to, VecUint bytes) {
 }
 
 inline void store(Fp8E4M3* to, Vec value) {
-  store_bytes(to, narrow<3, 7>(value, 448.0f));
+  store_bytes(to, quantize_bits<3, 7>(value, 448.0f));
 }
 inline void store(Fp8E5M2* to, Vec value) {
-  store_bytes(to, narrow<2, 15>(value, 57344.0f));
+  store_bytes(to, quantize_bits<2, 15>(value, 57344.0f));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Symmetric 8-bit integers of the cache. See cpu/base/vec.h for the anonymous namespace.
+// Symmetric 8-bit integers. See vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
 #include "cpu/base/vec.h"
@@ -22,11 +22,11 @@ inline Vec load(const Int8* from) {
 #endif
 }
 
-// To nearest even, saturating to [-128, 127]; a NaN is stored as 0.
+// Rounds to nearest even and saturates to [-128, 127]. NaN becomes 0.
 inline void store(Int8* to, Vec value) {
   const VecInt is_number = value == value;
   const Vec clamped = maximum(minimum(value, splat(127.0f)), splat(-128.0f));
-  // Adding 1.5 * 2^23 leaves the integer, rounded, in the lower bits.
+  // Adding 1.5 * 2^23 leaves the rounded integer in the lower bits.
   const VecUint bits = as_bits(clamped + splat(0x1.8p23f)) & (VecUint)is_number;
   store_bytes(to, bits & 0xffu);
 }

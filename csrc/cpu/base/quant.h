@@ -1,5 +1,5 @@
-// Vectors of values to 8 bits, and the magnitudes that scales come from. ops/quant.h has the rules;
-// anonymous namespace: see cpu/base/vec.h.
+// Quantisation of vectors to 8 bits, and the magnitudes for its scales. ops/quant.h has the rules.
+// See vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
 #include "cpu/base/int8.h"
@@ -8,7 +8,8 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// The larger magnitudes of two vectors, as bits: they are ordered as the floats are, NaNs on top.
+// The larger of two magnitudes in each lane, as bits. Bits compare like values, and NaNs are
+// largest.
 inline VecUint larger_bits(VecUint a, VecUint b) {
 #if defined(__AVX512F__)
   return (VecUint)_mm512_max_epu32((__m512i)a, (__m512i)b);
@@ -42,7 +43,7 @@ struct MultiplyByInverse {
   Vec operator()(Vec value) const { return value * inverse; }
 };
 
-// An infinite scale gives NaNs.
+// Gives NaNs if the scale is infinite.
 struct DivideByScale {
   Vec divisor;
   explicit DivideByScale(float scale)

@@ -1,7 +1,9 @@
-// One vector of floats at this object file's instruction-set level, and the conversions to and from
-// the storage types. Built on GCC/Clang vector extensions, with intrinsics where a conversion has
-// an instruction of its own. Everything is in an anonymous namespace: a function with external
-// linkage would be merged by the linker across levels, and the baseline would call AVX-512 code.
+// A vector of floats at this object file's instruction-set level, and its conversions to and from
+// the storage types. It uses GCC/Clang vector extensions, and intrinsics for conversions that have
+// an instruction.
+//
+// Everything is in an anonymous namespace. The linker would merge functions with external linkage
+// across levels, and the baseline would call AVX-512 code.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -28,7 +30,7 @@ typedef uint32_t VecUint __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t VecHalfBits __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t VecByte __attribute__((vector_size(kLanes)));
 
-// Storage types: bits only, so that they mean the same on every compiler.
+// Storage types hold bits only, so they mean the same on every compiler.
 struct Half {
   uint16_t bits;
 };
@@ -43,8 +45,8 @@ struct Fp8E5M2 {
 };
 
 inline Vec splat(float value) {
-  return value - Vec{};
-}  // value - 0: keeps the sign of -0
+  return value - Vec{};  // keeps the sign of -0, which + would lose
+}
 inline VecUint as_bits(Vec value) {
   return reinterpret_cast<VecUint>(value);
 }
@@ -55,7 +57,7 @@ inline Vec as_float(VecInt bits) {
   return reinterpret_cast<Vec>(bits);
 }
 
-// mask lanes are all ones or all zeros.
+// Lanes of the mask are all ones or all zeros.
 inline Vec select(VecInt mask, Vec yes, Vec no) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return (Vec)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
@@ -63,7 +65,7 @@ inline Vec select(VecInt mask, Vec yes, Vec no) {
   return as_float((reinterpret_cast<VecInt>(yes) & mask) | (reinterpret_cast<VecInt>(no) & ~mask));
 #endif
 }
-// b where either is NaN.
+// maximum() and minimum() return b if either is NaN.
 inline Vec maximum(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -93,8 +95,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// The same, in the order of the source: left alone, GCC moves the products of a block of sums about
-// until sums are spilled.
+// The same, in source order. GCC would reorder the fmas of a block of sums until it spills sums.
 inline Vec fma_in_order(Vec a, Vec b, Vec c) {
 #if defined(__AVX2__)
   asm volatile("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
@@ -115,7 +116,7 @@ inline void store_raw(void* to, V value) {
   std::memcpy(to, &value, sizeof(V));
 }
 
-// Into the second-level cache.
+// Prefetches into L2.
 inline void prefetch_span(const char* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
@@ -146,7 +147,7 @@ inline Vec load(const Half* from) {
   const VecUint bits = __builtin_convertvector(load_raw<VecHalfBits>(from), VecUint);
   const VecUint sign = (bits & 0x8000u) << 16;
   const VecUint magnitude = (bits & 0x7fffu) << 13;
-  const Vec scaled = as_float(magnitude) * 0x1p112f;  // rebias 15 -> 127; denormals come out right
+  const Vec scaled = as_float(magnitude) * 0x1p112f;  // rebias 15 -> 127, also right for denormals
   const VecInt special = (VecInt)(magnitude >= 0x0f800000u);  // inf, NaN
   return as_float(as_bits(select(special, as_float(magnitude | 0x7f800000u), scaled)) | sign);
 #endif
@@ -158,8 +159,8 @@ inline void store(float* to, Vec value) {
   store_raw(to, value);
 }
 
-// A bfloat16 in the upper 16 bits; the lower ones are rubbish. A NaN stays one where its own lower
-// bits are 0, as they are in what comes from bfloat16 or out of an instruction.
+// A bfloat16 in the upper 16 bits; the lower bits are undefined. A NaN must have 0 in its lower
+// bits to stay a NaN. NaNs from bfloat16 and from instructions have that.
 inline VecUint bfloat16_bits(Vec value) {
   const VecUint bits = as_bits(value);
   return bits + (((bits >> 16) & 1u) + 0x7fffu);
@@ -188,7 +189,7 @@ inline void store(Half* to, Vec value) {
   const VecUint bits = as_bits(value);
   const VecUint magnitude = bits & 0x7fffffffu;
   const VecUint sign = (bits ^ magnitude) >> 16;
-  // normal: rebias and round at bit 13; denormal: let the adder of 0.5 align and round
+  // Normal: rebias and round at bit 13. Denormal: adding 0.5 aligns and rounds.
   const VecUint normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
   const VecUint denormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
   const VecUint is_denormal = (VecUint)(magnitude < 0x38800000u);
@@ -201,7 +202,7 @@ inline void store(Half* to, Vec value) {
 #endif
 }
 
-// The value as `T` would hold it.
+// The value after rounding to T.
 template <typename T>
 inline Vec round_to(Vec value) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -215,10 +216,11 @@ inline Vec round_to(Vec value) {
   }
 }
 
-// --- pairs: 2 * kLanes neighbouring elements, in an order of T's own -----------------------------
+// --- pairs: 2 * kLanes neighbouring elements, in an order that depends on T
+// -----------------------
 //
-// For loops that treat all elements alike and whose arrays all hold T. Two bfloat16 of a word are
-// one element of either vector, which takes half the instructions of keeping them in order.
+// For loops that treat all elements alike and whose arrays all hold T. For bfloat16, `a` has the
+// even elements and `b` the odd ones, which halves the instructions.
 
 struct VecPair {
   Vec a, b;
@@ -244,7 +246,7 @@ inline void store_pair(T* to, VecPair pair) {
   }
 }
 
-// Stores what round_to<T>() gave.
+// Stores a result of round_to<T>().
 template <typename T>
 inline void store_rounded_pair(T* to, VecPair pair) {
   if constexpr (std::is_same_v<T, BFloat16>) {

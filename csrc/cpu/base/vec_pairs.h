@@ -1,11 +1,11 @@
-// Neighbouring elements of two vectors, parted and joined. Anonymous namespace: see cpu/base/vec.h.
+// Deinterleaves and interleaves pairs of elements. See vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/vec.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-// Two vectors as the even and the odd elements of the 2 * kLanes that follow each other, and back.
+// From 2 * kLanes consecutive elements to their even and odd elements, and back.
 inline void split_pairs(Vec low, Vec high, Vec& even, Vec& odd) {
 #if defined(__AVX512F__)
   even =

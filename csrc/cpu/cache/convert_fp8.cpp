@@ -1,3 +1,5 @@
+// convert_fp8: a contiguous array from a floating dtype to fp8 or back, with one scale. A task is a
+// range of elements.
 #include "ops/convert_fp8.h"
 
 #include "cpu/base/dispatch.h"
@@ -6,17 +8,17 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int64_t kElements = 8192;  // of a task
+constexpr int64_t kTaskElements = 8192;
 
 template <typename T, typename Fp8>
-void narrow_all(Fp8* to, const T* from, int64_t n, float scale) {
+void quantize_all(Fp8* to, const T* from, int64_t n, float scale) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) / splat(scale));
   if (i < n) store_partial(to + i, load_partial(from + i, n - i) / splat(scale), n - i);
 }
 
 template <typename T, typename Fp8>
-void widen_all(T* to, const Fp8* from, int64_t n, float scale) {
+void upcast_all(T* to, const Fp8* from, int64_t n, float scale) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) * splat(scale));
   if (i < n) store_partial(to + i, load_partial(from + i, n - i) * splat(scale), n - i);
@@ -28,23 +30,23 @@ void dispatch_fp8(DType dtype, Body&& body) {
 }
 
 int64_t num_tasks(const ConvertFp8Params& p) {
-  return ceil_div(p.count, kElements);
+  return ceil_div(p.count, kTaskElements);
 }
 
 void run(const ConvertFp8Params& p, int64_t begin, int64_t end) {
-  const int64_t first = begin * kElements;
-  const int64_t count = (end * kElements < p.count ? end * kElements : p.count) - first;
-  const bool narrows = size_of(p.output_dtype) == 1;
-  dispatch_float(narrows ? p.input_dtype : p.output_dtype, [&](auto wide) {
-    using T = decltype(wide);
-    dispatch_fp8(narrows ? p.output_dtype : p.input_dtype, [&](auto eight) {
-      using Fp8 = decltype(eight);
-      if (narrows) {
-        narrow_all(static_cast<Fp8*>(p.output) + first, static_cast<const T*>(p.input) + first,
-                   count, p.scale);
+  const int64_t first = begin * kTaskElements;
+  const int64_t count = (end * kTaskElements < p.count ? end * kTaskElements : p.count) - first;
+  const bool quantizes = size_of(p.output_dtype) == 1;
+  dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto model) {
+    using T = decltype(model);
+    dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto fp8) {
+      using Fp8 = decltype(fp8);
+      if (quantizes) {
+        quantize_all(static_cast<Fp8*>(p.output) + first, static_cast<const T*>(p.input) + first,
+                     count, p.scale);
       } else {
-        widen_all(static_cast<T*>(p.output) + first, static_cast<const Fp8*>(p.input) + first,
-                  count, p.scale);
+        upcast_all(static_cast<T*>(p.output) + first, static_cast<const Fp8*>(p.input) + first,
+                   count, p.scale);
       }
     });
   });

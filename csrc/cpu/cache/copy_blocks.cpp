@@ -1,3 +1,6 @@
+// copy_blocks and swap_blocks: copy whole KV blocks by a list of (source, destination) pairs.
+// A task is one byte range of every block of one cache. It copies all pairs in their order, so a
+// later pair reads the result of an earlier one.
 #include "ops/copy_blocks.h"
 
 #include "cpu/base/dispatch.h"
@@ -6,14 +9,14 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// A task is a byte range of the blocks of one cache, for all pairs in their order.
-int64_t pieces(int64_t block_bytes) {
+// Byte ranges of a block.
+int64_t num_chunks(int64_t block_bytes) {
   return ceil_div(block_bytes, kTaskBytes);
 }
 
-void copy_piece(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, int64_t block_bytes,
-                int64_t piece) {
-  const int64_t begin = piece * kTaskBytes;
+void copy_chunk(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, int64_t block_bytes,
+                int64_t chunk) {
+  const int64_t begin = chunk * kTaskBytes;
   const int64_t size = block_bytes - begin < kTaskBytes ? block_bytes - begin : kTaskBytes;
   for (int64_t i = 0; i < num_pairs; ++i) {
     std::memmove(copy.to + pairs[2 * i + 1] * copy.to_stride + begin,
@@ -22,23 +25,25 @@ void copy_piece(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, 
 }
 
 int64_t num_tasks(const CopyBlocksParams& p) {
-  return p.num_copies * pieces(p.block_bytes);
+  return p.num_copies * num_chunks(p.block_bytes);
 }
 
 void run(const CopyBlocksParams& p, int64_t begin, int64_t end) {
-  const int64_t per_copy = pieces(p.block_bytes);
+  const int64_t per_copy = num_chunks(p.block_bytes);
   for (int64_t task = begin; task < end; ++task) {
-    copy_piece(p.copies[task / per_copy], p.pairs, p.num_pairs, p.block_bytes, task % per_copy);
+    copy_chunk(p.copies[task / per_copy], p.pairs, p.num_pairs, p.block_bytes, task % per_copy);
   }
 }
 
+// --- swap_blocks
+
 int64_t num_swap_tasks(const SwapBlocksParams& p) {
-  return pieces(p.block_bytes);
+  return num_chunks(p.block_bytes);
 }
 
 void run_swap(const SwapBlocksParams& p, int64_t begin, int64_t end) {
-  for (int64_t piece = begin; piece < end; ++piece) {
-    copy_piece(p.copy, p.pairs, p.num_pairs, p.block_bytes, piece);
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    copy_chunk(p.copy, p.pairs, p.num_pairs, p.block_bytes, chunk);
   }
 }
 

@@ -1,3 +1,7 @@
+// cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv: read tokens of paged
+// sequences into contiguous rows. 8-bit caches may be upcast.
+//   key, value out [num_rows, num_kv_heads, head_size]; K and V in pages (ops/paged_kv.h)
+// A task is a range of rows.
 #include "ops/gather_cache.h"
 
 #include "cpu/base/dispatch.h"
@@ -6,13 +10,13 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Storage of elements that are only moved.
+// A storage type for elements that are copied, not converted.
 template <int kBytes>
 struct Raw {
   char bytes[kBytes];
 };
 
-constexpr int kPiece = 16 * kLanes;  // elements converted at a time
+constexpr int kBufferElements = 16 * kLanes;  // elements converted at a time
 
 template <typename T, typename C>
 void convert(T* to, const C* from, int64_t n, float scale) {
@@ -26,21 +30,21 @@ void convert(T* to, const C* from, int64_t n, float scale) {
   }
 }
 
-// One head of one token: `from` has `run` elements in a row, then the next `run` start `stride`
-// later.
+// Reads one head of one token. `from` has `run` contiguous elements every `stride` elements. `run`
+// is 1, x or at least n; 1 and x divide kBufferElements.
 template <typename T, typename C>
 void read_row(T* to, const C* from, int64_t run, int64_t stride, int64_t n, float scale) {
   if (run >= n) return convert(to, from, n, scale);
-  C piece[kPiece];
-  for (int64_t i = 0; i < n; i += kPiece) {  // kPiece is a multiple of run, which is 1 or x
-    const int64_t count = n - i < kPiece ? n - i : kPiece;
+  C buffer[kBufferElements];
+  for (int64_t i = 0; i < n; i += kBufferElements) {
+    const int64_t count = n - i < kBufferElements ? n - i : kBufferElements;
     const C* at = from + i / run * stride;
     if (run == 1) {
-      for (int64_t j = 0; j < count; ++j) piece[j] = at[j * stride];
+      for (int64_t j = 0; j < count; ++j) buffer[j] = at[j * stride];
     } else {
-      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(piece + j, at, 16);
+      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(buffer + j, at, 16);
     }
-    convert(to + i, piece, count, scale);
+    convert(to + i, buffer, count, scale);
   }
 }
 
@@ -106,8 +110,8 @@ void run(const GatherCacheParams& p, int64_t begin, int64_t end) {
         return read_tokens<Raw<4>, Raw<4>>(p, first, last);
     }
   }
-  dispatch_float(p.dtype, [&](auto rows_of) {
-    using T = decltype(rows_of);
+  dispatch_float(p.dtype, [&](auto model) {
+    using T = decltype(model);
     dispatch_8_bit(p.kv.dtype,
                    [&](auto stored) { read_tokens<T, decltype(stored)>(p, first, last); });
   });

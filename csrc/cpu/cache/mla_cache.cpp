@@ -1,3 +1,9 @@
+// The cache of multi-head latent attention (MLA).
+//   concat_and_cache_mla                    [kv_c | k_pe] of new tokens to their slots
+//   cp_gather_and_upconvert_fp8_kv_cache    entries of format ds_mla to rows
+//   concat_mla_q                            [nope | rope] of queries to one tensor
+// ops/mla_cache.h has the format ds_mla: a latent of fp8 tiles with a scale each, then the rope
+// part.
 #include "ops/mla_cache.h"
 
 #include "cpu/base/dispatch.h"
@@ -7,44 +13,47 @@
 namespace vllm_kernels::cpu {
 namespace {
 
+constexpr int kLatentSections = kDsMlaLatent / kDsMlaTile;
+
 template <typename T>
-float largest_number(const T* row, int64_t n) {  // n: a multiple of kLanes; a NaN does not count
-  Vec most{};
+float max_magnitude(const T* row, int64_t n) {  // n: a multiple of kLanes; ignores NaN
+  Vec magnitude{};
   for (int64_t i = 0; i < n; i += kLanes) {
-    most = maximum(as_float(as_bits(load(row + i)) & 0x7fffffffu), most);
+    magnitude = maximum(as_float(as_bits(load(row + i)) & 0x7fffffffu), magnitude);
   }
-  return largest(most);
+  return largest(magnitude);
 }
 
-constexpr int kTiles = kDsMlaLatent / kDsMlaTile;
+// --- concat_and_cache_mla: a task is a section of every entry of ds_mla, or a range of elements of
+// every entry. It keeps the order of the tokens, so the last token of a slot wins.
 
-// Part `part` of an entry of ds_mla: a tile of the latent with its scale, or (kTiles) the rope.
+// A section of an entry of ds_mla is a tile of the latent with its scale. Section kLatentSections
+// is the rope part.
 template <typename T>
-void write_ds_mla(char* entry, const T* kv_c, const T* k_pe, int64_t part) {
-  if (part == kTiles) {
+void write_ds_mla(char* entry, const T* kv_c, const T* k_pe, int64_t section) {
+  if (section == kLatentSections) {
     auto* rope = reinterpret_cast<BFloat16*>(entry + kDsMlaRopeStart);
     for (int i = 0; i < kDsMlaRope; i += kLanes) store(rope + i, load(k_pe + i));
     return;
   }
-  const T* x = kv_c + part * kDsMlaTile;
-  float scale = largest_number(x, kDsMlaTile) / 448.0f;
+  const T* x = kv_c + section * kDsMlaTile;
+  float scale = max_magnitude(x, kDsMlaTile) / 448.0f;
   if (scale < kDsMlaSmallestScale) scale = kDsMlaSmallestScale;
-  convert(reinterpret_cast<Fp8E4M3*>(entry + part * kDsMlaTile), x, kDsMlaTile, scale);
-  std::memcpy(entry + kDsMlaScales + part * sizeof(float), &scale, sizeof(float));
+  convert(reinterpret_cast<Fp8E4M3*>(entry + section * kDsMlaTile), x, kDsMlaTile, scale);
+  std::memcpy(entry + kDsMlaScales + section * sizeof(float), &scale, sizeof(float));
 }
 
-// A task is a part of the entries of all tokens, in their order: the last token of a slot wins.
-int64_t pieces(const ConcatAndCacheMlaParams& p) {
+int64_t num_chunks(const ConcatAndCacheMlaParams& p) {
   return ceil_div(p.num_tokens * (p.kv_lora_rank + p.pe_dim) * size_of(p.dtype), 4 * kTaskBytes);
 }
 
-// Elements of a piece, whole vectors.
-int64_t piece_elements(const ConcatAndCacheMlaParams& p) {
-  return ceil_div(ceil_div(p.kv_lora_rank + p.pe_dim, pieces(p)), 64) * 64;
+// Elements of a chunk, whole vectors.
+int64_t chunk_elements(const ConcatAndCacheMlaParams& p) {
+  return ceil_div(ceil_div(p.kv_lora_rank + p.pe_dim, num_chunks(p)), 64) * 64;
 }
 
 int64_t num_tasks(const ConcatAndCacheMlaParams& p) {
-  return p.ds_mla ? kTiles + 1 : ceil_div(p.kv_lora_rank + p.pe_dim, piece_elements(p));
+  return p.ds_mla ? kLatentSections + 1 : ceil_div(p.kv_lora_rank + p.pe_dim, chunk_elements(p));
 }
 
 template <typename T>
@@ -52,9 +61,9 @@ const T* row_of(const void* rows, int64_t stride, int64_t token) {
   return static_cast<const T*>(rows) + token * stride;
 }
 
-// The elements [begin, end) of an entry.
+// Writes elements [begin, end) of an entry.
 template <typename T, typename C>
-void write_piece(const ConcatAndCacheMlaParams& p, C* entry, int64_t token, int64_t begin,
+void write_chunk(const ConcatAndCacheMlaParams& p, C* entry, int64_t token, int64_t begin,
                  int64_t end) {
   const int64_t rank = p.kv_lora_rank;
   const float scale = sizeof(C) == sizeof(T) ? 1.0f : *p.scale;
@@ -68,7 +77,7 @@ void write_piece(const ConcatAndCacheMlaParams& p, C* entry, int64_t token, int6
   }
 }
 
-// Elements [begin, end), or parts of ds_mla.
+// Elements [begin, end) of all entries, or sections of ds_mla.
 template <typename T>
 void run_as(const ConcatAndCacheMlaParams& p, int64_t begin, int64_t end) {
   for (int64_t t = 0; t < p.num_tokens; ++t) {
@@ -76,21 +85,21 @@ void run_as(const ConcatAndCacheMlaParams& p, int64_t begin, int64_t end) {
     if (slot < 0) continue;
     const int64_t at = slot / p.block_size * p.block_stride + slot % p.block_size * p.token_stride;
     if (p.ds_mla) {
-      for (int64_t part = begin; part < end; ++part) {
+      for (int64_t section = begin; section < end; ++section) {
         write_ds_mla(static_cast<char*>(p.cache) + at, row_of<T>(p.kv_c, p.kv_c_stride, t),
-                     row_of<T>(p.k_pe, p.k_pe_stride, t), part);
+                     row_of<T>(p.k_pe, p.k_pe_stride, t), section);
       }
       continue;
     }
     dispatch_cache<T>(p.cache_dtype, [&](auto stored) {
       using C = decltype(stored);
-      write_piece<T, C>(p, static_cast<C*>(p.cache) + at, t, begin, end);
+      write_chunk<T, C>(p, static_cast<C*>(p.cache) + at, t, begin, end);
     });
   }
 }
 
 void run(const ConcatAndCacheMlaParams& p, int64_t begin, int64_t end) {
-  const int64_t size = p.kv_lora_rank + p.pe_dim, step = p.ds_mla ? 1 : piece_elements(p);
+  const int64_t size = p.kv_lora_rank + p.pe_dim, step = p.ds_mla ? 1 : chunk_elements(p);
   const int64_t last = p.ds_mla || end * step < size ? end * step : size;
   dispatch_float(p.dtype, [&](auto model) { run_as<decltype(model)>(p, begin * step, last); });
 }

@@ -1,3 +1,7 @@
+// reshape_and_cache and reshape_and_cache_flash: write the keys and values of new tokens to their
+// slots, quantised for 8-bit caches.
+//   key, value [num_tokens, num_kv_heads, head_size]; slot_mapping [num_tokens], -1: skip
+// A task is a few heads of all tokens. It keeps their order, so the last token of a slot wins.
 #include "ops/reshape_and_cache.h"
 
 #include "cpu/base/dispatch.h"
@@ -7,7 +11,6 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// A task is a few heads of all tokens, in their order: the last token of a slot wins.
 int64_t heads_per_task(const ReshapeAndCacheParams& p) {
   return rows_per_task(4 * p.num_tokens * p.kv.head_size * size_of(p.dtype));
 }

@@ -1,3 +1,7 @@
+// reshape_and_cache_per_token_quant: writes keys and values as int8 with one scale per token and
+// head.
+//   key, value [num_tokens, num_kv_heads, head_size]; slot_mapping [num_tokens], -1: skip
+// A task is a few heads of all tokens. It keeps their order, so the last token of a slot wins.
 #include "ops/reshape_and_cache_per_token_quant.h"
 
 #include "cpu/base/dispatch.h"
@@ -12,22 +16,21 @@ using Params = ReshapeAndCachePerTokenQuantParams;
 
 template <typename T>
 float row_magnitude(const T* row, int64_t n) {
-  VecUint most{};
+  VecUint largest{};
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec x = i + kLanes <= n ? load(row + i) : load_partial(row + i, n - i);
-    most = larger_bits(most, magnitude_bits(x));
+    largest = larger_bits(largest, magnitude_bits(x));
   }
-  return largest_magnitude(most);
+  return largest_magnitude(largest);
 }
 
 template <typename T>
-float write_quantised(Int8* to, int64_t run, int64_t stride, const T* row, int64_t n) {
+float write_quantized(Int8* to, int64_t run, int64_t stride, const T* row, int64_t n) {
   const float scale = row_magnitude(row, n) / 127.0f;
   write_row(to, run, stride, row, n, scale > 0.0f ? scale : 1.0f);
   return scale;
 }
 
-// A task is a few heads of all tokens, in their order: the last token of a slot wins.
 int64_t heads_per_task(const Params& p) {
   const ReshapeAndCacheParams& w = p.write;
   return rows_per_task(3 * w.num_tokens * w.kv.head_size * size_of(w.dtype));
@@ -52,11 +55,11 @@ void write_heads(const Params& p, int64_t begin, int64_t end) {
       const T* value =
           static_cast<const T*>(w.value) + t * w.value_token_stride + head * w.value_head_stride;
       p.key_scales[block * p.key_scales_block_stride + head * p.key_scales_head_stride + token] =
-          write_quantised(static_cast<Int8*>(kv.key) + kv.key_offset(block, head, token, 0),
+          write_quantized(static_cast<Int8*>(kv.key) + kv.key_offset(block, head, token, 0),
                           vllm ? kv.x : kv.head_size, kv.key_chunk_stride, key, kv.head_size);
       p.value_scales[block * p.value_scales_block_stride + head * p.value_scales_head_stride +
                      token] =
-          write_quantised(static_cast<Int8*>(kv.value) + kv.value_offset(block, head, token, 0),
+          write_quantized(static_cast<Int8*>(kv.value) + kv.value_offset(block, head, token, 0),
                           vllm ? 1 : kv.head_size, kv.value_dim_stride, value, kv.head_size);
     }
   }

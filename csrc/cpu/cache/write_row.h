@@ -1,11 +1,11 @@
-// Rows of a model's elements stored as elements of the cache.
+// Writes rows of a model's elements into a cache. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/dispatch.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int kPiece = 16 * kLanes;  // elements converted at a time
+constexpr int kBufferElements = 16 * kLanes;  // elements converted at a time
 
 template <typename T, typename C>
 void convert(C* to, const T* from, int64_t n, float scale) {
@@ -19,20 +19,20 @@ void convert(C* to, const T* from, int64_t n, float scale) {
   }
 }
 
-// One head of one token: `to` has `run` elements in a row, then the next `run` start `stride`
-// later.
+// Writes one head of one token. `to` has `run` contiguous elements every `stride` elements. `run`
+// is 1, x or at least n; 1 and x divide kBufferElements.
 template <typename T, typename C>
 void write_row(C* to, int64_t run, int64_t stride, const T* from, int64_t n, float scale) {
   if (run >= n) return convert(to, from, n, scale);
-  C piece[kPiece];
-  for (int64_t i = 0; i < n; i += kPiece) {  // kPiece is a multiple of run, which is 1 or x
-    const int64_t count = n - i < kPiece ? n - i : kPiece;
-    convert(piece, from + i, count, scale);
+  C buffer[kBufferElements];
+  for (int64_t i = 0; i < n; i += kBufferElements) {
+    const int64_t count = n - i < kBufferElements ? n - i : kBufferElements;
+    convert(buffer, from + i, count, scale);
     C* at = to + i / run * stride;
     if (run == 1) {
-      for (int64_t j = 0; j < count; ++j) at[j * stride] = piece[j];
+      for (int64_t j = 0; j < count; ++j) at[j * stride] = buffer[j];
     } else {
-      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(at, piece + j, 16);
+      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(at, buffer + j, 16);
     }
   }
 }

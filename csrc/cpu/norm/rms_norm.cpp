@@ -1,3 +1,7 @@
+// rms_norm and fused_add_rms_norm: out = x / sqrt(mean(x^2) + epsilon) * weight. With a residual, x
+// is first added to it.
+//   input, residual, out [rows, hidden_size]; weight [hidden_size]
+// A task is a range of rows. A row is read twice: for its mean square, then for the result.
 #include "ops/rms_norm.h"
 
 #include "cpu/base/dispatch.h"
@@ -34,11 +38,11 @@ int64_t num_tasks(const RmsNormParams& p) {
 }
 
 void run(const RmsNormParams& p, int64_t begin, int64_t end) {
-  const int64_t chunk = rows_per_task(p);
-  const int64_t last = end * chunk < p.input_rows.count ? end * chunk : p.input_rows.count;
+  const int64_t step = rows_per_task(p);
+  const int64_t last = end * step < p.input_rows.count ? end * step : p.input_rows.count;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    for (int64_t row = begin * chunk; row < last; ++row) {
+    for (int64_t row = begin * step; row < last; ++row) {
       T* out = static_cast<T*>(p.out) + p.out_rows.offset(row);
       const T* input = static_cast<const T*>(p.input) + p.input_rows.offset(row);
       const T* weight = static_cast<const T*>(p.weight);

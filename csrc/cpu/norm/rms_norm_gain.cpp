@@ -1,3 +1,7 @@
+// rms_norm_weightless and gemma_rms_norm, with and without a residual. The gain is 1 or 1 + weight.
+// The result is rounded once.
+//   input, residual, out [rows, hidden_size]; weight [hidden_size]
+// A task is a range of rows.
 #include "ops/rms_norm_gain.h"
 
 #include "cpu/base/dispatch.h"

@@ -1,3 +1,8 @@
+// rms_norm_static_fp8_quant, rms_norm_dynamic_per_token_quant, rms_norm_per_block_quant: RMS norms
+// with an 8-bit result. The scale is given, or computed per row or per group of a row.
+//   input, residual, out [rows, hidden_size]; weight [hidden_size]
+// A task is a range of rows. A row is read for its mean square, for the magnitude of each computed
+// scale, and for the result.
 #include "ops/rms_norm_quant.h"
 
 #include "cpu/base/dispatch.h"
@@ -8,7 +13,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// What rms_norm would have stored: the normalised values, rounded, times the weight, rounded.
+// The values that rms_norm would store: normalised, rounded, times the weight, rounded.
 template <typename T>
 struct Normed {
   const T* row;
@@ -24,7 +29,7 @@ struct Normed {
   }
 };
 
-// Of elements [first, last).
+// The largest magnitude of elements [first, last).
 template <typename T>
 float magnitude_of(const Normed<T>& normed, int64_t first, int64_t last) {
   VecUint largest = {};
@@ -44,7 +49,7 @@ void store_range(Q* out, const Normed<T>& normed, const Quantizer& quantizer, in
   if (i < last) store_partial(out + i, quantizer(normed.partial(i, last - i)), last - i);
 }
 
-// Elements [first, last) with one scale of their own, which goes to `scale`.
+// Computes one scale for elements [first, last), stores it in `scale`, and quantises them.
 template <typename Q, typename T>
 void store_scaled(Q* out, float* scale, const Normed<T>& normed, float upper_bound, int64_t first,
                   int64_t last) {
@@ -84,8 +89,8 @@ int64_t num_tasks(const RmsNormQuantParams& p) {
 void run(const RmsNormQuantParams& p, int64_t begin, int64_t end) {
   dispatch_float(p.norm.dtype, [&](auto tag) {
     using T = decltype(tag);
-    dispatch_quant(p.quant.dtype, [&](auto eight) {
-      using Q = decltype(eight);
+    dispatch_quant(p.quant.dtype, [&](auto quantized) {
+      using Q = decltype(quantized);
       for_each_row(p.norm, begin, end, [&](int64_t row) { quant_row<Q, T>(p, row); });
     });
   });

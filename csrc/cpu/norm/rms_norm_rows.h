@@ -1,4 +1,4 @@
-// Steps that the root-mean-square norms share. Anonymous namespace: see cpu/base/vec.h.
+// Steps that the RMS norms share. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cmath>
 
@@ -9,10 +9,9 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Two vectors of the row from `x` on; with the residual added, rounded and stored where there is
-// one.
+// Loads two vectors of a row. If kAdd, adds them to the residual, rounds and stores that.
 template <bool kAdd, typename T>
-inline VecPair take(const T* x, T* residual) {
+inline VecPair load_row(const T* x, T* residual) {
   VecPair value = load_pair(x);
   if constexpr (kAdd) {
     const VecPair other = load_pair(residual);
@@ -23,7 +22,7 @@ inline VecPair take(const T* x, T* residual) {
 }
 
 template <bool kAdd, typename T>
-inline Vec take_partial(const T* x, T* residual, int64_t count) {
+inline Vec load_row_partial(const T* x, T* residual, int64_t count) {
   Vec value = load_partial(x, count);
   if constexpr (kAdd) {
     value = round_to<T>(value + load_partial(residual, count));
@@ -42,24 +41,23 @@ inline float mean_square(const T* x, T* residual, int64_t n) {
   constexpr int64_t kPair = 2 * kLanes;
   int64_t i = 0;
   for (; i + 2 * kPair <= n; i += 2 * kPair) {
-    add(take<kAdd>(x + i, residual + i), 0);
-    add(take<kAdd>(x + i + kPair, residual + i + kPair), 2);
+    add(load_row<kAdd>(x + i, residual + i), 0);
+    add(load_row<kAdd>(x + i + kPair, residual + i + kPair), 2);
   }
   for (; i < n; i += kLanes) {
-    const Vec value = take_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
+    const Vec value = load_row_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
     sums[0] = fma(value, value, sums[0]);
   }
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
 }
 
-// 1 / sqrt(mean + epsilon); 0 for a row of zeros without an epsilon.
+// 1 / sqrt(mean + epsilon), or 0 if that root is 0.
 inline float inverse_root(float mean, float epsilon) {
   const float square = mean + epsilon;
   return square == 0.0f ? 0.0f : 1.0f / std::sqrt(square);
 }
 
-// A row to be normed, its residual added and stored where there is one; data * inverse is
-// normalised.
+// A row to be normalised: data * inverse. The constructor adds and stores the residual, if any.
 template <typename T>
 struct NormedRow {
   const T* data;
@@ -88,9 +86,9 @@ inline int64_t norm_rows_per_task(const RmsNormParams& p) {
 // Calls body(row) for the rows of tasks [begin, end).
 template <typename Body>
 inline void for_each_row(const RmsNormParams& p, int64_t begin, int64_t end, Body&& body) {
-  const int64_t chunk = norm_rows_per_task(p);
-  const int64_t last = end * chunk < p.input_rows.count ? end * chunk : p.input_rows.count;
-  for (int64_t row = begin * chunk; row < last; ++row) body(row);
+  const int64_t step = norm_rows_per_task(p);
+  const int64_t last = end * step < p.input_rows.count ? end * step : p.input_rows.count;
+  for (int64_t row = begin * step; row < last; ++row) body(row);
 }
 
 }  // namespace

@@ -1,3 +1,8 @@
+// rope_and_cache and fused_qk_norm_rope: bias, norm and RoPE of projected heads. rope_and_cache
+// also writes keys and values to the cache.
+//   query, key, value [num_tokens, heads, head_size]; slot_mapping [num_slots], -1: skip
+// Query tasks are ranges of tokens. Key and value tasks are a few heads of all tokens. They
+// keep the order of the tokens, so the last token of a slot wins.
 #include "ops/rope_and_cache.h"
 
 #include <cstring>
@@ -11,8 +16,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Tasks: pieces of the tokens for the query; then, so that the last token of a slot wins, a few
-// heads of all tokens for key, and for value.
+// The tasks are in this order: query, key, value.
 int64_t tokens_per_task(const RopeAndCacheParams& p) {
   return rows_per_task(2 * int64_t{p.query.count} * p.head_size * size_of(p.dtype));
 }
@@ -32,7 +36,7 @@ T* head_of(const ProjectedHeads& heads, int64_t token, int64_t head) {
   return static_cast<T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
 }
 
-// As rms_norm does a row.
+// rms_norm of one head, in place.
 template <typename T>
 void norm_head(T* row, const T* weight, int64_t n, float epsilon) {
   const Vec scale = splat(inverse_root(mean_square<false>(row, row, n), epsilon));
@@ -43,7 +47,7 @@ void norm_head(T* row, const T* weight, int64_t n, float epsilon) {
   }
 }
 
-// The head with bias and norm, turned where `cosines` are given.
+// Adds the bias, normalises, and rotates the head if `cosines` is given.
 template <typename T, typename Cosine>
 void prepare(T* row, const ProjectedHeads& heads, int64_t head, const RopeAndCacheParams& p,
              const Cosine* cosines) {
@@ -58,15 +62,15 @@ void prepare(T* row, const ProjectedHeads& heads, int64_t head, const RopeAndCac
   if (heads.weight != nullptr) {
     norm_head(row, static_cast<const T*>(heads.weight), n, p.epsilon);
   }
-  if (cosines != nullptr) turn_head(row, cosines, p.rotary_size / 2, p.is_neox);
+  if (cosines != nullptr) rotate_head(row, cosines, p.rotary_size / 2, p.is_neox);
 }
 
-// Where a key or value head goes, and how its row lies there.
+// The address of a key or value head in the cache, and its layout.
 template <typename C>
 struct CacheRow {
   C* start;
-  int64_t run;     // elements that follow each other
-  int64_t stride;  // from run to run
+  int64_t run;     // contiguous elements
+  int64_t stride;  // elements from one run to the next
   float scale;
 };
 
@@ -88,7 +92,7 @@ template <typename T, typename C, typename Cosine>
 struct Runner {
   const RopeAndCacheParams& p;
 
-  const Cosine* cosines_of(int64_t token) const {  // the binding has seen it in range
+  const Cosine* cosines_of(int64_t token) const {  // the binding has checked the range
     return static_cast<const Cosine*>(p.cos_sin_cache) + p.positions[token] * p.cos_sin_stride;
   }
 

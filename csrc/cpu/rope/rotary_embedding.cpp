@@ -1,3 +1,6 @@
+// rotary_embedding: rotates query and key heads by the angles of their positions, in place.
+//   query, key [num_tokens, heads, head_size]; cos_sin_cache [max_position, rotary_size]
+// A task is a range of tokens.
 #include "ops/rotary_embedding.h"
 
 #include "cpu/base/dispatch.h"
@@ -8,11 +11,11 @@ namespace vllm_kernels::cpu {
 namespace {
 
 template <typename T, typename Cache>
-void turn_heads(const RotaryParams& p, const RotaryHeads& heads, int64_t token,
-                const Cache* cosines) {
+void rotate_heads(const RotaryParams& p, const RotaryHeads& heads, int64_t token,
+                  const Cache* cosines) {
   T* head = static_cast<T*>(heads.data) + heads.tokens.offset(token);
   for (int64_t h = 0; h < heads.count; ++h, head += heads.stride) {
-    turn_head(head, cosines, p.rotary_size / 2, p.is_neox);
+    rotate_head(head, cosines, p.rotary_size / 2, p.is_neox);
   }
 }
 
@@ -24,21 +27,21 @@ int64_t num_tasks(const RotaryParams& p) {
   return ceil_div(p.position_rows.count, tokens_per_task(p));
 }
 
-// The binding has seen every position in range.
+// The binding has checked that positions are in range.
 void run(const RotaryParams& p, int64_t begin, int64_t end) {
-  const int64_t chunk = tokens_per_task(p);
+  const int64_t step = tokens_per_task(p);
   const int64_t tokens = p.position_rows.count;
-  const int64_t last = end * chunk < tokens ? end * chunk : tokens;
+  const int64_t last = end * step < tokens ? end * step : tokens;
   dispatch_float(p.dtype, [&](auto tag) {
     dispatch_float(p.cache_dtype, [&](auto cache_tag) {
       using T = decltype(tag);
       using Cache = decltype(cache_tag);
-      for (int64_t token = begin * chunk; token < last; ++token) {
+      for (int64_t token = begin * step; token < last; ++token) {
         const int64_t position = p.positions[p.position_rows.offset(token)];
         const Cache* cosines =
             static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
-        turn_heads<T>(p, p.query, token, cosines);
-        turn_heads<T>(p, p.key, token, cosines);
+        rotate_heads<T>(p, p.query, token, cosines);
+        rotate_heads<T>(p, p.key, token, cosines);
       }
     });
   });

@@ -104,17 +104,17 @@ bool report_cpu_kernel(const char* op, const char* kernel) {
 
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query,
                             const Argument*) {
-  const PagedAttentionParams params = cpu::as_the_batch_has_it(given);
-  if (cpu::is_plain_decode(params)) return launch_decode(params, query);
+  const PagedAttentionParams params = cpu::tighten_bounds(given);
+  if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
   if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
     return;
-  cpu::GeneralAttentionWork work =
-      cpu::cut_general_attention(params, torch::stable::get_num_threads());
-  if (work.tasks == 1) return launch(work, query);
-  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
-  work.partials = partials.get();
-  launch(work, query);
-  launch(cpu::GeneralAttentionMerge{work}, query);
+  cpu::PagedAttentionPlan plan =
+      cpu::plan_paged_attention(params, torch::stable::get_num_threads());
+  if (plan.tasks == 1) return launch(plan, query);
+  const std::unique_ptr<float[]> partials(new float[2 * plan.tasks * plan.partial_size()]);
+  plan.partials = partials.get();
+  launch(plan, query);
+  launch(cpu::PagedAttentionCombine{plan}, query);
 }
 #endif
 

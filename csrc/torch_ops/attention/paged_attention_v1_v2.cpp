@@ -17,15 +17,15 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   launch_paged_attention(params, query, nullptr);
 }
 #else
-// In two launches where a sequence is shared by several threads: parts, then their merge.
+// In two launches where several threads share a tile: partials, then their combination.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
   if (report_cpu_kernel("paged_attention", "decode")) return;
-  cpu::PagedAttentionWork work = cpu::cut_paged_attention(params, torch::stable::get_num_threads());
-  if (work.tasks == 1) return launch(work, query);
-  const std::unique_ptr<float[]> partials(new float[2 * work.tasks * work.partial_size()]);
-  work.partials = partials.get();
-  launch(work, query);
-  launch(cpu::PagedAttentionMerge{work}, query);
+  cpu::DecodePlan plan = cpu::plan_decode(params, torch::stable::get_num_threads());
+  if (plan.tasks == 1) return launch(plan, query);
+  const std::unique_ptr<float[]> partials(new float[2 * plan.tasks * plan.partial_size()]);
+  plan.partials = partials.get();
+  launch(plan, query);
+  launch(cpu::DecodeCombine{plan}, query);
 }
 #endif
 
