@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: every benchmark that this machine can run, one process each."""
+"""`python -m benchmarks` runs every benchmark that this machine can run, one process each.
+
+`python -m benchmarks tables` writes RESULTS.md from the files in benchmarks/results.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import tables
+
 
 def main() -> int:
-    argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__).parse_args()
+    if sys.argv[1:2] == ["tables"]:
+        tables.main(sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.parse_args()
     failed = 0
     for script in sorted(Path(__file__).parent.glob("bench_*.py")):
         print(f"== {script.name}", flush=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import vllm_kernels
 from benchmarks.harness import copies_for, machine, medians
-from vllm_kernels.kv_tensors import KVShape
+from vllm_kernels.kv_cache.tensors import KVShape
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 

@@ -39,8 +39,8 @@ from transformers import (
 from benchmarks.harness import machine
 from vllm_kernels.bench.engine import Replay, print_replay, replay
 from vllm_kernels.bench.trace import TraceRequest, made_trace
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import SamplingParams
 
 LLAMA_3_8B = {
     "vocab_size": 128256,

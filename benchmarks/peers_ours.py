@@ -52,7 +52,7 @@ def _caches(w, layout: str):
     return tuple([copy.view(torch.float8_e4m3fn) for copy in cache] for cache in caches)
 
 
-def _paged_attention(layout: str, early_pages: bool = False, writes: bool = False):
+def _paged_attention(layout: str, kv_ready: bool = False, writes: bool = False):
     """paged_attention on the peers' workload `w`; `writes`: behind its last tokens' writer."""
 
     def prepare(w):
@@ -72,7 +72,7 @@ def _paged_attention(layout: str, early_pages: bool = False, writes: bool = Fals
                 vk.reshape_and_cache(*last[i], keys[i], values[i], slots, w.kv, one, one)
             vk.paged_attention(
                 w.q, keys[i], values[i], w.bt, w.lens, scale=w.scale, layout=layout, out=out,
-                early_pages=early_pages,
+                kv_ready=kv_ready,
             )  # fmt: skip
             return out
 
@@ -192,7 +192,7 @@ DECODE = {
     "ours_v1": ("vl", _decode(1)),
     "ours_v2": ("vl", _decode(2)),
     "ours_pa": ("vl", _paged_attention("vllm")),
-    "ours_pa_early": ("vl", _paged_attention("vllm", early_pages=True)),
+    "ours_pa_early": ("vl", _paged_attention("vllm", kv_ready=True)),
     "ours_write_pa": ("vl", _paged_attention("vllm", writes=True)),
     "ours_pa_hnd": ("hnd", _paged_attention("HND")),
     "ours_pa_nhd": ("nhd", _paged_attention("NHD")),

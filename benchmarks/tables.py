@@ -1,144 +1,137 @@
-"""Markdown tables of RESULTS.md from what the kit's bench.py, prefill.py and small.py write, and
-bench_layer.py.
+"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md.
 
-python -m benchmarks.tables decode.json|prefill.json|small.json|layer.json [...]
+    python -m benchmarks tables                       writes RESULTS.md
+    python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT
+
+The second form replaces columns and rows of a results file by those of a run. RUN.json is an output
+of the peers' bench.py, prefill.py or small.py, or of bench_layer.py.
 """
 
+from __future__ import annotations
+
+import argparse
+import datetime
 import json
-import sys
+import re
+from pathlib import Path
 
-CEILING = 4.34e12  # bytes/s of a plain read (../shared/PEERS.md)
+CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
+HERE = Path(__file__).parent
+RESULTS = HERE / "RESULTS.md"
+INTRODUCTION = """# Measured results
 
-
-def row(cells):
-    return "| " + " | ".join(str(c) for c in cells) + " |"
-
-
-def decode_table(rows):
-    """A row a workload: the time its bytes need, us and GB/s of each of ours, us of each peer."""
-    peers = list(dict.fromkeys(r["peer"] for r in rows))
-    ours = [p for p in peers if p.startswith("ours")]
-    others = [p for p in peers if not p.startswith("ours")]
-    head = [
-        "workload",
-        "KV MB",
-        "us at 4.34 TB/s",
-        *ours,
-        "GB/s",
-        "% of ceiling",
-        *others,
-        "best peer / ours",
-    ]
-    lines = [row(head), row("---" for _ in head)]
-    for workload in dict.fromkeys(r["wl"] for r in rows):
-        us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and "us" in r}
-        kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
-        # In the default mode on layout vllm.
-        best = us.get("ours_pa")
-        peer = min((us[p] for p in others if p in us), default=None)
-        rate = kv / best * 1e6 if best else 0
-        lines.append(
-            row(
-                [
-                    workload,
-                    f"{kv / 1e6:.0f}",
-                    f"{kv / CEILING * 1e6:.1f}",
-                    *(f"{us[p]:.1f}" if p in us else "-" for p in ours),
-                    f"{rate / 1e9:.0f}",
-                    f"{100 * rate / CEILING:.0f}",
-                    *(f"{us[p]:.1f}" if p in us else "-" for p in others),
-                    f"{peer / best:.2f}" if best and peer else "-",
-                ]
-            )
-        )
-    return lines
+`python -m benchmarks tables` generates this file from [results](results); do not edit it.
+Every table names its machine, command and commit, and peers ran in the same run. Slower results
+stand here too. GPU times are medians over a CUDA graph with a cold L2. The programs that drive the
+peers are not part of the repository. [docs/lab](../docs/lab/README.md) explains the figures, and
+[a plot](plots/decode_h200.png) shows the bandwidth of decode attention.
+"""
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 
 
-def verify_table(rows):
-    """A row a workload with few query tokens: us of ours and of the peers, GB/s of ours."""
-    peers = list(dict.fromkeys(r["peer"] for r in rows))
-    lines = [row(["workload", "KV MB", *peers, "GB/s", "best peer / ours"])]
-    lines.append(row("---" for _ in range(len(peers) + 4)))
-    for workload in dict.fromkeys(r["wl"] for r in rows):
-        us = {r["peer"]: r["us"] for r in rows if r["wl"] == workload and r.get("ok")}
-        kv = next(r["kv_bytes"] for r in rows if r["wl"] == workload)
-        peer = min(us[p] for p in us if not p.startswith("ours"))
-        times = [f"{us[p]:.1f}" if p in us else "-" for p in peers]
-        mine = us["ours_pa"]
-        lines.append(
-            row(
-                [
-                    workload,
-                    f"{kv / 1e6:.0f}",
-                    *times,
-                    f"{kv / mine / 1e3:.0f}",
-                    f"{peer / mine:.2f}",
-                ]
-            )
-        )
-    return lines
+def markdown(columns: list[str], rows: list[list[str | None]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join("-" if c is None else str(c) for c in line) + " |" for line in lines]
 
 
-def small_table(rows):
-    """A row an op and number of tokens: ours, its GB/s, and the fastest of each library."""
-    lines = [
-        row(["T", "op", "bytes MB", "ours us", "GB/s", "vLLM us", "FlashInfer us"]),
-        row(["---"] * 7),
-    ]
+def render() -> str:
+    """All of RESULTS.md. Numbers keep the digits they have in the files."""
+    lines, section = INTRODUCTION.splitlines(), None
+    for path in sorted((HERE / "results").glob("*.json")):
+        table = json.loads(path.read_text(), parse_float=str)
+        if table["section"] != section:
+            section = table["section"]
+            lines += ["", f"## {section}"]
+        source = f"{table['machine']}; {table['versions']}; commit {table['commit']}"
+        lines += ["", f"**{table['title']}** ({table['unit']}). {table['note']}"]
+        lines += [f"{source}, {table['date']}. `{table['command']}`", ""]
+        lines += markdown(table["columns"], table["rows"])
+    return "\n".join(lines) + "\n"
 
-    def of(tokens, op, *peers):
-        found = [r["us"] for r in rows if r["T"] == tokens and r["op"] == op and r["peer"] in peers]
-        return f"{found[0]:.2f}" if found else "-"
 
-    for r in rows:
-        if not r["peer"].startswith("ours"):
-            continue
+def dump(table: dict) -> str:
+    """JSON with a row a line; a cell of digits is a number with just these digits."""
+
+    def cell(value: str | None) -> str:
+        is_number = value is not None and NUMBER.fullmatch(str(value))
+        return str(value) if is_number else json.dumps(value, ensure_ascii=False)
+
+    head = {name: value for name, value in table.items() if name != "rows"}
+    fields = [f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}," for k, v in head.items()]
+    rows = ["    [" + ", ".join(map(cell, row)) + "]" for row in table["rows"]]
+    return "\n".join(["{", *fields, '  "rows": [', ",\n".join(rows), "  ]", "}"]) + "\n"
+
+
+def beside_peers(records: list[dict], key: str, name: str, size: str, ours: str, digits: int):
+    """A row a workload: the time its bytes need, each candidate, and the best peer over ours.
+
+    `key` is the field of the workload, `name` of the candidate, `size` of the bytes. `ours` is the
+    candidate that GB/s belongs to, or "best" for the fastest of ours.
+    """
+    names = list(dict.fromkeys(r[name] for r in records))
+    columns = [key, "MB", "us at 4.34 TB/s", *names, "GB/s", "% of ceiling", "best peer / ours"]
+    rows = []
+    for workload in dict.fromkeys(r[key] for r in records):
+        of_workload = [r for r in records if r[key] == workload]
+        size_bytes = of_workload[0][size]
+        correct = [r for r in of_workload if "us" in r and r.get("right", r.get("ok", True))]
+        us = {r[name]: r["us"] for r in correct}
+        mine = [t for n, t in us.items() if (n.startswith("ours") if ours == "best" else n == ours)]
+        peers = [t for n, t in us.items() if not n.startswith("ours")]
+        row = [str(workload), f"{size_bytes / 1e6:.1f}", f"{size_bytes / CEILING * 1e6:.1f}"]
+        row += [f"{us[n]:.{digits}f}" if n in us else None for n in names]
+        if mine:
+            rate = size_bytes / min(mine) * 1e6
+            row += [f"{rate / 1e9:.0f}", f"{100 * rate / CEILING:.0f}"]
+        else:
+            row += [None, None]
+        row += [f"{min(peers) / min(mine):.2f}" if mine and peers else None]
+        rows.append(row)
+    return columns, rows
+
+
+def small_ops(records: list[dict]):
+    """A row an op and number of tokens: ours, its GB/s, vLLM and FlashInfer."""
+    columns = ["T", "op", "bytes MB", "ours", "GB/s", "% of 4.34 TB/s", "vLLM", "FlashInfer"]
+    us = {(r["T"], r["op"], r["peer"]): f"{r['us']:.2f}" for r in records}
+    rows = []
+    for r in (r for r in records if r["peer"].startswith("ours")):
         vllm = {"ours_nhd": "vllm_flash_nhd", "ours_x_random": "vllm_legacy"}.get(r["peer"], "vllm")
-        flashinfer = "flashinfer" if r["peer"] in ("ours", "ours_nhd") else "none"
+        flashinfer = "flashinfer" if r["peer"] in ("ours", "ours_nhd") else None
+        of_op = (r["T"], r["op"])
         name = r["op"] + r["peer"].removeprefix("ours").replace("_", " ")
-        cells = [r["T"], name, f"{r['bytes'] / 1e6:.2f}", f"{r['us']:.2f}", f"{r['gbps']:.0f}"]
-        lines.append(row([*cells, of(r["T"], r["op"], vllm), of(r["T"], r["op"], flashinfer)]))
-    return lines
+        row = [str(r["T"]), name, f"{r['bytes'] / 1e6:.2f}", us[(*of_op, r["peer"])]]
+        row += [f"{r['gbps']:.0f}", f"{100e9 * r['gbps'] / CEILING:.0f}"]
+        rows.append([*row, us.get((*of_op, vllm)), us.get((*of_op, flashinfer))])
+    return columns, rows
 
 
-def layer_table(rows):
-    """A row a batch: us a layer of each candidate, GB/s of the best of ours, best peer over it."""
-    names = list(dict.fromkeys(r["candidate"] for r in rows))
-    lines = [
-        row(["batch", "MB", "us at 4.34 TB/s", *names, "GB/s", "% of ceiling", "best peer / ours"])
-    ]
-    lines.append(row("---" for _ in range(len(names) + 6)))
-    for batch in dict.fromkeys(r["batch"] for r in rows):
-        right = [r for r in rows if r["batch"] == batch and r.get("right")]
-        us = {r["candidate"]: r["us"] for r in right}
-        size = next(r["bytes"] for r in rows if r["batch"] == batch)
-        best = min((us[n] for n in us if n.startswith("ours")), default=None)
-        peer = min((us[n] for n in us if not n.startswith("ours")), default=None)
-        lines.append(
-            row(
-                [
-                    batch,
-                    f"{size / 1e6:.1f}",
-                    f"{size / CEILING * 1e6:.1f}",
-                    *(f"{us[n]:.2f}" if n in us else "-" for n in names),
-                    f"{size / best * 1e-3:.0f}" if best else "-",
-                    f"{size / best * 1e8 / CEILING:.0f}" if best else "-",
-                    f"{peer / best:.2f}" if best and peer else "-",
-                ]
-            )
-        )
-    return lines
+def from_run(records: list[dict]):
+    """Columns and rows of a run. The keys of its first record tell which program wrote it."""
+    if "candidate" in records[0]:
+        return beside_peers(records, "batch", "candidate", "bytes", "best", 2)
+    if "wl" in records[0]:
+        return beside_peers(records, "wl", "peer", "kv_bytes", "ours_pa", 1)
+    return small_ops(records)
 
 
-def table_for(first):
-    """What a file holds shows in the keys of its first record."""
-    if "candidate" in first:
-        return layer_table
-    return verify_table if "maxq" in first else decode_table if "wl" in first else small_table
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tables", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", nargs="?", type=Path, help="JSON file that a benchmark wrote")
+    parser.add_argument("--into", type=Path, help="the results file that takes its rows")
+    parser.add_argument("--commit", help="the commit that was measured")
+    arguments = parser.parse_args(argv)
+    if arguments.run:
+        if not (arguments.into and arguments.commit):
+            parser.error("a run needs --into and --commit")
+        table = json.loads(arguments.into.read_text(), parse_float=str)
+        columns, rows = from_run(json.loads(arguments.run.read_text()))
+        today = datetime.date.today().isoformat()
+        table |= {"commit": arguments.commit, "date": today, "columns": columns, "rows": rows}
+        arguments.into.write_text(dump(table))
+    RESULTS.write_text(render())
 
 
 if __name__ == "__main__":
-    for path in sys.argv[1:]:
-        with open(path) as file:
-            records = json.load(file)
-        print("\n".join(table_for(records[0])(records)))
+    main()

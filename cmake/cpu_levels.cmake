@@ -13,11 +13,11 @@ set(CPU_FLAGS_avx512_bf16 -march=x86-64-v4 -mprefer-vector-width=512 -mavx512bf1
 set(CPU_FLAGS_avx512_amx ${CPU_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
 # Ops whose kernels gain from bf16 dot products, and from products of tiles; the others run their
 # kernel of the level below.
-set(CPU_OPS_avx512_bf16 paged_attention paged_attention_general)
-set(CPU_OPS_avx512_amx paged_attention_general)
+set(CPU_OPS_avx512_bf16 attention/paged_attention attention/paged_attention_decode)
+set(CPU_OPS_avx512_amx attention/paged_attention)
 
 function(add_cpu_kernels result)
-  file(GLOB sources CONFIGURE_DEPENDS ${ROOT}/cpu/*.cpp)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${ROOT}/cpu/*.cpp)
   list(REMOVE_ITEM sources ${ROOT}/cpu/level.cpp)
   add_library(level_choice OBJECT ${ROOT}/cpu/level.cpp)
   target_include_directories(level_choice PRIVATE ${ROOT})

@@ -59,7 +59,11 @@ set(CUDA_PLAN "nvcc ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), arc
 add_library(torch_cuda SHARED ${ROOT}/stubs/torch_cuda.cpp)  # never installed
 set_target_properties(torch_cuda PROPERTIES CXX_VISIBILITY_PRESET default)
 
-file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
+file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cu)
+file(GLOB_RECURSE CUDA_HOST_SOURCES CONFIGURE_DEPENDS ${ROOT}/cuda/*.cpp)  # no CUDA header
+add_library(cuda_host OBJECT ${CUDA_HOST_SOURCES})
+target_include_directories(cuda_host PRIVATE ${ROOT})
+target_compile_options(cuda_host PRIVATE -Wall -Wextra)
 add_library(cuda_kernels OBJECT ${CUDA_SOURCES})
 target_include_directories(cuda_kernels PRIVATE ${ROOT})
 # -Xptxas -v: tools/check_resources.py reads registers, spills and stack frames from what it prints.
@@ -68,6 +72,17 @@ target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=
 # 40% of the size. (Older compilers' drivers may not know the compression.)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   target_compile_options(cuda_kernels PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>")
+endif()
+
+# Instantiations that no architecture of this build would run are left out: on sm_90a the decode
+# kernels of several warps a pipeline (wgmma has their work), elsewhere the wgmma kernels.
+if("90a-real" IN_LIST CUDA_ARCHITECTURES OR "90a-virtual" IN_LIST CUDA_ARCHITECTURES)
+  target_compile_definitions(cuda_kernels PRIVATE VLLM_KERNELS_CODE_SM90A)
+endif()
+set(other_architectures ${CUDA_ARCHITECTURES})
+list(FILTER other_architectures EXCLUDE REGEX "^90a")
+if(other_architectures OR "$ENV{VLLM_KERNELS_BEFORE_HOPPER}")
+  target_compile_definitions(cuda_kernels PRIVATE VLLM_KERNELS_CODE_OTHER)
 endif()
 
 # For tests: what sm_80 gets, on whatever it is built for.
@@ -80,7 +95,8 @@ if("$ENV{VLLM_KERNELS_RACECHECK}")
   string(APPEND CUDA_PLAN ", for racecheck (VLLM_KERNELS_RACECHECK)")
 endif()
 
-add_library(vllm_kernels_cuda SHARED ${OP_BINDINGS} $<TARGET_OBJECTS:cuda_kernels>)
+add_library(vllm_kernels_cuda SHARED ${OP_BINDINGS} $<TARGET_OBJECTS:cuda_kernels>
+            $<TARGET_OBJECTS:cuda_host>)
 target_include_directories(vllm_kernels_cuda PRIVATE ${ROOT})
 target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA USE_CUDA)
 # --no-as-needed keeps torch_cuda in the list of needed libraries.

@@ -16,23 +16,23 @@ ptxas info    : Used 128 registers, used 1 barriers, 4096 bytes smem
 """
 
 
-HELD_UP = "ptxas info    : ({}) {} in function 'some_kernel'"
+SERIALIZED = "ptxas info    : ({}) {} in function 'some_kernel'"
 
 
 @pytest.mark.parametrize(
     "line, status, said",
     [
-        ("", 0, "1 kernels, 0 with a stack frame or spills, 0 warpgroup products held up, at most"),
+        ("", 0, "1 kernels, 0 with a stack frame or spills, 0 with serialized wgmma, at most"),
         ("    24 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads", 1,
-         "some.cu sm_90a some_kernel: 24 bytes stack frame"),
-        (HELD_UP.format("C7510", "wgmma.mma_async is serialized"), 1, "(C7510) wgmma"),
-        (HELD_UP.format("C7519", "warpgroup.arrive is injected"), 1, "(C7519) warpgroup"),
-        (HELD_UP.format("C7520", "wgmma.mma_async is serialized"), 1, "(C7520) wgmma"),
+         "norm/some.cu sm_90a some_kernel: 24 bytes stack frame"),
+        (SERIALIZED.format("C7510", "wgmma.mma_async is serialized"), 1, "(C7510) wgmma"),
+        (SERIALIZED.format("C7519", "warpgroup.arrive is injected"), 1, "(C7519) warpgroup"),
+        (SERIALIZED.format("C7520", "wgmma.mma_async is serialized"), 1, "(C7520) wgmma"),
     ],
     ids=["good", "spills", "C7510", "C7519", "C7520"],
 )  # fmt: skip
 def test_what_ptxas_says(tmp_path, line, status, said):
-    logs = tmp_path / "CMakeFiles" / "cuda_kernels.dir" / "csrc" / "cuda"
+    logs = tmp_path / "CMakeFiles" / "cuda_kernels.dir" / "csrc" / "cuda" / "norm"
     logs.mkdir(parents=True)
     (logs / "some.cu.o.log").write_text(GOOD + line + "\n")
     done = subprocess.run(

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
-from vllm_kernels.kv_tensors import CACHE_DTYPES, LAYOUTS, KVCache, KVShape, Pairs, free_memory
+from vllm_kernels.kv_cache.tensors import (
+    CACHE_DTYPES,
+    LAYOUTS,
+    KVCache,
+    KVShape,
+    Pairs,
+    free_memory,
+)
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_size=32, dtype=torch.float32, block_size=8)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def main() -> int:
     build = Path(sys.argv[1])
-    objects = sorted(build.glob("CMakeFiles/cpu_*.dir/csrc/cpu/*.o"))
+    objects = sorted(build.glob("CMakeFiles/cpu_*.dir/csrc/cpu/**/*.o"))
     if not objects:
         print(f"check_cpu_symbols: no objects under {build}")
         return 1
@@ -23,7 +23,7 @@ def main() -> int:
             ["nm", "-C", "--defined-only", str(path)], check=True, capture_output=True, text=True
         ).stdout
         bad += [
-            f"{path.parts[-4]}/{path.name}: {line}"
+            f"{path.relative_to(build)}: {line}"
             for line in symbols.splitlines()
             if len(line) > 17 and line[17] in "WVu"
         ]

@@ -1,11 +1,16 @@
 """Fails when a kernel of the CUDA library spills registers, uses a stack frame or has its
-warpgroup products held up by ptxas.
+wgmma instructions serialized by ptxas.
 
 Reads what ptxas said of every object of the build (tools/keep_output.sh keeps it beside them).
+With --json FILE it also writes what every kernel takes, for a comparison of two builds.
+
+    python tools/check_resources.py build/cmake-cpython-311 [--json resources.json]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,31 +18,49 @@ from pathlib import Path
 KERNEL = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 # "wgmma.mma_async instructions are serialized", "warpgroup.arrive is injected"
-HELD_UP = re.compile(r"\((?:C7510|C7519|C7520)\).*")
-REGISTERS = re.compile(r"Used (\d+) registers")
+SERIALIZED = re.compile(r"\((?:C7510|C7519|C7520)\).*")
+USED = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+SOURCES = "CMakeFiles/cuda_kernels*.dir/csrc/cuda"
 
 
 def main() -> int:
-    kernels, bad, held_up, most = 0, 0, 0, 0
-    for log in sorted(Path(sys.argv[1]).glob("CMakeFiles/cuda_kernels.dir/csrc/cuda/*.log")):
-        name = ""
-        for line in log.read_text().splitlines():
-            if match := KERNEL.search(line):
-                name = f"{log.name.removesuffix('.o.log')} {match.group(2)} {match.group(1)}"
-                kernels += 1
-            elif (match := STACK.search(line)) and any(int(n) for n in match.groups()):
-                print(f"{name}: {match.group(0)}")
-                bad += 1
-            elif match := HELD_UP.search(line):
-                print(f"{log.name.removesuffix('.o.log')}: {match.group(0)}")
-                held_up += 1
-            elif match := REGISTERS.search(line):
-                most = max(most, int(match.group(1)))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=Path)
+    parser.add_argument("--json", type=Path, help="write registers, shared memory and spills here")
+    arguments = parser.parse_args()
+    kernels: list[dict[str, str | int]] = []
+    bad = serialized = 0
+    for folder in sorted(arguments.build.glob(SOURCES)):
+        for log in sorted(folder.glob("**/*.log")):
+            source = str(log.relative_to(folder)).removesuffix(".o.log")
+            for line in log.read_text().splitlines():
+                if match := KERNEL.search(line):
+                    name, target = match.groups()
+                    kernels.append({"source": source, "target": target, "kernel": name})
+                elif match := STACK.search(line):
+                    stack, stores, loads = map(int, match.groups())
+                    kernels[-1] |= {"stack": stack, "spills": stores + loads}
+                    if stack or stores or loads:
+                        last = kernels[-1]
+                        print(f"{source} {last['target']} {last['kernel']}: {match.group(0)}")
+                        bad += 1
+                elif match := SERIALIZED.search(line):
+                    print(f"{source}: {match.group(0)}")
+                    serialized += 1
+                elif match := USED.search(line):
+                    shared = SHARED.search(line)
+                    kernels[-1]["registers"] = int(match.group(1))
+                    kernels[-1]["shared"] = int(shared.group(1)) if shared else 0
+    if arguments.json:
+        lines = ",\n".join(json.dumps(kernel) for kernel in kernels)
+        arguments.json.write_text(f"[\n{lines}\n]\n")
+    most = max((int(kernel.get("registers", 0)) for kernel in kernels), default=0)
     print(
-        f"check_resources: {kernels} kernels, {bad} with a stack frame or spills, "
-        f"{held_up} warpgroup products held up, at most {most} registers"
+        f"check_resources: {len(kernels)} kernels, {bad} with a stack frame or spills, "
+        f"{serialized} with serialized wgmma, at most {most} registers"
     )
-    return 1 if bad or held_up or not kernels else 0
+    return 1 if bad or serialized or not kernels else 0
 
 
 if __name__ == "__main__":

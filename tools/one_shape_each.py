@@ -150,7 +150,7 @@ def cache() -> None:
         lse = torch.randn(3, 4, 5, device=CUDA)
         merged = torch.empty_like(parts[0])
         vllm_kernels.merge_attn_states(merged, parts[0], lse[0], parts[1], lse[1], lse[2])
-        vllm_kernels.merge_attn_parts(merged, parts, lse[:2].view(2, 5, 4), lse[2].view(5, 4))
+        vllm_kernels.combine_attn_partials(merged, parts, lse[:2].view(2, 5, 4), lse[2].view(5, 4))
 
 
 def many_tokens(dtype: torch.dtype, cache_dtype: str) -> None:
@@ -337,8 +337,8 @@ def general_attention() -> None:
                     call(query, key, value, tables, lens, layout=layout, query_start_loc=starts)
                     if dtype == torch.bfloat16 and page == 16:
                         query = torch.randn(4, 32, head_size, device=CUDA, dtype=dtype)
-                        call(query, key, value, tables, lens, layout=layout, split_tokens=64)
-                        call(query, key, value, tables, lens, layout=layout, early_pages=True)
+                        call(query, key, value, tables, lens, layout=layout, fixed_split_size=64)
+                        call(query, key, value, tables, lens, layout=layout, kv_ready=True)
                     torch.cuda.synchronize()  # racecheck fails with hundreds of launches in flight
 
 

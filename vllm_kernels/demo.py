@@ -33,8 +33,8 @@ from transformers import (
 from transformers.utils import logging
 
 import vllm_kernels
-from vllm_kernels.integrations.llama_patch import FAMILIES
-from vllm_kernels.integrations.op_counter import OpCounter
+from vllm_kernels.engine.op_counter import OpCounter
+from vllm_kernels.hf.llama_patch import FAMILIES
 from vllm_kernels.integrations.transformers import PagedCache, patched_layers, use_paged_attention
 from vllm_kernels.kv_cache import Statistics
 

@@ -3,15 +3,15 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/attention/paged_attention.h"
+#include "cpu/attention/paged_attention_decode.h"
 #include "cpu/level.h"
-#include "cpu/paged_attention.h"
-#include "cpu/paged_attention_general.h"
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
+#include "ops/combine_attn_partials.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/gather_cache.h"
-#include "ops/merge_attn_parts.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
@@ -100,7 +100,7 @@ VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(GeneralAttentionWork, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
-VLLM_KERNELS_DECLARE(MergeAttnPartsParams)
+VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

@@ -1,14 +1,14 @@
-// The CUDA room's table of contents: one launcher per params struct.
-// A launcher enqueues on `stream` of the current device, does not wait, and throws
-// std::runtime_error when a launch is refused.
+// The table of contents of csrc/cuda: one launcher per params struct.
+// A launcher enqueues on `stream` of the current device and does not wait. It throws
+// std::runtime_error if the launch fails.
 #pragma once
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
+#include "ops/combine_attn_partials.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/fused_decode_attention.h"
 #include "ops/gather_cache.h"
-#include "ops/merge_attn_parts.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
@@ -48,12 +48,11 @@ void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
-void launch(const PagedAttentionParams& params, Stream stream);  // v1, v2
-// paged_attention. `workspace`: kPagedAttentionWorkspaceBytes that no other launch uses at the same
-// time; null for the stream's own.
+// paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that no
+// concurrent launch uses; null selects the stream's own workspace.
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
-void launch(const MergeAttnPartsParams& params, Stream stream);
+void launch(const CombineAttnPartialsParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

@@ -1,3 +1,5 @@
+// Reference counts, and two doubly linked rings of free blocks in one array. A used block is in no
+// ring: its links are kUnlinked. Evicting, reviving and releasing a block take O(1).
 #include "kv_cache/block_pool.h"
 
 #include <algorithm>
@@ -10,10 +12,10 @@ namespace {
 
 constexpr int32_t kUnlinked = -1;
 
-int64_t checked(const char* argument, int64_t value, int64_t least, int64_t largest) {
-  if (value < least || value > largest) {
+int64_t checked(const char* argument, int64_t value, int64_t min, int64_t max) {
+  if (value < min || value > max) {
     throw InvalidArgument(
-        concat("BlockPool: ", argument, ": expected ", least, " to ", largest, ", got ", value));
+        concat("BlockPool: ", argument, ": expected ", min, " to ", max, ", got ", value));
   }
   return value;
 }
@@ -139,8 +141,8 @@ void BlockPool::throw_bad_id(const char* call, int32_t block) const {
                                num_blocks_ - 1, ", got ", block));
 }
 
-// The list's length. Walking at most num_blocks + 1 links ends even where the ring is broken; a
-// block that stands twice in it would have two successors' previous links to satisfy.
+// The list's length. The walk follows at most num_blocks + 1 links, so that it ends in a broken
+// ring. A block cannot be in it twice: its one `previous` link would have to equal two blocks.
 int64_t BlockPool::check_list(int32_t head, bool cached) const {
   int64_t length = 0;
   int32_t before = head;

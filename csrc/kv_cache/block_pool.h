@@ -1,5 +1,4 @@
-// Which cache blocks are free, how many tables hold each of the others, and which ones are worth
-// keeping although nobody holds them.
+// The reference count of every cache block, the lists of free blocks, and the order of eviction.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +9,18 @@
 
 namespace vllm_kernels::kv_cache {
 
-// Blocks 0 .. num_blocks - 1, 16 bytes each. A block has a reference count, and perhaps a content:
-// a number >= 0 that says what a later sequence could find there. Blocks without references are in
-// one of two lists, each in the order of release: empty ones, and cached ones (with a content).
-// take() gives an empty block if there is one, else it evicts the cached block that was released
-// longest ago. A block anywhere in the lists can be revived in O(1).
+// The pool has blocks 0 to num_blocks - 1 and needs 16 bytes for each. A block has a reference
+// count. It may have a content: a number >= 0 for the tokens that a later sequence can find in it.
 //
-// A null block (block 0) is in no list and has no references; it cannot be held or released.
+// A block without references is free and in one of two lists: empty blocks, and cached blocks,
+// which have a content. Both lists are in the order of release. take() prefers an empty block.
+// Without one, it evicts the cached block that was released longest ago. Any free block can be
+// revived in O(1).
 //
-// Not thread-safe: KVCacheManager locks around it. Every call either succeeds or throws with the
-// pool unchanged; nothing but the constructor and check_integrity() allocates memory.
+// A null block (block 0) is in no list and has no references. It cannot be held or released.
+//
+// The pool is not thread-safe: KVCacheManager locks around it. Every call either succeeds or throws
+// with the pool unchanged. Only the constructor and check_integrity() allocate memory.
 class VLLM_KERNELS_EXPORT BlockPool {
  public:
   static constexpr int32_t kNoContent = -1;
@@ -54,10 +55,10 @@ class VLLM_KERNELS_EXPORT BlockPool {
     return blocks_[block].content;
   }
 
-  // Starts to read what references() and content() tell.
+  // Prefetches what references() and content() read.
   void prefetch(int32_t block) const noexcept { __builtin_prefetch(&blocks_[block]); }
 
-  // A block with one reference and no content; `evicted` becomes the content that it had, or
+  // Returns a block with one reference and no content. `evicted` becomes its former content, or
   // kNoContent. Throws OutOfBlocks.
   int32_t take(int32_t& evicted);
   int32_t take() {
@@ -65,20 +66,20 @@ class VLLM_KERNELS_EXPORT BlockPool {
     return take(evicted);
   }
 
-  // One reference more. A free block is revived: it leaves its list, and keeps its content.
+  // Adds a reference. A free block is revived: it leaves its list and keeps its content.
   // Throws InvalidArgument for an id out of range, ReferenceOverflow at max_references.
   void add_reference(int32_t block);
 
-  // One reference less; at 0 the block goes to the end of its list.
+  // Drops a reference. Without references, the block goes to the end of its list.
   // Throws InvalidArgument for an id out of range or a block without references (a double free).
   void release(int32_t block);
 
-  // Gives a block without content one; takes a block's content away (an unreferenced one becomes
-  // empty). Throw InvalidArgument for an id out of range, a content < 0, a block that has one.
+  // Set or clear the content of a block. A free block moves to the other list. They throw
+  // InvalidArgument for an id out of range, a content < 0, or a block that has a content already.
   void set_content(int32_t block, int32_t content);
   void clear_content(int32_t block);
 
-  // The state after construction.
+  // Restores the state after construction.
   void reset() noexcept;
 
   // Throws IntegrityError unless links, counts and counters agree. O(num_blocks).
@@ -94,7 +95,7 @@ class VLLM_KERNELS_EXPORT BlockPool {
     int32_t next = 0;
   };
 
-  // Heads stand behind the blocks; the head's next is taken first.
+  // The list heads follow the blocks. The block after a head is taken first.
   int32_t empty_head() const noexcept { return num_blocks_; }
   int32_t cached_head() const noexcept { return num_blocks_ + 1; }
 
@@ -108,7 +109,7 @@ class VLLM_KERNELS_EXPORT BlockPool {
   int64_t check_list(int32_t head, bool cached) const;
 
   int32_t num_blocks_;
-  int32_t first_;  // 1 behind a null block, else 0
+  int32_t first_;  // 1 with a null block, else 0
   int32_t num_empty_ = 0;
   int32_t num_cached_ = 0;
   int32_t num_shared_ = 0;

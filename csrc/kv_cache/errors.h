@@ -1,4 +1,4 @@
-// What the KV-cache manager throws. Whatever is thrown, the state is as it was before the call.
+// The errors of the KV-cache manager. After any of them the state is as it was before the call.
 // Messages read "<call>: <argument>: expected <what>, got <what>".
 #pragma once
 
@@ -28,13 +28,13 @@ class VLLM_KERNELS_EXPORT UnknownSequence : public Error {
   using Error::Error;
 };
 
-// A sequence id that is already held, or that stands twice in one batch.
+// A sequence id that the manager holds already, or that occurs twice in one batch.
 class VLLM_KERNELS_EXPORT DuplicateSequence : public Error {
  public:
   using Error::Error;
 };
 
-// One block more often shared than its counter can say.
+// A block has as many references as its counter can count.
 class VLLM_KERNELS_EXPORT ReferenceOverflow : public Error {
  public:
   using Error::Error;
@@ -46,7 +46,7 @@ class VLLM_KERNELS_EXPORT IntegrityError : public Error {
   using Error::Error;
 };
 
-// Fewer blocks free than the call needs. Succeeds when repeated after enough blocks were freed.
+// The call needs more blocks than are free. The same call succeeds once enough blocks were freed.
 class VLLM_KERNELS_EXPORT OutOfBlocks : public Error {
  public:
   OutOfBlocks(const std::string& call, int64_t needed, int64_t free)
@@ -63,11 +63,11 @@ class VLLM_KERNELS_EXPORT OutOfBlocks : public Error {
   int64_t free_;
 };
 
-// One string out of parts that can be streamed.
-template <typename... Parts>
-std::string concat(const Parts&... parts) {
+// Joins values that can be streamed into one string.
+template <typename... Values>
+std::string concat(const Values&... values) {
   std::ostringstream stream;
-  (stream << ... << parts);
+  (stream << ... << values);
   return stream.str();
 }
 

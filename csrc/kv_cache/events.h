@@ -1,4 +1,5 @@
-// What happened to the prefix cache, for routers that send a request where its prefix lies.
+// Changes of the prefix cache. A router follows them to send a request to where its prefix is
+// cached.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ struct Event {
   Kind kind = Kind::kCleared;  // kCleared: all blocks at once; the other fields are unset
   int32_t group = 0;
   int32_t block = 0;
-  Hash hash;    // of the block's tokens and all before them
-  Hash parent;  // kStored: of all before them
+  Hash hash;    // of the tokens up to the end of the block
+  Hash parent;  // kStored: of the tokens before the block
 };
 
 struct Events {

@@ -1,4 +1,5 @@
-// Sequences one by one, and the batch calls that are loops of them.
+// The calls for one sequence, and the batch calls that are loops over sequences: allocate, fork,
+// reorder, free, truncate. Each checks and plans first, and then changes the state without failing.
 #include "kv_cache/kv_cache_manager.h"
 
 #include <pthread.h>
@@ -28,10 +29,10 @@ void check_tokens(const char* call, int64_t num_tokens) {
   }
 }
 
-int64_t checked(const char* argument, int64_t value, int64_t least, int64_t largest) {
-  if (value < least || value > largest) {
-    throw InvalidArgument(concat("KVCacheManager: ", argument, ": expected ", least, " to ",
-                                 largest, ", got ", value));
+int64_t checked(const char* argument, int64_t value, int64_t min, int64_t max) {
+  if (value < min || value > max) {
+    throw InvalidArgument(
+        concat("KVCacheManager: ", argument, ": expected ", min, " to ", max, ", got ", value));
   }
   return value;
 }
@@ -172,7 +173,7 @@ int64_t KVCacheManager::num_tokens(int64_t id) const {
 int64_t KVCacheManager::num_known_tokens(int64_t id) const {
   const auto guard = lock();
   const Sequence& sequence = find("num_known_tokens", id);
-  return follows(sequence) ? known(sequence) : -1;
+  return tracks_tokens(sequence) ? num_recorded(sequence) : -1;
 }
 
 bool KVCacheManager::is_swapped(int64_t id) const {
@@ -237,7 +238,7 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
     throw InvalidArgument(concat("allocate: num_tokens: expected ", ids.size(),
                                  " elements (as sequence_ids), got ", num_tokens.size()));
   }
-  // The caller's arrays are read once, into `added`: another thread may write to them meanwhile.
+  // The caller's arrays are read once, because another thread may write to them meanwhile.
   std::vector<Sequence> added(ids.size());
   std::vector<int64_t> sorted(ids.size());
   int64_t needed = 0;
@@ -263,13 +264,14 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
   if (cache_) root.emplace(*cache_, cache_->find_or_add_root(encode_keys(keys)));
   reserve_sequences(added.size());
   reserve_events(0, record_events_ ? needed : 0);
-  evicted_.reserve(needed);
+  std::vector<int32_t>& evicted = plan_.evicted;
+  evicted.reserve(needed);
   for (Sequence& sequence : added) {
     sequence.blocks.reserve(blocks_for(sequence.num_tokens) * num_groups());
   }
 
   for (Sequence& sequence : added) {
-    take_blocks(blocks_for(sequence.num_tokens) * num_groups(), sequence.blocks);
+    take_blocks(blocks_for(sequence.num_tokens) * num_groups(), sequence.blocks, evicted);
     if (cache_) {
       cache_->hold(sequence.node = root->node());
       sequence.extras = extras;
@@ -317,7 +319,7 @@ void KVCacheManager::fork(int64_t parent, int64_t child) {
   for (const int32_t block : copy.blocks) {
     if (!is_null(block)) pool_.add_reference(block);
   }
-  if (follows(copy)) cache_->hold(copy.node);
+  if (tracks_tokens(copy)) cache_->hold(copy.node);
   sequences_[position].own_tail = false;
   push_sequence(std::move(copy));
 }
@@ -331,7 +333,7 @@ KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
   copy.node = parent.node;
   copy.num_hashed = parent.num_hashed;
   copy.own_tail = false;
-  if (follows(parent)) copy.tail.reserve(block_size_);
+  if (tracks_tokens(parent)) copy.tail.reserve(block_size_);
   copy.tail.assign(parent.tail.begin(), parent.tail.end());
   copy.extras = parent.extras;
   return copy;
@@ -339,42 +341,48 @@ KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
 
 void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64_t> parents) {
   const auto guard = lock();
-  // A parent's position in place of a count; counts are >= 0 as resolve() wants them.
   if (ids.size() != parents.size()) {
     throw InvalidArgument(concat("reorder: parents: expected ", ids.size(),
                                  " elements (as sequence_ids), got ", parents.size()));
   }
-  std::vector<int64_t> parent_positions(parents.size());
+  BatchPlan& plan = plan_batch("reorder", ids, nullptr, {});
   for (size_t i = 0; i < parents.size(); ++i) {
-    parent_positions[i] = position_of("reorder", parents[i]);
+    const int32_t parent = position_of("reorder", parents[i]);
+    check_where("reorder", sequences_[parent], Where::kDevice);
+    plan.items[i].parent = parent;
   }
-  resolve("reorder", ids, "parents", parent_positions);
+  std::vector<Sequence> replacements = plan_reorder(plan);
+  add_references(replacements);
+  commit_reorder(plan, replacements);
+}
 
-  for (const int64_t position : parent_positions) {
-    check_where("reorder", sequences_[position], Where::kDevice);
-  }
-
+// What each sequence becomes. A sequence that is its own parent gets an empty replacement.
+std::vector<KVCacheManager::Sequence> KVCacheManager::plan_reorder(const BatchPlan& plan) const {
   std::vector<Sequence> replacements;
-  replacements.reserve(ids.size());
-  for (const BatchItem& item : batch_) {
-    const bool same = item.num_tokens == item.position;
-    replacements.push_back(same ? Sequence() : share(sequences_[item.num_tokens]));
+  replacements.reserve(plan.items.size());
+  for (const BatchItem& item : plan.items) {
+    const bool same = item.parent == item.position;
+    replacements.push_back(same ? Sequence() : share(sequences_[item.parent]));
   }
+  return replacements;
+}
 
-  // References first, so that no block is freed in between; undone if one of them overflows (or the
-  // message about that finds no memory).
+// Adds a reference to every block of the sequences, or to none. A count may overflow halfway, and
+// the message about it may find no memory: then the references are given back.
+void KVCacheManager::add_references(const std::vector<Sequence>& sequences) {
   size_t done = 0;
   size_t done_blocks = 0;
   try {
-    for (; done < replacements.size(); ++done) {
-      for (done_blocks = 0; done_blocks < replacements[done].blocks.size(); ++done_blocks) {
-        const int32_t block = replacements[done].blocks[done_blocks];
+    for (; done < sequences.size(); ++done) {
+      const std::vector<int32_t>& blocks = sequences[done].blocks;
+      for (done_blocks = 0; done_blocks < blocks.size(); ++done_blocks) {
+        const int32_t block = blocks[done_blocks];
         if (!is_null(block)) pool_.add_reference(block);
       }
     }
   } catch (...) {
     for (size_t i = 0; i <= done; ++i) {
-      const std::vector<int32_t>& blocks = replacements[i].blocks;
+      const std::vector<int32_t>& blocks = sequences[i].blocks;
       const size_t count = i == done ? done_blocks : blocks.size();
       for (size_t j = 0; j < count; ++j) {
         if (!is_null(blocks[j])) pool_.release(blocks[j]);
@@ -382,15 +390,20 @@ void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64
     }
     throw;
   }
+}
+
+// The replacements hold their references already, so no block of theirs becomes free here.
+void KVCacheManager::commit_reorder(const BatchPlan& plan, std::vector<Sequence>& replacements) {
   for (const Sequence& replacement : replacements) {
-    if (follows(replacement)) cache_->hold(replacement.node);
+    if (tracks_tokens(replacement)) cache_->hold(replacement.node);
   }
   for (size_t i = 0; i < replacements.size(); ++i) {
-    if (batch_[i].num_tokens == batch_[i].position) continue;
-    Sequence& sequence = sequences_[batch_[i].position];
-    sequences_[batch_[i].num_tokens].own_tail = sequence.own_tail = false;
+    const BatchItem& item = plan.items[i];
+    if (item.parent == item.position) continue;
+    Sequence& sequence = sequences_[item.position];
+    sequences_[item.parent].own_tail = sequence.own_tail = false;
     drop_entries(sequence, 0);
-    if (follows(sequence)) cache_->drop(sequence.node);
+    if (tracks_tokens(sequence)) cache_->drop(sequence.node);
     Sequence& replacement = replacements[i];
     sequence.num_tokens = replacement.num_tokens;
     sequence.blocks.swap(replacement.blocks);
@@ -407,37 +420,37 @@ void KVCacheManager::free(int64_t id, int64_t num_computed) {
 
 void KVCacheManager::free(std::span<const int64_t> ids, std::span<const int64_t> num_computed) {
   const auto guard = lock();
-  const bool told = !num_computed.empty();
-  resolve("free", ids, told ? "num_computed" : nullptr, num_computed, Where::kAnywhere);
-  if (told) {
-    computed_.clear();
-    for (const BatchItem& item : batch_) computed_.push_back(item.num_tokens);
-    plan_forget_uncomputed();
-    forget_uncomputed();
+  const bool given = !num_computed.empty();
+  BatchPlan& plan =
+      plan_batch("free", ids, given ? "num_computed" : nullptr, num_computed, Where::kAnywhere);
+  plan.num_computed.clear();
+  for (const BatchItem& item : plan.items) {
+    if (given) plan.num_computed.push_back(item.num_tokens);
   }
-  free_batch();
+  plan_forget_uncomputed(plan);
+  commit_forget_uncomputed(plan);
+  commit_free(plan);
 }
 
-// Makes room for the events of forget_uncomputed(). computed_: of the sequences of batch_.
-void KVCacheManager::plan_forget_uncomputed() {
+// Reserves the events of commit_forget_uncomputed().
+void KVCacheManager::plan_forget_uncomputed(const BatchPlan& plan) {
   int64_t blocks = 0;
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    const Sequence& sequence = sequences_[batch_[i].position];
-    if (follows(sequence)) {
-      blocks += std::max<int64_t>(0, sequence.num_hashed - block_of(computed_[i]));
+  for (size_t i = 0; i < plan.num_computed.size(); ++i) {
+    const Sequence& sequence = sequences_[plan.items[i].position];
+    if (tracks_tokens(sequence)) {
+      blocks += std::max<int64_t>(0, sequence.num_hashed - block_of(plan.num_computed[i]));
     }
   }
   reserve_events(0, blocks * num_groups());
 }
 
-// Blocks behind the computed tokens of batch_'s sequences become unfindable: no pass has filled
-// them.
-void KVCacheManager::forget_uncomputed() {
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    const Sequence& sequence = sequences_[batch_[i].position];
-    if (!follows(sequence)) continue;
-    int32_t node = sequence.node;  // held, and with it those above
-    for (int64_t index = sequence.num_hashed; index > block_of(computed_[i]); --index) {
+// Makes the blocks past the computed tokens unfindable: no forward pass has filled them.
+void KVCacheManager::commit_forget_uncomputed(const BatchPlan& plan) {
+  for (size_t i = 0; i < plan.num_computed.size(); ++i) {
+    const Sequence& sequence = sequences_[plan.items[i].position];
+    if (!tracks_tokens(sequence)) continue;
+    int32_t node = sequence.node;  // the sequence holds it, and so the nodes above stay as well
+    for (int64_t index = sequence.num_hashed; index > block_of(plan.num_computed[i]); --index) {
       for (int64_t group = 0; group < num_groups(); ++group) {
         const int32_t block = cache_->block(node, group);
         if (block != PrefixCache::kNone) unregister_block(block);
@@ -447,17 +460,18 @@ void KVCacheManager::forget_uncomputed() {
   }
 }
 
-void KVCacheManager::free_batch() {
-  for (const BatchItem& item : batch_) {
+void KVCacheManager::commit_free(BatchPlan& plan) {
+  for (const BatchItem& item : plan.items) {
     Sequence& sequence = sequences_[item.position];
     drop_entries(sequence, 0);
-    if (follows(sequence)) cache_->drop(sequence.node);
+    if (tracks_tokens(sequence)) cache_->drop(sequence.node);
   }
-  // From the back: filling a gap with the last sequence then moves none that is still to go.
-  std::sort(batch_.begin(), batch_.end(), [](const BatchItem& left, const BatchItem& right) {
-    return left.position > right.position;
-  });
-  for (const BatchItem& item : batch_) remove(item.position);
+  // From the back: remove() fills the gap with the last sequence, which then is never one that is
+  // still to be removed.
+  std::sort(
+      plan.items.begin(), plan.items.end(),
+      [](const BatchItem& left, const BatchItem& right) { return left.position > right.position; });
+  for (const BatchItem& item : plan.items) remove(item.position);
 }
 
 void KVCacheManager::truncate(int64_t id, int64_t num_tokens, int64_t num_computed) {
@@ -467,18 +481,17 @@ void KVCacheManager::truncate(int64_t id, int64_t num_tokens, int64_t num_comput
 void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                               std::span<const int64_t> num_computed) {
   const auto guard = lock();
-  resolve("truncate", ids, "num_tokens", num_tokens);
-  const bool told = !num_computed.empty();
-  if (told && num_computed.size() != ids.size()) {
+  BatchPlan& plan = plan_batch("truncate", ids, "num_tokens", num_tokens);
+  if (!num_computed.empty() && num_computed.size() != ids.size()) {
     throw InvalidArgument(concat("truncate: num_computed: expected ", ids.size(),
                                  " elements (as sequence_ids), got ", num_computed.size()));
   }
-  computed_.assign(num_computed.begin(), num_computed.end());
-  for (const int64_t computed : computed_) {
+  plan.num_computed.assign(num_computed.begin(), num_computed.end());
+  for (const int64_t computed : plan.num_computed) {
     if (computed >= 0) continue;
     throw InvalidArgument(concat("truncate: num_computed: expected >= 0, got ", computed));
   }
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     const Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > sequence.num_tokens) {
       throw InvalidArgument(concat("truncate: num_tokens: expected 0 to ", sequence.num_tokens,
@@ -487,22 +500,21 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
     }
     check_visible(sequence, item.num_tokens);
   }
-  if (told) {
-    plan_forget_uncomputed();
-    forget_uncomputed();
-  }
-  for (const BatchItem& item : batch_) {
+  plan_forget_uncomputed(plan);
+
+  commit_forget_uncomputed(plan);
+  for (const BatchItem& item : plan.items) {
     Sequence& sequence = sequences_[item.position];
     if (item.num_tokens < sequence.num_tokens) sequence.own_tail = false;
     sequence.num_tokens = item.num_tokens;
     drop_entries(sequence, blocks_for(item.num_tokens));
-    if (follows(sequence) && item.num_tokens < known(sequence)) {
+    if (tracks_tokens(sequence) && item.num_tokens < num_recorded(sequence)) {
       forget_tokens(sequence, item.num_tokens);
     }
   }
 }
 
-// Throws unless the blocks that a token behind the first `num_tokens` sees are there.
+// Throws unless all blocks are present that the token after the first `num_tokens` sees.
 void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens) const {
   for (int64_t group = 0; has_windows_ && group < num_groups(); ++group) {
     const int64_t first = first_visible(num_tokens, group);
@@ -517,7 +529,7 @@ void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens)
   }
 }
 
-// Goes back to the node before the block that is cut, and reads the tail's tokens there.
+// Moves to the node before the first truncated block. The new tail is the start of that block.
 void KVCacheManager::forget_tokens(Sequence& sequence, int64_t keep) {
   const int64_t hashed = block_of(keep);
   const auto rest = static_cast<size_t>(keep - hashed * block_size_);
@@ -547,8 +559,8 @@ void KVCacheManager::reset() {
   num_copies_ = queried_tokens_ = hit_tokens_ = 0;
 }
 
-// The tail first: it is the part of a sequence that is least likely to be wanted again, and the
-// pool gives out what was released longest ago.
+// Releases the last block first. It is the least likely to be reused, and the pool gives out the
+// block that was released first.
 void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
   std::vector<int32_t>& blocks = sequence.blocks;
   const auto wanted = static_cast<size_t>(keep * num_groups());
@@ -556,8 +568,8 @@ void KVCacheManager::drop_entries(Sequence& sequence, int64_t keep) {
   BlockPool& pool = sequence.swapped ? *host_pool_ : pool_;
   for (; blocks.size() > wanted; blocks.pop_back()) {
     const int32_t block = blocks.back();
-    if (blocks.size() > wanted + kPrefetched) {
-      const int32_t ahead = blocks[blocks.size() - 1 - kPrefetched];
+    if (blocks.size() > wanted + kPrefetchDistance) {
+      const int32_t ahead = blocks[blocks.size() - 1 - kPrefetchDistance];
       if (ahead >= 0) pool.prefetch(ahead);
     }
     if (sequence.swapped ? block != kNoHostBlock : !is_null(block)) pool.release(block);

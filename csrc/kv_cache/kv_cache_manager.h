@@ -1,4 +1,4 @@
-// Which sequence owns which cache block.
+// The KV-cache manager: block tables of many sequences over one pool of cache blocks.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 
 #include "export.h"
 #include "kv_cache/batch_buffers.h"
+#include "kv_cache/batch_plan.h"
 #include "kv_cache/block_pool.h"
 #include "kv_cache/events.h"
 #include "kv_cache/options.h"
@@ -23,48 +24,49 @@
 
 namespace vllm_kernels::kv_cache {
 
-// Copy the keys and values of block `source` to block `destination`, in every layer. Two int64, so
-// that an array of them is copy_blocks' or swap_blocks' block_mapping [n, 2].
+// An order to copy the keys and values of a block in every layer. It is two int64, so that an array
+// of them is the block_mapping [n, 2] of copy_blocks and swap_blocks.
 struct BlockCopy {
   int64_t source;
   int64_t destination;
 };
 
-// What append() may be told beside the counts.
+// Optional arguments of append() and step().
 struct AppendOptions {
-  std::optional<std::span<const int32_t>> tokens;  // ids of all appended tokens, one sequence after
-                                                   // the other; they must not change meanwhile
-  int64_t lookahead = 0;  // slots to have ready behind them, for speculative tokens
+  std::optional<std::span<const int32_t>> tokens;  // ids of all appended tokens, sequence by
+                                                   // sequence; constant during the call
+  int64_t lookahead = 0;  // slots past the appended tokens, for speculative tokens
 };
 
-// Maps sequence ids (any int64 that the caller likes) to tables of block ids, one table a group of
-// layers. Token i of a sequence lies in slot table[i / block_size] * block_size + i % block_size; a
-// table has ceil(tokens / block_size) entries, and more where lookahead asked for them. Sequences
-// may share blocks (fork, reorder, a common prefix); a sequence that appends to a shared, partly
-// filled block gets a block of its own first, and the caller is told to copy: run all copies in the
-// order in which they were returned, before anything is written to the cache. Memory that the
-// manager hands out is the caller's; it never touches it.
+// The manager maps sequence ids to tables of block ids, one table for each group of layers. An id
+// is any int64 of the caller. Token i of a sequence is in slot table[i / block_size] * block_size +
+// i % block_size. A table has ceil(tokens / block_size) entries, and more for lookahead. The
+// manager never touches the memory of the cache.
 //
-// Prefix caching: where token ids are known (allocate and append with tokens, record_tokens), every
-// full block is registered under them, and later sequences that start with the same ones share it;
-// it stays findable after its last sequence is freed, until the block is needed. Blocks are
-// registered when they are handed out: a batch that reads a block must not run before the batch
-// that was to fill it.
+// Sharing: sequences share blocks after fork, reorder, or with a common prefix. A sequence that
+// appends to a shared, partly filled block gets a new block first. The call returns the copy to
+// make. Run all copies in the returned order, before anything is written to the cache.
 //
-// Sliding windows: append() gives back the blocks that no token from the first appended one on can
-// see; kNullBlock stands in the table instead.
+// Prefix caching: allocate() and append() with tokens, and record_tokens(), record token ids. Every
+// full block with recorded tokens is registered under them. Later sequences that start with the
+// same tokens share it. The block stays findable after its last sequence is freed, until it is
+// evicted. Blocks are registered when they are handed out. So a batch that reads a block must not
+// run before the batch that fills it.
 //
-// Errors: every call is all or nothing. Whatever it throws (errors.h, std::bad_alloc), the state
-// and the caller's buffers are as before. Ids in one batch are distinct.
+// Sliding windows: append() gives back the blocks that no appended or later token can see. The
+// table then has kNullBlock in their stead.
 //
-// Threads: every call takes the manager's mutex, so calls from several threads are safe and happen
-// one after the other. A copy of the manager that fork(2) made in a child process refuses every
-// call: parent and child would hand out the same blocks.
+// Errors: every call is all or nothing. After any error (errors.h, std::bad_alloc) the state and
+// the caller's buffers are as before. The ids of one batch are distinct.
+//
+// Threads: every call takes the manager's mutex, so calls from several threads are safe and run one
+// after the other. After fork(2) the child's copy of the manager refuses every call: otherwise
+// parent and child would hand out the same blocks.
 class VLLM_KERNELS_EXPORT KVCacheManager {
  public:
   explicit KVCacheManager(const Options& options);
   // num_blocks in [1, kMaxBlocks], block_size (tokens) >= 1, their product an int64;
-  // max_references: sequences that may share one block.
+  // max_references limits the sequences that share one block.
   KVCacheManager(int64_t num_blocks, int64_t block_size, int64_t max_references = kMaxReferences);
 
   KVCacheManager(const KVCacheManager&) = delete;
@@ -84,24 +86,24 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // --- one sequence ---
   // Whether allocate(id, num_tokens) would find enough free blocks.
   bool can_allocate(int64_t num_tokens) const;
-  // A new sequence of num_tokens >= 0 tokens, whose ids may follow (record_tokens) and are then
-  // registered under these keys. Throws DuplicateSequence, OutOfBlocks.
+  // Adds a sequence of num_tokens >= 0 tokens. record_tokens() may record their ids later, under
+  // these keys. Throws DuplicateSequence, OutOfBlocks.
   void allocate(int64_t id, int64_t num_tokens, const PrefixKeys& keys = {});
-  // Lengthens a sequence by num_tokens >= 0; at most one pair a group. Throws UnknownSequence,
-  // OutOfBlocks.
+  // Lengthens a sequence by num_tokens >= 0. Returns at most one copy for each group. Throws
+  // UnknownSequence, OutOfBlocks.
   std::vector<BlockCopy> append(int64_t id, int64_t num_tokens, const AppendOptions& options = {});
-  // A new sequence `child` that shares all blocks of `parent`, those for lookahead excepted.
+  // Adds a sequence `child` that shares all blocks of `parent` except its lookahead.
   void fork(int64_t parent, int64_t child);
-  // Forgets a sequence; blocks that nobody else holds become free, the last one first. Blocks
-  // behind its first num_computed tokens become unfindable: no pass has filled them.
+  // Forgets a sequence. Blocks without another holder become free, the last block first. Blocks
+  // past the first num_computed tokens become unfindable: no forward pass has filled them.
   void free(int64_t id, int64_t num_computed = kMaxTokens);
-  // Shortens a sequence to num_tokens in [0, its tokens], but not to where a window has passed;
-  // num_computed as for free(), of the tokens before the call.
+  // Shortens a sequence to num_tokens in [0, its tokens]. The blocks in the window of the next
+  // token must be present. num_computed is as for free(), and counts tokens before the call.
   void truncate(int64_t id, int64_t num_tokens, int64_t num_computed = kMaxTokens);
   bool contains(int64_t id) const;
   bool is_swapped(int64_t id) const;
   int64_t num_tokens(int64_t id) const;
-  // Leading tokens whose ids are known; -1 where none will be registered (any more).
+  // Leading tokens with recorded ids; -1 if the manager does not track them (any more).
   int64_t num_known_tokens(int64_t id) const;
   std::vector<int32_t> block_table(int64_t id, int64_t group = 0) const;
   // Slots of tokens [start, start + slots.size()) into `slots`; -1 in the null block.
@@ -109,71 +111,71 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   std::vector<int64_t> sequence_ids() const;
 
   // --- prefixes ---
-  // How many leading tokens are cached: whole blocks, and fewer than all tokens, so that at least
-  // one is left to compute.
+  // The number of leading tokens that are cached, in whole blocks. At least one token is left to
+  // compute.
   int64_t match(std::span<const int32_t> tokens, const PrefixKeys& keys) const;
   bool can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const;
-  // A new sequence that shares what is cached of `tokens`, with slots for up to num_new tokens
-  // beyond (kMaxTokens: all). Returns the number of cached tokens.
+  // Adds a sequence that shares the cached prefix of `tokens`. It gets slots for up to num_new
+  // further tokens (kMaxTokens: all). Returns the number of cached tokens.
   int64_t allocate(int64_t id, std::span<const int32_t> tokens, int64_t num_new,
                    const PrefixKeys& keys);
-  // The ids of the next num_tokens[i] tokens of each sequence that has slots for them.
+  // Records the ids of the next num_tokens[i] tokens of each sequence. They have slots already.
   void record_tokens(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                      std::span<const int32_t> tokens);
   // Leading full blocks that all sequences share (for cascade attention).
   int64_t num_common_prefix_blocks(std::span<const int64_t> ids, int64_t group = 0) const;
-  // Makes blocks unfindable; sequences that hold them keep them.
+  // Makes blocks unfindable. Sequences that hold them keep them.
   void evict_blocks(std::span<const int64_t> blocks);
-  // Makes all blocks unfindable, and those too that sequences alive now will fill.
+  // Makes all blocks unfindable, and also the blocks that present sequences will fill.
   void reset_prefix_cache();
   // Events since the last call.
   Events take_events();
-  // The same in two halves, for a caller that may fail in between: a copy, and forgetting the first
-  // `count` of them. By one thread at a time.
+  // take_events() in two calls, for a caller that may fail in between. The first returns a copy,
+  // the second forgets the first `count` events. Only one thread at a time may use them.
   Events peek_events() const;
   void drop_events(size_t count);
 
   // --- many sequences in one call; arrays of one length ---
-  // The keys hold for all of them.
+  // The keys are the same for all sequences.
   void allocate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                 const PrefixKeys& keys = {});
-  // Writes the pairs to `copies` and returns how many; room for ids.size() * num_groups() is always
-  // enough, and less is an error before anything changes if it does not do.
+  // Writes the copies to make to `copies` and returns their number. Room for
+  // ids.size() * num_groups() is always enough. Too little room is an error before any change.
   int64_t append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                  std::span<BlockCopy> copies, const AppendOptions& options = {});
-  // num_computed: empty, or one for each.
+  // num_computed is empty, or has a count for each sequence.
   void free(std::span<const int64_t> ids, std::span<const int64_t> num_computed = {});
   void truncate(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                 std::span<const int64_t> num_computed = {});
-  // Beam search: ids[i] becomes what parents[i] was before the call (its blocks shared, its own
-  // given back). Parents may repeat, and need not be among the ids.
+  // Beam search: ids[i] becomes a fork of parents[i] as it was before the call, and gives its own
+  // blocks back. Parents may repeat, and need not be among the ids.
   void reorder(std::span<const int64_t> ids, std::span<const int64_t> parents);
-  // Fills the buffers, one set a group, for a forward pass over the last num_query_tokens[i] tokens
-  // of every sequence. Returns their number in all.
+  // Fills the buffers of each group for a forward pass. Its query tokens are the last
+  // num_query_tokens[i] tokens of each sequence. Returns the number of query tokens.
   int64_t build(std::span<const int64_t> ids, std::span<const int64_t> num_query_tokens,
                 std::span<BatchBuffers* const> buffers);
-  // append and build in one: the appended tokens are the query tokens.
+  // append() and build() in one call. The appended tokens are the query tokens.
   int64_t step(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                std::span<BatchBuffers* const> buffers, std::span<BlockCopy> copies,
                const AppendOptions& options = {});
 
   // --- host blocks ---
-  // Blocks of the sequences' tables: an upper bound for the pairs of swap_out and swap_in.
+  // Entries of the sequences' tables: an upper bound for the pairs of swap_out() and swap_in().
   int64_t num_table_entries(std::span<const int64_t> ids) const;
   bool can_swap_out(std::span<const int64_t> ids);
   bool can_swap_in(std::span<const int64_t> ids);
-  // Moves sequences to host blocks; (device block, host block) pairs, each block once. Blocks that
-  // they share among each other stay shared. Returns the number of pairs.
+  // Moves sequences to host blocks. The pairs are (device block, host block), with each block once.
+  // Blocks that the sequences share among each other stay shared. Returns the number of pairs.
   int64_t swap_out(std::span<const int64_t> ids, std::span<BlockCopy> copies);
-  // And back; (host block, device block) pairs. A block that is still cached is not copied.
+  // Moves them back. The pairs are (host block, device block). A block still cached needs no copy.
   int64_t swap_in(std::span<const int64_t> ids, std::span<BlockCopy> copies);
 
   // --- all ---
   // Forgets every sequence and every cached block, and sets the statistics to zero.
   void reset();
   Statistics statistics() const;
-  // Throws IntegrityError unless pools, tables, prefixes and lengths agree. O(blocks + table
-  // entries).
+  // Throws IntegrityError unless pools, tables, prefixes and lengths agree.
+  // O(blocks + table entries).
   void check_integrity() const;
 
   // For one group of layers.
@@ -192,22 +194,23 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
  private:
   friend struct TestAccess;
 
+  // The extra bytes of one block, such as the image that its placeholder tokens stand for.
   struct BlockExtra {
     int64_t index;  // of the block in its sequence
     PrefixCache::Extra bytes;
   };
-  // In two lines of the processor's cache: what every step reads, and what its tokens need.
+  // Two cache lines of the processor: the first for every step, the second for token ids.
   struct alignas(64) Sequence {
     int64_t num_tokens = 0;
     std::vector<int32_t> blocks;  // [entries, num_groups]; host blocks if swapped
-    uint64_t batch = 0;           // last batch that named it: finds an id that stands there twice
-    uint64_t serial = 0;          // no other sequence of this process has it
-    int64_t edits = 0;            // of table entries that were there before
+    uint64_t batch = 0;           // number of the last batch with this sequence
+    uint64_t serial = 0;          // unique in this process
+    int64_t edits = 0;            // changes of existing table entries
     bool swapped = false;
-    // The partly filled last block is surely held by nobody else and not findable: appending needs
-    // no look at it. False: perhaps not.
+    // True: the partly filled last block has one holder and is not findable, so append() need not
+    // look at it. False: append() must look.
     bool own_tail = true;
-    // What is known of its tokens, if `node` is not kNone: num_hashed blocks, and the tail.
+    // The recorded tokens: num_hashed blocks, then the tail. With node kNone there are none.
     int32_t node = PrefixCache::kNone;                      // of the last hashed block, or a root
     int64_t num_hashed = 0;                                 // blocks
     std::vector<int32_t> tail;                              // tokens, fewer than block_size
@@ -215,33 +218,17 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     int64_t id = 0;
   };
   static_assert(sizeof(Sequence) == 128);
-  struct BatchItem {
-    int32_t position;    // in sequences_
-    int64_t num_tokens;  // to append, to query or to keep
-  };
-  struct Fill {        // of blocks by an item's tokens
-    int32_t position;  // in sequences_
-    int64_t first;     // of the batch's tokens
-    int64_t blocks;
-  };
-  struct Told {  // a block that an item's tokens fill and that others hold as well
-    int32_t block;
-    const Sequence* sequence;
-    int64_t first;  // of the batch's tokens
-    int64_t index;  // of the block among those that they fill
-  };
-  struct AppendPlan {
-    int64_t blocks = 0;  // to take, those for copies included
-    int64_t copies = 0;
-    int64_t freed = 0;  // behind windows
-  };
   struct Swap {
     int32_t source;       // host block
     int32_t destination;  // block
     int32_t node;         // of its tokens, or kNone
     int32_t group;
-    bool claimed = false;  // by a table: the destination's first reference is its own
+    bool claimed = false;  // a table already owns the destination's first reference
   };
+
+  // Members that are `inline` in a .cpp run once an item. The class is exported, so a member that
+  // is not inline is called through the linkage table and never inlined.
+  static constexpr size_t kPrefetchDistance = 12;  // batch items, or table entries
 
   std::unique_lock<std::mutex> lock() const;
   int64_t block_of(int64_t token) const noexcept {
@@ -265,86 +252,103 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     const int64_t window = windows_[group];
     return window == kFullAttention || position < window ? 0 : block_of(position - window + 1);
   }
-  bool follows(const Sequence& sequence) const noexcept {
+  bool tracks_tokens(const Sequence& sequence) const noexcept {
     return sequence.node != PrefixCache::kNone;
   }
-  int64_t known(const Sequence& sequence) const noexcept {
+  int64_t num_recorded(const Sequence& sequence) const noexcept {
     return sequence.num_hashed * block_size_ + static_cast<int64_t>(sequence.tail.size());
   }
+  int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
+
+  // Checks. They throw, and change no sequence.
+  enum class Where { kDevice, kHost, kAnywhere };
   int32_t position_of(const char* call, int64_t id) const;
   const Sequence& find(const char* call, int64_t id) const;
+  void check_where(const char* call, const Sequence& sequence, Where where) const;
   void check_group(const char* call, int64_t group) const;
   void check_new(const char* call, const char* argument, int64_t id) const;
   void check_visible(const Sequence& sequence, int64_t num_tokens) const;
-  static constexpr size_t kPrefetched = 12;  // items of a batch ahead
-
-  Sequence share(const Sequence& parent) const;
-  void check_tokens_of(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
-
-  // Validation: fills batch_ or throws.
-  enum class Where { kDevice, kHost, kAnywhere };
-  void resolve(const char* call, std::span<const int64_t> ids, const char* counts_name,
-               std::span<const int64_t> counts, Where where = Where::kDevice);
-  void check_where(const char* call, const Sequence& sequence, Where where) const;
   void check_lookahead(const char* call, int64_t lookahead) const;
-  int64_t plan_append(const char* call, size_t copies_room, const AppendOptions& options);
-  int64_t count_copies();
-  void find_behind_window(const Sequence& sequence);
-  int64_t count_freed();
-  void plan_tokens(const char* call, std::span<const int32_t> tokens, bool with_slots);
-  void check_told(const char* call, std::span<const int32_t> tokens);
-  void check_room(const char* call, std::span<BatchBuffers* const> buffers,
+  [[noreturn]] void refuse_tokens(const char* call, const Sequence& sequence, int64_t num_tokens,
+                                  bool have_slots) const;
+  void check_shared_fills(const char* call, std::span<const int32_t> tokens, BatchPlan& plan) const;
+  void check_room(const char* call, std::span<BatchBuffers* const> buffers, const BatchPlan& plan,
                   const AppendOptions* append) const;
+  void check_recorded_blocks(const Sequence& sequence, std::map<int32_t, int64_t>& pins) const;
+
+  // Plans. They throw, fill a plan and reserve memory, and change no sequence otherwise.
+  BatchPlan& plan_batch(const char* call, std::span<const int64_t> ids, const char* counts_name,
+                        std::span<const int64_t> counts, Where where = Where::kDevice);
+  void plan_append(const char* call, size_t copies_room, const AppendOptions& options,
+                   BatchPlan& plan);
+  int64_t count_new_entries(const char* call, const AppendOptions& options, BatchPlan& plan) const;
+  int64_t count_copies(BatchPlan& plan) const;
+  int64_t count_freed(BatchPlan& plan) const;
+  void find_out_of_window(const Sequence& sequence, BatchPlan& plan) const;
+  void reserve_append(const AppendOptions& options, BatchPlan& plan);
+  void plan_tokens(const char* call, std::span<const int32_t> tokens, bool have_slots,
+                   BatchPlan& plan);
+  void plan_fill(const BatchItem& item, Sequence& sequence, int64_t first_token, BatchPlan& plan);
+  void reserve_fills(const BatchPlan& plan);
+  void hash_first_blocks(std::span<const int32_t> tokens, BatchPlan& plan) const;
+  void plan_forget_uncomputed(const BatchPlan& plan);
+  std::vector<Sequence> plan_reorder(const BatchPlan& plan) const;
+  void add_references(const std::vector<Sequence>& sequences);
+  Sequence share(const Sequence& parent) const;
   void reserve_sequences(size_t extra);
   void reserve_events(int64_t stored, int64_t removed);
-  int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
+  void reserve_prompt(const PrefixLookup& lookup, BatchPlan& plan, Sequence& sequence);
 
-  // Changes: cannot fail after the validation above.
-  int64_t commit_append(int64_t num_blocks, std::span<BlockCopy> copies,
-                        const AppendOptions& options);
-  int64_t fill(std::span<BatchBuffers* const> buffers) const noexcept;
-  int64_t fill(BatchBuffers& buffers, int64_t group) const noexcept;
+  // Commits. They cannot fail after the plan.
+  int64_t commit_append(const AppendOptions& options, std::span<BlockCopy> copies, BatchPlan& plan);
+  void commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
+                     std::span<const Hash>& first_hashes);
+  void commit_forget_uncomputed(const BatchPlan& plan);
+  void commit_free(BatchPlan& plan);
+  void commit_reorder(const BatchPlan& plan, std::vector<Sequence>& replacements);
+  void commit_prompt(const PrefixLookup& lookup, std::span<const int32_t> tokens,
+                     Sequence&& sequence, BatchPlan& plan);
+  void release_out_of_window(Sequence& sequence);
+  void drop_entries(Sequence& sequence, int64_t keep);
+  void forget_tokens(Sequence& sequence, int64_t keep);
+  void remove(int32_t position);
+  Sequence& push_sequence(Sequence&& sequence);
+
+  // Buffers.
+  int64_t fill(std::span<BatchBuffers* const> buffers, const BatchPlan& plan) const noexcept;
+  int64_t fill(BatchBuffers& buffers, int64_t group, const BatchPlan& plan) const noexcept;
   void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
-  void release_behind_window(Sequence& sequence);
-  void prefetch_known(size_t item) const noexcept;
-  void prefetch_last_block(size_t item) const noexcept;
-  void drop_entries(Sequence& sequence, int64_t keep);
-  void forget_tokens(Sequence& sequence, int64_t keep);
-  void plan_forget_uncomputed();
-  void forget_uncomputed();
-  void free_batch();
-  void remove(int32_t position);
-  Sequence& push_sequence(Sequence&& sequence);
+  void prefetch_recorded(const BatchPlan& plan, size_t item) const noexcept;
+  void prefetch_last_block(const BatchPlan& plan, size_t item) const noexcept;
 
   // Prefixes.
   std::shared_ptr<const std::vector<BlockExtra>> make_extras(const PrefixKeys& keys) const;
   static const PrefixCache::Extra* extra_of(const std::vector<BlockExtra>* extras,
                                             int64_t index) noexcept;
-  void walk(int32_t root, std::span<const int32_t> tokens,
-            const std::vector<BlockExtra>* extras) const;
-  int64_t usable_blocks(int64_t limit) const;
-  int64_t look_up(int32_t root, std::span<const int32_t> tokens,
-                  const std::vector<BlockExtra>* extras) const;
-  int32_t hit_block(int64_t index, int64_t hits, int64_t group) const;
-  int64_t revived_blocks(int64_t hits) const;
+  const PrefixLookup& look_up(int32_t root, std::span<const int32_t> tokens,
+                              const std::vector<BlockExtra>* extras) const;
+  void walk(int32_t root, std::span<const int32_t> tokens, const std::vector<BlockExtra>* extras,
+            PrefixLookup& lookup) const;
+  int64_t usable_blocks(const PrefixLookup& lookup, int64_t limit) const;
+  int32_t hit_block(const PrefixLookup& lookup, int64_t index, int64_t group) const;
+  int64_t revived_blocks(const PrefixLookup& lookup) const;
   void add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                   std::span<const Hash> hashes = {});
-  void commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count, size_t& filled);
   void register_block(int32_t block, int32_t node, int64_t group);
   void unregister_block(int32_t block);
   void detach(int32_t block, int32_t node);
   int32_t take_block();
-  void take_blocks(int64_t count, std::vector<int32_t>& blocks);
+  void take_blocks(int64_t count, std::vector<int32_t>& blocks, std::vector<int32_t>& evicted);
   void clear_cache();
 
   // Swapping.
-  std::vector<int32_t> blocks_of_batch() const;
-  std::vector<Swap> plan_swap_in(int64_t& needed) const;
+  std::vector<int32_t> blocks_of(const BatchPlan& plan) const;
+  std::vector<Swap> plan_swap_in(const BatchPlan& plan, int64_t& needed) const;
 
   const int64_t block_size_;
-  const int block_shift_;  // log2 of block_size, -1 if that is no whole number
+  const int block_shift_;  // log2 of block_size; -1 if block_size is not a power of two
   const std::vector<int64_t> windows_;
   const bool has_windows_;
   const int64_t watermark_blocks_;
@@ -358,19 +362,11 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   int64_t num_copies_ = 0;
   int64_t queried_tokens_ = 0;
   int64_t hit_tokens_ = 0;
-
   uint64_t batch_number_ = 0;
-  std::vector<BatchItem> batch_;        // scratch: the batch in work
-  std::vector<int32_t> shared_tails_;   // scratch: its shared, partly filled last blocks
-  std::vector<int32_t> behind_window_;  // scratch: blocks that its windows give back
-  std::vector<int32_t> taken_;          // scratch: blocks for it, in reverse order
-  std::vector<int32_t> evicted_;        // scratch of take_blocks(): what they held
-  std::vector<int64_t> computed_;       // scratch of free() and truncate()
-  std::vector<Fill> fills_;             // scratch of plan_tokens()
-  std::vector<Told> told_;              // scratch of check_told()
-  std::vector<int32_t> block_tokens_;   // scratch of plan_tokens(): of one block
-  mutable std::vector<Hash> hashes_;  // scratch of walk(): of the leading blocks; of plan_tokens()
-  mutable std::vector<int32_t> found_;  // scratch of walk(): their nodes, as far as there are
+
+  // Memory for the plan of the current call. No call reads what an earlier one left in it.
+  BatchPlan plan_;
+  mutable PrefixLookup lookup_;
 
   mutable std::mutex mutex_;
   const uint32_t process_;  // generation of the process that built it

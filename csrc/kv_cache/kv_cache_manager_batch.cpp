@@ -1,4 +1,8 @@
-// One step of a whole batch: append to every sequence, and write what the ops read.
+// One step of a whole batch: append to every sequence, and fill the buffers that the ops read.
+//
+// append() is plan_append() and commit_append(). step() also checks the buffers before the commit,
+// and fills them after it. Buffers keep what the last call wrote, so that fill() writes only
+// changes.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -49,7 +53,7 @@ bool overlap(const Range& left, const Range& right) {
   return before(left.begin, right.end) && before(right.begin, left.end);
 }
 
-// Of two groups: only what is the same for both may be the same memory.
+// Throws if two groups share memory, other than the buffers that are equal for all groups.
 void check_apart(const BatchBuffers& first, const BatchBuffers& second) {
   const Ranges ranges = ranges_of(first);
   const Ranges others = ranges_of(second);
@@ -106,69 +110,72 @@ void WrittenBatch::make_room(const BatchBuffers& buffers) {
 int64_t KVCacheManager::append(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                                std::span<BlockCopy> copies, const AppendOptions& options) {
   const auto guard = lock();
-  resolve("append", ids, "num_tokens", num_tokens);
-  const int64_t blocks = plan_append("append", copies.size(), options);
-  return commit_append(blocks, copies, options);
+  BatchPlan& plan = plan_batch("append", ids, "num_tokens", num_tokens);
+  plan_append("append", copies.size(), options, plan);
+  return commit_append(options, copies, plan);
 }
 
 int64_t KVCacheManager::build(std::span<const int64_t> ids,
                               std::span<const int64_t> num_query_tokens,
                               std::span<BatchBuffers* const> buffers) {
   const auto guard = lock();
-  resolve("build", ids, "num_query_tokens", num_query_tokens);
-  check_room("build", buffers, nullptr);
-  return fill(buffers);
+  const BatchPlan& plan = plan_batch("build", ids, "num_query_tokens", num_query_tokens);
+  check_room("build", buffers, plan, nullptr);
+  return fill(buffers, plan);
 }
 
 int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64_t> num_tokens,
                              std::span<BatchBuffers* const> buffers, std::span<BlockCopy> copies,
                              const AppendOptions& options) {
   const auto guard = lock();
-  resolve("step", ids, "num_tokens", num_tokens);
+  BatchPlan& plan = plan_batch("step", ids, "num_tokens", num_tokens);
   check_lookahead("step", options.lookahead);
-  check_room("step", buffers, &options);
-  const int64_t blocks = plan_append("step", copies.size(), options);
-  const int64_t count = commit_append(blocks, copies, options);
-  fill(buffers);
-  return count;
+  check_room("step", buffers, plan, &options);
+  plan_append("step", copies.size(), options, plan);
+  const int64_t num_copies = commit_append(options, copies, plan);
+  fill(buffers, plan);
+  return num_copies;
 }
 
-// Without `counts_name`, the batch has no counts. Each of the caller's values is read once.
-void KVCacheManager::resolve(const char* call, std::span<const int64_t> ids,
-                             const char* counts_name, std::span<const int64_t> counts,
-                             Where where) {
+// Finds the sequences of a batch. Without `counts_name` the batch has no counts. Each of the
+// caller's values is read once: another thread may write to them meanwhile.
+BatchPlan& KVCacheManager::plan_batch(const char* call, std::span<const int64_t> ids,
+                                      const char* counts_name, std::span<const int64_t> counts,
+                                      Where where) {
   if (counts_name != nullptr && ids.size() != counts.size()) {
     throw InvalidArgument(concat(call, ": ", counts_name, ": expected ", ids.size(),
                                  " elements (as sequence_ids), got ", counts.size()));
   }
-  batch_.resize(ids.size());
+  std::vector<BatchItem>& items = plan_.items;
+  items.resize(ids.size());
   ++batch_number_;
   for (size_t i = 0; i < ids.size(); ++i) {
     const int64_t id = ids[i];
     int32_t position = index_.find(id);
     if (position == SequenceIndex::kAbsent) position = position_of(call, id);  // throws
-    batch_[i] = {position, counts_name == nullptr ? 0 : counts[i]};
+    items[i] = {position, BatchItem::kNoParent, counts_name == nullptr ? 0 : counts[i]};
     __builtin_prefetch(&sequences_[position]);
   }
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    Sequence& sequence = sequences_[batch_[i].position];
+  for (size_t i = 0; i < items.size(); ++i) {
+    Sequence& sequence = sequences_[items[i].position];
     if (sequence.batch == batch_number_) {
       throw DuplicateSequence(
           concat(call, ": sequence_ids: expected distinct ids, got id ", sequence.id, " twice"));
     }
     sequence.batch = batch_number_;
     check_where(call, sequence, where);
-    if (batch_[i].num_tokens < 0) {
+    if (items[i].num_tokens < 0) {
       throw InvalidArgument(concat(call, ": ", counts_name, ": expected >= 0, got ",
-                                   batch_[i].num_tokens, " at index ", i));
+                                   items[i].num_tokens, " at index ", i));
     }
   }
+  return plan_;
 }
 
-// Starts to read the last entry of an item's table.
-void KVCacheManager::prefetch_last_block(size_t item) const noexcept {
-  if (item >= batch_.size()) return;
-  const std::vector<int32_t>& blocks = sequences_[batch_[item].position].blocks;
+// Prefetches the last entry of an item's table, if there is such an item.
+inline void KVCacheManager::prefetch_last_block(const BatchPlan& plan, size_t item) const noexcept {
+  if (item >= plan.items.size()) return;
+  const std::vector<int32_t>& blocks = sequences_[plan.items[item].position].blocks;
   __builtin_prefetch(blocks.data() + blocks.size() - 1);
 }
 
@@ -179,15 +186,33 @@ void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const 
   }
 }
 
-// After this, commit_append() cannot fail: enough blocks are free, and everything has its room.
-int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
-                                    const AppendOptions& options) {
+// --- the plan of an append ---
+
+void KVCacheManager::plan_append(const char* call, size_t copies_room, const AppendOptions& options,
+                                 BatchPlan& plan) {
   check_lookahead(call, options.lookahead);
-  if (options.tokens) plan_tokens(call, *options.tokens, false);
-  AppendPlan plan;
-  shared_tails_.clear();
-  behind_window_.clear();
-  for (const BatchItem& item : batch_) {
+  if (options.tokens) plan_tokens(call, *options.tokens, false, plan);
+  const int64_t new_entries = count_new_entries(call, options, plan);
+  const int64_t freed = count_freed(plan);
+  const int64_t copies = count_copies(plan);
+  plan.num_blocks = new_entries + copies;
+
+  const int64_t free = pool_.num_free() + freed;
+  if (plan.num_blocks > free) throw OutOfBlocks(call, plan.num_blocks, free);
+  if (copies > static_cast<int64_t>(copies_room)) {
+    throw InvalidArgument(
+        concat(call, ": copies: expected room for ", copies, " pairs, got ", copies_room));
+  }
+  reserve_append(options, plan);
+}
+
+// Table entries that the batch adds. Also collects shared tails and blocks out of their window.
+int64_t KVCacheManager::count_new_entries(const char* call, const AppendOptions& options,
+                                          BatchPlan& plan) const {
+  plan.shared_tails.clear();
+  plan.out_of_window.clear();
+  int64_t new_entries = 0;
+  for (const BatchItem& item : plan.items) {
     const Sequence& sequence = sequences_[item.position];
     if (item.num_tokens > kMaxTokens - options.lookahead - sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
@@ -197,26 +222,61 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
     }
     const int64_t slots = item.num_tokens + options.lookahead;
     if (slots == 0) continue;
-    plan.blocks += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
-    if (has_windows_) find_behind_window(sequence);
+    new_entries += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
+    if (has_windows_) find_out_of_window(sequence, plan);
     const int64_t tail = block_of(sequence.num_tokens);
     if (sequence.own_tail || tail * block_size_ == sequence.num_tokens) continue;
     for (int64_t group = 0; group < num_groups(); ++group) {
       const int32_t block = sequence.blocks[tail * num_groups() + group];
-      if (pool_.references(block) > 1) shared_tails_.push_back(block);
+      if (pool_.references(block) > 1) plan.shared_tails.push_back(block);
     }
   }
-  plan.freed = count_freed();
-  plan.copies = count_copies();
-  plan.blocks += plan.copies;
+  return new_entries;
+}
 
-  const int64_t free = pool_.num_free() + plan.freed;
-  if (plan.blocks > free) throw OutOfBlocks(call, plan.blocks, free);
-  if (plan.copies > static_cast<int64_t>(copies_room)) {
-    throw InvalidArgument(
-        concat(call, ": copies: expected room for ", plan.copies, " pairs, got ", copies_room));
+// Every appending holder of a shared tail gets a copy. The exception is a last holder: once all
+// others have their copies, the block is its own.
+int64_t KVCacheManager::count_copies(BatchPlan& plan) const {
+  std::vector<int32_t>& tails = plan.shared_tails;
+  std::sort(tails.begin(), tails.end());
+  int64_t copies = 0;
+  size_t first = 0;  // of the run with the same block
+  for (size_t i = 0; i < tails.size(); ++i) {
+    if (i + 1 < tails.size() && tails[i + 1] == tails[i]) continue;
+    const auto appending = static_cast<int64_t>(i + 1 - first);
+    copies += appending < pool_.references(tails[i]) ? appending : appending - 1;
+    first = i + 1;
   }
-  for (const BatchItem& item : batch_) {
+  return copies;
+}
+
+// Collects the blocks that the sequence gives back when its windows move on.
+inline void KVCacheManager::find_out_of_window(const Sequence& sequence, BatchPlan& plan) const {
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
+      const int32_t block = sequence.blocks[i * num_groups() + group];
+      if (is_null(block)) break;
+      plan.out_of_window.push_back(block);
+    }
+  }
+}
+
+// Blocks out of their window that become free: no sequence outside the batch holds them.
+int64_t KVCacheManager::count_freed(BatchPlan& plan) const {
+  std::vector<int32_t>& blocks = plan.out_of_window;
+  std::sort(blocks.begin(), blocks.end());
+  int64_t freed = 0;
+  size_t first = 0;  // of the run with the same block
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (i + 1 < blocks.size() && blocks[i + 1] == blocks[i]) continue;
+    freed += static_cast<int64_t>(i + 1 - first) == pool_.references(blocks[i]);
+    first = i + 1;
+  }
+  return freed;
+}
+
+void KVCacheManager::reserve_append(const AppendOptions& options, BatchPlan& plan) {
+  for (const BatchItem& item : plan.items) {
     Sequence& sequence = sequences_[item.position];
     const int64_t slots = item.num_tokens + options.lookahead;
     const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
@@ -225,61 +285,20 @@ int64_t KVCacheManager::plan_append(const char* call, size_t copies_room,
       blocks.reserve(std::max(wanted, 2 * blocks.capacity()));
     }
   }
-  taken_.reserve(plan.blocks);
-  evicted_.reserve(plan.blocks);
-  // A block that is taken may be evicted, a last block that is written to becomes unfindable, and
-  // the tokens fill blocks. One room for all: that of plan_tokens is not added to it.
-  if (record_events_) {
-    const auto tails = static_cast<int64_t>(batch_.size()) * num_groups();
-    const int64_t stored =
-        options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_size_ : 0;
-    reserve_events((stored + tails) * num_groups(), plan.blocks + tails);
-  }
-  return plan.blocks;
+  plan.taken.reserve(plan.num_blocks);
+  plan.evicted.reserve(plan.num_blocks);
+  if (!record_events_) return;
+  // A block that is taken may be evicted, and a tail that is written to becomes unfindable. The
+  // tokens store blocks. This room covers the whole call; that of plan_tokens() is not added.
+  const auto tails = static_cast<int64_t>(plan.items.size()) * num_groups();
+  const int64_t stored =
+      options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_size_ : 0;
+  reserve_events((stored + tails) * num_groups(), plan.num_blocks + tails);
 }
 
-// Of the sharers in shared_tails_ that append, each gets a copy, but for the one left alone with
-// the block.
-int64_t KVCacheManager::count_copies() {
-  std::sort(shared_tails_.begin(), shared_tails_.end());
-  int64_t copies = 0;
-  size_t first = 0;  // of those with the same block
-  for (size_t i = 0; i < shared_tails_.size(); ++i) {
-    const int32_t block = shared_tails_[i];
-    if (i + 1 < shared_tails_.size() && shared_tails_[i + 1] == block) continue;
-    const auto appending = static_cast<int64_t>(i + 1 - first);
-    copies += appending < pool_.references(block) ? appending : appending - 1;
-    first = i + 1;
-  }
-  return copies;
-}
+// --- the commit of an append ---
 
-// Blocks that the sequence gives back when its windows move on.
-void KVCacheManager::find_behind_window(const Sequence& sequence) {
-  for (int64_t group = 0; group < num_groups(); ++group) {
-    for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
-      const int32_t block = sequence.blocks[i * num_groups() + group];
-      if (is_null(block)) break;
-      behind_window_.push_back(block);
-    }
-  }
-}
-
-// Of behind_window_, those that nobody outside of the batch holds.
-int64_t KVCacheManager::count_freed() {
-  std::sort(behind_window_.begin(), behind_window_.end());
-  int64_t freed = 0;
-  size_t first = 0;  // of those with the same block
-  for (size_t i = 0; i < behind_window_.size(); ++i) {
-    const int32_t block = behind_window_[i];
-    if (i + 1 < behind_window_.size() && behind_window_[i + 1] == block) continue;
-    freed += static_cast<int64_t>(i + 1 - first) == pool_.references(block);
-    first = i + 1;
-  }
-  return freed;
-}
-
-void KVCacheManager::release_behind_window(Sequence& sequence) {
+inline void KVCacheManager::release_out_of_window(Sequence& sequence) {
   for (int64_t group = 0; group < num_groups(); ++group) {
     for (int64_t i = first_visible(sequence.num_tokens, group) - 1; i >= 0; --i) {
       int32_t& block = sequence.blocks[i * num_groups() + group];
@@ -291,27 +310,28 @@ void KVCacheManager::release_behind_window(Sequence& sequence) {
   }
 }
 
-int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> copies,
-                                      const AppendOptions& options) {
+// Returns the number of copies.
+int64_t KVCacheManager::commit_append(const AppendOptions& options, std::span<BlockCopy> copies,
+                                      BatchPlan& plan) {
   if (has_windows_) {
-    for (const BatchItem& item : batch_) {
+    for (const BatchItem& item : plan.items) {
       if (item.num_tokens + options.lookahead > 0) {
-        release_behind_window(sequences_[item.position]);
+        release_out_of_window(sequences_[item.position]);
       }
     }
   }
-  taken_.clear();
-  take_blocks(num_blocks, taken_);
-  std::reverse(taken_.begin(), taken_.end());
-  const auto take = [this] {
-    const int32_t block = taken_.back();
-    taken_.pop_back();
+  plan.taken.clear();
+  take_blocks(plan.num_blocks, plan.taken, plan.evicted);
+  std::reverse(plan.taken.begin(), plan.taken.end());
+  const auto take = [&plan] {
+    const int32_t block = plan.taken.back();
+    plan.taken.pop_back();
     return block;
   };
   const int32_t* tokens = options.tokens ? options.tokens->data() : nullptr;
+  std::span<const Hash> first_hashes = plan.first_hashes;
   int64_t num_copies = 0;
-  size_t filled = 0;
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     const int64_t slots = item.num_tokens + options.lookahead;
     if (slots == 0) continue;
     Sequence& sequence = sequences_[item.position];
@@ -327,7 +347,7 @@ int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> c
           pool_.release(source);
           ++sequence.edits;
         } else {
-          unregister_block(block);  // of a longer sequence that was truncated
+          unregister_block(block);  // registered for a longer sequence that was truncated
         }
       }
     }
@@ -335,24 +355,27 @@ int64_t KVCacheManager::commit_append(int64_t num_blocks, std::span<BlockCopy> c
     sequence.own_tail = true;
     sequence.num_tokens += item.num_tokens;
     if (tokens != nullptr) {
-      commit_tokens(sequence, tokens, item.num_tokens, filled);
+      commit_tokens(sequence, tokens, item.num_tokens, first_hashes);
       tokens += item.num_tokens;
     }
   }
-  // What the plan counted for copies that were not needed, because a window gave a sharer's back.
-  for (; !taken_.empty(); taken_.pop_back()) pool_.release(taken_.back());
+  // A window may have given a holder's reference back, so that a planned copy was not needed.
+  for (; !plan.taken.empty(); plan.taken.pop_back()) pool_.release(plan.taken.back());
   num_copies_ += num_copies;
   return num_copies;
 }
 
-// With `append`, the batch's tokens are still to be appended; else they are the last ones there.
+// --- buffers ---
+
+// With `append` the batch's tokens are still to be appended; without, they are the last ones of
+// their sequences.
 void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const> buffers,
-                                const AppendOptions* append) const {
+                                const BatchPlan& plan, const AppendOptions* append) const {
   if (static_cast<int64_t>(buffers.size()) != num_groups()) {
     throw InvalidArgument(concat(call, ": buffers: expected ", num_groups(),
                                  " (one a group of layers), got ", buffers.size()));
   }
-  const auto num_sequences = static_cast<int64_t>(batch_.size());
+  const auto num_sequences = static_cast<int64_t>(plan.items.size());
   int64_t max_tokens = kMaxTokens;
   int64_t max_blocks = kMaxTokens;
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -373,7 +396,7 @@ void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const>
     max_blocks = std::min(max_blocks, group->max_blocks);
   }
   int64_t total = 0;
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     const Sequence& sequence = sequences_[item.position];
     if (append == nullptr && item.num_tokens > sequence.num_tokens) {
       throw InvalidArgument(concat(call, ": num_query_tokens: expected at most ",
@@ -397,21 +420,25 @@ void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const>
   for (BatchBuffers* group : buffers) group->written.make_room(*group);
 }
 
-int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers) const noexcept {
+int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers,
+                             const BatchPlan& plan) const noexcept {
   int64_t written = 0;
-  for (int64_t group = 0; group < num_groups(); ++group) written = fill(*buffers[group], group);
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    written = fill(*buffers[group], group, plan);
+  }
   return written;
 }
 
-int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcept {
+int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
+                             const BatchPlan& plan) const noexcept {
   const bool with_positions = !buffers.positions.empty();
   WrittenBatch& before = buffers.written;
   before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
   int64_t row = 0;
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_last_block(i + kPrefetched);
-    const BatchItem& item = batch_[i];
+  for (size_t i = 0; i < plan.items.size(); ++i) {
+    prefetch_last_block(plan, i + kPrefetchDistance);
+    const BatchItem& item = plan.items[i];
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);
     buffers.seq_lens[row] = static_cast<int32_t>(sequence.num_tokens);
@@ -444,9 +471,9 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group) const noexcep
   return written;
 }
 
-// Of a sequence that was in this row before, only the new blocks.
-void KVCacheManager::fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
-                              int64_t group) const noexcept {
+// Writes the whole row, or only the new blocks if the row held this sequence before.
+inline void KVCacheManager::fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
+                                     int64_t group) const noexcept {
   WrittenBatch::Row& before = buffers.written.rows[row];
   const int64_t count = entries(sequence);
   const bool same = before.sequence == sequence.serial && before.edits == sequence.edits;
@@ -462,7 +489,7 @@ void KVCacheManager::fill_row(BatchBuffers& buffers, int64_t row, const Sequence
   buffers.written.changed_rows.push_back(static_cast<int32_t>(row));
 }
 
-// Behind `rows` rows and `tokens` tokens, where the last batch left something else.
+// Pads past `rows` rows and `tokens` tokens, where the last batch left other values.
 void KVCacheManager::fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept {
   WrittenBatch& before = buffers.written;
   const auto set = [](auto& values, int64_t first, int64_t last, auto value) {

@@ -1,4 +1,4 @@
-// Looking at the whole state: statistics, and whether it holds together.
+// Statistics of the whole state, and the check of its invariants.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -41,8 +41,7 @@ Statistics KVCacheManager::statistics() const {
                     .num_evictions = pool_.num_evictions(),
                     .queried_tokens = queried_tokens_,
                     .hit_tokens = hit_tokens_};
-  std::vector<std::pair<int32_t, int64_t>>
-      shared_tails;  // block, tokens that one sequence has there
+  std::vector<std::pair<int32_t, int64_t>> shared_tails;  // block, and tokens of one sequence in it
   for (const Sequence& sequence : sequences_) {
     if (sequence.swapped) {
       ++result.num_swapped_sequences;
@@ -50,7 +49,7 @@ Statistics KVCacheManager::statistics() const {
     }
     result.num_tokens += sequence.num_tokens;
     for (const int32_t block : sequence.blocks) result.table_entries += !is_null(block);
-    // Blocks that are not full: the last one, and those for lookahead, which nobody shares.
+    // The blocks that are not full: the last one, and the lookahead, which is never shared.
     const int64_t full = block_of(sequence.num_tokens) * num_groups();
     for (auto i = full; i < static_cast<int64_t>(sequence.blocks.size()); ++i) {
       const int64_t index = i / num_groups();
@@ -63,8 +62,8 @@ Statistics KVCacheManager::statistics() const {
       }
     }
   }
-  // A shared last block is as full as its longest reader has it; where some reader is not among
-  // the partly filled, it is full.
+  // A shared last block is as full as its longest holder makes it. If it is not the last block of
+  // some holder, it is full.
   std::sort(shared_tails.begin(), shared_tails.end());
   size_t first = 0;
   for (size_t i = 0; i < shared_tails.size(); ++i) {
@@ -77,13 +76,14 @@ Statistics KVCacheManager::statistics() const {
   return result;
 }
 
-// Pins of its last node, and that the nodes above stand for the blocks in its table.
-void KVCacheManager::check_tokens_of(const Sequence& sequence,
-                                     std::map<int32_t, int64_t>& pins) const {
+// Pins the sequence's last node, and checks that its ancestors match the blocks of the table.
+void KVCacheManager::check_recorded_blocks(const Sequence& sequence,
+                                           std::map<int32_t, int64_t>& pins) const {
   require(cache_.has_value(), "tokens are known without a cache", sequence.id);
-  require(static_cast<int64_t>(sequence.tail.size()) < block_size_, "tail is not a part of a block",
+  require(static_cast<int64_t>(sequence.tail.size()) < block_size_,
+          "tail is not shorter than a block", sequence.id);
+  require(num_recorded(sequence) <= sequence.num_tokens, "more tokens recorded than present",
           sequence.id);
-  require(known(sequence) <= sequence.num_tokens, "more tokens known than there are", sequence.id);
   ++pins[sequence.node];
   int32_t node = sequence.node;
   for (int64_t index = sequence.num_hashed - 1; index >= 0; --index) {
@@ -131,7 +131,7 @@ void KVCacheManager::check_integrity() const {
               sequence.id);
       ++held[block];
     }
-    if (follows(sequence)) check_tokens_of(sequence, pins);
+    if (tracks_tokens(sequence)) check_recorded_blocks(sequence, pins);
   }
   check_holders(pool_, holders, "block");
   if (host_pool_) check_holders(*host_pool_, host_holders, "host block");

@@ -1,4 +1,7 @@
-// Prefixes: what is cached of a sequence's tokens, and registering what it fills.
+// Prefix caching: look up the cached prefix of a prompt, and register the blocks of recorded
+// tokens.
+//
+// Hashes are computed ahead of the lookups: the index is large, and its memory is prefetched.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -20,8 +23,8 @@ void check_size(const char* call, size_t size) {
 
 }  // namespace
 
-// Extra bytes of every block that an item reaches into, ascending; null if there are none. The
-// items may come in any order, but not overlap, so that the work grows with their tokens only.
+// The extra bytes of every block with a multimodal item, ascending; null if there are none. Items
+// come in any order. They must not overlap, so that the work grows only with their tokens.
 std::shared_ptr<const std::vector<KVCacheManager::BlockExtra>> KVCacheManager::make_extras(
     const PrefixKeys& keys) const {
   if (keys.multimodal.empty()) return nullptr;
@@ -58,42 +61,42 @@ const PrefixCache::Extra* KVCacheManager::extra_of(const std::vector<BlockExtra>
   return found == extras->end() || found->index != index ? nullptr : &found->bytes;
 }
 
-// Fills found_ with the nodes of the leading blocks of `tokens` as far as there are any, and
-// hashes_ with the hashes of these and some more. Hashes are computed ahead so that the index's
-// memory is on its way when it is read.
+// Fills lookup.nodes with the nodes of the leading blocks of `tokens`, as far as there are any.
+// lookup.hashes get ahead of them, so that the index's memory is prefetched when find() reads it.
 void KVCacheManager::walk(int32_t root, std::span<const int32_t> tokens,
-                          const std::vector<BlockExtra>* extras) const {
-  hashes_.clear();
-  found_.clear();
+                          const std::vector<BlockExtra>* extras, PrefixLookup& lookup) const {
+  auto& [hashes, nodes, num_blocks] = lookup;
+  hashes.clear();
+  nodes.clear();
   if (root == kNone) return;
   const int64_t blocks = block_of(static_cast<int64_t>(tokens.size()));
-  hashes_.reserve(blocks);
-  found_.reserve(blocks);
+  hashes.reserve(blocks);
+  nodes.reserve(blocks);
   Hash hash = cache_->hash_of(root);
   int32_t node = root;
-  while (static_cast<int64_t>(found_.size()) < blocks) {
-    const int64_t end = std::min(blocks, static_cast<int64_t>(hashes_.size()) + kHashedAtOnce);
-    for (auto i = static_cast<int64_t>(hashes_.size()); i < end; ++i) {
+  while (static_cast<int64_t>(nodes.size()) < blocks) {
+    const int64_t end = std::min(blocks, static_cast<int64_t>(hashes.size()) + kHashedAtOnce);
+    for (auto i = static_cast<int64_t>(hashes.size()); i < end; ++i) {
       const PrefixCache::Extra* extra = extra_of(extras, i);
       hash = cache_->hash(hash, tokens.data() + i * block_size_, extra ? extra->get() : nullptr);
-      hashes_.push_back(hash);
+      hashes.push_back(hash);
       cache_->prefetch(hash);
     }
-    for (auto i = static_cast<int64_t>(found_.size()); i < end; ++i) {
+    for (auto i = static_cast<int64_t>(nodes.size()); i < end; ++i) {
       const PrefixCache::Extra* extra = extra_of(extras, i);
-      node = cache_->find(node, hashes_[i], tokens.data() + i * block_size_,
+      node = cache_->find(node, hashes[i], tokens.data() + i * block_size_,
                           extra ? extra->get() : nullptr);
       if (node == kNone) return;
-      found_.push_back(node);
+      nodes.push_back(node);
     }
   }
 }
 
-// The longest prefix, in blocks up to `limit` <= found_.size(), of which every group has all the
-// blocks that the next token sees.
-int64_t KVCacheManager::usable_blocks(int64_t limit) const {
+// The longest usable prefix in blocks, at most `limit` <= lookup.nodes.size(). It is usable if
+// every group has all blocks that the next token sees.
+int64_t KVCacheManager::usable_blocks(const PrefixLookup& lookup, int64_t limit) const {
   const auto usable = [&](int64_t index, int64_t group) {
-    const int32_t block = cache_->block(found_[index], group);
+    const int32_t block = cache_->block(lookup.nodes[index], group);
     return block != kNone && pool_.references(block) < pool_.max_references();
   };
   int64_t hits = limit;
@@ -103,8 +106,8 @@ int64_t KVCacheManager::usable_blocks(int64_t limit) const {
     while (have < hits && usable(have, group)) ++have;
     hits = have;
   }
-  // A block that is missing here is missing for every prefix that ends behind it, as a shorter one
-  // sees blocks no later than a longer one does.
+  // A missing block is missing for every longer prefix whose window reaches it. A shorter prefix
+  // sees no later blocks than a longer one, so `hits` only ever shrinks.
   for (int64_t group = 0, agreed = 0; agreed < num_groups(); group = (group + 1) % num_groups()) {
     int64_t index = hits - 1;
     const int64_t first = first_visible(hits * block_size_, group);
@@ -115,29 +118,33 @@ int64_t KVCacheManager::usable_blocks(int64_t limit) const {
   return hits;
 }
 
-// Of found_, in a sequence that shares the first `hits` blocks.
-int32_t KVCacheManager::hit_block(int64_t index, int64_t hits, int64_t group) const {
-  const bool seen = index >= first_visible(hits * block_size_, group);
-  return seen ? cache_->block(found_[index], group) : kNullBlock;
+// The block of a group at `index`, in the table of a sequence that shares the prefix.
+int32_t KVCacheManager::hit_block(const PrefixLookup& lookup, int64_t index, int64_t group) const {
+  const bool visible = index >= first_visible(lookup.num_blocks * block_size_, group);
+  return visible ? cache_->block(lookup.nodes[index], group) : kNullBlock;
 }
 
-// Free blocks that sharing the first `hits` blocks would revive.
-int64_t KVCacheManager::revived_blocks(int64_t hits) const {
+// Free blocks that sharing the prefix would revive.
+int64_t KVCacheManager::revived_blocks(const PrefixLookup& lookup) const {
   int64_t revived = 0;
   for (int64_t group = 0; group < num_groups(); ++group) {
-    for (int64_t i = first_visible(hits * block_size_, group); i < hits; ++i) {
-      revived += pool_.references(hit_block(i, hits, group)) == 0;
+    const int64_t first = first_visible(lookup.num_blocks * block_size_, group);
+    for (int64_t i = first; i < lookup.num_blocks; ++i) {
+      revived += pool_.references(hit_block(lookup, i, group)) == 0;
     }
   }
   return revived;
 }
 
-// Leading blocks of `tokens` that allocate() would share; found_ and hashes_ are theirs.
-int64_t KVCacheManager::look_up(int32_t root, std::span<const int32_t> tokens,
-                                const std::vector<BlockExtra>* extras) const {
-  walk(root, tokens, extras);
+// The cached prefix of `tokens` that allocate() would share. At least one token stays uncached. The
+// result holds until the next lookup.
+const PrefixLookup& KVCacheManager::look_up(int32_t root, std::span<const int32_t> tokens,
+                                            const std::vector<BlockExtra>* extras) const {
+  walk(root, tokens, extras, lookup_);
   const int64_t limit = tokens.empty() ? 0 : block_of(static_cast<int64_t>(tokens.size()) - 1);
-  return usable_blocks(std::min(limit, static_cast<int64_t>(found_.size())));
+  lookup_.num_blocks =
+      usable_blocks(lookup_, std::min(limit, static_cast<int64_t>(lookup_.nodes.size())));
+  return lookup_;
 }
 
 int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
@@ -146,7 +153,8 @@ int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys&
   const auto extras = make_extras(keys);
   const auto guard = lock();
   if (!cache_) return 0;
-  return look_up(cache_->find_root(encode_keys(keys)), tokens, extras.get()) * block_size_;
+  const int32_t root = cache_->find_root(encode_keys(keys));
+  return look_up(root, tokens, extras.get()).num_blocks * block_size_;
 }
 
 bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
@@ -154,11 +162,11 @@ bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixK
   check_items("can_allocate", keys.multimodal, static_cast<int64_t>(tokens.size()));
   const auto extras = make_extras(keys);
   const auto guard = lock();
-  int64_t hits = 0;
   int64_t needed = blocks_for(static_cast<int64_t>(tokens.size())) * num_groups();
   if (cache_) {
-    hits = look_up(cache_->find_root(encode_keys(keys)), tokens, extras.get());
-    needed += revived_blocks(hits) - hits * num_groups();
+    const int32_t root = cache_->find_root(encode_keys(keys));
+    const PrefixLookup& lookup = look_up(root, tokens, extras.get());
+    needed += revived_blocks(lookup) - lookup.num_blocks * num_groups();
   }
   return needed + watermark(needed) <= pool_.num_free();
 }
@@ -173,60 +181,69 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
   if (num_new < 0) {
     throw InvalidArgument(concat("allocate: num_new: expected >= 0, got ", num_new));
   }
-  const auto size = static_cast<int64_t>(tokens.size());
   Sequence sequence;
   sequence.id = id;
   std::optional<HeldRoot> root;
-  int64_t hits = 0;
   if (cache_) {
     sequence.node = cache_->find_or_add_root(encode_keys(keys));
     root.emplace(*cache_, sequence.node);
     sequence.extras = std::move(extras);
-    hits = look_up(sequence.node, tokens, sequence.extras.get());
     sequence.tail.reserve(block_size_);
   }
-  sequence.num_tokens = hits * block_size_;
-  sequence.num_tokens += std::min(size - sequence.num_tokens, num_new);
+  const PrefixLookup& lookup = look_up(sequence.node, tokens, sequence.extras.get());
+  const int64_t cached = lookup.num_blocks * block_size_;
+  sequence.num_tokens = cached + std::min(static_cast<int64_t>(tokens.size()) - cached, num_new);
+  reserve_prompt(lookup, plan_, sequence);
+  commit_prompt(lookup, tokens, std::move(sequence), plan_);
+  return cached;
+}
+
+// Counts the blocks that a new sequence of a prompt takes, and reserves its memory.
+void KVCacheManager::reserve_prompt(const PrefixLookup& lookup, BatchPlan& plan,
+                                    Sequence& sequence) {
   const int64_t total = blocks_for(sequence.num_tokens);
-  const int64_t taken = (total - hits) * num_groups();
-  int64_t needed = taken + revived_blocks(hits);
+  plan.num_blocks = (total - lookup.num_blocks) * num_groups();
+  int64_t needed = plan.num_blocks + revived_blocks(lookup);
   needed += watermark(needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("allocate", needed, pool_.num_free());
   sequence.blocks.reserve(total * num_groups());
-  evicted_.reserve(taken);
+  plan.evicted.reserve(plan.num_blocks);
   reserve_sequences(1);
   if (cache_) {
-    const int64_t filled = block_of(sequence.num_tokens) - hits;
+    const int64_t filled = block_of(sequence.num_tokens) - lookup.num_blocks;
     cache_->reserve(filled, sequence.extras ? filled : 0);
-    reserve_events(filled * num_groups(), taken);
+    reserve_events(filled * num_groups(), plan.num_blocks);
   }
+}
 
-  // What is found first, so that no block of it is given out; and its node, which may have no block
-  // left when a window of one token wants none.
-  if (hits > 0) sequence.node = found_[hits - 1];
+void KVCacheManager::commit_prompt(const PrefixLookup& lookup, std::span<const int32_t> tokens,
+                                   Sequence&& sequence, BatchPlan& plan) {
+  // Cached blocks first, so that none of them is taken for the rest. The node is held as well: with
+  // a window of one token it may have no block left.
+  const int64_t hits = lookup.num_blocks;
+  if (hits > 0) sequence.node = lookup.nodes[hits - 1];
   if (cache_) cache_->hold(sequence.node);
   for (int64_t i = 0; i < hits; ++i) {
     for (int64_t group = 0; group < num_groups(); ++group) {
-      const int32_t block = hit_block(i, hits, group);
+      const int32_t block = hit_block(lookup, i, group);
       if (!is_null(block)) pool_.add_reference(block);
       sequence.blocks.push_back(block);
     }
   }
-  take_blocks(taken, sequence.blocks);
+  take_blocks(plan.num_blocks, sequence.blocks, plan.evicted);
   Sequence& added = push_sequence(std::move(sequence));
-  if (cache_) {
-    added.num_hashed = hits;
-    const int64_t found = hits * block_size_;
-    const auto hashes = std::span<const Hash>(hashes_);
-    add_tokens(added, tokens.data() + found, added.num_tokens - found,
-               hashes.subspan(std::min<size_t>(hits, hashes.size())));
-    queried_tokens_ += size;
-    hit_tokens_ += found;
-  }
-  return hits * block_size_;
+  if (!cache_) return;
+  added.num_hashed = hits;
+  const int64_t cached = hits * block_size_;
+  const auto hashes = std::span<const Hash>(lookup.hashes);
+  add_tokens(added, tokens.data() + cached, added.num_tokens - cached,
+             hashes.subspan(std::min<size_t>(hits, hashes.size())));
+  queried_tokens_ += static_cast<int64_t>(tokens.size());
+  hit_tokens_ += cached;
 }
 
-// `hashes`: of the blocks that they fill, as far as they are computed already.
+// Records the ids of a sequence's next tokens, and registers the blocks that they complete.
+// `hashes` are the hashes of these blocks, as far as they were computed before.
 void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                                 std::span<const Hash> hashes) {
   const int64_t first = sequence.num_hashed;
@@ -265,7 +282,7 @@ void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64
   }
 }
 
-// Of several blocks with one content, one is findable.
+// Makes a block findable, unless another block with the same tokens is findable already.
 void KVCacheManager::register_block(int32_t block, int32_t node, int64_t group) {
   if (is_null(block) || cache_->block(node, group) != kNone) return;
   if (pool_.content(block) != BlockPool::kNoContent) return;
@@ -294,23 +311,24 @@ int32_t KVCacheManager::take_block() {
   return block;
 }
 
-// As many calls of take_block(), in passes that start to read ahead what the next one needs: the
-// evicted nodes, and where they stand in the index. Room for the blocks and evicted_ is there.
-void KVCacheManager::take_blocks(int64_t count, std::vector<int32_t>& blocks) {
-  evicted_.clear();
+// Calls take_block() `count` times, in passes. Each pass prefetches for the next one: the evicted
+// nodes, then their entries in the index. Both vectors have the room already.
+void KVCacheManager::take_blocks(int64_t count, std::vector<int32_t>& blocks,
+                                 std::vector<int32_t>& evicted) {
+  evicted.clear();
   for (int64_t i = 0; i < count; ++i) {
-    int32_t evicted;
-    blocks.push_back(pool_.take(evicted));
-    evicted_.push_back(evicted);
-    if (evicted != BlockPool::kNoContent) cache_->prefetch_node(evicted);
+    int32_t node;
+    blocks.push_back(pool_.take(node));
+    evicted.push_back(node);
+    if (node != BlockPool::kNoContent) cache_->prefetch_node(node);
   }
-  for (const int32_t node : evicted_) {
+  for (const int32_t node : evicted) {
     if (node == BlockPool::kNoContent) continue;
     cache_->prefetch(cache_->hash_of(node));
     if (cache_->parent(node) != kNone) cache_->prefetch_node(cache_->parent(node));
   }
   const int32_t* block = blocks.data() + blocks.size() - count;
-  for (const int32_t node : evicted_) {
+  for (const int32_t node : evicted) {
     if (node != BlockPool::kNoContent) detach(*block, node);
     ++block;
   }
@@ -323,7 +341,7 @@ void KVCacheManager::unregister_block(int32_t block) {
   detach(block, node);
 }
 
-// Amortised, as nothing takes events for a while.
+// Grows by doubling: events may pile up until somebody takes them.
 void KVCacheManager::reserve_events(int64_t stored, int64_t removed) {
   if (!record_events_) return;
   const auto reserve = [](auto& list, size_t wanted) {
@@ -337,142 +355,172 @@ void KVCacheManager::record_tokens(std::span<const int64_t> ids,
                                    std::span<const int64_t> num_tokens,
                                    std::span<const int32_t> tokens) {
   const auto guard = lock();
-  resolve("record_tokens", ids, "num_tokens", num_tokens);
-  plan_tokens("record_tokens", tokens, true);
+  BatchPlan& plan = plan_batch("record_tokens", ids, "num_tokens", num_tokens);
+  plan_tokens("record_tokens", tokens, true, plan);
   const int32_t* next = tokens.data();
-  size_t filled = 0;
-  for (const BatchItem& item : batch_) {
-    commit_tokens(sequences_[item.position], next, item.num_tokens, filled);
+  std::span<const Hash> first_hashes = plan.first_hashes;
+  for (const BatchItem& item : plan.items) {
+    commit_tokens(sequences_[item.position], next, item.num_tokens, first_hashes);
     next += item.num_tokens;
   }
 }
 
-// An item's tokens, after plan_tokens(); `filled`: items so far that filled a block.
+// Records an item's tokens. If they complete a block, the item uses up one of `first_hashes`.
 void KVCacheManager::commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
-                                   size_t& filled) {
-  if (!follows(sequence)) return;
+                                   std::span<const Hash>& first_hashes) {
+  if (!tracks_tokens(sequence)) return;
   const bool fills = static_cast<int64_t>(sequence.tail.size()) + count >= block_size_;
-  add_tokens(sequence, tokens, count,
-             fills ? std::span(&hashes_[filled++], 1) : std::span<const Hash>());
+  add_tokens(sequence, tokens, count, first_hashes.first(fills ? 1 : 0));
+  if (fills) first_hashes = first_hashes.subspan(1);
 }
 
-// Starts to read what is known of an item's tokens, if there are that many items.
-void KVCacheManager::prefetch_known(size_t item) const noexcept {
-  if (item < batch_.size()) __builtin_prefetch(&sequences_[batch_[item].position].num_hashed);
+// Prefetches the recorded tokens of an item, if there is such an item.
+inline void KVCacheManager::prefetch_recorded(const BatchPlan& plan, size_t item) const noexcept {
+  if (item >= plan.items.size()) return;
+  __builtin_prefetch(&sequences_[plan.items[item].position].num_hashed);
 }
 
-// Makes room for the tokens of batch_; `with_slots`: they have slots already. hashes_ becomes the
-// hashes of the first blocks that they fill.
-void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> tokens,
-                                 bool with_slots) {
+// --- the plan of recording a batch's tokens ---
+
+// The error of an item whose tokens do not follow on the recorded ones.
+void KVCacheManager::refuse_tokens(const char* call, const Sequence& sequence, int64_t num_tokens,
+                                   bool have_slots) const {
+  const int64_t recorded = num_recorded(sequence);
+  if (have_slots) {
+    throw InvalidArgument(concat(call, ": num_tokens: expected at most ",
+                                 sequence.num_tokens - recorded, " (unknown tokens of sequence ",
+                                 sequence.id, "), got ", num_tokens));
+  }
+  throw InvalidArgument(concat(call, ": tokens: expected sequences of known tokens, got one ",
+                               "(sequence ", sequence.id, ") with ", recorded, " of ",
+                               sequence.num_tokens, " known: record_tokens comes first"));
+}
+
+// Reserves the tail of an item's sequence, and adds a fill if its tokens complete a block.
+inline void KVCacheManager::plan_fill(const BatchItem& item, Sequence& sequence,
+                                      int64_t first_token, BatchPlan& plan) {
+  const auto tail = static_cast<int64_t>(sequence.tail.size());
+  if (sequence.tail.capacity() < static_cast<size_t>(block_size_) && item.num_tokens > 0) {
+    sequence.tail.reserve(block_size_);
+  }
+  __builtin_prefetch(sequence.tail.data() + tail);
+  if (tail + item.num_tokens < block_size_) return;
+  plan.fills.push_back({item.position, first_token, block_of(tail + item.num_tokens)});
+  __builtin_prefetch(sequence.tail.data());
+  cache_->prefetch_node(sequence.node);
+  // The block of appended tokens may not be in the table yet.
+  const int64_t entry = sequence.num_hashed * num_groups();
+  if (entry < static_cast<int64_t>(sequence.blocks.size())) {
+    __builtin_prefetch(&sequence.blocks[entry]);
+  }
+}
+
+// With `have_slots` the tokens have slots already; without, they are about to be appended.
+void KVCacheManager::plan_tokens(const char* call, std::span<const int32_t> tokens, bool have_slots,
+                                 BatchPlan& plan) {
+  plan.fills.clear();
+  plan.fills.reserve(plan.items.size());
+  plan.first_hashes.clear();
   int64_t total = 0;
-  int64_t filled = 0;
-  int64_t extras = 0;
-  fills_.clear();
-  fills_.reserve(batch_.size());
-  for (size_t i = 0; i < batch_.size(); ++i) {
-    prefetch_known(i + kPrefetched);
-    const BatchItem& item = batch_[i];
-    Sequence& sequence = sequences_[item.position];
+  for (size_t i = 0; i < plan.items.size(); ++i) {
+    prefetch_recorded(plan, i + kPrefetchDistance);
+    const BatchItem& item = plan.items[i];
     if (item.num_tokens > kMaxTokens - total) {
       throw InvalidArgument(concat(call, ": tokens in all: expected at most ", kMaxTokens));
     }
-    const int64_t first = std::exchange(total, total + item.num_tokens);
-    if (!follows(sequence)) continue;
-    const int64_t known_tokens = known(sequence);
-    if (with_slots && item.num_tokens > sequence.num_tokens - known_tokens) {
-      throw InvalidArgument(
-          concat(call, ": num_tokens: expected at most ", sequence.num_tokens - known_tokens,
-                 " (unknown tokens of sequence ", sequence.id, "), got ", item.num_tokens));
-    }
-    if (!with_slots && item.num_tokens > 0 && known_tokens != sequence.num_tokens) {
-      throw InvalidArgument(concat(call, ": tokens: expected sequences of known tokens, got one ",
-                                   "(sequence ", sequence.id, ") with ", known_tokens, " of ",
-                                   sequence.num_tokens, " known: record_tokens comes first"));
-    }
-    const auto tail = static_cast<int64_t>(sequence.tail.size());
-    if (sequence.tail.capacity() < static_cast<size_t>(block_size_) && item.num_tokens > 0) {
-      sequence.tail.reserve(block_size_);
-    }
-    __builtin_prefetch(sequence.tail.data() + tail);
-    if (tail + item.num_tokens < block_size_) continue;
-    const int64_t blocks = block_of(tail + item.num_tokens);
-    filled += blocks;
-    if (sequence.extras) extras += blocks;
-    fills_.push_back({item.position, first, blocks});
-    __builtin_prefetch(sequence.tail.data());
-    cache_->prefetch_node(sequence.node);
-    // Appended tokens may have their block yet to come.
-    const int64_t entry = sequence.num_hashed * num_groups();
-    if (entry < static_cast<int64_t>(sequence.blocks.size())) {
-      __builtin_prefetch(&sequence.blocks[entry]);
-    }
+    const int64_t first_token = std::exchange(total, total + item.num_tokens);
+    Sequence& sequence = sequences_[item.position];
+    if (!tracks_tokens(sequence)) continue;
+    const int64_t unrecorded = sequence.num_tokens - num_recorded(sequence);
+    const bool follows =
+        have_slots ? item.num_tokens <= unrecorded : item.num_tokens == 0 || unrecorded == 0;
+    if (!follows) refuse_tokens(call, sequence, item.num_tokens, have_slots);
+    plan_fill(item, sequence, first_token, plan);
   }
   if (total != static_cast<int64_t>(tokens.size())) {
     throw InvalidArgument(concat(call, ": tokens: expected ", total,
                                  " elements (sum of num_tokens), got ", tokens.size()));
   }
-  if (fills_.empty()) return;
-  if (with_slots) check_told(call, tokens);
-  cache_->reserve(filled, extras);
-  reserve_events(filled * num_groups(), 0);
-  hashes_.clear();
-  hashes_.reserve(fills_.size());
-  block_tokens_.reserve(block_size_);
-  for (const Fill& fill : fills_) {
-    const Sequence& sequence = sequences_[fill.position];
-    const std::vector<int32_t>& tail = sequence.tail;
-    const int32_t* appended = tokens.data() + fill.first;
-    block_tokens_.assign(tail.begin(), tail.end());
-    block_tokens_.insert(block_tokens_.end(), appended, appended + block_size_ - tail.size());
-    const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), sequence.num_hashed);
-    hashes_.push_back(cache_->hash(cache_->hash_of(sequence.node), block_tokens_.data(),
-                                   extra ? extra->get() : nullptr));
-    cache_->prefetch(hashes_.back());
-    const int64_t entry = sequence.num_hashed * num_groups();
-    if (entry < static_cast<int64_t>(sequence.blocks.size())) {
-      pool_.prefetch(sequence.blocks[entry]);
-    }
-  }
+  if (plan.fills.empty()) return;
+  if (have_slots) check_shared_fills(call, tokens, plan);
+  reserve_fills(plan);
+  hash_first_blocks(tokens, plan);
 }
 
-// Throws if a block that fills_ fill holds other tokens by what its other holders were told.
-void KVCacheManager::check_told(const char* call, std::span<const int32_t> tokens) {
-  const auto token_at = [&](const Told& told, int64_t i) {
-    const auto tail = static_cast<int64_t>(told.sequence->tail.size());
-    const int64_t place = told.index * block_size_ + i;
-    return place < tail ? told.sequence->tail[place] : tokens[told.first + place - tail];
+// Throws if another holder of a completed block has recorded other tokens there.
+void KVCacheManager::check_shared_fills(const char* call, std::span<const int32_t> tokens,
+                                        BatchPlan& plan) const {
+  const auto token_at = [&](const SharedFill& fill, int64_t i) {
+    const std::vector<int32_t>& tail = sequences_[fill.position].tail;
+    const auto size = static_cast<int64_t>(tail.size());
+    const int64_t token = fill.index * block_size_ + i;  // counted from the tail's first
+    return token < size ? tail[token] : tokens[fill.first_token + token - size];
   };
-  const auto check = [&](const Told& told, auto expected) {
+  const auto check = [&](const SharedFill& fill, auto expected) {
     for (int64_t i = 0; i < block_size_; ++i) {
-      if (token_at(told, i) == expected(i)) continue;
-      throw InvalidArgument(concat(call, ": tokens: expected those that another holder of block ",
-                                   told.block, " was told to have there, got others for sequence ",
-                                   told.sequence->id));
+      if (token_at(fill, i) == expected(i)) continue;
+      throw InvalidArgument(concat(call, ": tokens: expected the recorded tokens of another ",
+                                   "holder of block ", fill.block, ", got others for sequence ",
+                                   sequences_[fill.position].id));
     }
   };
-  told_.clear();
-  for (const Fill& fill : fills_) {
+  std::vector<SharedFill>& shared = plan.shared_fills;
+  shared.clear();
+  for (const BlockFill& fill : plan.fills) {
     const Sequence& sequence = sequences_[fill.position];
-    for (int64_t index = 0; index < fill.blocks; ++index) {
+    for (int64_t index = 0; index < fill.num_blocks; ++index) {
       for (int64_t group = 0; group < num_groups(); ++group) {
         const int32_t block = sequence.blocks[(sequence.num_hashed + index) * num_groups() + group];
         if (is_null(block) || pool_.references(block) < 2) continue;
-        const Told told{block, &sequence, fill.first, index};
+        const SharedFill one{block, fill.position, fill.first_token, index};
         const int32_t node = pool_.content(block);
         if (node != kNone) {
-          check(told, [&](int64_t i) { return cache_->tokens(node)[i]; });
+          check(one, [&](int64_t i) { return cache_->tokens(node)[i]; });
         } else {
-          told_.push_back(told);
+          shared.push_back(one);
         }
       }
     }
   }
-  std::sort(told_.begin(), told_.end(),
-            [](const Told& left, const Told& right) { return left.block < right.block; });
-  for (size_t i = 1; i < told_.size(); ++i) {
-    if (told_[i].block != told_[i - 1].block) continue;
-    check(told_[i], [&](int64_t j) { return token_at(told_[i - 1], j); });
+  std::sort(shared.begin(), shared.end(), [](const SharedFill& left, const SharedFill& right) {
+    return left.block < right.block;
+  });
+  for (size_t i = 1; i < shared.size(); ++i) {
+    if (shared[i].block != shared[i - 1].block) continue;
+    check(shared[i], [&](int64_t j) { return token_at(shared[i - 1], j); });
+  }
+}
+
+void KVCacheManager::reserve_fills(const BatchPlan& plan) {
+  int64_t blocks = 0;
+  int64_t extras = 0;
+  for (const BlockFill& fill : plan.fills) {
+    blocks += fill.num_blocks;
+    if (sequences_[fill.position].extras) extras += fill.num_blocks;
+  }
+  cache_->reserve(blocks, extras);
+  reserve_events(blocks * num_groups(), 0);
+}
+
+// Hashes ahead of the commit, so that the index's memory is prefetched when find() reads it.
+void KVCacheManager::hash_first_blocks(std::span<const int32_t> tokens, BatchPlan& plan) const {
+  plan.first_hashes.reserve(plan.fills.size());
+  std::vector<int32_t>& block = plan.block_tokens;
+  block.reserve(block_size_);
+  for (const BlockFill& fill : plan.fills) {
+    const Sequence& sequence = sequences_[fill.position];
+    const std::vector<int32_t>& tail = sequence.tail;
+    const int32_t* appended = tokens.data() + fill.first_token;
+    block.assign(tail.begin(), tail.end());
+    block.insert(block.end(), appended, appended + block_size_ - tail.size());
+    const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), sequence.num_hashed);
+    plan.first_hashes.push_back(
+        cache_->hash(cache_->hash_of(sequence.node), block.data(), extra ? extra->get() : nullptr));
+    cache_->prefetch(plan.first_hashes.back());
+    const int64_t entry = sequence.num_hashed * num_groups();
+    if (entry < static_cast<int64_t>(sequence.blocks.size())) {
+      pool_.prefetch(sequence.blocks[entry]);
+    }
   }
 }
 
@@ -491,7 +539,8 @@ int64_t KVCacheManager::num_common_prefix_blocks(std::span<const int64_t> ids,
     }
     common = std::min(common, block_of(sequence.num_tokens));
     const auto begin = sequence.blocks.begin();
-    if (num_groups() == 1 && &sequence != first &&  // whose null blocks have bounded `common`
+    if (num_groups() == 1 &&
+        &sequence != first &&  // the loop below bounds `common` by its null blocks
         std::equal(begin, begin + common, first->blocks.begin())) {
       continue;
     }
@@ -525,7 +574,7 @@ void KVCacheManager::reset_prefix_cache() {
   clear_cache();
 }
 
-// The sequences alive are not followed any more: what they will fill depends on what was cleared.
+// Stops tracking the present sequences: their next blocks depend on the nodes that are cleared.
 void KVCacheManager::clear_cache() {
   if (!cache_) return;
   for (int32_t block = pool_.has_null_block() ? 1 : 0; block < pool_.num_blocks(); ++block) {
@@ -535,7 +584,7 @@ void KVCacheManager::clear_cache() {
     cache_->clear_block(node, cache_->group_of(node, block));
   }
   for (Sequence& sequence : sequences_) {
-    if (follows(sequence)) cache_->drop(sequence.node);
+    if (tracks_tokens(sequence)) cache_->drop(sequence.node);
     sequence.node = kNone;
     sequence.num_hashed = 0;
     sequence.tail.clear();

@@ -1,4 +1,5 @@
-// Moving sequences to host blocks and back.
+// Moving sequences to host blocks and back. The caller copies the blocks; the manager moves only
+// the tables.
 #include <algorithm>
 #include <utility>
 
@@ -28,10 +29,10 @@ int64_t KVCacheManager::num_table_entries(std::span<const int64_t> ids) const {
   return total;
 }
 
-// The blocks of batch_'s tokens, ascending, each once.
-std::vector<int32_t> KVCacheManager::blocks_of_batch() const {
+// The blocks of the batch's tokens, ascending, each once.
+std::vector<int32_t> KVCacheManager::blocks_of(const BatchPlan& plan) const {
   std::vector<int32_t> blocks;
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     const Sequence& sequence = sequences_[item.position];
     const int64_t used = blocks_for(sequence.num_tokens) * num_groups();
     for (int64_t i = 0; i < used; ++i) {
@@ -45,24 +46,24 @@ std::vector<int32_t> KVCacheManager::blocks_of_batch() const {
 
 bool KVCacheManager::can_swap_out(std::span<const int64_t> ids) {
   const auto guard = lock();
-  resolve("can_swap_out", ids, nullptr, {});
+  const BatchPlan& plan = plan_batch("can_swap_out", ids, nullptr, {});
   const int64_t free = host_pool_ ? host_pool_->num_free() : 0;
-  return static_cast<int64_t>(blocks_of_batch().size()) <= free;
+  return static_cast<int64_t>(blocks_of(plan).size()) <= free;
 }
 
 int64_t KVCacheManager::swap_out(std::span<const int64_t> ids, std::span<BlockCopy> copies) {
   const auto guard = lock();
-  resolve("swap_out", ids, nullptr, {});
-  const std::vector<int32_t> blocks = blocks_of_batch();
+  const BatchPlan& plan = plan_batch("swap_out", ids, nullptr, {});
+  const std::vector<int32_t> blocks = blocks_of(plan);
   const int64_t free = host_pool_ ? host_pool_->num_free() : 0;
   if (static_cast<int64_t>(blocks.size()) > free) {
     throw OutOfBlocks("swap_out: host", static_cast<int64_t>(blocks.size()), free);
   }
   check_copies("swap_out", blocks.size(), copies.size());
-  std::vector<bool> claimed(blocks.size());  // by a table: the first reference is its own
+  std::vector<bool> claimed(blocks.size());  // a table already owns the first reference
 
   for (size_t i = 0; i < blocks.size(); ++i) copies[i] = {blocks[i], host_pool_->take()};
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     Sequence& sequence = sequences_[item.position];
     drop_entries(sequence, blocks_for(sequence.num_tokens));
     for (size_t i = sequence.blocks.size(); i-- > 0;) {
@@ -83,15 +84,17 @@ int64_t KVCacheManager::swap_out(std::span<const int64_t> ids, std::span<BlockCo
   return static_cast<int64_t>(blocks.size());
 }
 
-// The host blocks of batch_, ascending, each once, and the blocks that hold the same already
-// (kNone: to be taken). `needed` becomes the number of blocks that leave the free lists.
-std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(int64_t& needed) const {
+// The host blocks of the batch, ascending, each once. A swap's destination is the cached block with
+// the same tokens, or kNone: a block is to be taken. `needed` becomes the number of blocks that
+// leave the free lists.
+std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(const BatchPlan& plan,
+                                                               int64_t& needed) const {
   std::vector<Swap> swaps;
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     const Sequence& sequence = sequences_[item.position];
     int32_t node = sequence.node;
     for (int64_t index = entries(sequence) - 1; index >= 0; --index) {
-      const bool hashed = follows(sequence) && index < sequence.num_hashed;
+      const bool hashed = tracks_tokens(sequence) && index < sequence.num_hashed;
       for (int64_t group = 0; group < num_groups(); ++group) {
         const int32_t source = sequence.blocks[index * num_groups() + group];
         if (source == kNoHostBlock) continue;
@@ -103,14 +106,14 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(int64_t& needed) 
       if (hashed) node = cache_->parent(node);
     }
   }
-  // Of a block's holders, one that knows its tokens comes first.
+  // Among the holders of a block, one with recorded tokens comes first, and unique() keeps it.
   std::sort(swaps.begin(), swaps.end(), [](const Swap& left, const Swap& right) {
     return std::pair(left.source, -left.node) < std::pair(right.source, -right.node);
   });
   const auto same = [](const Swap& left, const Swap& right) { return left.source == right.source; };
   swaps.erase(std::unique(swaps.begin(), swaps.end(), same), swaps.end());
 
-  const auto sharers = static_cast<int64_t>(batch_.size());
+  const auto sharers = static_cast<int64_t>(plan.items.size());
   std::vector<int32_t> revived;
   needed = 0;
   for (Swap& swap : swaps) {
@@ -124,7 +127,7 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(int64_t& needed) 
   }
   std::sort(revived.begin(), revived.end());
   needed += std::unique(revived.begin(), revived.end()) - revived.begin();
-  // Where none runs, none is to grow meanwhile, and one that is larger than the rest gets in.
+  // The watermark is for running sequences. Without any, even a very long sequence may come back.
   const bool some_run = std::any_of(sequences_.begin(), sequences_.end(),
                                     [](const Sequence& sequence) { return !sequence.swapped; });
   if (some_run) needed += watermark(needed);
@@ -133,24 +136,24 @@ std::vector<KVCacheManager::Swap> KVCacheManager::plan_swap_in(int64_t& needed) 
 
 bool KVCacheManager::can_swap_in(std::span<const int64_t> ids) {
   const auto guard = lock();
-  resolve("can_swap_in", ids, nullptr, {}, Where::kHost);
+  const BatchPlan& plan = plan_batch("can_swap_in", ids, nullptr, {}, Where::kHost);
   int64_t needed;
-  plan_swap_in(needed);
+  plan_swap_in(plan, needed);
   return needed <= pool_.num_free();
 }
 
 int64_t KVCacheManager::swap_in(std::span<const int64_t> ids, std::span<BlockCopy> copies) {
   const auto guard = lock();
-  resolve("swap_in", ids, nullptr, {}, Where::kHost);
+  const BatchPlan& plan = plan_batch("swap_in", ids, nullptr, {}, Where::kHost);
   int64_t needed;
-  std::vector<Swap> swaps = plan_swap_in(needed);
+  std::vector<Swap> swaps = plan_swap_in(plan, needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("swap_in", needed, pool_.num_free());
   const auto to_copy = static_cast<size_t>(std::count_if(
       swaps.begin(), swaps.end(), [](const Swap& swap) { return swap.destination == kNone; }));
   check_copies("swap_in", to_copy, copies.size());
   reserve_events(static_cast<int64_t>(to_copy), static_cast<int64_t>(to_copy));
 
-  // What is cached first, so that no block of it is given out.
+  // Cached blocks first, so that none of them is taken for the rest.
   for (const Swap& swap : swaps) {
     if (swap.destination != kNone) pool_.add_reference(swap.destination);
   }
@@ -161,7 +164,7 @@ int64_t KVCacheManager::swap_in(std::span<const int64_t> ids, std::span<BlockCop
     copies[num_copies++] = {swap.source, swap.destination};
     if (swap.node != kNone) register_block(swap.destination, swap.node, swap.group);
   }
-  for (const BatchItem& item : batch_) {
+  for (const BatchItem& item : plan.items) {
     Sequence& sequence = sequences_[item.position];
     for (int32_t& entry : sequence.blocks) {
       if (entry == kNoHostBlock) {

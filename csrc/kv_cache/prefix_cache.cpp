@@ -1,3 +1,5 @@
+// Records of nodes in chunks of memory, and an index of them with linear probing. Unused records
+// form a list, so that a new node reuses one.
 #include "kv_cache/prefix_cache.h"
 
 #include <algorithm>
@@ -20,7 +22,7 @@ void append_bytes(std::string& bytes, int64_t value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Tag, length, bytes: no two different lists of fields read the same.
+// Tag, length, bytes: two different lists of fields never have the same bytes.
 void append_field(std::string& bytes, char tag, const std::optional<std::string>& field) {
   if (!field) return;
   bytes += tag;
@@ -87,7 +89,7 @@ int32_t PrefixCache::find_or_add_root(const std::string& keys) {
 }
 
 void PrefixCache::reserve(size_t nodes, size_t extras) {
-  const size_t records = num_made_ + nodes;  // as if no unused one were left
+  const size_t records = num_made_ + nodes;  // as if no record were unused
   const size_t in_chunk = size_t{1} << chunk_shift_;
   const size_t chunks = (records + in_chunk - 1) / in_chunk;
   if (chunks > chunks_.capacity()) chunks_.reserve(std::max(chunks, 2 * chunks_.capacity()));
@@ -125,7 +127,7 @@ void PrefixCache::index_erase(uint32_t tag, int32_t node) noexcept {
   const size_t mask = index_.size() - 1;
   size_t hole = home(tag);
   while (index_[hole].node != node) hole = (hole + 1) & mask;
-  // Entries behind the hole move up where their probe path crosses it.
+  // Later entries move up if their probe path crosses the hole.
   for (size_t next = (hole + 1) & mask; index_[next].node != kNone; next = (next + 1) & mask) {
     const size_t from_home = (next - home(index_[next].tag)) & mask;
     if (from_home >= ((next - hole) & mask)) {
@@ -151,7 +153,7 @@ Hash PrefixCache::hash(const Hash& parent, const int32_t* tokens,
   size_t size = sizeof parent;
   std::memcpy(message + size, tokens, block_size_ * sizeof(int32_t));
   size += block_size_ * sizeof(int32_t);
-  if (extra != nullptr) {  // by their own hash: the message's length says that they are there
+  if (extra != nullptr) {  // as a hash of their own; the message's length shows their presence
     const Hash bytes = sip_(reinterpret_cast<const uint8_t*>(extra->data()), extra->size());
     std::memcpy(message + size, &bytes, sizeof bytes);
     size += sizeof bytes;

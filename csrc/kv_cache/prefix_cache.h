@@ -1,4 +1,4 @@
-// Which token sequences, in whole blocks, are cached where: a tree of blocks of tokens.
+// A tree of token blocks, which says what is cached in which block.
 #pragma once
 
 #include <cstddef>
@@ -13,50 +13,50 @@
 
 namespace vllm_kernels::kv_cache {
 
-// A node stands for the tokens of one block and, through its parent, for all before them; at the
-// top is a root for each combination of keys (salt and so on). A node is found by a hash chained on
-// its parent's, and is taken for the one looked for only if the parent is that very node and the
-// tokens and extra bytes are equal: however bad the hash, a node is never mistaken for another.
+// A node is one block of tokens, and its ancestors are the tokens before it. Each combination of
+// keys (salt, adapter and so on) has a root. A node is found by a hash that is chained on the hash
+// of its parent. A hit counts only if parent, tokens and extra bytes are equal as well. However bad
+// the hash, a node is never mistaken for another.
 //
-// A node says which block of each cache group holds its keys and values (kNone: none does). It
-// lives as long as it has such a block, or a child, or a sequence that is at this point.
+// A node names the block of each cache group that holds its keys and values, or kNone. It lives as
+// long as it has such a block, a child, or a sequence that ends at it.
 //
-// Memory: one record a node (104 bytes with 16 tokens and one group) in chunks, and 8 bytes at
-// most half used in the index. Only reserve() and find_or_add_root() allocate; everything else that
-// changes the tree cannot fail.
+// Memory: a record for each node, in chunks (104 bytes with 16 tokens and one group). An index
+// entry has 8 bytes, and at most half of the entries are used. Only reserve() and
+// find_or_add_root() allocate. No other change of the tree can fail.
 class PrefixCache {
  public:
   static constexpr int32_t kNone = -1;
 
-  // Bytes that are part of a block's identity: which image its placeholder tokens stand for.
+  // Bytes that identify a block besides its tokens, such as the digest of an image.
   using Extra = std::shared_ptr<const std::string>;
 
   PrefixCache(int64_t block_size, int64_t num_groups, const HashKey& key, int hash_bits);
 
   // The root without keys; it always lives.
   int32_t default_root() const noexcept { return 0; }
-  // The root of these tagged bytes (encode_keys), or kNone; a new one lives once it is held.
+  // The root of these tagged bytes (encode_keys), or kNone. A new root lives once it is held.
   int32_t find_root(const std::string& keys) const noexcept;
   int32_t find_or_add_root(const std::string& keys);
 
-  // Room for so many more nodes, and so many with extra bytes.
+  // Reserves memory for more nodes, `extras` of them with extra bytes.
   void reserve(size_t nodes, size_t extras);
 
-  // The hash of `tokens` [block_size] (and extra bytes or nullptr) behind those of `parent`.
+  // The hash of `tokens` [block_size] and extra bytes (or nullptr) after the hash of `parent`.
   Hash hash(const Hash& parent, const int32_t* tokens, const std::string* extra) const noexcept;
   // The child of `parent` with this hash, tokens and extra bytes, or kNone.
   int32_t find(int32_t parent, const Hash& hash, const int32_t* tokens,
                const std::string* extra) const noexcept;
-  // A new child, which must not exist; it lives once it is held.
+  // Adds a child, which must not exist yet. It lives once it is held.
   int32_t add(int32_t parent, const Hash& hash, const int32_t* tokens, const Extra& extra) noexcept;
-  // Starts to read the part of the index where this hash would be.
+  // Prefetches the index entry of this hash.
   void prefetch(const Hash& hash) const noexcept {
     if (!index_.empty()) __builtin_prefetch(&index_[home(tag_of(hash))]);
   }
 
   void prefetch_node(int32_t node) const noexcept { __builtin_prefetch(record(node)); }
 
-  // A sequence reaches or leaves a node.
+  // Count the sequences that end at a node.
   void hold(int32_t node) noexcept { ++header(node).holders; }
   void drop(int32_t node) noexcept;
 
@@ -66,17 +66,17 @@ class PrefixCache {
   int32_t block(int32_t node, int64_t group) const noexcept { return blocks(node)[group]; }
   void set_block(int32_t node, int64_t group, int32_t block) noexcept;
   void clear_block(int32_t node, int64_t group) noexcept;
-  // The group in which the node has this block; it must.
+  // The group in which the node has this block. The node must have it.
   int64_t group_of(int32_t node, int32_t block) const noexcept;
 
   int64_t num_nodes() const noexcept { return num_nodes_; }
 
-  // For checks: whether there is such a node and it has this block; blocks of all nodes. O(nodes).
+  // For checks: whether the node exists and has this block, and the blocks of all nodes. O(nodes).
   bool has_block(int32_t node, int32_t block) const noexcept;
   int64_t count_blocks() const noexcept;
 
-  // Throws IntegrityError unless index, links and counts agree; `pins[node]` are the holds of
-  // sequences. O(nodes).
+  // Throws IntegrityError unless index, links and counts agree. `pins[node]` counts the sequences
+  // that end at a node. O(nodes).
   void check_integrity(const std::map<int32_t, int64_t>& pins) const;
 
  private:
@@ -122,18 +122,18 @@ class PrefixCache {
   const int hash_bits_;
 
   std::vector<std::unique_ptr<std::byte[]>> chunks_;
-  int32_t num_made_ = 0;      // records that were in use at some time
-  int32_t unused_ = kNone;    // list of those that are not now
+  int32_t num_made_ = 0;      // records that have ever been in use
+  int32_t unused_ = kNone;    // list of the records not in use now
   int64_t num_nodes_ = 0;     // in use, roots included
-  int64_t num_indexed_ = 0;   // but for roots
+  int64_t num_indexed_ = 0;   // without roots
   std::vector<Entry> index_;  // linear probing, a power of two, at most half full
   std::map<std::string, int32_t> roots_;
   std::vector<Extra> extras_;
   std::vector<int32_t> unused_extras_;
-  std::unique_ptr<uint8_t[]> message_;  // scratch of hash()
+  std::unique_ptr<uint8_t[]> message_;  // input of hash(), which overwrites it
 };
 
-// Keeps a root alive while it is not known yet whether a sequence will.
+// Keeps a root alive until a new sequence holds it, or until an error.
 class HeldRoot {
  public:
   HeldRoot(PrefixCache& cache, int32_t root) : cache_(cache), root_(root) { cache_.hold(root_); }
@@ -147,7 +147,7 @@ class HeldRoot {
   int32_t root_;
 };
 
-// The keys but for multimodal items as tagged bytes: equal only if every field is.
+// The keys without multimodal items, as tagged bytes. They are equal only if every field is equal.
 std::string encode_keys(const PrefixKeys& keys);
 // Adds an item to the extra bytes of a block that starts at token `begin`.
 void append_item(std::string& bytes, const MultimodalItem& item, int64_t begin);

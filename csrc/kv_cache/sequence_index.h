@@ -1,4 +1,4 @@
-// Sequence id -> position in the manager's array of sequences.
+// A map from sequence ids to positions in the manager's array of sequences.
 #pragma once
 
 #include <cstddef>
@@ -8,15 +8,15 @@
 
 namespace vllm_kernels::kv_cache {
 
-// A hash table in one array, at most half full, linear probing. Memory is allocated only in
-// reserve(), so the other calls cannot fail. Any int64 is a valid key.
+// A hash table with linear probing in one array, at most half full. Only reserve() allocates
+// memory, so the other calls cannot fail. Any int64 is a valid key.
 class SequenceIndex {
  public:
   static constexpr int32_t kAbsent = -1;
 
   size_t size() const noexcept { return size_; }
 
-  // Makes room for `extra` more keys.
+  // Reserves memory for `extra` more keys.
   void reserve(size_t extra) {
     const size_t wanted = 2 * (size_ + extra);
     if (wanted <= entries_.size()) return;
@@ -47,7 +47,7 @@ class SequenceIndex {
     size_t hole = probe(id);
     if (entries_[hole].position == kAbsent) return;
     --size_;
-    // Entries behind the hole move up where their probe path crosses it.
+    // Later entries move up if their probe path crosses the hole.
     for (size_t next = (hole + 1) & mask; entries_[next].position != kAbsent;
          next = (next + 1) & mask) {
       const size_t from_home = (next - home(entries_[next].id)) & mask;
@@ -70,7 +70,7 @@ class SequenceIndex {
     int32_t position = kAbsent;
   };
 
-  // Mixes all bits into the low ones: ids often count up in steps of a power of two.
+  // Mixes all bits into the low ones, because ids often count up in steps of a power of two.
   size_t home(int64_t id) const noexcept {
     uint64_t bits = static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15u;
     bits ^= bits >> 32;
@@ -79,7 +79,7 @@ class SequenceIndex {
     return static_cast<size_t>(bits) & (entries_.size() - 1);
   }
 
-  // Where the key is, or the empty entry where it would go.
+  // The entry of the key, or the empty entry where it would be inserted.
   size_t probe(int64_t id) const noexcept {
     const size_t mask = entries_.size() - 1;
     size_t i = home(id);
@@ -87,7 +87,7 @@ class SequenceIndex {
     return i;
   }
 
-  std::vector<Entry> entries_;  // a power of two of them
+  std::vector<Entry> entries_;  // their number is a power of two
   size_t size_ = 0;
 };
 

@@ -1,3 +1,4 @@
+// Converts token ids. The loop has no branch, so that the compiler vectorizes it.
 #include "kv_cache/tokens.h"
 
 namespace vllm_kernels::kv_cache {

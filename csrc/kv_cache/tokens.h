@@ -1,4 +1,4 @@
-// Token ids as the manager keeps them.
+// Token ids as the manager keeps them: int32.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace vllm_kernels::kv_cache {
 
-// Writes int64 ids as int32, [values.size()]. False: one does not fit.
+// Writes int64 ids as int32 [values.size()]. Returns false if an id does not fit.
 VLLM_KERNELS_EXPORT bool narrow_tokens(std::span<const int64_t> values, int32_t* tokens) noexcept;
 
 }  // namespace vllm_kernels::kv_cache

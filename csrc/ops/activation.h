@@ -1,8 +1,8 @@
 // Activations, plain and gated, element by element:
 //   out = round(f(gate))          up is null
 //   out = round(f(gate)) * up     the product in the dtype
-// silu_and_mul reads gate from the first half of each input row and up from the second,
-// mul_and_silu the other way round.
+// silu_and_mul reads gate from the first half of each input row and up from the second.
+// mul_and_silu swaps the two.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"
@@ -19,13 +19,13 @@ enum class Activation : uint8_t {
 struct ActivationParams {
   void* out;         // [rows, width]
   const void* gate;  // [rows, width]
-  const void* up;    // [rows, width] with the rows of gate, or null
+  const void* up;    // [rows, width], row strides as gate; or null
   Rows out_rows;
   Rows input_rows;
   int64_t width;
   Activation activation;
-  DType dtype;     // of all three
-  const char* op;  // whose error a refused launch is
+  DType dtype;     // of out, gate and up
+  const char* op;  // named in the error of a refused launch
 };
 
 }  // namespace vllm_kernels

@@ -1,12 +1,13 @@
-// Gated activations of a gate g and an up u, element by element, besides those of activation.h:
-//   kSilu       round(silu(g)) * u                             g and u in tensors of their own
+// More gated activations of a gate g and an up u, element by element (activation.h has the first):
+//   kSilu       round(silu(g)) * u                         g and u in tensors of their own
 //   kFatRelu    (g > threshold ? g : 0) * u
 //   kSiluClamp  round(silu(min(g, limit))) * clamp(u, -limit, limit)
-//   kSwigluOai  round(g' * sigmoid(alpha g') * (u' + 1))       g' and u' bounded as in kSiluClamp;
+//   kSwigluOai  round(g' * sigmoid(alpha g') * (u' + 1))   g' and u' bounded as in kSiluClamp;
 //               gate and up alternate in one tensor
-// With 8-bit results, of kSilu: with a scale that is given, what silu_and_mul stores, quantised;
-// with scales of groups, silu(g) * u in float32, not rounded, divided by the scale. There the upper
-// bound is one of the scale.
+//
+// kSilu may have an 8-bit result (GatedQuantParams). With a given scale (kTensor), the result of
+// silu_and_mul is quantized. With computed scales (kGroup), silu(g) * u in float32 is quantized
+// without rounding to the dtype first; quant's upper_bound then bounds the scale.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/quant.h"
@@ -18,8 +19,8 @@ enum class Gated : uint8_t { kSilu, kFatRelu, kSiluClamp, kSwigluOai };
 
 struct GatedParams {
   void* out;         // [rows, width]
-  const void* gate;  // [rows, width]; kSwigluOai: [rows, 2 width], up in its odd elements
-  const void* up;    // [rows, width]; kSwigluOai: not looked at
+  const void* gate;  // [rows, width]; kSwigluOai: [rows, 2 width], up in the odd elements
+  const void* up;    // [rows, width]; kSwigluOai: unused
   Rows out_rows;
   Rows gate_rows;
   Rows up_rows;
@@ -27,8 +28,8 @@ struct GatedParams {
   float bound;  // kFatRelu: threshold; kSiluClamp, kSwigluOai: limit
   float alpha;  // kSwigluOai
   Gated function;
-  DType dtype;     // of all three
-  const char* op;  // whose error a refused launch is
+  DType dtype;     // of out, gate and up
+  const char* op;  // named in the error of a refused launch
 };
 
 struct GatedQuantParams {

@@ -1,15 +1,15 @@
-// Bounds that let a NaN through.
+// Clamping that propagates NaN.
 #pragma once
 #include "ops/rows.h"
 
 namespace vllm_kernels {
 
-// a where it is above b, or a NaN.
+// max(a, b); NaN if a is NaN.
 VLLM_KERNELS_HOST_DEVICE static inline float at_least(float a, float b) {
   return a < b ? b : a;
 }
 
-// a where it is below b, or a NaN.
+// min(a, b); NaN if a is NaN.
 VLLM_KERNELS_HOST_DEVICE static inline float at_most(float a, float b) {
   return a > b ? b : a;
 }

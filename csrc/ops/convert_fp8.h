@@ -1,5 +1,5 @@
-// convert_fp8: output[i] = fp8(input[i] / scale), or output[i] = input[i] * scale where the input
-// is the 8-bit side; i counts elements in memory.
+// convert_fp8: output[i] = fp8(input[i] / scale), or output[i] = input[i] * scale where input is
+// the 8-bit side. i counts elements in memory order.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"
@@ -10,7 +10,7 @@ struct ConvertFp8Params {
   void* output;       // [count]
   const void* input;  // [count]
   int64_t count;
-  DType output_dtype;  // one of the two is 8-bit, the other float32, float16 or bfloat16
+  DType output_dtype;  // one of the two is fp8, the other float32, float16 or bfloat16
   DType input_dtype;
   float scale;
 };

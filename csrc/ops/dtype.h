@@ -1,4 +1,4 @@
-// Element types that cross the border between the bindings and the kernels.
+// The element types that the bindings pass to the kernels.
 #pragma once
 #include <cstdint>
 

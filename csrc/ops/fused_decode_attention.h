@@ -1,17 +1,17 @@
-// fused_decode_attention: a decoder layer's step from its QKV product to the result of attention,
-// one token a sequence:
-//   q, k, v  = the token's heads of qkv with bias, RMS norm and rotation       (rope_and_cache.h)
-//   k, v     go to the token's slot of the paged cache                         (rope_and_cache.h)
-//   out      = attention of q to the pages of its sequence, the token included (paged_attention.h)
+// fused_decode_attention: a decode step from the QKV GEMM's output to the output of attention, one
+// token a sequence:
+//   q, k, v = heads of qkv with bias, RMS norm and rotation              (rope_and_cache.h)
+//   k, v    are written to the token's slot of the paged cache           (rope_and_cache.h)
+//   out     = attention of q over the sequence, this token included      (paged_attention.h)
 #pragma once
 #include "ops/paged_attention.h"
 #include "ops/rope_and_cache.h"
 
 namespace vllm_kernels {
 
-// Both parts have the same tokens, sequence i's is token i, and the same `kv`. The heads of `rope`
-// are slices of qkv [num_seqs, (num_heads + 2 * num_kv_heads) * head_size]; attention's query is
-// where rope.query is turned.
+// `rope` and `attention` have the same tokens and the same `kv`. Token i belongs to sequence i. The
+// heads of `rope` are slices of qkv [num_seqs, (num_heads + 2 * num_kv_heads) * head_size].
+// attention.query is rope.query.data, which is rotated in place.
 struct FusedDecodeAttentionParams {
   RopeAndCacheParams rope;
   PagedAttentionParams attention;  // one query token a sequence, no lse

@@ -1,22 +1,22 @@
-// Gathers tokens of paged sequences into rows, one sequence after the other:
-//   cp_gather_cache                  one cache of entries, as they are
-//   gather_and_maybe_dequant_cache   likewise, or times a scale
-//   gather_paged_kv                  the K and V of a cache of any layout
+// Gathers tokens of paged sequences into rows, sequence after sequence:
+//   cp_gather_cache                  one cache of entries, copied
+//   gather_and_maybe_dequant_cache   the same, or multiplied by a scale
+//   gather_paged_kv                  K and V of a cache of any layout
 //
-// Row r of the destination belongs to sequence s where cu_seq_lens[s] <= r < cu_seq_lens[s + 1],
-// and gets its token seq_starts[s] + r - cu_seq_lens[s]. Rows of no sequence are left alone; a row
-// whose token lies behind its block table, or in a block that is none, is filled with zeros.
+// Row r of the destination belongs to sequence s if cu_seq_lens[s] <= r < cu_seq_lens[s + 1]. It
+// gets token seq_starts[s] + r - cu_seq_lens[s] of that sequence. A row of no sequence is not
+// written. A row is filled with zeros if its token is past the block table or its page is invalid.
 #pragma once
 #include "ops/paged_kv.h"
 
 namespace vllm_kernels {
 
-struct TokenPlace {
-  int32_t block;  // or one of:
-  int32_t token;  // in the block
+struct TokenLocation {
+  int32_t block;  // page, or one of:
+  int32_t token;  // in the page
 
-  static constexpr int32_t kZeros = -1;      // the row gets zeros
-  static constexpr int32_t kUnwritten = -2;  // the row is of no sequence
+  static constexpr int32_t kZeros = -1;      // the row is filled with zeros
+  static constexpr int32_t kUnwritten = -2;  // the row belongs to no sequence
 };
 
 struct PagedTokens {
@@ -25,15 +25,16 @@ struct PagedTokens {
   int32_t blocks_per_seq = 0;
   const int32_t* cu_seq_lens = nullptr;   // [num_seqs + 1]
   const int32_t* seq_starts = nullptr;    // [num_seqs], or null: 0
-  const int32_t* token_to_seq = nullptr;  // [num_rows], or null: from cu_seq_lens
+  const int32_t* token_to_seq = nullptr;  // [num_rows], or null: found in cu_seq_lens
   int32_t num_seqs = 0;
   int32_t num_rows = 0;  // of the destination
   int64_t num_blocks = 0;
   int32_t block_size = 0;
 
-  // Of a row of sequence `seq` < 2^31, which may be any number.
-  VLLM_KERNELS_HOST_DEVICE TokenPlace locate(int32_t row, int32_t seq) const {
-    constexpr TokenPlace zeros{TokenPlace::kZeros, 0}, unwritten{TokenPlace::kUnwritten, 0};
+  // Locates row `row` of sequence `seq` < 2^31. Any value of `seq` is safe.
+  VLLM_KERNELS_HOST_DEVICE TokenLocation locate(int32_t row, int32_t seq) const {
+    constexpr TokenLocation zeros{TokenLocation::kZeros, 0},
+        unwritten{TokenLocation::kUnwritten, 0};
     if (seq < 0 || seq >= num_seqs) return token_to_seq == nullptr ? unwritten : zeros;
     const int32_t first = cu_seq_lens[seq];
     if (row < first || row >= cu_seq_lens[seq + 1]) return unwritten;
@@ -50,20 +51,21 @@ struct PagedTokens {
 struct GatherCacheParams {
   const char* op = nullptr;
   PagedTokens tokens{};
-  // Of the source. Entries are the K of one head in layout NHD; without scales they are bytes.
+  // The source. cp_gather_cache and gather_and_maybe_dequant_cache pass entries as the K of one
+  // head in layout NHD. Without scales the elements are bytes.
   PagedKv kv{};
   void* key = nullptr;             // [num_rows, num_kv_heads, head_size]
-  void* value = nullptr;           // likewise, or null
+  void* value = nullptr;           // the same, or null
   int64_t key_row_stride = 0;      // elements
   int64_t key_head_stride = 0;     // elements
   int64_t value_row_stride = 0;    // elements
   int64_t value_head_stride = 0;   // elements
-  DType dtype = DType::kFloat32;   // of the rows: kv.dtype, or float32, float16, bfloat16
-  int64_t scale_block_stride = 0;  // of kv.k_scale and kv.v_scale, in place of kv.scale_stride
+  DType dtype = DType::kFloat32;   // of key and value: kv.dtype, or float32, float16, bfloat16
+  int64_t scale_block_stride = 0;  // of kv.k_scale and kv.v_scale; replaces kv.scale_stride
   int64_t scale_head_stride = 0;
   int64_t scale_token_stride = 0;
 
-  VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenPlace at, int64_t head) const {
+  VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenLocation at, int64_t head) const {
     return scales[at.block * scale_block_stride + head * scale_head_stride +
                   at.token * scale_token_stride];
   }

@@ -1,6 +1,6 @@
-// Which values an index argument may hold, and where its first bad one was found.
-// On the CPU every call scans its index tensors and throws. On CUDA the kernels skip bad values;
-// with VLLM_KERNELS_CHECK=1 a small kernel scans as well and the next op, or vllm_kernels.check(),
+// The values that an index argument may hold, and the first bad value found. On the CPU every call
+// scans its index tensors and throws. On CUDA the kernels skip bad values. With
+// VLLM_KERNELS_CHECK=1 a small kernel scans them, too; the next op, or vllm_kernels.check(),
 // throws.
 #pragma once
 #include <cstdint>
@@ -9,15 +9,17 @@
 
 namespace vllm_kernels {
 
-// Good: low <= value < high, and -1 where `skip` says that it means "leave this one out".
+// Valid: low <= value < high. With `skip`, -1 is valid, too: it leaves the element out.
 struct IndexBounds {
-  const char* noun;  // "a slot", for the message
+  const char* noun;  // "a slot", for the error message
   int64_t low = 0;
   int64_t high = 0;
   bool skip = false;
-  bool unique = false;  // one-dimensional: no value >= 0 may come up twice; looked at on CUDA only
-  int64_t most_rise =
-      -1;  // one-dimensional, where >= 0: of a value over the one before, at least 0
+  // One-dimensional tensors: no value >= 0 may occur twice. Checked on CUDA only.
+  bool unique = false;
+  // One-dimensional tensors, if >= 0: a value must not be less than the one before it, nor exceed
+  // it by more than this.
+  int64_t most_rise = -1;
 
   VLLM_KERNELS_HOST_DEVICE IndexBounds after(int64_t previous) const {
     IndexBounds bounds = *this;
@@ -28,32 +30,33 @@ struct IndexBounds {
   }
 };
 
-// The columns of a row that an op reads.
+// The columns of a row that the op reads.
 struct ColumnRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-// Pointers to names are host pointers to string literals; a kernel only carries them around.
+// `op`, `argument` and `noun` are host pointers to string literals. A kernel only passes them
+// through.
 struct IndexCheckParams {
   const char* op;
   const char* argument;
   IndexBounds bounds;
-  const void* values;  // [rows, columns], int32 or int64; one dimension is columns = 1
+  const void* values;  // [rows, columns], int32 or int64; one-dimensional: columns = 1
   bool is_int64;
   bool one_dimensional;
   int64_t rows;
   int64_t columns;
   int64_t row_stride;  // elements
 
-  // Only the columns of tokens that a query token of the row sees are looked at.
+  // With row_lengths, only columns whose tokens some query token of the row sees are checked.
   const int32_t* row_lengths = nullptr;  // [rows] tokens, or null: all columns
   int32_t tokens_per_column = 1;
   const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
-  int32_t sliding_window = 0;                // tokens a query token sees; 0: all
+  int32_t sliding_window = 0;                // tokens that a query token sees; 0: all
 
-  // Or those of a row's tokens row_starts[row] and on, of which there are
-  // cumulative_lengths[row + 1] - cumulative_lengths[row].
+  // With cumulative_lengths, only columns of the tokens that a gather reads are checked. They start
+  // at row_starts[row]; their number is cumulative_lengths[row + 1] - cumulative_lengths[row].
   const int32_t* cumulative_lengths = nullptr;  // [rows + 1], or null
   const int32_t* row_starts = nullptr;          // [rows], or null: 0
 
@@ -83,7 +86,7 @@ struct BadIndex {
   const char* argument;
   IndexBounds bounds;
   bool one_dimensional;
-  bool repeated;  // within bounds, but the value of an earlier element
+  bool repeated;  // valid, but equal to an earlier element
   int64_t row;
   int64_t column;
   int64_t value;

@@ -1,7 +1,7 @@
-// merge_attn_states: two attention results over disjoint keys become the one over all of them.
+// merge_attn_states: combines two attention results over disjoint sets of keys.
 //   lse = log(exp(p) + exp(s))      output = (exp(p) prefix + exp(s) suffix) / (exp(p) + exp(s))
-// with p, s the natural-log sums of each part. An lse of +inf counts as -inf, a part without keys:
-// its output is not looked at. Where both parts are empty the output is 0 and the lse -inf.
+// p and s are the lse of prefix and suffix, natural logarithms. An lse of +inf counts as -inf: a
+// state without keys, whose output is ignored. Where both are empty, output is 0 and lse is -inf.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"
@@ -15,10 +15,10 @@ struct StateRows {  // [tokens, heads, head_size]
 };
 
 struct MergeAttnStatesParams {
-  void* output;  // [tokens, heads, head_size]; may be prefix or suffix itself
+  void* output;  // [tokens, heads, head_size]; may be prefix or suffix
   int64_t output_token_stride;
   int64_t output_head_stride;
-  float* output_lse;  // [heads, tokens], contiguous, or null; may be an input's
+  float* output_lse;  // [heads, tokens], contiguous, or null; may be prefix_lse or suffix_lse
   StateRows prefix;
   StateRows suffix;
   const float* prefix_lse;  // [heads, tokens], contiguous

@@ -8,8 +8,7 @@
 // with softcap(x) = c * tanh(x / c). A query token that sees nothing gives 0, and -inf (its sink
 // where there is one).
 //
-// v1 is partition_size 0: one pass over the sequence. v2 cuts it in partitions of 512 tokens and
-// merges their partial results by log-sum-exp. Both have one query token a sequence.
+// v1 and v2 have one query token a sequence; v2's scratch is checked and not used.
 #pragma once
 #include "ops/paged_kv.h"
 
@@ -33,7 +32,8 @@ struct BlockSparse {
     return head_sliding_step >= 0 ? (tp_rank * num_heads + head) * head_sliding_step + 1
                                   : (tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1;
   }
-  VLLM_KERNELS_HOST_DEVICE bool sees(int32_t token, int32_t seq_len, int32_t head_offset) const {
+  VLLM_KERNELS_HOST_DEVICE bool is_visible(int32_t token, int32_t seq_len,
+                                           int32_t head_offset) const {
     const int32_t b = token / block_size;
     return b > (seq_len - 1) / block_size - local_blocks || (b + head_offset) % vert_stride == 0;
   }
@@ -56,14 +56,8 @@ struct PagedAttentionParams {
   int32_t num_heads;    // a multiple of kv.num_kv_heads
   int64_t max_seq_len;  // the caller's bound; a longer row is clamped to it
   float scale;
-  DType dtype;  // of out, query and tmp_out
+  DType dtype;  // of out and query
   BlockSparse sparse;
-
-  int32_t partition_size;  // tokens; 0: the whole sequence at once
-  int32_t max_partitions;  // of the scratch; 1 when partition_size is 0
-  float* exp_sums;         // [num_seqs, num_heads, max_partitions] sum of exp(logit - max)
-  float* max_logits;       // [num_seqs, num_heads, max_partitions] largest logit
-  void* tmp_out;           // [num_seqs, num_heads, max_partitions, head_size] normalised
 
   // Of paged_attention only.
   const int32_t* query_start_loc = nullptr;  // [num_seqs + 1] first tokens; null: one a sequence
@@ -79,16 +73,16 @@ struct PagedAttentionParams {
   float softcap = 0.0f;  // 0: none
   // Tokens of a piece of a sequence, at most, whatever the batch; 0: cut as suits the batch. (The
   // CPU then does not cut a row at all.)
-  int32_t split_tokens = 0;
+  int32_t fixed_split_size = 0;
   // CUDA: pages, tables and lengths are read before the predecessor ends, and not again.
-  bool early_pages = false;
+  bool kv_ready = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values,
   // which `kv` describes as one block in layout NHD; max_seq_len is the number of its rows,
   // seq_lens and block_tables are null.
   const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
   // CUDA, of the second of two launches that share a batch: sequences of more than max_query_len
   // query tokens are the other one's, and it runs beside that one, its predecessor.
-  bool beside = false;
+  bool concurrent = false;
 };
 
 // What there is of rows [first, end), any numbers, among `size` rows.
@@ -109,7 +103,7 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange row_range(int32_t first, int32_t
 VLLM_KERNELS_HOST_DEVICE static inline RowRange query_range(const PagedAttentionParams& p,
                                                             int32_t first, int32_t end) {
   RowRange range = row_range(first, end, p.num_tokens);
-  if (range.count > p.max_query_len) range.count = p.beside ? 0 : p.max_query_len;
+  if (range.count > p.max_query_len) range.count = p.concurrent ? 0 : p.max_query_len;
   return range;
 }
 VLLM_KERNELS_HOST_DEVICE static inline RowRange query_range(const PagedAttentionParams& p,
@@ -139,13 +133,13 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange key_range(const PagedAttentionPa
 }
 
 // The tokens [begin, end) of `length` that query tokens at positions low .. high see together.
-struct SeenTokens {
+struct VisibleTokens {
   int32_t begin = 0;
   int32_t end = 0;
 };
-VLLM_KERNELS_HOST_DEVICE static inline SeenTokens seen_tokens(const PagedAttentionParams& p,
-                                                              int64_t low, int64_t high,
-                                                              int32_t length) {
+VLLM_KERNELS_HOST_DEVICE static inline VisibleTokens visible_tokens(const PagedAttentionParams& p,
+                                                                    int64_t low, int64_t high,
+                                                                    int32_t length) {
   const int64_t first = p.sliding_window > 0 ? low - p.sliding_window + 1 : 0;
   const int64_t behind = high + p.window_right + 1;
   const int32_t end = behind < length ? static_cast<int32_t>(behind < 0 ? 0 : behind) : length;

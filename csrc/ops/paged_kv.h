@@ -1,7 +1,8 @@
-// The paged KV cache, described once: every kernel that reads or writes pages takes this struct.
+// The paged KV cache, described once: every kernel that reads or writes pages takes this struct. A
+// page is a KV block.
 //
-// Layouts (shapes as torch tensors):
-//   vllm  K [num_blocks, num_kv_heads, head_size / x, block_size, x]   x = 16 bytes of elements
+// Layouts (shapes of the torch tensors):
+//   vllm  K [num_blocks, num_kv_heads, head_size / x, block_size, x]   x = 16 bytes / element size
 //         V [num_blocks, num_kv_heads, head_size, block_size]
 //   NHD   K, V [num_blocks, block_size, num_kv_heads, head_size]
 //   HND   K, V [num_blocks, num_kv_heads, block_size, head_size]
@@ -15,35 +16,36 @@ namespace vllm_kernels {
 
 enum class KvLayout : uint8_t { kVllm, kNHD, kHND };
 
-// Strides are in elements and 64-bit: a cache may hold more than 2^31 elements, and a layer may be
-// a slice of a packed tensor with a very large block stride.
+// Strides are in elements and 64-bit. A cache may have more than 2^31 elements. A layer may be a
+// slice of a packed tensor with a very large page stride.
 struct PagedKv {
   void* key = nullptr;
   void* value = nullptr;
   int64_t num_blocks = 0;
   int32_t num_kv_heads = 0;
   int32_t head_size = 0;
-  int32_t block_size = 0;         // tokens a block
+  int32_t block_size = 0;         // tokens a page
   DType dtype = DType::kFloat32;  // of the stored elements
   KvLayout layout = KvLayout::kVllm;
 
-  // K element (block, head, token, d):
-  //   block * block_stride + head * head_stride + token * token_stride + (d / x) * chunk_stride + d
-  //   % x
+  // K element (block, head, token, d) is at
+  //   block * key_block_stride + head * key_head_stride + token * key_token_stride
+  //     + (d / x) * key_chunk_stride + d % x
   int32_t x = 1;
   int64_t key_block_stride = 0;
   int64_t key_head_stride = 0;
   int64_t key_token_stride = 0;
   int64_t key_chunk_stride = 0;
-  // V element (block, head, token, d):
-  //   block * block_stride + head * head_stride + token * token_stride + d * dim_stride
+  // V element (block, head, token, d) is at
+  //   block * value_block_stride + head * value_head_stride + token * value_token_stride
+  //     + d * value_dim_stride
   int64_t value_block_stride = 0;
   int64_t value_head_stride = 0;
   int64_t value_token_stride = 0;
   int64_t value_dim_stride = 0;
 
-  // A stored 8-bit element stands for element * scale[head * scale_stride]: one float (stride 0) or
-  // one a KV head (stride 1) on the cache's device, or null for 1.
+  // An 8-bit element represents element * scale[head * scale_stride]. A scale is one float (stride
+  // 0), or one a KV head (stride 1), on the cache's device. Null means 1.
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;
   int32_t scale_stride = 0;

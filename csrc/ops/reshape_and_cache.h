@@ -1,11 +1,11 @@
-// reshape_and_cache (layout vllm) and reshape_and_cache_flash (NHD): token t's keys and values go
-// to slot slot_mapping[t] of the paged cache, where slot = block * block_size + token within the
+// reshape_and_cache (layout vllm) and reshape_and_cache_flash (NHD): key and value of token t are
+// written to slot slot_mapping[t] of the paged cache. slot = block * block_size + token in the
 // block.
 //
-// An 8-bit cache stores key / k_scale and value / v_scale, to nearest even, saturating.
+// An 8-bit cache stores key / k_scale and value / v_scale, rounded to nearest even and saturated.
 //
-// A token with slot -1 is left out. Where a slot comes up more than once the last token wins, with
-// whole rows, on the CPU and on CUDA.
+// A token with slot -1 is skipped. Of tokens with a duplicate slot the last one wins, with its
+// whole row, on the CPU and on CUDA.
 #pragma once
 #include "ops/paged_kv.h"
 
@@ -22,11 +22,11 @@ struct ReshapeAndCacheParams {
   const int64_t* slot_mapping;  // [num_tokens]
   int64_t num_tokens;
   DType dtype;     // of key and value
-  const char* op;  // whose error a refused launch is
-  // Layout vllm on CUDA, within rope_and_cache: key is value again and is not stored.
+  const char* op;  // named in the error of a refused launch
+  // CUDA, layout vllm, set by rope_and_cache: `key` repeats `value`, and K is not stored.
   bool values_only = false;
 
-  // `slot`, or -1 where nothing is to be written. A cache holds fewer than 2^31 tokens.
+  // Returns `slot`, or -1 if nothing is to be written. A cache holds < 2^31 tokens.
   VLLM_KERNELS_HOST_DEVICE int32_t usable(int64_t slot) const {
     const bool good = slot >= 0 && slot < kv.num_blocks * kv.block_size;
     return good ? static_cast<int32_t>(slot) : -1;

@@ -1,6 +1,6 @@
 // rms_norm and fused_add_rms_norm: out = round(x / sqrt(mean(x^2) + epsilon)) * weight, row by row.
 // The normalised value is rounded to the dtype before the product, as in vLLM and Llama. With a
-// residual: residual = round(residual + x) first, then x = residual.
+// residual, residual = round(residual + x) first, then x = residual.
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"
@@ -9,15 +9,15 @@ namespace vllm_kernels {
 
 struct RmsNormParams {
   void* out;           // [rows, hidden_size]
-  const void* input;   // [rows, hidden_size]; may be out itself
-  void* residual;      // [rows, hidden_size], or null: nothing is added
+  const void* input;   // [rows, hidden_size]; may be out
+  void* residual;      // [rows, hidden_size], or null: no residual
   const void* weight;  // [hidden_size]
   Rows out_rows;
   Rows input_rows;
   Rows residual_rows;
   int64_t hidden_size;
   float epsilon;
-  DType dtype;  // of all four
+  DType dtype;  // of all four tensors
 };
 
 }  // namespace vllm_kernels

@@ -1,6 +1,6 @@
-// rms_norm with another gain than its weight, with the row order and residual of RmsNormParams:
+// rms_norm with another gain than its weight; rows and residual as in RmsNormParams:
 //   kNone        out = round(x / rms)                       (weightless)
-//   kOnePlus     out = round(x / rms * (1 + weight))        (Gemma's: float32, rounded once)
+//   kOnePlus     out = round(x / rms * (1 + weight))        (Gemma: float32, rounded once)
 #pragma once
 #include "ops/rms_norm.h"
 
@@ -9,9 +9,9 @@ namespace vllm_kernels {
 enum class Gain : uint8_t { kNone, kOnePlus };
 
 struct RmsNormGainParams {
-  RmsNormParams norm;  // its weight is null for kNone
+  RmsNormParams norm;  // norm.weight is null for kNone
   Gain gain;
-  const char* op;  // whose error a refused launch is
+  const char* op;  // named in the error of a refused launch
 };
 
 }  // namespace vllm_kernels

@@ -1,5 +1,5 @@
-// rms_norm and fused_add_rms_norm with an 8-bit result: what they give, rounded to the dtype, and
-// then quantised as ops/quant.h says. The upper bound is one of the magnitude.
+// rms_norm and fused_add_rms_norm with an 8-bit output. Their result is rounded to the dtype, then
+// quantized by the rules of ops/quant.h. quant.upper_bound bounds the magnitude.
 #pragma once
 #include "ops/quant.h"
 #include "ops/rms_norm.h"
@@ -7,9 +7,9 @@
 namespace vllm_kernels {
 
 struct RmsNormQuantParams {
-  RmsNormParams norm;  // out is 8-bit; dtype is that of the other three
+  RmsNormParams norm;  // norm.out is 8-bit; norm.dtype is that of the other three tensors
   QuantParams quant;
-  const char* op;  // whose error a refused launch is
+  const char* op;  // named in the error of a refused launch
 };
 
 }  // namespace vllm_kernels

@@ -1,5 +1,5 @@
-// rotary_embedding: turns pairs of a head's first rotary_size elements by the angle of its
-// position.
+// rotary_embedding: rotates pairs of a head's first rotary_size elements by the angle of the
+// token's position.
 //   (x, y) -> (x cos - y sin, y cos + x sin)    in float32, in place
 // Pairs: (i, i + rotary_size / 2) in Neox style, (2i, 2i + 1) in GPT-J style.
 #pragma once
@@ -8,11 +8,11 @@
 
 namespace vllm_kernels {
 
-// The heads of query or key.
+// The heads of the query or key.
 struct RotaryHeads {
   void* data = nullptr;  // [tokens, count, head_size]
-  int64_t count = 0;     // 0: there is no such tensor
-  int64_t stride = 0;    // elements from head to head
+  int64_t count = 0;     // 0: no such tensor
+  int64_t stride = 0;    // elements between heads
   Rows tokens;
 };
 
@@ -20,9 +20,9 @@ struct RotaryParams {
   RotaryHeads query;
   RotaryHeads key;
   const int64_t* positions;   // [tokens]
-  Rows position_rows;         // where the positions lie
+  Rows position_rows;         // addresses of the positions
   const void* cos_sin_cache;  // [max_position, rotary_size]: cosines, then sines
-  int64_t cache_stride;       // elements from row to row
+  int64_t cache_stride;       // elements between rows
   int64_t max_position;
   int64_t rotary_size;  // even, <= head_size
   bool is_neox;

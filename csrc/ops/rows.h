@@ -1,4 +1,4 @@
-// Where the rows of a tensor [..., width] lie: the leading dimensions folded to two strides.
+// Addresses of the rows of a tensor [..., width]: the leading dimensions folded to two strides.
 #pragma once
 #include <cstdint>
 
@@ -10,8 +10,8 @@
 
 namespace vllm_kernels {
 
-// Row r starts at element (r / inner_count) * outer_stride + (r % inner_count) * inner_stride.
-// A tensor whose leading dimensions fold to one stride has inner_count == count.
+// Row r starts at element (r / inner_count) * outer_stride + (r % inner_count) * inner_stride. If
+// the leading dimensions fold to one stride, inner_count == count.
 struct Rows {
   int64_t count = 0;
   int64_t inner_count = 1;

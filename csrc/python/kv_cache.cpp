@@ -1,3 +1,5 @@
+// The KV-cache manager in Python. Each binding converts its arguments with the GIL, and releases
+// the GIL for the call itself. vllm_kernels/kv_cache documents the methods and wraps them.
 #include "python/kv_cache.h"
 
 #include <pybind11/numpy.h>
@@ -27,8 +29,8 @@ using ReleaseGil = py::call_guard<ReleasedGil>;
 
 // --- results and calls ---
 
-// Room for `size` copy-on-write pairs, made before the manager changes; afterwards cut to the pairs
-// that there were without allocating, so that no pair can be lost to an error.
+// Room for `size` copy-on-write pairs, allocated before the manager changes. keep() cuts it to the
+// actual number without allocating, so that no error can lose a pair.
 class CopyPairs {
  public:
   explicit CopyPairs(size_t size) : array_({static_cast<py::ssize_t>(size), py::ssize_t{2}}) {
@@ -49,7 +51,7 @@ class CopyPairs {
   std::span<BlockCopy> room_;
 };
 
-// `call(room)` without the GIL; it writes pairs to the room and returns how many.
+// Runs `call(room)` without the GIL. The call writes pairs to the room and returns their number.
 template <typename Call>
 py::array collect_copies(size_t size, Call call) {
   CopyPairs pairs(size);
@@ -69,7 +71,7 @@ py::array slots_of(const KVCacheManager& manager, int64_t id, int64_t start,
     throw InvalidArgument(concat("slot_mapping: start, num_tokens: expected a range within ",
                                  tokens, " tokens, got ", count, " from ", start));
   };
-  // Before memory is asked for; the manager checks again, as the sequence may have changed since.
+  // Checked before memory is allocated. The manager checks again: the sequence may have changed.
   check(start >= 0 && start <= tokens, num_tokens.value_or(0));
   const int64_t count = num_tokens.value_or(tokens - start);
   check(count >= 0 && count <= tokens - start, count);
@@ -87,7 +89,7 @@ py::bytes bytes_of(const Hash& hash) {
   return py::bytes(reinterpret_cast<const char*>(&hash), sizeof hash);
 }
 
-// Tuples of (kind, fields...), which the Python side names.
+// Tuples of (kind, fields...). The Python side turns them into named tuples.
 py::list events_of(const KVCacheManager& manager) {
   const Events taken = manager.peek_events();
   const int32_t* tokens = taken.tokens.data();
@@ -108,7 +110,7 @@ py::list events_of(const KVCacheManager& manager) {
   return events;
 }
 
-// What a batch may be told of its tokens, kept while the manager works without the GIL.
+// Owns the tokens of a batch while the manager works without the GIL.
 class AppendInput {
  public:
   AppendInput(py::handle tokens, const char* name, int64_t lookahead) {
@@ -126,7 +128,7 @@ class AppendInput {
   AppendOptions options_;
 };
 
-// But for bools, which are refused as tokens.
+// Bools are refused: they are no token counts.
 bool is_integer(py::handle object) {
   if (PyBool_Check(object.ptr())) return false;
   return PyLong_Check(object.ptr()) != 0 ||
@@ -223,7 +225,7 @@ struct Count {
 
 constexpr Count kCounts[] = {
     {"total_blocks", &Statistics::total_blocks,
-     "used_blocks + cached_blocks + free_blocks: those of the pool but for the null block."},
+     "used_blocks + cached_blocks + free_blocks: all blocks but the null block."},
     {"used_blocks", &Statistics::used_blocks, "Blocks that sequences hold."},
     {"cached_blocks", &Statistics::cached_blocks,
      "Blocks that no sequence holds, with tokens that a new one may find."},
@@ -231,7 +233,7 @@ constexpr Count kCounts[] = {
     {"shared_blocks", &Statistics::shared_blocks, "Used blocks that two or more sequences hold."},
     {"peak_used_blocks", &Statistics::peak_used_blocks, "The most used at any time."},
     {"num_sequences", &Statistics::num_sequences, "Sequences."},
-    {"num_swapped_sequences", &Statistics::num_swapped_sequences, "Of them, those in host blocks."},
+    {"num_swapped_sequences", &Statistics::num_swapped_sequences, "Sequences in host blocks."},
     {"total_host_blocks", &Statistics::total_host_blocks, "Host blocks."},
     {"used_host_blocks", &Statistics::used_host_blocks, "Host blocks that sequences hold."},
     {"num_tokens", &Statistics::num_tokens,
@@ -246,7 +248,7 @@ constexpr Count kCounts[] = {
      "Cached blocks given out anew since construction or reset()."},
     {"queried_tokens", &Statistics::queried_tokens,
      "Tokens that allocate() looked up since construction or reset()."},
-    {"hit_tokens", &Statistics::hit_tokens, "Of them, those that were cached."},
+    {"hit_tokens", &Statistics::hit_tokens, "Looked-up tokens that were cached."},
 };
 
 double hit_rate(const Statistics& self) {
@@ -261,7 +263,7 @@ std::string repr(const Statistics& self) {
 }
 
 void bind_statistics(py::module_& module) {
-  py::class_<Statistics> statistics(module, "Statistics", "One moment of the cache in numbers.");
+  py::class_<Statistics> statistics(module, "Statistics", "A snapshot of the cache in numbers.");
   for (const Count& count : kCounts) {
     statistics.def_readonly(count.name, count.value, count.meaning);
   }
@@ -347,31 +349,6 @@ void bind_batches(Class& manager) {
           },
           py::arg("sequence_ids"), py::arg("num_tokens"))
       .def(
-          "append_batch",
-          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens,
-             py::handle tokens, int64_t lookahead) {
-            const Int64Input ids(sequence_ids, "append: sequence_ids");
-            const Int64Counts counts(num_tokens, "append: num_tokens", ids.values().size());
-            const AppendInput input(tokens, "append: tokens", lookahead);
-            const size_t room = ids.values().size() * self.num_groups();
-            return collect_copies(room, [&](std::span<BlockCopy> copies) {
-              return self.append(ids.values(), counts.values(), copies, input.options());
-            });
-          },
-          py::arg("sequence_ids"), py::arg("num_tokens") = 1, py::arg("tokens") = py::none(),
-          py::arg("lookahead") = 0)
-      .def(
-          "record_tokens",
-          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens,
-             py::handle tokens) {
-            const Int64Input ids(sequence_ids, "record_tokens: sequence_ids");
-            const Int64Counts counts(num_tokens, "record_tokens: num_tokens", ids.values().size());
-            const TokensInput input(tokens, "record_tokens: tokens");
-            const ReleasedGil released;
-            self.record_tokens(ids.values(), counts.values(), input.values());
-          },
-          py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("tokens"))
-      .def(
           "free_batch",
           [](KVCacheManager& self, py::handle sequence_ids, py::handle num_computed) {
             const Int64Input ids(sequence_ids, "free: sequence_ids");
@@ -401,7 +378,36 @@ void bind_batches(Class& manager) {
             const ReleasedGil released;
             self.reorder(ids.values(), parents.values());
           },
-          py::arg("sequence_ids"), py::arg("parent_ids"))
+          py::arg("sequence_ids"), py::arg("parent_ids"));
+}
+
+void bind_steps(Class& manager) {
+  manager
+      .def(
+          "append_batch",
+          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens,
+             py::handle tokens, int64_t lookahead) {
+            const Int64Input ids(sequence_ids, "append: sequence_ids");
+            const Int64Counts counts(num_tokens, "append: num_tokens", ids.values().size());
+            const AppendInput input(tokens, "append: tokens", lookahead);
+            const size_t room = ids.values().size() * self.num_groups();
+            return collect_copies(room, [&](std::span<BlockCopy> copies) {
+              return self.append(ids.values(), counts.values(), copies, input.options());
+            });
+          },
+          py::arg("sequence_ids"), py::arg("num_tokens") = 1, py::arg("tokens") = py::none(),
+          py::arg("lookahead") = 0)
+      .def(
+          "record_tokens",
+          [](KVCacheManager& self, py::handle sequence_ids, py::handle num_tokens,
+             py::handle tokens) {
+            const Int64Input ids(sequence_ids, "record_tokens: sequence_ids");
+            const Int64Counts counts(num_tokens, "record_tokens: num_tokens", ids.values().size());
+            const TokensInput input(tokens, "record_tokens: tokens");
+            const ReleasedGil released;
+            self.record_tokens(ids.values(), counts.values(), input.values());
+          },
+          py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("tokens"))
       .def(
           "build",
           [](KVCacheManager& self, py::handle sequence_ids, py::handle num_query_tokens,
@@ -491,6 +497,7 @@ void bind_manager(py::module_& module) {
       .def_property_readonly("num_sequences", &KVCacheManager::num_sequences);
   bind_one_sequence(manager);
   bind_batches(manager);
+  bind_steps(manager);
   bind_swapping(manager);
   manager
       .def(

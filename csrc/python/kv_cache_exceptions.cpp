@@ -1,3 +1,5 @@
+// Each C++ error of the manager has a Python exception below KVCacheError. A translator raises it
+// with the same message.
 #include "python/kv_cache_exceptions.h"
 
 #include <exception>
@@ -31,7 +33,7 @@ py::object new_exception(py::module_& module, const char* name, const char* doc,
 Exceptions make_exceptions(py::module_& module) {
   const auto builtin = [](PyObject* type) { return py::reinterpret_borrow<py::object>(type); };
   Exceptions types;
-  types.error = new_exception(module, "KVCacheError", "What KVCacheManager raises.",
+  types.error = new_exception(module, "KVCacheError", "The base of KVCacheManager's exceptions.",
                               py::make_tuple(builtin(PyExc_RuntimeError)));
   const py::tuple below = py::make_tuple(types.error);
   const py::tuple below_value_error = py::make_tuple(types.error, builtin(PyExc_ValueError));
@@ -44,7 +46,7 @@ Exceptions make_exceptions(py::module_& module) {
   types.unknown_sequence =
       add("UnknownSequence", "A sequence id that was never added, or was freed.", below);
   types.duplicate_sequence =
-      add("DuplicateSequence", "A sequence id that exists, or stands twice in a batch.", below);
+      add("DuplicateSequence", "A sequence id that exists, or occurs twice in a batch.", below);
   types.reference_overflow =
       add("ReferenceOverflow", "One block shared by too many sequences.", below);
   types.integrity_error = add("IntegrityError", "check_integrity() found the state broken.", below);

@@ -1,14 +1,14 @@
-// The GIL given up for the time of a scope.
+// Releases the GIL for the time of a scope.
 #pragma once
 
 #include <Python.h>
 #include <cxxabi.h>
 #include <unistd.h>
 
-// As pybind11's gil_scoped_release, but for the end of the interpreter: there, Python before 3.14
-// ends a daemon thread that asks for the GIL by an unwinding (pthread_exit) that may not pass a
-// destructor, so the process would abort. The thread sleeps instead until the process is gone, as
-// Python 3.14 has it.
+// Like pybind11's gil_scoped_release, with another behaviour at the end of the interpreter. Python
+// before 3.14 then ends a daemon thread that asks for the GIL with pthread_exit. The unwinding must
+// not pass a destructor, or the process aborts. Here the thread sleeps until the process is gone,
+// as in Python 3.14.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}

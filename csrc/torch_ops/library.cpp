@@ -1,4 +1,6 @@
-// Every op of torch.ops.vllm_kernels: the table of contents. `!` marks what an op writes.
+// The schema of every op of torch.ops.vllm_kernels: the table of contents. `!` marks the tensors
+// that an op writes. The implementations register in the other files of this folder, once for CPU
+// and once for CUDA. vllm_kernels/ops.py has the typed calls and the docstrings.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
@@ -117,7 +119,7 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
       "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
       "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
-      "int split_tokens=0, bool early_pages=False, int window_right=0) -> ()");
+      "int fixed_split_size=0, bool kv_ready=False, int window_right=0) -> ()");
   library.def(
       "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
       "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
@@ -130,15 +132,20 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
       "str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_weight=None, "
       "Tensor? k_weight=None, float epsilon=1e-6, Tensor? alibi_slopes=None, "
       "int sliding_window=0, float softcap=0.0, Tensor? sinks=None, Tensor!? workspace=None, "
-      "int split_tokens=0) -> ()");
+      "int fixed_split_size=0) -> ()");
   library.def(
       "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
       "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
   library.def(
-      "merge_attn_parts(Tensor! output, Tensor!? output_lse, Tensor parts, Tensor part_lses) -> "
+      "combine_attn_partials(Tensor! output, Tensor!? output_lse, Tensor out_partial, Tensor "
+      "lse_partial) -> "
       "()");
 
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");
   library.def("raise_bad_index() -> ()");
+
+  // --- vllm_kernels.explain(): `on` names the device by its own
+  library.def("start_explaining(Tensor on) -> ()");
+  library.def("take_explanation(Tensor on, Tensor! text) -> ()");
 }

@@ -6,7 +6,7 @@ import pytest
 from helpers import LAYOUTS
 
 pytest.register_assert_rewrite(
-    "paged_attention_cases", "paged_attention_general_cases", "fused_decode_attention_cases"
+    "paged_attention_v1_v2_cases", "paged_attention_cases", "fused_decode_attention_cases"
 )
 
 

@@ -104,7 +104,7 @@ def general_attention() -> None:
 
 
 def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str) -> None:
-    """4 sequences of `count` query tokens. With split_tokens the others change no bit of one."""
+    """4 sequences of `count` query tokens. fixed_split_size: the others change no bit of one."""
     torch.manual_seed(1)
     num_blocks, x = 4 * 384 // page, 16 // stored.itemsize
     rows = torch.randn(2, num_blocks, page, 2, 128, device=CUDA)
@@ -128,7 +128,7 @@ def several_query_tokens(count: int, page: int, stored: torch.dtype, layout: str
         out = torch.full_like(query, float("nan"))
         vk.paged_attention(
             query, keys, values, tables, ints[0], query_start_loc=ints[1], max_query_len=count,
-            layout=layout, split_tokens=256, out=out,
+            layout=layout, fixed_split_size=256, out=out,
         )  # fmt: skip
         torch.cuda.synchronize()
         return out.view(4, count, 16, 128)
@@ -213,10 +213,10 @@ def fused_decode_attention(layout: str, stored: torch.dtype) -> None:
     ) -> tuple[torch.Tensor, ...]:
         keys, values = (cache.clone() for cache in caches)
         ints = [torch.tensor(list_, device=CUDA) for list_ in (positions, slots, lengths)]
-        # split_tokens: the other rows change no bit of one.
+        # fixed_split_size: the other rows change no bit of one.
         out = vk.fused_decode_attention(
             packed.clone(), ints[0], cos_sin, keys, values, ints[1], tables, ints[2].int(),
-            bias=bias, layout=layout, split_tokens=256,
+            bias=bias, layout=layout, fixed_split_size=256,
         )  # fmt: skip
         torch.cuda.synchronize()
         return out, keys.view(torch.uint8), values.view(torch.uint8)

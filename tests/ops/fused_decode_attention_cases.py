@@ -1,6 +1,6 @@
 """Calls of fused_decode_attention, beside those of the ops it stands for and its reference.
 
-The caches are those of paged_attention_general_cases.py, NaN in every slot that no sequence has
+The caches are those of paged_attention_cases.py, NaN in every slot that no sequence has
 (8-bit integers: large), and NaN in the new token's slots too: what is not stored shows.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from helpers import EPSILON, assert_close, bits
-from paged_attention_general_cases import NAN
-from paged_attention_general_cases import make_case as make_pages
+from paged_attention_cases import NAN
+from paged_attention_cases import make_case as make_pages
 from torch import Tensor
 
 import vllm_kernels
@@ -163,7 +163,7 @@ def check(case: Case) -> Tensor:
     assert torch.equal(bits(ours.key_cache), bits(apart.key_cache)), "key_cache"
     assert torch.equal(bits(ours.value_cache), bits(apart.value_cache)), "value_cache"
 
-    options = {name: value for name, value in case.options.items() if name != "split_tokens"}
+    options = {name: value for name, value in case.options.items() if name != "fixed_split_size"}
     naive, keys, values = reference.fused_decode_attention(*case.tensors(), **options)
     assert torch.equal(bits(ours.value_cache), bits(values)), "value_cache of the reference"
     eight_bits = case.key_cache.dtype.itemsize == 1

@@ -1,26 +1,24 @@
-"""Calls of paged_attention_v1 and _v2, and how near the float64 reference they must come.
+"""Calls of paged_attention, and how near the float64 reference they must come.
 
-Queries and keys have unit variance, so the softmax is peaked and K matters. Pools are NaN outside
-the used slots, tables are permuted and hold garbage past the used part.
+Queries and keys have unit variance. Pools are NaN outside the used slots (8-bit integers: large).
+Tables are permuted and hold garbage past the used part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
-from paged_attention_general_cases import NAN, assert_near, page_tables, pages_of
+from helpers import EPSILON, to_layout
 from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
 
-STORED = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-PARTITION = 512
+NAN = float("nan")
+GARBAGE = (-1, 2**30, -(2**31), 2**31 - 1)
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 @dataclass
@@ -30,107 +28,189 @@ class Case:
     query: Tensor
     key_cache: Tensor
     value_cache: Tensor
-    num_kv_heads: int
-    scale: float
     block_tables: Tensor
     seq_lens: Tensor
     block_size: int
-    max_seq_len: int
-    alibi_slopes: Tensor | None = None
-    kv_cache_dtype: str = "auto"
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    sparse: dict[str, int] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
+    max_query_len: int | None = None
 
-    def arguments(self) -> tuple:
-        return (
-            self.query, self.key_cache, self.value_cache, self.num_kv_heads, self.scale,
-            self.block_tables, self.seq_lens, self.block_size, self.max_seq_len, self.alibi_slopes,
-            self.kv_cache_dtype, self.k_scale, self.v_scale,
-        )  # fmt: skip
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens
 
-    def out(self) -> Tensor:
-        return torch.full(self.query.shape, NAN, dtype=self.query.dtype, device=self.query.device)
+    def run(self) -> Tensor:
+        out = torch.full_like(self.query, NAN)
+        got = vllm_kernels.paged_attention(
+            *self.tensors(), **self.options, max_query_len=self.max_query_len, out=out
+        )
+        assert got is out
+        return got
 
-    def scratch(self, partitions: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """exp_sums, max_logits, tmp_out, poisoned."""
-        partitions = partitions or max(1, -(-self.max_seq_len // PARTITION))
-        shape = (*self.query.shape[:2], partitions)
-        sums = torch.full(shape, NAN, device=self.query.device)
-        tmp = self.query.new_full((*shape, self.query.shape[2]), NAN)
-        return sums, sums.clone(), tmp
+    def run_with_lse(self) -> tuple[Tensor, Tensor]:
+        return vllm_kernels.paged_attention(
+            *self.tensors(), **self.options, max_query_len=self.max_query_len, return_lse=True
+        )
 
-    def v1(self) -> Tensor:
-        out = self.out()
-        vllm_kernels.paged_attention_v1(out, *self.arguments(), **self.sparse)
-        return out
+    def naive(self) -> tuple[Tensor, Tensor]:
+        return reference.paged_attention(*self.tensors(), **self.options)
 
-    def v2(self) -> Tensor:
-        out = self.out()
-        vllm_kernels.paged_attention_v2(out, *self.scratch(), *self.arguments(), **self.sparse)
-        return out
+    def spread(self) -> Tensor:
+        """sum w |v|."""
+        absolute = replace(self, value_cache=self.value_cache.float().abs())
+        return absolute.naive()[0]
 
-    def run(self, version: int) -> Tensor:
-        return self.v1() if version == 1 else self.v2()
+    def with_options(self, **options: object) -> Case:
+        return replace(self, options={**self.options, **options})
 
-    def naive(self, partition_size: int | None = None, absolute_value: bool = False):
-        value_cache = self.value_cache
-        if absolute_value:  # 8-bit floats: drop the sign bit
-            value_cache = value_cache & 0x7F if self.kv_cache_dtype != "auto" else value_cache.abs()
-        return reference.naive_paged_attention(
-            self.query, self.key_cache, value_cache, self.num_kv_heads, self.scale,
-            self.block_tables, self.seq_lens, self.block_size, self.alibi_slopes, self.k_scale,
-            self.v_scale, self.kv_cache_dtype, **self.sparse, partition_size=partition_size,
-        )  # fmt: skip
+
+def quantized(rows: Tensor, stored: torch.dtype, scale: Tensor | None) -> Tensor:
+    """rows [.., num_kv_heads, head_size] as the cache stores them."""
+    if scale is not None:
+        rows = rows / scale.reshape(-1, 1)
+    if stored == torch.int8:
+        rows = rows.nan_to_num(127).round().clamp(-128, 127)
+    return rows.to(stored)
+
+
+def scales_of(stored: torch.dtype, kv_heads: int, per_head: bool) -> tuple[Tensor, Tensor]:
+    """k_scale and v_scale of an 8-bit cache."""
+    unit = 1 / 32 if stored == torch.int8 else 0.5
+    if per_head:
+        return unit * torch.linspace(1, 1.5, kv_heads), unit * torch.linspace(2, 1, kv_heads)
+    return torch.tensor([unit]), torch.tensor(1.75 * unit)
+
+
+def pages_of(lens: list[int], block_size: int) -> list[int]:
+    """How many each sequence needs."""
+    return [-(-length // block_size) for length in lens]
+
+
+def page_tables(lens: list[int], block_size: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """block_tables of a pool; and bool [num_blocks, block_size]: the slots that hold a token."""
+    pages = pages_of(lens, block_size)
+    order = torch.randperm(num_blocks)
+    width = max([1, *pages]) + 2
+    tables = torch.tensor(GARBAGE * width)[:width].repeat(max(1, len(lens)), 1)[: len(lens)]
+    used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    taken = 0
+    for seq, length in enumerate(lens):
+        mine = order[taken : taken + pages[seq]]
+        taken += pages[seq]
+        tables[seq, : pages[seq]] = mine
+        used[mine] = torch.arange(pages[seq] * block_size).view(-1, block_size) < length
+    return tables, used
 
 
 def make_case(
     device: str,
     dtype: torch.dtype,
     lens: list[int],
+    queries: list[int] | None = None,
     heads: int = 8,
     kv_heads: int = 2,
     head_size: int = 64,
     block_size: int = 16,
-    kv_cache_dtype: str = "auto",
+    stored: torch.dtype | None = None,
+    layout: str = "vllm",
+    scales_per_head: bool = False,
     spare_blocks: int = 3,
-    **more: object,
+    rise: float = 0.0,
+    **options: object,
 ) -> Case:
-    """Random query and cache of unit variance; see the module's docstring for the rest."""
-    stored = STORED.get(kv_cache_dtype, dtype)
-    x = 16 // stored.itemsize
+    """See the module's docstring. queries: the sequences' numbers of query tokens, or one each.
+
+    rise: what a token's keys are more than those of the token before.
+    """
+    stored = stored or dtype
     num_blocks = sum(pages_of(lens, block_size)) + spare_blocks
-    key = torch.randn(num_blocks, kv_heads, head_size // x, block_size, x)
-    value = torch.randn(num_blocks, kv_heads, head_size, block_size)
+    key = torch.randn(num_blocks, block_size, kv_heads, head_size)
+    value = torch.randn(num_blocks, block_size, kv_heads, head_size)
     tables, used = page_tables(lens, block_size, num_blocks)
-    scales = [torch.ones(1), torch.ones(())]
-    if kv_cache_dtype != "auto":
-        scales = [torch.tensor([0.5]), torch.tensor(1.75)]
-        key, value = key / scales[0], value / scales[1]
-    key[~used[:, None, None, :, None].expand_as(key)] = NAN
-    value[~used[:, None, None, :].expand_as(value)] = NAN
-    key, value = key.to(stored), value.to(stored)
-    if kv_cache_dtype != "auto":
-        key, value = key.view(torch.uint8), value.view(torch.uint8)
+    for seq, pages in enumerate(pages_of(lens, block_size)):
+        token = torch.arange(pages * block_size).view(-1, block_size, 1, 1)
+        key[tables[seq, :pages]] += rise * token
+    key[~used] = NAN
+    value[~used] = NAN
+    k_scale = v_scale = None
+    if stored in EIGHT_BITS:
+        k_scale, v_scale = scales_of(stored, kv_heads, scales_per_head)
+        options |= {"k_scale": k_scale.to(device), "v_scale": v_scale.to(device)}
+    key, value = quantized(key, stored, k_scale), quantized(value, stored, v_scale)
+    num_tokens = len(lens)
+    longest = None
+    if queries is not None:
+        num_tokens, longest = sum(queries), max([0, *queries])
+        starts = torch.tensor([0, *queries]).cumsum(0)
+        options["query_start_loc"] = starts.to(device, torch.int32)
+    options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
     return Case(
-        query=torch.randn(len(lens), heads, head_size).to(device, dtype),
-        key_cache=key.to(device),
-        value_cache=value.to(device),
-        num_kv_heads=kv_heads,
-        scale=head_size**-0.5,
+        query=torch.randn(num_tokens, heads, head_size).to(device, dtype),
+        key_cache=to_layout(key, layout, True).to(device),
+        value_cache=to_layout(value, layout, False).to(device),
         block_tables=tables.to(device, torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_size=block_size,
-        max_seq_len=max([1, *lens]),
-        kv_cache_dtype=kv_cache_dtype,
-        k_scale=scales[0].to(device),
-        v_scale=scales[1].to(device),
-        **more,
+        options={"layout": layout, **options},
+        max_query_len=longest,
     )
 
 
-def assert_right(case: Case, got: Tensor, want: Tensor | None = None) -> None:
-    """Within what the dtype and the length explain: see assert_near()."""
-    want = case.naive() if want is None else want
-    spread = case.naive(absolute_value=True)
-    assert_near(got, want, spread, case.query, case.scale, case.seq_lens.tolist(), None)
+def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
+    """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
+    want, want_lse = case.naive()
+    spread = case.spread()
+    scale = case.options.get("scale", case.query.shape[-1] ** -0.5)
+    for result in results:
+        got, lse = result if isinstance(result, tuple) else (result, None)
+        lses = None if lse is None else (lse, want_lse)
+        assert got.dtype == case.query.dtype
+        assert_near(got, want, spread, case.query, scale, case.seq_lens.tolist(), lses)
+
+
+def assert_near(
+    got: Tensor,
+    want: Tensor,
+    spread: Tensor,
+    query: Tensor,
+    scale: float,
+    lens: list[int],
+    lses: tuple[Tensor, Tensor] | None,
+) -> None:
+    """|got - want| within what the dtype and the length explain.
+
+    The result is a mean of values under weights w. It is rounded once to the dtype; a 16-bit kernel
+    may also round the weights, and v2 its partial results, each worth one unit of sum w |v|. In
+    float32 the errors of the logits (their size times epsilon) and of the sums (growing with the
+    square root of the length) remain.
+
+    spread: sum w |v|; lses: what was got and what was to be.
+    """
+    assert got.shape == want.shape
+    assert not got.isnan().any(), "NaN in the result"
+    if got.numel() == 0:
+        return
+    norm = query.double().norm(dim=-1).amax().item()
+    logit = scale * norm * math.sqrt(query.shape[-1]) * 1.5
+    unit32 = EPSILON[torch.float32] * (8 + 2 * logit + 0.25 * math.sqrt(max([1, *lens])))
+    unit = EPSILON[got.dtype]
+    rounded = 0.0 if got.dtype == torch.float32 else unit
+    error = (got.double() - want).abs()
+    allowed = 0.51 * unit * want.abs() + (unit32 + rounded) * spread + 1e-30
+    if got.dtype == torch.float16:
+        allowed += 2.0**-25  # denormals
+    worst = (error / allowed).max().item()
+    assert worst <= 1, f"off by {worst:.2f} times what is allowed, max |error| {error.max():.3e}"
+    relative = ((got.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+    most = unit32 if got.dtype == torch.float32 else 0.45 * unit
+    assert relative <= most, f"relative error {relative:.2e}, allowed {most:.2e}"
+    if lses is not None:
+        assert lses[0].shape == lses[1].shape and lses[0].dtype == torch.float32
+        torch.testing.assert_close(lses[0].double(), lses[1], rtol=2.0**-22, atol=unit32)
+
+
+def check(case: Case) -> None:
+    """Without lse (on the CPU another kernel may run) and with it."""
+    assert_right(case, case.run(), case.run_with_lse())
+
+
+def per_head(heads: int, low: float, high: float) -> Tensor:
+    return torch.linspace(low, high, heads)

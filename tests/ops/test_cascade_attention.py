@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import LAYOUTS, assert_compiles, assert_graph_replays, raises
-from paged_attention_general_cases import EIGHT_BITS, NAN, Case, assert_right, make_case, per_head
+from paged_attention_cases import EIGHT_BITS, NAN, Case, assert_right, make_case, per_head
 
 import vllm_kernels
 import vllm_kernels.ops.cascade as cascade_module

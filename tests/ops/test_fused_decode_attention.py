@@ -8,7 +8,7 @@ import pytest
 import torch
 from fused_decode_attention_cases import Case, check, make_case
 from helpers import assert_compiles, assert_graph_replays, bits, opcheck, opcheck_float8, to_layout
-from paged_attention_general_cases import EIGHT_BITS, NAN, per_head
+from paged_attention_cases import EIGHT_BITS, NAN, per_head
 from torch import Tensor
 
 import vllm_kernels

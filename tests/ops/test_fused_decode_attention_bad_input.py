@@ -71,7 +71,7 @@ def bad_arguments(case: Case) -> list[tuple[dict[str, object], str]]:
         ({"sinks": out[0, :, 0].half()}, r"sinks: expected float32, got float16"),
         ({"sliding_window": -1}, r"sliding_window: expected a number of tokens >= 0 \(0: none\), "),
         ({"softcap": -1.0}, r"softcap: expected a finite number >= 0 \(0: none\), got -1"),
-        ({"split_tokens": -1}, r"split_tokens: expected a number of tokens >= 0 \(0: as suits "),
+        ({"fixed_split_size": -1}, r"fixed_split_size: expected a number of tokens >= 0 \(0: "),
         ({"workspace": one}, r"workspace: expected uint8, got float32$"),
         ({"out": out[:2]}, r"out: expected num_seqs = 3 \(from qkv\) at dimension 0, got shape "),
         ({"out": out[:, :4]}, r"out: expected num_heads = 8 \(from qkv\) at dimension 1, got "),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fused_decode_attention_cases import assert_like_apart, check, make_case
 from helpers import EPSILON, bits
-from paged_attention_general_cases import NAN
+from paged_attention_cases import NAN
 
 import vllm_kernels
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fused_decode_attention_cases import check, make_case
 from helpers import bits, raises
-from paged_attention_general_cases import EIGHT_BITS, per_head
+from paged_attention_cases import EIGHT_BITS, per_head
 
 import vllm_kernels
 
@@ -67,8 +67,8 @@ def test_new_out_and_default_scale(device, dtype, layout):
     assert got.shape == (3, 8, 64) and got.is_contiguous() and torch.equal(got, want)
 
 
-def test_split_tokens_make_a_batch_invariant(device, dtype, layout):
-    case = make_case(device, dtype, [3000, 45, 700, 1], layout=layout, split_tokens=256)
+def test_fixed_split_size_make_a_batch_invariant(device, dtype, layout):
+    case = make_case(device, dtype, [3000, 45, 700, 1], layout=layout, fixed_split_size=256)
     got = check(case)
     for seq in range(4):
         rows = slice(seq, seq + 1)

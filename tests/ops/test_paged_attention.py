@@ -1,218 +1,257 @@
-"""paged_attention_v1 and _v2 against a float64 reference: dtypes, shapes and lengths."""
+"""paged_attention against a float64 reference: dtypes, shapes and lengths."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EPSILON, assert_compiles, assert_graph_replays, opcheck
-from paged_attention_cases import PARTITION, assert_right, make_case
+from helpers import EPSILON, assert_compiles, opcheck
+from paged_attention_cases import EIGHT_BITS, assert_right, check, make_case, per_head
 
 import vllm_kernels
-
-
-def border_lengths(block_size: int) -> list[int]:
-    b = block_size
-    return [1, 2, b - 1, b, b + 1, 3 * b + 5, 511, 512, 513, 1023, 1024, 1025]
-
 
 # --- right results
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
-def test_tails_and_partition_borders(device, dtype, version, kv_cache_dtype, block_size):
-    case = make_case(
-        device,
-        dtype,
-        border_lengths(block_size),
-        block_size=block_size,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    assert_right(case, case.run(version))
+@pytest.mark.parametrize("eight", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
+def test_dtypes(device, dtype, layout, eight):
+    check(make_case(device, dtype, [1, 15, 16, 17, 53, 300], stored=eight, layout=layout))
+    check(make_case(device, dtype, [20, 130], [3, 7], stored=eight, layout=layout))
+    check(make_case(device, dtype, [20, 9, 700], [1, 0, 1], stored=eight, layout=layout))
 
 
-@pytest.mark.parametrize("head_size", range(32, 257, 8))
-def test_head_sizes(device, version, head_size):
-    """Every head size, with the other axes drawn along."""
-    step = head_size // 8
-    dtype = [torch.float32, torch.float16, torch.bfloat16][step % 3]
-    block_size = [8, 16, 32][step // 3 % 3]
-    caches = ["auto", "fp8", "fp8_e5m2"] if head_size % 16 == 0 else ["auto"]
-    for kv_cache_dtype in caches:
-        case = make_case(
-            device,
-            dtype,
-            [37, 530, 1, 64],
-            heads=6,
-            kv_heads=2,
-            head_size=head_size,
-            block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        assert_right(case, case.run(version))
-
-
-@pytest.mark.parametrize("head_size", [40, 64, 128, 256])
-@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (2, 1), (8, 2), (5, 1), (12, 2), (7, 1),
-                                             (16, 2), (16, 1), (64, 1), (71, 1)])  # fmt: skip
-def test_groups(device, version, heads, kv_heads, head_size):
-    for dtype, kv_cache_dtype in (
-        (torch.float32, "auto"),
-        (torch.bfloat16, "auto"),
-        (torch.float16, "fp8"),
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_block_sizes(device, layout, block_size):
+    b = block_size
+    lens = [1, max(b - 1, 1), b, b + 1, 2 * b + 5, 300]
+    queries = [1, 1, min(b, 6), 4, 9, 2]
+    for dtype, stored in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.int8),
     ):
-        if head_size % 16 != 0:
-            kv_cache_dtype = "auto"
-        case = make_case(
-            device,
-            dtype,
-            [140, 23],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        assert_right(case, case.run(version))
+        check(make_case(device, dtype, lens, block_size=b, stored=stored, layout=layout))
+        check(make_case(device, dtype, lens, queries, block_size=b, stored=stored, layout=layout))
+    shapes = {"block_size": b, "head_size": 128, "layout": layout}
+    check(make_case(device, torch.float16, lens, **shapes))
+    check(make_case(device, torch.float16, lens, queries, **shapes))
 
 
-def test_long_context(device, version):
-    """v1 needs no scratch, whatever the length."""
-    case = make_case(device, torch.float32, [60_000, 5], heads=4, kv_heads=1)
-    assert_right(case, case.run(version))
-    case.max_seq_len = 10**9 if version == 1 else case.max_seq_len
-    assert_right(case, case.run(version))
+@pytest.mark.parametrize("head_size", [32, 40, 64, 72, 80, 96, 128, 192, 256])
+def test_head_sizes(device, layout, head_size):
+    """The other axes are drawn along."""
+    for index, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
+        shapes = {"head_size": head_size, "block_size": [8, 16, 32][index], "layout": layout}
+        check(make_case(device, dtype, [37, 1, 64], **shapes))
+        check(make_case(device, dtype, [37, 5, 64], [2, 5, 3], **shapes))
+        if head_size % 16 == 0:
+            check(make_case(device, dtype, [37, 1, 64], stored=EIGHT_BITS[index], **shapes))
 
 
-def test_ragged_batch(device, dtype, version):
-    lens = [int(x) for x in torch.randint(0, 700, (37,))]
-    case = make_case(device, dtype, lens, heads=8, kv_heads=2, head_size=80)
-    assert_right(case, case.run(version))
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (8, 2), (5, 1), (14, 2), (16, 2), (16, 1),
+                                             (64, 1), (71, 1)])  # fmt: skip
+def test_groups(device, layout, heads, kv_heads):
+    shapes = {"heads": heads, "kv_heads": kv_heads, "layout": layout}
+    check(make_case(device, torch.float32, [140, 23], **shapes))
+    check(make_case(device, torch.bfloat16, [140, 23], [11, 2], head_size=128, **shapes))
+    check(make_case(device, torch.float16, [40, 23], [3, 2], stored=torch.int8, **shapes))
 
 
-def test_very_large_query_with_fp8_cache(device, version):
-    case = make_case(device, torch.bfloat16, [40, 700], kv_cache_dtype="fp8")
-    case.query *= 1e5
-    case.scale *= 1e-5
-    assert_right(case, case.run(version))
+@pytest.mark.parametrize("heads", [12, 16, 32, 64], ids=lambda heads: f"{heads}_rows")
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=str)
+def test_pieces_of_many_rows(device, layout, heads, stored):
+    """Long sequences beside short ones: pieces, blocks that take several of them, ends of pages."""
+    lens, dtype = [2900, 0, 130, 64, 65, 1, 777], torch.bfloat16
+    shapes = {"heads": heads, "kv_heads": 1, "layout": layout, "stored": stored}
+    check(make_case(device, dtype, lens, head_size=128, **shapes))
+    queries = [3, 0, 2, 1, 5, 1, 2]
+    check(make_case(device, dtype, lens, queries, head_size=64, block_size=32, **shapes))
+    check(make_case(device, dtype, lens, queries, head_size=96, sliding_window=70, **shapes))
 
 
-def test_large_scores_stay_finite(device, dtype, version):
-    """A softmax that is one-hot, and logits up to 1e6."""
-    case = make_case(device, dtype, [33, 600])
-    case.scale = 2e4
-    out = case.run(version)
-    assert not out.isnan().any()
-    best = case.naive()
-    clear = ((out.double() - best).abs().amax(-1) < 0.05).float().mean().item()
+@pytest.mark.parametrize("rise", [1 / 430, -1 / 430], ids=["rising", "falling"])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64], ids=lambda heads: f"{heads}_rows")
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_maxima_that_move(device, layout, heads, stored, rise):
+    """Scores rise by 2^9.5 in 192 tokens: what was summed up before is scaled down, many times."""
+    shapes = {"heads": heads, "kv_heads": 1, "head_size": 128, "layout": layout, "stored": stored}
+    case = make_case(device, torch.bfloat16, [1500, 70], rise=rise, **shapes)
+    case.query += 1.3
+    check(case)
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_several_query_tokens(device, layout, count):
+    check(make_case(device, torch.float32, [count, 60, 16], [count] * 3, layout=layout))
+
+
+def test_ragged_and_longer_than_context(device, dtype, layout):
+    """The first query tokens of a sequence shorter than them have negative positions."""
+    lens, queries = [0, 3, 30, 9, 100], [2, 7, 0, 9, 70]
+    case = make_case(device, dtype, lens, queries, layout=layout)
+    check(case)
+    out, lse = case.run_with_lse()
+    assert not out[:6].any() and (lse[:6] == -torch.inf).all()
+    assert (lse[6:] > -torch.inf).all()
+
+
+def test_prefill(device, dtype, layout):
+    check(make_case(device, dtype, [150, 70], [150, 70], heads=4, kv_heads=4, layout=layout))
+
+
+def test_context_0(device, dtype, layout):
+    sinks = per_head(8, -1.0, 1.0)
+    for given in (None, sinks):
+        case = make_case(device, dtype, [0, 5, 0], layout=layout, sinks=given)
+        check(case)
+        out, lse = case.run_with_lse()
+        assert not out[[0, 2]].any()
+        nothing = torch.full((8,), -torch.inf) if given is None else given
+        assert torch.equal(lse[[0, 2]].cpu(), nothing.expand(2, 8))
+
+
+def test_large_scores_stay_finite(device, dtype, layout):
+    case = make_case(device, dtype, [33, 600], layout=layout, scale=2e4)
+    out, lse = case.run_with_lse()
+    assert not out.isnan().any() and lse.isfinite().all()
+    clear = ((out.double() - case.naive()[0]).abs().amax(-1) < 0.05).float().mean().item()
     assert clear > 0.9  # near ties may fall either way
 
 
-def test_context_0(device, dtype, version):
-    case = make_case(device, dtype, [0, 5, 0])
-    got = case.run(version)
-    assert torch.equal(got[[0, 2]], torch.zeros_like(got[[0, 2]]))
-    assert_right(case, got)
-    empty = make_case(device, dtype, [0])
-    assert torch.equal(empty.run(version), torch.zeros_like(empty.query))
+def test_long_context(device, layout):
+    check(make_case(device, torch.float32, [20_000, 5], heads=4, kv_heads=1, layout=layout))
 
 
-def test_empty_batch(device, dtype, version):
-    case = make_case(device, dtype, [])
-    assert case.run(version).shape == (0, 8, 64)
+def test_as_v1(device, dtype):
+    """One query token a sequence, layout vllm and nothing else: the very result of v1."""
+    case = make_case(device, dtype, [1, 40, 700])
+    one = torch.ones(1, device=device)
+    want = torch.empty_like(case.query)
+    vllm_kernels.paged_attention_v1(
+        want, case.query, case.key_cache, case.value_cache, 2, 0.125, case.block_tables,
+        case.seq_lens, 16, 700, None, "auto", one, one,
+    )  # fmt: skip
+    assert_right(case, want)
+    if device == "cpu":
+        assert torch.equal(case.run(), want)
 
 
-def test_threads_give_right_results(version):
+def test_halves_merge_to_the_whole(device, dtype, layout):
+    """Attention to the first pages and to the others, merged by their log-sum-exp."""
+    case = make_case(device, dtype, [200, 97, 48, 350], layout=layout)
+    first = torch.full_like(case.seq_lens, 48)
+    halves = []
+    for lens, tables in (
+        (first, case.block_tables),
+        (case.seq_lens - first, case.block_tables[:, 3:]),
+    ):
+        half = replace(case, seq_lens=lens, block_tables=tables)
+        halves.append(half.run_with_lse())
+    (prefix, prefix_lse), (suffix, suffix_lse) = halves
+    merged = torch.empty_like(case.query)
+    lse = torch.empty_like(prefix_lse.t().contiguous())
+    vllm_kernels.merge_attn_states(
+        merged, prefix, prefix_lse.t().contiguous(), suffix, suffix_lse.t().contiguous(), lse
+    )
+    want, want_lse = case.naive()
+    torch.testing.assert_close(lse.t().double(), want_lse, rtol=1e-5, atol=1e-5)
+    error = (merged.double() - want).norm() / want.norm()
+    assert error <= max(EPSILON[dtype], 2e-6)
+
+
+@pytest.mark.parametrize("queries", [None, [1, 3, 20, 0, 90]], ids=["decode", "several"])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_threads_give_right_results(layout, queries, block_size):
     """Work is cut by the number of threads; every cut must be right."""
     before = torch.get_num_threads()
-    case = make_case("cpu", torch.float32, [3000, 0, 129, 1, 700], heads=4, kv_heads=2)
-    want = case.naive()
+    case = make_case(
+        "cpu", torch.float32, [2000, 0, 129, 1, 400], queries, heads=4, block_size=block_size,
+        layout=layout, sinks=per_head(4, -1, 1),
+    )  # fmt: skip
     try:
         for threads in (1, 2, 3, 7, 16):
             torch.set_num_threads(threads)
-            assert_right(case, case.run(version), want)
+            assert_right(case, case.run_with_lse())
     finally:
         torch.set_num_threads(before)
 
 
-# --- v2's scratch
+@pytest.mark.parametrize("stored", [None, *EIGHT_BITS], ids=lambda x: str(x).split(".")[-1])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (12, 6), (20, 20), (35, 7), (72, 8), (160, 2)])
+def test_kv_heads_read_together(dtype, stored, heads, kv_heads):
+    """A CPU reads KV heads that lie side by side in NHD together, as many as the work allows."""
+    before = torch.get_num_threads()
+    slopes, sinks = per_head(heads, 0.01, 0.4), per_head(heads, -1, 1)
+    shapes = {"heads": heads, "kv_heads": kv_heads, "layout": "NHD", "stored": stored}
+    shapes |= {"scales_per_head": stored is not None, "alibi_slopes": slopes, "sinks": sinks}
+    try:
+        for threads, lens in ((1, [700, 0, 40]), (2, [1, 16, 300]), (5, [1200, 33])):
+            torch.set_num_threads(threads)
+            head_size = 48 if threads == 2 else 128
+            case = make_case("cpu", dtype, lens, head_size=head_size, **shapes)
+            assert_right(case, case.run_with_lse())
+            case = case.with_options(sliding_window=90, softcap=20.0)
+            assert_right(case, case.run())
+    finally:
+        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("extra", [0, 2])
-def test_scratch_contents(device, dtype, extra):
-    case = make_case(device, dtype, [0, 1, 511, 512, 513, 1600])
-    partitions = -(-1600 // PARTITION) + extra
-    sums, maxima, tmp = case.scratch(partitions)
-    out = case.out()
-    vllm_kernels.paged_attention_v2(out, sums, maxima, tmp, *case.arguments())
-    want_out, want_sums, want_maxima, want_tmp = case.naive(partition_size=PARTITION)
-    assert_right(case, out, want_out)
-    unit = max(EPSILON[dtype], 1e-5)
-    for seq, length in enumerate(case.seq_lens.tolist()):
-        used = -(-length // PARTITION)
-        torch.testing.assert_close(
-            maxima[seq, :, :used].double(), want_maxima[seq, :, :used], rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(
-            sums[seq, :, :used].double(), want_sums[seq, :, :used], rtol=max(unit, 1e-4), atol=0
-        )
-        error = (tmp[seq, :, :used].double() - want_tmp[seq, :, :used]).norm()
-        assert error <= 0.45 * unit * want_tmp[seq, :, :used].norm() + 1e-30
+# --- nothing to do
 
 
-def test_v1_and_v2_agree(device, dtype):
-    case = make_case(device, dtype, [2000, 77], heads=8, kv_heads=2, head_size=128)
-    assert_right(case, case.v2(), case.v1().double())
+@pytest.mark.parametrize("queries", [None, []], ids=["decode", "several"])
+def test_empty_batch(device, dtype, layout, queries):
+    case = make_case(device, dtype, [], queries, layout=layout)
+    out, lse = case.run_with_lse()
+    assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
+
+
+@pytest.mark.parametrize("queries", [None, [3, 90]], ids=["decode", "several"])
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+def test_empty_pool(device, layout, stored, queries):
+    """No blocks: no tokens to see. Lengths that say otherwise: CUDA skips ids of no block."""
+    shapes = {"stored": stored, "layout": layout, "spare_blocks": 0}
+    case = make_case(device, torch.bfloat16, [0, 0], queries, **shapes)
+    case.key_cache, case.value_cache = (
+        torch.empty_like(cache, memory_format=torch.contiguous_format)
+        for cache in (case.key_cache, case.value_cache)
+    )
+    check(case)
+    if device == "cuda":
+        case.seq_lens.fill_(20)
+        out, lse = case.run_with_lse()
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+@pytest.mark.parametrize("queries", [[1, 0, 1, 0], [2, 0, 5, 0]], ids=["decode", "several"])
+def test_sequences_without_query_tokens(device, layout, queries):
+    """Padded rows of a CUDA graph; what lies in query past the last sequence stays as it is."""
+    case = make_case(device, torch.float32, [30, 40, 300, 0], queries, layout=layout)
+    case.block_tables[1] = -1
+    check(case)
+    more = replace(case, query=torch.cat([case.query, torch.randn_like(case.query)]))
+    got = more.run()
+    assert torch.equal(got[: sum(queries)], case.run())
+    assert got[sum(queries) :].isnan().all()
 
 
 # --- torch
 
 
-def test_opcheck_and_compile(device, dtype):
-    case = make_case(device, dtype, [5, 40])
-    opcheck("paged_attention_v1", case.out(), *case.arguments())
-    opcheck("paged_attention_v2", case.out(), *case.scratch(), *case.arguments())
-    assert_compiles(vllm_kernels.paged_attention_v1, case.out(), *case.arguments())
-    assert_compiles(vllm_kernels.paged_attention_v2, case.out(), *case.scratch(), *case.arguments())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_calls_of_many_python_threads():
-    """Each asks for another amount of shared memory; no launch may see another thread's amount."""
-    cases = [make_case("cuda", torch.bfloat16, [length], heads=heads, head_size=size)
-             for length in (40, 3000, 9000) for heads in (2, 32) for size in (64, 128)]  # fmt: skip
-    want = [(case.v1(), case.v2()) for case in cases]
-    torch.cuda.synchronize()
-
-    def work(index: int) -> bool:
-        case = cases[index]
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            rounds = [(case.v1(), case.v2()) for _ in range(200)]
-            stream.synchronize()
-        return all(torch.equal(a, b) for got in rounds for a, b in zip(got, want[index]))
-
-    with ThreadPoolExecutor(len(cases)) as pool:
-        assert all(pool.map(work, range(len(cases))))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_graph_replay(dtype, version, kv_cache_dtype):
-    """Captured at one set of lengths, replayed at others, with padded rows (length 0)."""
-    case = make_case("cuda", dtype, [700, 40, 1200, 8], kv_cache_dtype=kv_cache_dtype)
-    out = torch.empty_like(case.query)
-    scratch = case.scratch()
-
-    def call() -> None:
-        if version == 1:
-            vllm_kernels.paged_attention_v1(out, *case.arguments())
-        else:
-            vllm_kernels.paged_attention_v2(out, *scratch, *case.arguments())
-
-    def refill() -> None:
-        case.seq_lens.copy_(torch.tensor([13, 0, 1024, 0], device="cuda"))
-        case.query.normal_()
-
-    assert_graph_replays(call, refill, out, lambda: case.run(version))
+# Schema and fake kernels do not depend on the dtype.
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
+@pytest.mark.parametrize("queries", [None, [3, 4]], ids=["decode", "several"])
+def test_opcheck_and_compile(device, dtype, layout, queries):
+    case = make_case(device, dtype, [5, 40], queries, layout=layout, sinks=per_head(8, -1, 1))
+    out, lse = case.run_with_lse()
+    workspace = vllm_kernels.paged_attention_workspace(device)
+    opcheck(
+        "paged_attention", torch.empty_like(out), torch.empty_like(lse), *case.tensors(),
+        case.options.get("query_start_loc"), 0.125, None, 0, 0.0, case.options["sinks"], None, None,
+        layout, 4, workspace,
+    )  # fmt: skip
+    assert_compiles(lambda: case.run_with_lse())
+    compiled = torch.compile(lambda: case.run_with_lse(), fullgraph=True, backend="aot_eager")()
+    assert torch.equal(compiled[0], out) and torch.equal(compiled[1], lse)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import LAYOUTS, raises
 from late_indices import STALE, LateIndices
-from paged_attention_general_cases import EIGHT_BITS, Case, assert_right, check, make_case
+from paged_attention_cases import EIGHT_BITS, Case, assert_right, check, make_case
 
 import vllm_kernels
 
@@ -178,11 +178,11 @@ def test_last_pieces_are_shorter(lens, heads, head_size):
          "16_rows_lines", "16_rows_fp8", "48_rows_fp8", "16_rows_nhd", "dense", "dense_boxes"],
 )  # fmt: skip
 def test_posted_and_counted_pieces_are_merged_alike(dtype, heads, head_size, stored, layout):
-    """split_tokens: alone a sequence's pieces are posted, among many they are counted."""
+    """fixed_split_size: alone a sequence's pieces are posted, among many they are counted."""
     lens = [5000, 4500, 4000, 3500] + [1300] * 10  # pieces that a workspace holds of 64 rows
     case = make_case(
         "cuda", dtype, lens, heads=heads, kv_heads=2, head_size=head_size, stored=stored,
-        layout=layout, split_tokens=256,
+        layout=layout, fixed_split_size=256,
     )  # fmt: skip
     among = case.run_with_lse()
     for i in range(4):
@@ -263,16 +263,16 @@ def test_bad_starts_are_contained(layout, end, heads, query_len):
     torch.testing.assert_close(got[2 * query_len :], want[2 * query_len :], **bound)
 
 
-def test_split_tokens_need_slots():
+def test_fixed_split_size_need_slots():
     """Whether every piece has one follows from the table's width: lengths are on the device."""
-    case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(split_tokens=16)
+    case = make_case("cuda", BF16, [900, 33], heads=8, kv_heads=2).with_options(fixed_split_size=16)
     case.run()
     wide = torch.zeros(2, 1 << 20, dtype=torch.int32, device="cuda")
     wide[:, : case.block_tables.shape[1]] = case.block_tables
     with raises(
-        r"paged_attention: split_tokens: block_tables has room for sequences of 16777216 tokens, "
-        r"up to \d+ pieces, and the workspace holds \d+: use a longer split, or slice block_tables "
-        r"to the longest sequence"
+        r"paged_attention: fixed_split_size: block_tables has room for sequences of 16777216 "
+        r"tokens, up to \d+ splits, and the workspace holds \d+: use a longer split, or slice "
+        r"block_tables to the longest sequence"
     ):
         replace(case, block_tables=wide).run()
 
@@ -290,7 +290,7 @@ def test_pieces_of_overlapping_sequences_stay_in_the_workspace(layout):
         seq_lens=alone.seq_lens.expand(300).contiguous(),
     ).with_options(
         query_start_loc=torch.tensor([0, 64] * 150 + [0], dtype=torch.int32, device="cuda"),
-        split_tokens=512,
+        fixed_split_size=512,
         workspace=workspace,
     )
     for _ in range(2):  # the second time with the counters as the first left them
@@ -298,11 +298,11 @@ def test_pieces_of_overlapping_sequences_stay_in_the_workspace(layout):
         assert (workspace[size:] == 85).all()
 
 
-@pytest.mark.parametrize("early_pages", [False, True], ids=["default", "early_pages"])
-def test_behind_a_kernel_that_writes_the_query(early_pages):
+@pytest.mark.parametrize("kv_ready", [False, True], ids=["default", "kv_ready"])
+def test_behind_a_kernel_that_writes_the_query(kv_ready):
     """Programmatic dependent launch: what the kernel before writes is read after it has ended."""
     case = make_case("cuda", BF16, [900, 33, 4000], heads=8, kv_heads=2, head_size=128)
-    case = case.with_options(early_pages=early_pages)
+    case = case.with_options(kv_ready=kv_ready)
     query = case.query
     weight = torch.ones(128, dtype=BF16, device="cuda")
     normed = torch.empty_like(query)

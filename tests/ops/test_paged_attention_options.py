@@ -1,87 +1,136 @@
-"""paged_attention_v1 and _v2 with ALiBi and block sparsity."""
+"""paged_attention with each of its options."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from paged_attention_cases import NAN, assert_right, make_case
-
-SPARSE_NAMES = ("tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride",
-                "blocksparse_block_size", "blocksparse_head_sliding_step")  # fmt: skip
+from paged_attention_cases import EIGHT_BITS, assert_right, check, make_case, per_head
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_alibi(device, dtype, version, kv_heads, kv_cache_dtype):
-    slopes = torch.tensor([2.0 ** -(i + 1) for i in range(8)], device=device)
-    case = make_case(
-        device,
-        dtype,
-        [1, 17, 300, 1100],
-        kv_heads=kv_heads,
-        kv_cache_dtype=kv_cache_dtype,
-        alibi_slopes=slopes,
+@pytest.mark.parametrize("queries", [None, [1, 9, 17, 4]], ids=["decode", "several"])
+@pytest.mark.parametrize("names", [["alibi_slopes"], ["sliding_window"], ["softcap"], ["sinks"],
+                                   ["alibi_slopes", "sliding_window", "softcap", "sinks"]],
+                         ids=lambda names: "+".join(names))  # fmt: skip
+def test_options(device, dtype, layout, names, queries):
+    options = {
+        "alibi_slopes": per_head(8, 0.01, 0.4),
+        "sliding_window": 21,
+        "softcap": 2.0,
+        "sinks": per_head(8, -3.0, 4.0),
+    }
+    chosen = {name: options[name] for name in names}
+    check(make_case(device, dtype, [5, 16, 65, 200], queries, layout=layout, **chosen))
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 10**6, 2**40])
+def test_windows(device, layout, window):
+    shapes = {"layout": layout, "sliding_window": window}
+    check(make_case(device, torch.float32, [1, 15, 16, 17, 33, 300], **shapes))
+    check(make_case(device, torch.float32, [40, 17, 200], [5, 17, 33], **shapes))
+
+
+@pytest.mark.parametrize("window", [17, 2**40])
+def test_windows_of_negative_positions(device, layout, window):
+    """More query tokens than tokens; as many as the kernel for prompts takes."""
+    case = {"layout": layout, "sliding_window": window}
+    check(make_case(device, torch.bfloat16, [290, 3], [300, 5], **case))
+
+
+@pytest.mark.parametrize("right", [-1, 0, 1, 20, 2**40])
+def test_tokens_after_the_position(device, layout, right):
+    """causal=False: all tokens, or some, with and without a window before the position."""
+    lens, queries = [40, 17, 200, 3, 1], [5, 17, 33, 7, 1]
+    for index, window in enumerate((0, 1, 25)):
+        options = {"causal": False, "window_right": right, "sliding_window": window}
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[index]
+        check(make_case(device, dtype, lens, queries, layout=layout, **options))
+    options |= {"alibi_slopes": per_head(8, 0.01, 0.4), "sinks": per_head(8, -3.0, 4.0)}
+    check(make_case(device, torch.float32, lens, queries, layout=layout, **options))
+    check(make_case(device, torch.bfloat16, lens, layout=layout, **options))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+def test_softcaps(device, softcap):
+    case = make_case(device, torch.float32, [40, 130], layout="NHD", softcap=softcap, scale=0.3)
+    check(case)
+
+
+def test_sinks_at_the_ends(device):
+    """A sink of -inf is none; a very large one takes everything."""
+    case = make_case(device, torch.float32, [40, 0], layout="NHD")
+    want, want_lse = case.run_with_lse()
+    none = torch.full((8,), -torch.inf, device=device)
+    got, lse = case.with_options(sinks=none).run_with_lse()
+    assert torch.equal(got, want) and torch.equal(lse, want_lse)
+    got, lse = case.with_options(sinks=torch.full((8,), 1e30, device=device)).run_with_lse()
+    assert not got.any() and (lse == 1e30).all()
+
+
+@pytest.mark.parametrize("stored", EIGHT_BITS, ids=lambda x: str(x).split(".")[-1])
+def test_scales(device, layout, stored):
+    for per in (False, True):
+        check(
+            make_case(
+                device, torch.float32, [7, 100], kv_heads=4, stored=stored, layout=layout,
+                scales_per_head=per,
+            )
+        )  # fmt: skip
+    plain = make_case(device, torch.float32, [7, 100], stored=stored, layout=layout)
+    only_k = plain.with_options(v_scale=None)
+    check(only_k)
+    if stored != torch.int8:
+        check(only_k.with_options(k_scale=None))
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [2, 3, 9, 40]], ids=["decode", "several"])
+def test_fixed_split_size_make_a_batch_invariant(device, dtype, layout, queries):
+    """A sequence alone gives bit for bit what it gives between others."""
+    lens = [3000, 45, 700, 1]
+    queries = [min(pair) for pair in zip(queries, lens, strict=True)]
+    case = make_case(device, dtype, lens, queries, heads=8, layout=layout)
+    plain = replace(case, max_query_len=max(queries))
+    case = plain.with_options(fixed_split_size=256)
+    got = case.run()
+    assert_right(plain, got)
+    first = 0
+    for seq, count in enumerate(queries):
+        rows = slice(first, first + count)
+        alone = replace(
+            case,
+            query=case.query[rows],
+            block_tables=case.block_tables[seq : seq + 1],
+            seq_lens=case.seq_lens[seq : seq + 1],
+        ).with_options(query_start_loc=case.query.new_tensor([0, count], dtype=torch.int32))
+        assert torch.equal(alone.run(), got[rows]), seq
+        first += count
+
+
+def test_fixed_split_size_where_kv_heads_are_read_together(dtype):
+    """A CPU reads as many KV heads of NHD together as the batch and its threads allow."""
+    before = torch.get_num_threads()
+    shapes = {"heads": 40, "kv_heads": 20, "layout": "NHD", "fixed_split_size": 256}
+    case = make_case("cpu", dtype, [1200, 45, 700, 1], **shapes)
+    alone = replace(
+        case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
     )
-    assert_right(case, case.run(version))
+    try:
+        for threads in (1, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(alone.run()[0], case.run()[0])
+    finally:
+        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("head_sliding_step", [0, 1, -1, 3, -2])
-@pytest.mark.parametrize("tp_rank", [0, 1])
-@pytest.mark.parametrize("local_blocks, vert_stride, sparse_block", [(2, 4, 64), (0, 3, 32),
-                                                                     (1, 8, 16)])  # fmt: skip
-def test_block_sparse(
-    device, version, head_sliding_step, tp_rank, local_blocks, vert_stride, sparse_block
-):
-    values = (tp_rank, local_blocks, vert_stride, sparse_block, head_sliding_step)
-    for dtype, block_size in ((torch.float32, 16), (torch.bfloat16, 8)):
-        case = make_case(
-            device,
-            dtype,
-            [1, 63, 64, 65, 700, 1500],
-            heads=6,
-            kv_heads=2,
-            block_size=block_size,
-            sparse=dict(zip(SPARSE_NAMES, values)),
-        )
-        assert_right(case, case.run(version))
+@pytest.mark.parametrize("bound", [None, 7])
+@pytest.mark.parametrize("fixed_split_size", [0, 256])
+def test_loose_bound_on_query_tokens(device, dtype, layout, bound, fixed_split_size):
+    plain = make_case(device, dtype, [700, 0, 33, 5], [1, 0, 1, 1], layout=layout)
+    case = replace(plain.with_options(fixed_split_size=fixed_split_size), max_query_len=bound)
+    assert_right(plain, case.run(), case.run_with_lse())
 
 
-def test_block_sparse_with_alibi(device, dtype, version):
-    slopes = torch.linspace(0.02, 0.3, 6, device=device)
-    case = make_case(
-        device,
-        dtype,
-        [10, 333, 2000],
-        heads=6,
-        kv_heads=3,
-        alibi_slopes=slopes,
-        sparse=dict(zip(SPARSE_NAMES, (0, 1, 5, 32, 1))),
-    )
-    assert_right(case, case.run(version))
-
-
-def test_pages_no_head_sees_are_not_read(device, version):
-    case = make_case(
-        device,
-        torch.float32,
-        [1024],
-        heads=4,
-        kv_heads=2,
-        sparse=dict(zip(SPARSE_NAMES, (0, 1, 4, 64, 0))),
-    )
-    want = case.run(version)
-    # With step 0 every head sees sparse blocks 3, 7, 11, 15 and the local one, the last.
-    for token in range(0, 1024, 16):
-        if token // 64 % 4 != 3:
-            block = case.block_tables[0, token // 16].item()
-            case.key_cache[block] = NAN
-            case.value_cache[block] = NAN
-    assert torch.equal(case.run(version), want)
-
-
-def test_nothing_seen_gives_zero(device, dtype, version):
-    """Block-sparse without local blocks: short sequences see no block at all."""
-    case = make_case(device, dtype, [20, 100], sparse=dict(zip(SPARSE_NAMES, (0, 0, 8, 16, 0))))
-    out = case.run(version)
-    assert torch.equal(out[0], torch.zeros_like(out[0]))  # blocks 0 and 1 of stride 8, offset 1
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
+def test_kv_ready_change_nothing(device, dtype, layout):
+    case = make_case(device, dtype, [900, 3, 0, 77], heads=8, layout=layout)
+    assert torch.equal(case.with_options(kv_ready=True).run(), case.run())

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import LAYOUTS
-from paged_attention_general_cases import (
+from paged_attention_cases import (
     EIGHT_BITS,
     NAN,
     Case,
@@ -51,7 +51,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
         call()
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profile.key_averages())
-    kinds = ("prefill", "prefill_mma", "decode", "team", "simt")
+    kinds = ("prefill", "prefill_sm80", "decode", "decode_wgmma", "simt")
     return [kind for kind in kinds if f"paged_attention_{kind}_kernel" in names]
 
 
@@ -61,7 +61,7 @@ def test_which_kernel_runs(cuda):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's kernel")
     prompts = [300, 130], [300, 77]
-    if "prefill_mma" in kernels_of(make(cuda, BF16, *prompts, head_size=128).run):
+    if "prefill_sm80" in kernels_of(make(cuda, BF16, *prompts, head_size=128).run):
         pytest.skip("built as before Hopper")
     for options in ({}, {"stored": torch.float8_e4m3fn}, {"causal": False}, {"softcap": 2.0}):
         ran = kernels_of(make(cuda, BF16, *prompts, head_size=128, **options).run)
@@ -220,7 +220,7 @@ def test_any_strides_streams_and_workspaces(cuda, layout):
     sliced = replace(case, query=packed, key_cache=key, value_cache=value)
     assert torch.equal(sliced.run(), want)
     workspace = vllm_kernels.paged_attention_workspace(cuda)
-    for options in ({"workspace": workspace}, {"early_pages": True}):
+    for options in ({"workspace": workspace}, {"kv_ready": True}):
         assert torch.equal(case.with_options(**options).run(), want)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from paged_attention_general_cases import EIGHT_BITS, Case, assert_right, make_case, per_head
+from paged_attention_cases import EIGHT_BITS, Case, assert_right, make_case, per_head
 
 CASES = 40  # a seed
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from helpers import assert_compiles, assert_graph_replays, opcheck, raises
-from paged_attention_general_cases import (
+from paged_attention_cases import (
     EIGHT_BITS,
     NAN,
     assert_near,

@@ -22,8 +22,8 @@ from vllm_kernels.bench.engine import (
     replay,
 )
 from vllm_kernels.bench.trace import TraceRequest, made_trace, read_trace
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.request import SamplingParams
 
 __all__ = ["BenchError", "run_bench"]
 

@@ -14,9 +14,9 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from vllm_kernels.bench.trace import TraceRequest
-from vllm_kernels.integrations.engine import Engine
-from vllm_kernels.integrations.outputs import EngineStatistics
-from vllm_kernels.integrations.request import SamplingParams
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.outputs import EngineStatistics
+from vllm_kernels.engine.request import SamplingParams
 
 __all__ = ["WARM_UP", "Replay", "compare", "draw", "print_comparison", "print_replay", "replay"]
 

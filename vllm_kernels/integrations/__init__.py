@@ -1,1 +1,1 @@
-"""How the kernels plug into other libraries."""
+"""The public names that plug the kernels into other libraries."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_kernels import _library
 from vllm_kernels.ops import activation, attention, cache, cascade, norm, norm_quant, rotary
 from vllm_kernels.ops._common import library_ops
+from vllm_kernels.ops._explain import explain
 from vllm_kernels.ops.activation import *  # noqa: F403
 from vllm_kernels.ops.attention import *  # noqa: F403
 from vllm_kernels.ops.cache import *  # noqa: F403
@@ -27,8 +28,8 @@ from vllm_kernels.ops.norm_quant import *  # noqa: F403
 from vllm_kernels.ops.rotary import *  # noqa: F403
 
 _rooms = (norm, norm_quant, rotary, activation, cache, attention)
-_no_ops = [*cascade.__all__, "check", "paged_attention_workspace"]
-__all__ = ["check", *(name for room in (*_rooms, cascade) for name in room.__all__)]
+_no_ops = [*cascade.__all__, "check", "explain", "paged_attention_workspace"]
+__all__ = ["check", "explain", *(name for room in (*_rooms, cascade) for name in room.__all__)]
 
 OPS = [name for name in __all__ if name not in _no_ops]
 """Every op of the library."""

@@ -16,7 +16,7 @@ from vllm_kernels.ops._common import (
 
 __all__ = [
     "fused_decode_attention",
-    "merge_attn_parts",
+    "combine_attn_partials",
     "merge_attn_states",
     "paged_attention",
     "paged_attention_v1",
@@ -151,15 +151,15 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """:func:`paged_attention_v1` with the sequence cut in partitions of 512 tokens, merged after.
+    """:func:`paged_attention_v1` with vLLM's scratch arguments, which are checked and not used.
 
-    Better than v1 for few long sequences. The scratch holds what vLLM's holds afterwards.
+    Both run :func:`paged_attention`'s kernels. The contents of the scratch are unspecified.
 
     Args (beside those of v1):
-        exp_sum: [num_seqs, num_heads, partitions] float32, written: sum of exp(logit - max_logits).
-        max_logits: [num_seqs, num_heads, partitions] float32, written: largest logit.
-        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype, written: normalised
-            output of each partition. partitions >= ceil(max_seq_len / 512).
+        exp_sum: [num_seqs, num_heads, partitions] float32.
+        max_logits: [num_seqs, num_heads, partitions] float32.
+        tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
+            least ceil(max_seq_len / 512).
     """
     if is_grad_enabled():
         inference_only(
@@ -206,8 +206,8 @@ def paged_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
-    split_tokens: int = 0,
-    early_pages: bool = False,
+    fixed_split_size: int = 0,
+    kv_ready: bool = False,
     causal: bool = True,
     window_right: int = -1,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -263,12 +263,12 @@ def paged_attention(
         workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
             one that belongs to the current stream. Calls that run at the same time need one each,
             as the default gives them, but for graphs captured on one stream and replayed on two.
-        split_tokens: 0 cuts sequences into pieces as suits the batch. Else a piece has at most
+        fixed_split_size: 0 cuts sequences into pieces as suits the batch. Else a piece has at most
             about this many tokens (2048, say) whatever else is in the batch: a sequence's result is
             then the same bit for bit in every batch called with the same max_query_len
             (batch-invariant mode). On CUDA the workspace bounds the pieces: slice block_tables to
             the longest sequence. A CPU then leaves sequences uncut.
-        early_pages: lets CUDA read tables, lengths, starts and pages before the kernels before it
+        kv_ready: lets CUDA read tables, lengths, starts and pages before the kernels before it
             have ended. Only for callers who know that nothing that may still be running writes any
             of them: not behind the cache writer of the same layer, and a call whose lengths or
             starts change after all may not end. (This library's kernels let their successor start
@@ -281,7 +281,7 @@ def paged_attention(
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
-        (:func:`merge_attn_parts` takes it as it is, :func:`merge_attn_states` its transpose,
+        (:func:`combine_attn_partials` takes it as it is, :func:`merge_attn_states` its transpose,
         contiguous.)
 
     Raises:
@@ -308,7 +308,7 @@ def paged_attention(
         op(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
-            workspace, split_tokens, early_pages, 0 if causal else window_right,
+            workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
         )  # fmt: skip
     except RuntimeError:
         refuse_numbers("paged_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
@@ -427,7 +427,7 @@ def fused_decode_attention(
     layout: str = "vllm",
     out: Tensor | None = None,
     workspace: Tensor | None = None,
-    split_tokens: int = 0,
+    fixed_split_size: int = 0,
 ) -> Tensor:
     """A decode step from the QKV product to the result of attention, one token a sequence.
 
@@ -468,7 +468,7 @@ def fused_decode_attention(
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
         epsilon: of the norm, >= 0.
-        alibi_slopes, sliding_window, softcap, sinks, layout, workspace, split_tokens: as
+        alibi_slopes, sliding_window, softcap, sinks, layout, workspace, fixed_split_size: as
             :func:`paged_attention` has them.
         k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
             negative, one element or [num_kv_heads]; None stands for 1.
@@ -505,7 +505,7 @@ def fused_decode_attention(
         op(
             out, qkv, bias, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
             block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
-            alibi_slopes, sliding_window, softcap, sinks, workspace, split_tokens,
+            alibi_slopes, sliding_window, softcap, sinks, workspace, fixed_split_size,
         )  # fmt: skip
     except RuntimeError:
         refuse_numbers("fused_decode_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
@@ -570,28 +570,28 @@ def merge_attn_states(
     )
 
 
-def merge_attn_parts(
-    output: Tensor, parts: Tensor, part_lses: Tensor, output_lse: Tensor | None = None
+def combine_attn_partials(
+    output: Tensor, out_partial: Tensor, lse_partial: Tensor, output_lse: Tensor | None = None
 ) -> None:
-    """:func:`merge_attn_states` of any number of parts, in one launch, as :func:`paged_attention`
-    gives them: attention over disjoint sets of keys, merged by their log-sum-exp. (As FlashInfer's
-    merge_states.)
+    """Combines attention over disjoint sets of keys, in one launch.
 
-    The registered op has output_lse second.
+    It takes partial results as :func:`paged_attention` gives them and weighs them by their
+    log-sum-exp. It is :func:`merge_attn_states` for any number of partial results, as FlashInfer's
+    merge_states and FlashAttention-3's flash_attn_combine. The registered op has output_lse second.
 
     Args:
-        output: [num_tokens, num_heads, head_size], written; dtype of parts. The strides of tokens
-            and heads are free.
-        parts: [num_parts, num_tokens, num_heads, head_size], float32, float16 or bfloat16; all
-            strides but the last are free.
-        part_lses: [num_parts, num_tokens, num_heads] float32, contiguous, natural logarithm. -inf
-            (and +inf) marks a part without keys, whose output is not looked at.
+        output: [num_tokens, num_heads, head_size], written; the dtype of out_partial. The strides
+            of tokens and heads are free.
+        out_partial: [num_partials, num_tokens, num_heads, head_size], float32, float16 or bfloat16.
+            All strides but the last are free.
+        lse_partial: [num_partials, num_tokens, num_heads] float32, contiguous, natural logarithm.
+            -inf (and +inf) marks a partial result without keys. Its out_partial is not read.
         output_lse: [num_tokens, num_heads] float32, written.
 
-    Where all parts are empty the output is 0 and its lse -inf.
+    Where all partial results are empty the output is 0 and its lse -inf.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("merge_attn_parts", output, parts, part_lses, output_lse)
-    library_ops.merge_attn_parts.default(output, output_lse, parts, part_lses)
+    inference_only("combine_attn_partials", output, out_partial, lse_partial, output_lse)
+    library_ops.combine_attn_partials.default(output, output_lse, out_partial, lse_partial)

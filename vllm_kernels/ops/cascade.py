@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kernels.ops.attention import merge_attn_parts, paged_attention
+from vllm_kernels.ops.attention import combine_attn_partials, paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 
@@ -145,11 +145,12 @@ def cascade_attention(
 
     All query tokens attend to the common blocks as if they were one sequence, not causally, so that
     these are read once and not once a sequence; each sequence attends to the rest of its own; and
-    :func:`merge_attn_parts` merges the two by their log-sum-exp (Ye et al. 2024, cascade inference
-    in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). Equal to :func:`paged_attention` up to
-    rounding. With one query token a sequence, and no sinks, a GPU gets both levels as one mixed
-    batch, and works on them side by side; it pays where :func:`cascade_pays` says. Chunks of
-    prompts gain little: they are bound by products, not by what they read.
+    :func:`combine_attn_partials` merges the two by their log-sum-exp (Ye et al. 2024, cascade
+    inference in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). Equal to
+    :func:`paged_attention` up to rounding. With one query token a sequence, and no sinks, a GPU
+    gets both levels as one mixed batch, and works on them side by side; it pays where
+    :func:`cascade_pays` says. Chunks of prompts gain little: they are bound by matrix products,
+    not by memory.
 
     Args:
         num_common_blocks: leading blocks that all rows of block_tables share, as
@@ -227,5 +228,5 @@ def cascade_attention(
     if out is None:
         out = torch.empty_like(parts[0])
     lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
-    merge_attn_parts(out, parts, lses.view(pieces + 1, num_tokens, num_heads), lse)
+    combine_attn_partials(out, parts, lses.view(pieces + 1, num_tokens, num_heads), lse)
     return out if lse is None else (out, lse)

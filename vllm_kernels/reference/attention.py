@@ -62,28 +62,16 @@ def naive_paged_attention(
     blocksparse_vert_stride: int = 0,
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
-    partition_size: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor:
     """One query token a sequence attends to its pages (layout vllm), in float64.
 
     query [num_seqs, num_heads, head_size], key_cache [num_blocks, num_kv_heads, head_size / x,
     block_size, x], value_cache [num_blocks, num_kv_heads, head_size, block_size] -> out, float64.
-
-    With a partition_size also what v2 leaves in its scratch, for P partitions of that many tokens:
-    (out, exp_sums, max_logits, tmp_out), [num_seqs, num_heads, P] and [.., P, head_size]. A logit
-    is scale * q.k plus its bias; max_logits the largest of a partition, exp_sums the sum of
-    exp(logit - max_logits), tmp_out the partition's own normalised output. A partition without
-    tokens holds 0, -inf, 0.
     """
-    num_seqs, num_heads, head_size = query.shape
+    _, num_heads, head_size = query.shape
     group = num_heads // num_kv_heads
     lengths = seq_lens.tolist()
-    span = partition_size or max([1, *lengths])
-    partitions = max([1, *(-(-length // span) for length in lengths)])
-    like = {"dtype": torch.float64, "device": query.device}
-    exp_sums = torch.zeros(num_seqs, num_heads, partitions, **like)
-    max_logits = torch.full((num_seqs, num_heads, partitions), float("-inf"), **like)
-    tmp_out = torch.zeros(num_seqs, num_heads, partitions, head_size, **like)
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     for seq, length in enumerate(lengths):
         if length == 0:
             continue
@@ -108,21 +96,12 @@ def naive_paged_attention(
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
             logits.masked_fill_(~sees.view_as(logits).to(query.device), float("-inf"))
-        for partition, first in enumerate(range(0, length, span)):
-            part = logits[..., first : first + span]
-            largest = part.amax(-1)
-            weights = (part - largest.masked_fill(largest == float("-inf"), 0)[..., None]).exp()
-            total = weights.sum(-1)
-            out = weights @ value[:, first : first + span]
-            out = torch.where(total[..., None] == 0, 0.0, out / total[..., None])
-            exp_sums[seq, :, partition] = total.flatten()
-            max_logits[seq, :, partition] = largest.flatten()
-            tmp_out[seq, :, partition] = out.view(num_heads, head_size)
-    largest = max_logits.amax(-1, keepdim=True)
-    shares = exp_sums * (max_logits - largest.masked_fill(largest == float("-inf"), 0)).exp()
-    total = shares.sum(-1, keepdim=True)
-    out = torch.where(total == 0, 0.0, ((shares / total)[..., None] * tmp_out).sum(-2))
-    return out if partition_size is None else (out, exp_sums, max_logits, tmp_out)
+        largest = logits.amax(-1, keepdim=True)
+        weights = (logits - largest.masked_fill(largest == float("-inf"), 0)).exp()
+        total = weights.sum(-1, keepdim=True)
+        attended = torch.where(total == 0, 0.0, weights @ value / total)
+        out[seq] = attended.view(num_heads, head_size)
+    return out
 
 
 def token_rows(cache: Tensor, layout: str) -> Tensor:
@@ -329,17 +308,17 @@ def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[tokens, heads, D] and lse [heads, tokens] of each part -> those of both parts together."""
-    output, lse = merge_attn_parts(
+    output, lse = combine_attn_partials(
         torch.stack([prefix_output, suffix_output]),
         torch.stack([prefix_lse, suffix_lse]).transpose(1, 2),
     )
     return output, lse.t()
 
 
-def merge_attn_parts(parts: Tensor, part_lses: Tensor) -> tuple[Tensor, Tensor]:
-    """[parts, tokens, heads, D] and lse [parts, tokens, heads] -> those of all parts together."""
-    lses = part_lses.double()
+def combine_attn_partials(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """[partials, tokens, heads, D] and lse [partials, tokens, heads] -> all of them together."""
+    lses = lse_partial.double()
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     weights = torch.where(lses == -torch.inf, 0.0, torch.softmax(lses, 0))[..., None]
-    output = torch.where(weights == 0, 0.0, parts.double() * weights).sum(0)
-    return output.to(parts.dtype), torch.logsumexp(lses, 0).float()
+    output = torch.where(weights == 0, 0.0, out_partial.double() * weights).sum(0)
+    return output.to(out_partial.dtype), torch.logsumexp(lses, 0).float()

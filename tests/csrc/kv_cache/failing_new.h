@@ -1,4 +1,4 @@
-// operator new that fails when told to.
+// An operator new that fails on request.
 #pragma once
 
 #include <cstdint>

@@ -284,6 +284,43 @@ TEST(EveryAllocationsManagers, EvictAndMoveWindows) {
   EXPECT_GT(windowed->statistics().num_evictions, 0);
 }
 
+// Once its plan and tables have grown, a step allocates nothing: not for shared tails, not for
+// blocks that fill up, and not for blocks that are evicted.
+TEST(SteadyState, AStepAllocatesNothing) {
+  const auto manager = make_full_manager();
+  Arguments a;
+  const Tokens four = range(4);
+  const Ids ones{1, 1, 1, 1};
+  const Ids lengths{6, 6, 6, 3};
+  const auto step = [&] { manager->step(a.ids, ones, a.buffers.view, a.copies, {.tokens = four}); };
+  const auto start_again = [&] {  // with a tail that three sequences share
+    manager->truncate(a.ids, lengths);
+    manager->reorder(Ids{2, 3}, Ids{1, 1});
+    const Tokens filler(4 * manager->num_free_blocks(), 7);
+    manager->allocate(2000, filler, kMaxTokens, {});
+    manager->free(2000);
+    manager->drop_events(1'000'000);
+  };
+  manager->record_tokens(Ids{3}, Ids{4}, four);
+  for (int round = 0; round < 4; ++round) {
+    start_again();
+    for (int i = 0; i < 30; ++i) step();
+  }
+  start_again();
+  for (int64_t id = 1; id <= 3; ++id) manager->append(id, 8, {.tokens = range(8)});
+  manager->truncate(a.ids, lengths);  // the tables keep their room
+  manager->fork(1, 50);
+  const Statistics before = manager->statistics();
+  for (int i = 0; i < 8; ++i) {
+    const FailAllocation fail(0);
+    ASSERT_NO_THROW(step()) << "step " << i;
+    ASSERT_FALSE(fail.failed());
+  }
+  EXPECT_GT(manager->statistics().num_copies, before.num_copies);
+  EXPECT_GT(manager->statistics().num_evictions, before.num_evictions);
+  manager->check_integrity();
+}
+
 TEST(EveryAllocationOfTheConstructor, FailsWithoutALeak) {
   for (int64_t k = 0; k < 100; ++k) {
     const FailAllocation fail(k);

@@ -295,9 +295,9 @@ TEST(Prefix, TokensThatContradictAnotherHolderAreRefused) {
   both.fork(1, 2);
   Tokens tokens = range(8);
   tokens.insert(tokens.end(), others.begin(), others.end());
-  const Snapshot untold = TestAccess::snapshot(both);
+  const Snapshot unrecorded = TestAccess::snapshot(both);
   EXPECT_THROW(both.record_tokens(Ids{1, 2}, Ids{8, 8}, tokens), InvalidArgument);
-  EXPECT_EQ(TestAccess::snapshot(both), untold);
+  EXPECT_EQ(TestAccess::snapshot(both), unrecorded);
   tokens[14] = 6;
   both.record_tokens(Ids{1, 2}, Ids{8, 8}, tokens);
   both.check_integrity();

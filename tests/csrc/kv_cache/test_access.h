@@ -1,4 +1,4 @@
-// What the tests see of the manager's private state.
+// The tests' access to the manager's private state.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace vllm_kernels::kv_cache {
 
 // Everything that a later call could notice.
 struct Snapshot {
-  // id, tokens, table, known tokens, in host blocks
+  // id, tokens, table, recorded tokens, in host blocks
   std::vector<std::tuple<int64_t, int64_t, std::vector<int32_t>, int64_t, bool>> sequences;
   std::vector<int32_t> references;
   std::vector<int32_t> contents;
@@ -44,9 +44,9 @@ struct TestAccess {
   static Snapshot snapshot(const KVCacheManager& manager) {
     Snapshot result;
     for (const auto& sequence : manager.sequences_) {
-      result.sequences.emplace_back(sequence.id, sequence.num_tokens, sequence.blocks,
-                                    manager.follows(sequence) ? manager.known(sequence) : -1,
-                                    sequence.swapped);
+      result.sequences.emplace_back(
+          sequence.id, sequence.num_tokens, sequence.blocks,
+          manager.tracks_tokens(sequence) ? manager.num_recorded(sequence) : -1, sequence.swapped);
     }
     std::sort(result.sequences.begin(), result.sequences.end());
     for (const auto& block : manager.pool_.blocks_) result.references.push_back(block.references);

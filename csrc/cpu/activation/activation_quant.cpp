@@ -1,0 +1,80 @@
+#include "cpu/activation/activation_gated.h"
+#include "cpu/base/quant.h"
+#include "cpu/kernels.h"
+#include "ops/activation_gated.h"
+
+namespace vllm_kernels::cpu {
+namespace {
+
+// With the scale that is given: what silu_and_mul would have stored, quantised.
+template <typename T>
+void quant_piece(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
+                 int64_t n) {
+  const MultiplyByInverse quantizer(scale);
+  const auto quantized = [&](GateAndUp x) {
+    return quantizer(gated_product<Gated::kSilu, true, T>(p, x));
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    store(out + i, quantized(load_gated<Gated::kSilu>(gate, up, i)));
+  }
+  if (i < n) {
+    const GateAndUp x = load_gated_partial<Gated::kSilu>(gate, up, i, n - i);
+    store_partial(out + i, quantized(x), n - i);
+  }
+}
+
+// Groups of a scale each: 64 or 128 elements, whole vectors. `scale` is the first group's.
+template <typename Q, typename T>
+void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* gate, const T* up,
+                  float* scale, int64_t n) {
+  constexpr DType kDType = kQuantDType<Q>;
+  const float upper_bound = q.upper_bound == nullptr ? __builtin_inff() : *q.upper_bound;
+  const int vectors = q.group_size / kLanes;
+  Vec values[128 / kLanes];
+  for (int64_t first = 0; first < n; first += q.group_size) {
+    VecUint largest = {};
+    for (int v = 0; v < vectors; ++v) {
+      const GateAndUp x = load_gated<Gated::kSilu>(gate, up, first + v * kLanes);
+      values[v] = gated_product<Gated::kSilu, false, T>(p, x);
+      largest = larger_bits(largest, magnitude_bits(values[v]));
+    }
+    const float full = largest_magnitude(largest) / largest_of(kDType);
+    *scale = at_least(at_most(full, upper_bound), min_scale_of(kDType));
+    const DivideByScale quantizer(*scale);
+    for (int v = 0; v < vectors; ++v) store(out + first + v * kLanes, quantizer(values[v]));
+    scale += q.scale_group_stride;
+  }
+}
+
+int64_t num_tasks(const GatedQuantParams& p) {
+  return GatedPieces(p.gated).num_tasks();
+}
+
+void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
+  const GatedParams& p = params.gated;
+  const QuantParams& q = params.quant;
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    GatedPieces(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+      const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + first;
+      const T* up = static_cast<const T*>(p.up) + p.up_rows.offset(row) + first;
+      const int64_t to = p.out_rows.offset(row) + first;
+      if (q.scale_of == ScaleOf::kTensor) {
+        return quant_piece(static_cast<Fp8E4M3*>(p.out) + to, p, gate, up, *q.scale, n);
+      }
+      float* scale =
+          q.scales + row * q.scale_row_stride + first / q.group_size * q.scale_group_stride;
+      dispatch_quant(q.dtype, [&](auto eight) {
+        using Q = decltype(eight);
+        quant_groups(static_cast<Q*>(p.out) + to, p, q, gate, up, scale, n);
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cpu
+
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::GatedQuantParams, vllm_kernels::cpu::num_tasks,
+                        vllm_kernels::cpu::run)

@@ -1,0 +1,98 @@
+#include "ops/rms_norm_quant.h"
+
+#include "cpu/base/dispatch.h"
+#include "cpu/base/quant.h"
+#include "cpu/kernels.h"
+#include "cpu/norm/rms_norm_rows.h"
+
+namespace vllm_kernels::cpu {
+namespace {
+
+// What rms_norm would have stored: the normalised values, rounded, times the weight, rounded.
+template <typename T>
+struct Normed {
+  const T* row;
+  const T* weight;
+  Vec inverse;
+
+  Vec operator()(int64_t i) const {
+    return round_to<T>(round_to<T>(load(row + i) * inverse) * load(weight + i));
+  }
+  Vec partial(int64_t i, int64_t count) const {
+    const Vec x = round_to<T>(load_partial(row + i, count) * inverse);
+    return round_to<T>(x * load_partial(weight + i, count));
+  }
+};
+
+// Of elements [first, last).
+template <typename T>
+float magnitude_of(const Normed<T>& normed, int64_t first, int64_t last) {
+  VecUint largest = {};
+  int64_t i = first;
+  for (; i + kLanes <= last; i += kLanes) {
+    largest = larger_bits(largest, magnitude_bits(normed(i)));
+  }
+  if (i < last) largest = larger_bits(largest, magnitude_bits(normed.partial(i, last - i)));
+  return largest_magnitude(largest);
+}
+
+template <typename Q, typename T, typename Quantizer>
+void store_range(Q* out, const Normed<T>& normed, const Quantizer& quantizer, int64_t first,
+                 int64_t last) {
+  int64_t i = first;
+  for (; i + kLanes <= last; i += kLanes) store(out + i, quantizer(normed(i)));
+  if (i < last) store_partial(out + i, quantizer(normed.partial(i, last - i)), last - i);
+}
+
+// Elements [first, last) with one scale of their own, which goes to `scale`.
+template <typename Q, typename T>
+void store_scaled(Q* out, float* scale, const Normed<T>& normed, float upper_bound, int64_t first,
+                  int64_t last) {
+  constexpr DType kDType = kQuantDType<Q>;
+  const float magnitude = at_most(magnitude_of(normed, first, last), upper_bound);
+  *scale = at_least(magnitude / largest_of(kDType), min_scale_of(kDType));
+  if constexpr (kDType == DType::kInt8) {
+    store_range(out, normed, MultiplyByInverse(*scale), first, last);
+  } else {
+    store_range(out, normed, DivideByScale(*scale), first, last);
+  }
+}
+
+template <typename Q, typename T>
+void quant_row(const RmsNormQuantParams& params, int64_t index) {
+  const RmsNormParams& p = params.norm;
+  const QuantParams& q = params.quant;
+  const NormedRow<T> row(p, index);
+  const Normed<T> normed{row.data, static_cast<const T*>(p.weight), splat(row.inverse)};
+  Q* out = static_cast<Q*>(p.out) + p.out_rows.offset(index);
+  if (q.scale_of == ScaleOf::kTensor) {
+    return store_range(out, normed, MultiplyByInverse(*q.scale), 0, p.hidden_size);
+  }
+  const float upper_bound = q.upper_bound == nullptr ? __builtin_inff() : *q.upper_bound;
+  const int64_t group = q.scale_of == ScaleOf::kRow ? p.hidden_size : q.group_size;
+  float* scale = q.scales + index * q.scale_row_stride;
+  for (int64_t first = 0; first < p.hidden_size; first += group) {
+    store_scaled(out, scale, normed, upper_bound, first, first + group);
+    scale += q.scale_group_stride;
+  }
+}
+
+int64_t num_tasks(const RmsNormQuantParams& p) {
+  return ceil_div(p.norm.input_rows.count, norm_rows_per_task(p.norm));
+}
+
+void run(const RmsNormQuantParams& p, int64_t begin, int64_t end) {
+  dispatch_float(p.norm.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    dispatch_quant(p.quant.dtype, [&](auto eight) {
+      using Q = decltype(eight);
+      for_each_row(p.norm, begin, end, [&](int64_t row) { quant_row<Q, T>(p, row); });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cpu
+
+VLLM_KERNELS_CPU_KERNEL(vllm_kernels::RmsNormQuantParams, vllm_kernels::cpu::num_tasks,
+                        vllm_kernels::cpu::run)

@@ -1,0 +1,96 @@
+// combine_attn_partials: merges any number of attention results over disjoint keys by their lse.
+// Shapes and the formula are in ops/combine_attn_partials.h. Rows are (token, head): up to 32 lanes
+// share one, and a CTA of 128 threads has several. There are no early reads.
+#include "ops/combine_attn_partials.h"
+
+#include <cmath>
+
+#include "cuda/base/launch.cuh"
+#include "cuda/base/types.cuh"
+#include "cuda/launchers.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kAhead = 4;  // partials whose loads are in flight together
+
+// `lanes` neighbouring lanes (a power of two, at most 32) share a (token, head) row. kWidth is the
+// number of elements per access: 16 bytes, or one element where a row is unaligned.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    combine_attn_partials_kernel(CombineAttnPartialsParams p, int lanes) {
+  launch_dependents();
+  wait_for_primary_kernel();
+  const int64_t rows = p.num_tokens * p.num_heads;
+  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
+  const int lane = threadIdx.x % lanes;
+  if (row >= rows) return;
+  const int64_t token = row / p.num_heads, head = row % p.num_heads;
+  const auto lse_of = [&](int partial) {
+    const float lse = p.lse_partial[partial * rows + row];
+    return lse == INFINITY ? -INFINITY : lse;
+  };
+  float largest = -INFINITY;
+#pragma unroll kAhead
+  for (int partial = 0; partial < p.num_partials; ++partial)
+    largest = fmaxf(largest, lse_of(partial));
+  if (largest == -INFINITY) largest = 0.0f;  // all partials are empty: their weights become 0
+  const auto weight_of = [&](int partial) { return expf(lse_of(partial) - largest); };
+  float sum = 0.0f;
+#pragma unroll kAhead
+  for (int partial = 0; partial < p.num_partials; ++partial) sum += weight_of(partial);
+  if (lane == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
+  const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
+
+  struct alignas(kWidth * sizeof(T)) Elements {
+    T data[kWidth];
+  };
+  const T* first =
+      static_cast<const T*>(p.out_partial) + token * p.token_stride + head * p.head_stride;
+  T* output =
+      static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride;
+  for (int i = lane; i < p.head_size / kWidth; i += lanes) {
+    float merged[kWidth] = {};
+#pragma unroll kAhead
+    for (int partial = 0; partial < p.num_partials; ++partial) {
+      const Elements loaded =
+          reinterpret_cast<const Elements*>(first + partial * p.partial_stride)[i];
+      const float weight = weight_of(partial);
+      // A partial of weight 0 may contain anything, even NaN: it counts as 0.
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        merged[j] += weight == 0.0f ? 0.0f : to_float(loaded.data[j]) * weight;
+      }
+    }
+    Elements result;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) result.data[j] = from_float<T>(merged[j] * scale);
+    reinterpret_cast<Elements*>(output)[i] = result;
+  }
+}
+
+}  // namespace
+
+void launch(const CombineAttnPartialsParams& p, Stream stream) {
+  dispatch_float(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int kWidth = kVecWidth<T>;
+    const auto aligned = [](int64_t stride) { return stride % kWidth == 0; };
+    const bool vectors = aligned(p.head_size) && aligned16(p.output) && aligned16(p.out_partial) &&
+                         aligned(p.output_token_stride) && aligned(p.output_head_stride) &&
+                         aligned(p.partial_stride) && aligned(p.token_stride) &&
+                         aligned(p.head_stride);
+    const int steps = vectors ? p.head_size / kWidth : p.head_size;
+    int lanes = 1;
+    while (lanes < steps && lanes < 32) lanes *= 2;
+    const int64_t rows_per_block = kThreads / lanes;
+    const int64_t blocks = (p.num_tokens * p.num_heads + rows_per_block - 1) / rows_per_block;
+    launch_kernel(
+        "combine_attn_partials",
+        vectors ? combine_attn_partials_kernel<T, kWidth> : combine_attn_partials_kernel<T, 1>,
+        dim3(grid_size("combine_attn_partials", blocks)), dim3(kThreads), 0, stream, p, lanes);
+  });
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,51 @@
+// Thresholds that choose between attention kernels, each with the measured rows behind it.
+// Figures are of an H200; docs/lab has the pages.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+namespace vllm_kernels::cuda {
+
+// Packed query rows of a KV head up to which the decode kernels beat the prefill kernels: they
+// split a sequence over CTAs. (verify16_b32_4k: 64 rows, 141 us against 164 us.)
+constexpr int kDecodeRows = 32;
+// Without other sequences to fill the GPU they win up to twice as many rows.
+constexpr int kDecodeRowsAlone = 64;
+
+// Packed query rows of a prefill work tile. Fewer such tiles than half of the SMs leave most of the
+// GPU idle; a split sequence does not. (1k_on_50k with 8 KV heads is the first row above it.)
+constexpr int kPrefillTileRows = 128;
+
+// Decode, 8-bit pages, more query tiles than SMs: two CTAs an SM with half the warps each. One
+// copies while the other combines. (b64_c2k_fp8: 6% faster.)
+constexpr int kCtasPerSmOf8Bit = 2;
+// Stages of a warp's pipeline, at least: 3 hide the latency of a page, 2 suffice with two CTAs.
+constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
+
+// A split is at most this share of an even share of the work of one CTA. (ragged128: shorter splits
+// balance; longer ones combine less.)
+constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
+
+// Query tokens of a sequence up to which the decode kernels take it beside a prefill launch.
+constexpr int decode_tokens(int group) {
+  return std::max(1, kDecodeRows / group);
+}
+
+// Head sizes of layouts NHD and HND whose 16- or 8-bit rows are no whole lines of 128 bytes, and
+// are faster as plain rows than as swizzled ones. `contiguous`: the rows of a page and head follow
+// each other (HND as allocated). (d80_g8_p32_b150: HND 66.8 to 71.7 us, before 76.9 to 92.7.)
+constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous) {
+  switch (head_size) {
+    case 80:
+    case 112:
+      return is_16_bit || contiguous;
+    case 96:
+      return is_16_bit != contiguous;
+    case 192:
+      return !is_16_bit;
+    default:
+      return false;
+  }
+}
+
+}  // namespace vllm_kernels::cuda

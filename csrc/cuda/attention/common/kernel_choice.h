@@ -1,0 +1,202 @@
+// The answer of choose_kernel(): which attention kernel runs, and its launch shape. The constants
+// here are shared by the choice (host, no CUDA) and by the kernels.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/paged_kv.h"
+
+namespace vllm_kernels::cuda {
+
+// How K and V of a stage lie in shared memory (kv_smem_layout.cuh draws each).
+//   kPackedPages    whole pages of layout vllm, of up to 16 tokens
+//   kPackedBoxes    16 or 32 tokens of a longer page of layout vllm, a TMA box each
+//   kSwizzledRows   rows of NHD and HND in columns of 128 bytes, TMA's 128-byte swizzle
+//   kPlainRows      rows of NHD and HND as they lie in memory
+enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
+
+enum class AttentionKernel {
+  kSimt,         // simt/: no tensor cores
+  kDecode,       // decode/decode_kernel.cuh: mma.sync, few query rows, sequences split over CTAs
+  kDecodeWgmma,  // decode/decode_wgmma_kernel.cuh: the same on Hopper, 9 to 64 rows
+  kPrefillSm90,  // prefill/sm90/: wgmma and TMA, many query rows
+  kPrefillSm80,  // prefill/sm80/: mma.sync and cp.async, many query rows
+};
+
+// What kept a faster kernel from being chosen. Bits.
+enum Obstacle : uint32_t {
+  kNoObstacle = 0,
+  kFloat32 = 1 << 0,      // tensor cores: query of 16 bits
+  kBlockSparse = 1 << 1,  // only the SIMT kernel has block-sparse patterns
+  kSharedMemoryTooSmall = 1 << 2,
+  kSmallPages = 1 << 3,             // tensor cores: pages of at least 8 tokens (8-bit vllm: 16)
+  kEmptyCache = 1 << 4,             // num_blocks = 0
+  kUnalignedCache = 1 << 5,         // base and strides of K and V: multiples of 16 bytes
+  kUnalignedQuery = 1 << 6,         // decode: 4 bytes (8-bit cache: 8); prefill: 16 bytes
+  kUnalignedOut = 1 << 7,           // decode: 8 bytes; prefill: 16 bytes
+  kNotCausal = 1 << 8,              // decode: query tokens see their past alone
+  kContiguousKeys = 1 << 9,         // decode: K and V in pages
+  kScaleNotPositive = 1 << 10,      // prefill: scale > 0
+  kFewRows = 1 << 11,               // prefill: too few query rows to fill the GPU
+  kNoWgmma = 1 << 12,               // prefill sm90: code for sm_90a on an H100 or H200
+  kHeadSize = 1 << 13,              // prefill sm90: 64, 96, 128, 192 or 256
+  kPageSize = 1 << 14,              // prefill sm90: 16, or a longer power of two (not 16-bit vllm)
+  kCacheType = 1 << 15,             // prefill: cache of the query's dtype, or of 8 bits
+  kSoftcapOrAlibiOn8Bit = 1 << 16,  // prefill sm90
+  kHeadSizeOn8Bit = 1 << 17,        // prefill sm90: up to 192
+  kLongSequences = 1 << 18,         // prefill sm80: 2^30 tokens
+};
+
+struct KernelChoice {
+  AttentionKernel kernel = AttentionKernel::kSimt;
+  KvForm form = KvForm::kSwizzledRows;
+  int padded_head_size = 0;  // of the instantiation
+  bool multi_warp = false;   // decode: several warps share a pipeline
+  int warps = 0;             // of a CTA
+  int ctas_per_sm = 1;
+  int stages = 0;          // of a pipeline
+  int consumer_shift = 0;  // decode: log2 of the warps that share a pipeline
+  int warp_shift = 0;      // decode: log2 of the query rows of a warp
+  int combine_rows = 0;    // decode: rows of a warp that are combined at a time
+  int shared_bytes = 0;    // dynamic
+  uint32_t obstacles = kNoObstacle;
+
+  int row_shift() const { return warp_shift + consumer_shift; }  // log2 of a work tile's rows
+};
+
+// One call: a launch, and a concurrent one for the sequences of few query tokens of a mixed batch.
+struct AttentionChoice {
+  KernelChoice main;
+  bool has_concurrent_decode = false;
+  KernelChoice concurrent_decode;
+  int min_query_len = 1;  // sequences of fewer query tokens are the concurrent launch's
+};
+
+// Prefill sm90: 8-bit caches have heads up to this size.
+constexpr int kMaxHeadSize8Bit = 192;
+// Prefill sm80: tokens of a sequence.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+// Fused decode: query heads of a KV head.
+constexpr int kMaxNewTokenRows = 8;
+
+// --- shapes that the choice and the kernels must agree on
+
+constexpr int kColumnBytes = 128;  // of a row in form kSwizzledRows
+constexpr int kMaxPipelineStages = 8;
+
+// Columns of a row.
+constexpr int row_columns(int head_size, int element_bytes) {
+  return (head_size * element_bytes + kColumnBytes - 1) / kColumnBytes;
+}
+
+// Whether the rows of a page of a head follow each other in memory: layout HND as allocated.
+inline bool rows_are_contiguous(const PagedKv& kv) {
+  return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
+}
+
+// Form kSwizzledRows: whether two dense rows may share a line of 128 bytes.
+constexpr bool may_pair_rows(KvForm form, int padded_head_size, int element_bytes) {
+  return form == KvForm::kSwizzledRows && padded_head_size * element_bytes == kColumnBytes / 2;
+}
+
+// Bytes of a pipeline stage: V, then K from key_offset on. line_shift is log2 of the rows that
+// share a line of 128 bytes in form kSwizzledRows.
+struct StageBytes {
+  int line_shift;
+  int key_offset;
+  int total;
+};
+inline StageBytes stage_bytes(const PagedKv& kv, KvForm form, int padded_head_size, int tokens,
+                              int architecture) {
+  const int element = size_of(kv.dtype);
+  const int line_shift = may_pair_rows(form, padded_head_size, element) &&
+                         kv.head_size == padded_head_size && rows_are_contiguous(kv) &&
+                         architecture >= 90;
+  int offset = kv.head_size * element * tokens, key = padded_head_size * element * tokens;
+  if (form == KvForm::kSwizzledRows) {
+    offset = row_columns(kv.head_size, element) * tokens * kColumnBytes >> line_shift;
+    key = row_columns(padded_head_size, element) * tokens * kColumnBytes >> line_shift;
+  } else if (form == KvForm::kPlainRows) {
+    offset = key;
+  }
+  // Products read V past the head size as well: that is the same stage's K.
+  return {
+      .line_shift = line_shift, .key_offset = offset, .total = (offset + key + 127) / 128 * 128};
+}
+
+// Query rows of a warp in blocks of 8: alone one, in a group as many as its registers hold.
+constexpr int decode_row_blocks(int padded_head_size, bool multi_warp) {
+  return multi_warp && padded_head_size <= 128 ? 2 : 1;
+}
+// Tokens of a stage: 32 where that is at most 8 KiB of K and V, or several warps share it.
+constexpr int decode_stage_tokens(int element_bytes, int padded_head_size, bool multi_warp) {
+  return padded_head_size <= 128 && (multi_warp || element_bytes * padded_head_size <= 128) ? 32
+                                                                                            : 16;
+}
+// 16-bit pages: 8 warps with 3 pages each. 8-bit pages are half as long and take more work.
+constexpr int decode_threads(int element_bytes, int padded_head_size, bool multi_warp) {
+  return element_bytes == 1 && !multi_warp && padded_head_size <= 128 ? 384 : 256;
+}
+// Static shared memory of the decode kernels, as ptxas reports it (tools/check_resources.py
+// --static-smem compares). fused: with the new token's heads.
+constexpr int decode_static_smem(int element_bytes, int padded_head_size, bool multi_warp,
+                                 bool fused) {
+  const int own =
+      multi_warp || decode_threads(element_bytes, padded_head_size, false) == 384 ? 3072 : 2048;
+  return own + (fused ? padded_head_size <= 64 ? 2048 : 4096 : 0);
+}
+
+// decode_wgmma: consumer warpgroups of a CTA. Registers suffice for three up to 32 rows.
+constexpr int kWgmmaStageTokens = 64;
+constexpr int kWgmmaMaxHeadSize = 128;
+constexpr int wgmma_consumers(int max_row_blocks) {
+  return max_row_blocks <= 4 ? 3 : 2;
+}
+// Shared memory: the queries, which all consumers share, and a consumer's P^T (two in turn up to
+// 32 rows). At a work tile's end the consumers' results of half a head lie there.
+constexpr int wgmma_query_bytes(int rows, int padded_head_size) {
+  return rows * padded_head_size * 2;
+}
+constexpr int wgmma_prob_bytes(int rows) {
+  return (rows <= 32 ? 2 * rows : rows) * kWgmmaStageTokens * 2;
+}
+constexpr int wgmma_scratch_bytes(int max_row_blocks, int rows, int padded_head_size) {
+  const int consumers = wgmma_consumers(max_row_blocks);
+  return std::max(wgmma_query_bytes(rows, padded_head_size) + consumers * wgmma_prob_bytes(rows),
+                  consumers * rows * 64 * 4);
+}
+constexpr int wgmma_static_smem(int max_row_blocks) {
+  return max_row_blocks <= 4 ? 2048 : 3072;
+}
+
+// prefill sm80: warps and rows of a work tile, stages, shared memory.
+struct PrefillSm80Sizes {
+  int row_tiles;  // of 16 rows, of a warp: they share what a warp reads of K and V
+  int max_stages;
+  int held_steps;  // of 16 dimensions whose queries are in registers, the others in shared memory
+  int tile_bytes;  // of K, or of V, of 64 tokens
+  int chunks;      // of 16 bytes of K, and as many of V, that a lane copies
+  int raw_bytes;   // 8-bit caches: copies before they are upcast
+
+  constexpr PrefillSm80Sizes(int head_size, bool cache_is_8_bit)
+      : row_tiles(head_size <= 128 ? 2 : 1),
+        max_stages(head_size <= 192 ? 3 : 2),
+        held_steps(head_size == 96    ? 4
+                   : head_size == 128 ? 0
+                   : head_size == 256 ? 7
+                                      : head_size / 16),
+        tile_bytes((head_size + 63) / 64 * 64 * kColumnBytes),
+        chunks((head_size / (cache_is_8_bit ? 16 : 8) + 3) / 4),
+        raw_bytes(cache_is_8_bit ? 2 * chunks * 32 * kMaxWarps * 16 : 0),
+        shared_query_bytes(row_tiles * (head_size / 16 - held_steps) * 32 * 16) {}
+
+  static constexpr int kMaxWarps = 8;
+  static constexpr int kStaticSmem = 7296;  // at most, as ptxas reports it
+  int shared_query_bytes;                   // of a warp
+  constexpr int warp_rows() const { return 16 * row_tiles; }
+  constexpr int shared_bytes(int warps, int stages) const {
+    return stages * 2 * tile_bytes + raw_bytes + shared_query_bytes * warps;
+  }
+};
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,123 @@
+// TMA tensor maps of a paged cache, encoded on the host (sm_90 and later). kv_pipeline.cuh copies
+// with them.
+#pragma once
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "cuda/attention/common/kv_pipeline.cuh"
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+
+// Encodes a cache as a tensor of kRank dimensions of 16-bit units. `strides` are in bytes, of all
+// dimensions but the first.
+template <int kRank>
+CUtensorMap encode_tensor_map(
+    void* base, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+    const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(function);
+  }();
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+// Form kSwizzledRows, layouts NHD and HND: (dimension, token in the page, KV head, page). A box is
+// 128 bytes x `tokens` tokens. With line_shift = 1, a line holds two tokens and a box has half as
+// many lines. TMA fills with zeros past the head size and past the page.
+inline CUtensorMap swizzled_row_map(
+    const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride, int64_t block_stride,
+    int tokens, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    int line_shift = 0) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype);
+  return encode_tensor_map<4>(
+      base,
+      {unsign(kv.head_size * bytes / 2 << line_shift), unsign(kv.block_size >> line_shift),
+       unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+      {unsign(token_stride * bytes << line_shift), unsign(head_stride * bytes),
+       unsign(block_stride * bytes)},
+      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens >> line_shift), 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+}
+
+// Form kPlainRows, layout NHD: a box is `tokens` full rows of one head, contiguous in shared
+// memory.
+inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), row_words = kv.head_size * bytes / 2;
+  const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
+                       int64_t block_stride) {
+    return encode_tensor_map<4>(
+        base,
+        {unsign(row_words), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+        {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
+        {static_cast<cuuint32_t>(row_words), static_cast<cuuint32_t>(tokens), 1, 1},
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  };
+  return {
+      .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
+      .value = map(kv.value, kv.value_token_stride, kv.value_head_stride, kv.value_block_stride)};
+}
+
+// Form kPackedBoxes, layout vllm: a box is `tokens` tokens of one head. K is (token * 16 bytes,
+// chunk, KV head, page), V is (token, dimension, KV head, page).
+inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
+  return {.key = encode_tensor_map<4>(
+              kv.key,
+              {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
+               unsign(kv.key_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE),
+          .value = encode_tensor_map<4>(
+              kv.value,
+              {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
+               unsign(kv.num_blocks)},
+              {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
+               unsign(kv.value_block_stride * bytes)},
+              {static_cast<cuuint32_t>(tokens * bytes / 2), static_cast<cuuint32_t>(kv.head_size),
+               1, 1},
+              CU_TENSOR_MAP_SWIZZLE_NONE)};
+}
+
+// The tensor maps for a pipeline with stages of kTokens tokens on the current device; empty where
+// it uses none.
+template <typename Cache, int kTokens, KvForm kForm>
+KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
+  if (kForm == KvForm::kPlainRows && !rows_are_contiguous(kv))
+    return plain_row_maps(kv, std::min(kv.block_size, kTokens));
+  if (is_whole(kForm) || current_device_info().architecture < 90) return {};
+  if (kForm == KvForm::kPackedBoxes) return packed_box_maps(kv, kBoxTokens<Cache, kTokens>);
+  // The pages are read once, so L2 must not fetch more than one row of the box.
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const int tokens = std::min(kv.block_size, kTokens);
+  return {.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
+                                  kv.key_block_stride, tokens, kPromotion, line_shift),
+          .value = swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                                    kv.value_block_stride, tokens, kPromotion, line_shift)};
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,48 @@
+// Global-memory workspace of the decode and prefill kernels: the counter of the next work tile, and
+// the partials of split query tiles with their semaphores.
+#pragma once
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kMaxDecodeSlots = 8192;  // max work tiles of a launch that splits any query tile
+
+#if defined(__CUDACC__)
+struct SplitPartials {
+  float2* stats;  // [slots][rows] row_max (log2 units) and row_sum
+  float* out;     // [slots][rows][head_size] unnormalised output
+};
+struct DecodeWorkspace {
+  uint32_t* next;         // work tiles handed out; 0 before and after every launch
+  uint32_t* semaphores;   // [slots] finished splits of the query tile whose split 0 has this slot;
+                          // also 0 between launches
+  SplitPartials counted;  // partials that are complete once their semaphore says so
+  SplitPartials flagged;  // flag-in-data partials (split_exchange.cuh), [kFlaggedRows] rows
+};
+#endif
+
+constexpr int64_t kDecodeCounterBytes = (4 * (kMaxDecodeSlots + 2) + 255) / 256 * 256;
+// Room for 65536 query rows. kDecodeOutBytes holds about as many rows of 128 dimensions.
+constexpr int64_t kDecodeStatsBytes = int64_t{65536} * 8;
+constexpr int64_t kFlaggedRows = 16384;
+constexpr int64_t kFlaggedStatsBytes = kFlaggedRows * 8;
+constexpr int64_t kFlaggedOutBytes = (int64_t{8} << 20) - kFlaggedStatsBytes;
+constexpr int64_t kDecodeOutBytes = kPagedAttentionWorkspaceBytes - kDecodeCounterBytes -
+                                    kDecodeStatsBytes - kFlaggedStatsBytes - kFlaggedOutBytes;
+
+// A zeroed workspace of kPagedAttentionWorkspaceBytes for one stream of the current device. It is
+// allocated at the stream's first call, also during graph capture, and lives as long as the
+// process.
+void* stream_workspace(void* stream);
+
+#if defined(__CUDACC__)
+// The workspace in `memory`, or the stream's own if `memory` is null.
+DecodeWorkspace decode_workspace(void* memory, void* stream);
+
+// The prefill kernel's own counter of work tiles, after `semaphores`.
+inline uint32_t* prefill_next(const DecodeWorkspace& workspace) {
+  return workspace.semaphores + kMaxDecodeSlots;
+}
+#endif
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,541 @@
+// paged_attention's decode kernel on mma.sync: one launch for any batch.
+//
+//   query      [num_tokens, num_heads, head_size], 16-bit
+//   cache      paged, 16-bit (the query's dtype) or 8-bit
+//   out, lse   [num_tokens, num_heads, head_size], [num_tokens, num_heads]
+//   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
+//   work       tile_scheduler.cuh cuts it into work tiles, on the device
+//
+// Roles of warps: there is no separate producer. A "consumer" is one warp, for work tiles of up to
+// 8 query rows, or 1, 2 or 4 warps (kMultiWarp) that share the rows, 8 or 16 each. So a warp keeps
+// its query and its output in registers. The consumers take a tile's stages in turn, each through
+// its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh for tiles of more than 8
+// rows and heads of up to kWgmmaMaxHeadSize.
+//
+// A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
+// are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
+// the workspace, and one CTA combines all splits in order: the last CTA to finish (semaphore), or
+// the CTA of the last split (flag-in-data, split_exchange.cuh).
+//
+// Early reads, before the PDL wait: in small batches (and not kMultiWarp), lengths and block
+// tables. The first work tile is scheduled speculatively from them, and its first pages are
+// prefetched into L2. With kv_ready, lengths, tables and pages.
+//
+// Next: decode() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for the host's
+// choices.
+#pragma once
+#include <algorithm>
+
+#include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/kv_pipeline.cuh"
+#include "cuda/attention/common/score_mod.cuh"
+#include "cuda/attention/common/split_exchange.cuh"
+#include "cuda/attention/common/tensor_maps.cuh"
+#include "cuda/attention/decode/decode_wgmma_kernel.cuh"
+#include "cuda/attention/decode/tile_scheduler.cuh"
+#include "cuda/attention/decode/warp_mma.cuh"
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+
+// paged_attention's stand-in for fused_decode_attention's FusedNewToken: query and KV are already
+// in memory.
+struct NoNewToken {
+  static constexpr bool kAny = false;
+};
+
+struct DecodeShape {
+  WorkShape work;
+  PipelineLayout pipeline;
+  KvStageLayout stage_layout;
+  int consumer_shift;  // log2 of the warps of a team
+  int warp_shift;      // log2 of the query rows of a warp, at most
+  int combine_rows;    // rows of a warp that are merged at a time: a thread has 4 dimensions of one
+  FastDivisor fours;   // groups of 4 dimensions of a head
+  ScoreCap cap;
+};
+
+// A row's 4 dimensions from `d` on, and its log-sum-exp.
+__device__ __forceinline__ void write_row(const PagedAttentionParams& p, const WorkShape& shape,
+                                          const WorkTile& work_tile, const TileRows& rows, int row,
+                                          int d, const RowState& state) {
+  const QueryRow query_row = query_row_of(shape, work_tile, rows, row);
+  const RowResult result =
+      row_result(p, work_tile.kv_head, query_row.head, state.row_max, state.sum);
+  const float scale = result.scale;
+  const float values[4] = {state.out.x * scale, state.out.y * scale, state.out.z * scale,
+                           state.out.w * scale};
+  const int64_t token = work_tile.sequence.first_query + query_row.token;
+  const int64_t at =
+      token * p.out_stride + static_cast<int64_t>(query_row.head) * p.kv.head_size + d;
+  if (p.dtype == DType::kFloat16) {
+    store4<Half>(p.out, at, values);
+  } else {
+    store4<BFloat16>(p.out, at, values);
+  }
+  if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + query_row.head] = result.lse;
+}
+
+// Tiles of 8 query rows per warp. kMultiWarp: as many as its registers hold.
+template <int kMaxHeadSize, bool kMultiWarp>
+constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
+
+// Tiles of 16 tokens per stage: two where a stage is then at most 8 KiB of K and V, or is shared by
+// several warps.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
+constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
+
+// Max threads. 16-bit: 8 warps with pipelines of 3 pages each. 8-bit: 12 warps, since pages are
+// half as many bytes and take more work.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
+constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
+
+// The kernel's body. `new_token`: NoNewToken, or fused_decode_attention's FusedNewToken.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
+__device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
+                                       const KvTensorMaps& maps, const DecodeWorkspace& workspace,
+                                       NewToken new_token) {
+  constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
+  using Mma =
+      WarpMma<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
+  constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
+  using Pipeline = KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kMultiWarp>;
+  extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
+  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
+  __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
+  __shared__ float2 warp_stats[kWarps * 8];
+  // Three work tiles: some threads may still write the output of one when the next but one is
+  // stored.
+  __shared__ WorkTile work_tiles[3];
+  __shared__ TileRows work_tile_rows[3];
+  __shared__ uint32_t next_index;  // written by thread 0; others wait for next_index_ready
+  __shared__ uint64_t next_index_ready;
+  __shared__ bool is_last;
+  launch_dependents();
+
+  const int warps = blockDim.x / 32;
+  const int warp = opaque(threadIdx.x / 32), lane = opaque(threadIdx.x % 32);
+  const int consumer_shift = kMultiWarp ? shape.consumer_shift : 0,
+            consumer_warps = 1 << consumer_shift;
+  const int consumer = warp >> consumer_shift, warp_in_consumer = warp & consumer_warps - 1,
+            consumers = warps >> consumer_shift;
+  const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
+  const int head_size = p.kv.head_size, fours = head_size / 4;
+  const int pipeline_bytes = shape.pipeline.stages * shape.pipeline.stage_bytes;
+  Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
+                    shared_address(pipeline_words[consumer]), warp_in_consumer == 0, lane);
+  if (warp_in_consumer == 0 && lane == 0) {
+    Pipeline::init(shape.pipeline, maps, shared_address(pipeline_words[consumer]), consumer_warps);
+  }
+  __syncwarp();
+  float* results = reinterpret_cast<float*>(shared + consumers * pipeline_bytes);
+  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
+  if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
+  Mma mma;
+  mma.head_size = head_size;
+  mma.set_addresses(shape.stage_layout, lane);
+  mma.keep_addresses();
+  if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
+    for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
+      *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+    }
+    fence_async_proxy();
+  }
+  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
+  if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
+    store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
+  }
+  // Kept rounds, as registers allow.
+  using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
+                                  : kBytes == 1                                 ? 4
+                                                                                : 8>;
+  Scheduler scheduler;
+  uint32_t index = blockIdx.x;                         // of the current work tile
+  const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
+  const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
+  const auto take_tile = [&](int now, bool speculative) {
+    const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
+    const TileRows rows = tile_rows(shape.work, work_tile);
+    if constexpr (NewToken::kAny) {
+      new_token.aim(work_tile, shape.work.group, speculative);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int row = t * 8 + lane / 4;
+        query_rows[t] = nullptr;
+        if (first_row + row >= rows.count || row >= warp_rows) continue;
+        const QueryRow query_row = query_row_of(shape.work, work_tile, rows, first_row + row);
+        query_rows[t] = static_cast<const char*>(p.query) +
+                        2 * ((work_tile.sequence.first_query + query_row.token) * p.query_stride +
+                             static_cast<int64_t>(query_row.head) * head_size);
+      }
+    }
+    if (threadIdx.x == 0) {
+      work_tiles[now] = work_tile;
+      work_tile_rows[now] = rows;
+    }
+    pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, work_tile.kv_head,
+                        work_tile.sequence.first_stage + work_tile.stage + consumer, consumers,
+                        max(0, work_tile.stages - consumer + consumers - 1) / consumers);
+  };
+  const auto load_query = [&] {
+    if constexpr (!NewToken::kAny) mma.load_query(query_rows, lane);
+  };
+  const auto load_new_token = [&] {
+    if constexpr (NewToken::kAny) new_token.load(p);
+  };
+  const auto produce_stages = [&](int stages) {
+    int produced = 0;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) produced += pipeline.produce(p.kv);
+    return produced;
+  };
+
+  // Speculative prologue of small batches. The first work tile and its pages are found before the
+  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
+  // both are read again, with the first pages in flight. If they differ, all is done again.
+  // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
+  bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
+  if (!speculative && !p.kv_ready) wait_at_start(p);
+  uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
+  bool merges = false;          // whether a previous work tile is still to be combined and written
+#pragma unroll 1
+  for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
+    const int now = iteration < 3 ? iteration : iteration - 3,
+              last = now == 0 ? 2 : now - 1;  // index into work_tiles
+    if (index < count) {
+      int produced = 0;  // stages
+#pragma unroll 1
+      for (;;) {
+        if (!merges) {
+          scheduler.make(p, shape.work, lane);
+          count = scheduler.num_tiles();
+        }
+        const bool some = index < count;
+        if (some) take_tile(now, speculative);
+        if (!speculative) {
+          if (some) {
+            load_new_token();
+            pipeline.look_up();
+          }
+          break;
+        }
+        const int32_t* looked_up = nullptr;
+        typename Pipeline::Copies copies = {};
+        if (some) {
+          looked_up = pipeline.look_up_speculative();
+          // With few work tiles, CTAs start while the primary kernel runs, and have time. With
+          // many, starting all stages at once would delay the indices, which are requested after
+          // them.
+          const bool few = count <= gridDim.x / 2;
+          pipeline.prefetch(p.kv, shape.pipeline.stages, few);
+          copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
+        }
+        wait_for_primary_kernel();
+        if (some) load_new_token();
+        typename Scheduler::Indices indices;
+        indices.load(p, lane);
+        const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+        pipeline.start_copies(copies);
+        produced = copies.stages;
+        if (some && produced == 0) produced = produce_stages(shape.pipeline.stages);
+        speculative = false;
+        if (scheduler.validate(p, shape.work, indices, lane) && (!some || pipeline.validate(block)))
+          break;
+        pipeline.discard(produced);
+        produced = 0;
+      }
+      if (index < count) produce_stages(shape.pipeline.stages - produced);
+      // With kv_ready the wait comes only here, before the first access to query and workspace. The
+      // query still arrives before the first pages.
+      if (!merges && p.kv_ready) wait_at_start(p);
+      if (index < count) load_query();
+    }
+    if (merges) {
+      const WorkTile& work_tile = work_tiles[last];
+      const TileRows& rows = work_tile_rows[last];
+      const bool whole = work_tile.num_splits == 1, flag_in_data = work_tile.flag_in_data;
+      const int own = shape.fours.divide(threadIdx.x), d = (threadIdx.x - own * fours) * 4;
+      const SplitPartials& num_splits = flag_in_data ? workspace.flagged : workspace.counted;
+      const auto partial_row = [&](int split, int row) {
+        return (static_cast<int64_t>(work_tile.slot + split) << shape.work.row_shift) + row;
+      };
+      const auto out_at = [&](int64_t at) {
+        return reinterpret_cast<float4*>(&num_splits.out[at * head_size + d]);
+      };
+      // Calls combine(warp_in_consumer, row) for this thread's rows of those from `first` on that
+      // are merged at a time of each member.
+      const int combine_rows = shape.combine_rows;
+      const auto each_row = [&](int first, const auto& combine) {
+        if (own >= combine_rows || first + own >= warp_rows) return;
+#pragma unroll 1
+        for (int of = 0; of < consumer_warps; ++of) {
+          const int row = of * warp_rows + first + own;
+          if (row < rows.count) combine(of, row);
+        }
+      };
+      const int most = min(warp_rows, rows.count);
+      mma.reduce_sums();
+#pragma unroll 1
+      for (int first = 0; first < most; first += combine_rows) {
+        __syncthreads();  // nobody reads results any more
+        const int own_rows = max(0, rows.count - warp_in_consumer * warp_rows - first);
+        mma.store(first, min(combine_rows, own_rows), results + warp * combine_rows * pitch, pitch,
+                  warp_stats + warp * combine_rows, lane);
+        __syncthreads();
+        each_row(first, [&](int of, int row) {
+          RowState state;
+          const int at = of * combine_rows + own;
+          const uint32_t part_rows = combine_rows << consumer_shift;
+          state.combine<1>(consumers, &warp_stats[at], part_rows,
+                           reinterpret_cast<float4*>(results + at * pitch + d),
+                           part_rows * pitch / 4, SharedPartials{});
+          if constexpr (NewToken::kAny) {
+            if (new_token.counts(last))
+              state.add_token(new_token.score(last, row), new_token.value(last, d));
+          }
+          if (whole) {
+            write_row(p, shape.work, work_tile, rows, row, d, state);
+            return;
+          }
+          const int64_t to = partial_row(work_tile.split, row);
+          const float2 stats = {state.row_max, state.sum};
+          if (flag_in_data) {
+            publish(out_at(to), state.out);
+            if (d == 0) publish(&num_splits.stats[to], stats);
+          } else {
+            *out_at(to) = state.out;
+            if (d == 0) num_splits.stats[to] = stats;
+          }
+        });
+      }
+      const auto combine_splits = [&](auto groups, const auto& source) {
+#pragma unroll 1
+        for (int first = 0; first < most; first += combine_rows) {
+          each_row(first, [&](int, int row) {
+            RowState state;
+            const int64_t at = partial_row(0, row);
+            state.combine<decltype(groups)::value>(work_tile.num_splits, &num_splits.stats[at],
+                                                   1u << shape.work.row_shift, out_at(at),
+                                                   fours << shape.work.row_shift, source);
+            write_row(p, shape.work, work_tile, rows, row, d, state);
+          });
+        }
+      };
+      if (!whole && !flag_in_data) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          is_last = atomic_inc_acquire_release(&workspace.semaphores[work_tile.slot],
+                                               work_tile.num_splits - 1) ==
+                    static_cast<uint32_t>(work_tile.num_splits - 1);
+        }
+        __syncthreads();
+        if (is_last) combine_splits(std::integral_constant<int, 1>{}, CountedPartials{});
+      }
+      if (index >= count) {
+        // CTAs with flag-in-data partials have no other work tile: nothing else is in registers
+        // here.
+        if (!whole && flag_in_data && work_tile.split + 1 == work_tile.num_splits) {
+          if (work_tile.num_splits <= 8) {
+            combine_splits(std::integral_constant<int, 1>{}, FlaggedPartials{});
+          } else {
+            combine_splits(std::integral_constant<int, 2>{}, FlaggedPartials{});
+          }
+          __syncthreads();  // all have read the stats
+          for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift;
+               i += blockDim.x) {
+            clear_flag(&num_splits.stats[partial_row(0, i)]);
+          }
+        }
+        break;
+      }
+    } else {
+      __syncthreads();  // work_tiles[now] is written
+      if (index >= count) break;
+    }
+    merges = true;
+
+    const WorkTile& work_tile = work_tiles[now];
+    const TileRows rows = work_tile_rows[now];
+    if constexpr (NewToken::kAny) new_token.prepare(p, shape.cap, work_tile, rows.count, now);
+    mma.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
+    if constexpr (NewToken::kAny) {
+      query_rows[0] = lane / 4 < rows.count ? new_token.query_row(lane / 4) : nullptr;
+      mma.load_query(query_rows, lane);
+    }
+    const float k_scale = !Mma::kCacheIs16Bit && p.kv.k_scale != nullptr
+                              ? p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]
+                              : 1.0f;
+    const float softmax_scale_log2 = p.scale * k_scale * kLog2E;
+    if constexpr (Mma::kCacheIs16Bit) {
+      mma.template prepare_query<Cache>(softmax_scale_log2, lane);
+    } else {
+      p.dtype == DType::kFloat16 ? mma.template prepare_query<Half>(softmax_scale_log2, lane)
+                                 : mma.template prepare_query<BFloat16>(softmax_scale_log2, lane);
+    }
+    mma.clear();
+
+    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
+    const int window = p.sliding_window;
+    const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // first visible token
+    int new_tokens = 0;  // tokens that are not read from pages
+    if constexpr (NewToken::kAny) new_tokens = new_token.counts(now) ? 1 : 0;
+    const int end = rows.high + 1 - new_tokens;
+    // Stages that begin in [plain_begin, plain_begin + plain_extent] need no mask and no score
+    // modification.
+    int plain_begin = window > 0 ? rows.high - window + 1 : 0;
+    int plain_extent = rows.low + 1 - new_tokens - kTokens - plain_begin;
+    if (!plain_scores || plain_extent < 0) {
+      plain_begin = INT32_MAX;
+      plain_extent = 0;
+    }
+    plain_begin = opaque(plain_begin);
+    plain_extent = opaque(plain_extent);
+    int first = 0;  // first token of the current stage
+    const auto adjust = [&](float score, int t, int j, int token) {
+      const int row = min(first_row + Mma::row_of(lane, t, j), rows.count - 1);
+      const QueryRow query_row = query_row_of(shape.work, work_tile, rows, row);
+      return adjusted_score(p, shape.cap, query_row.head,
+                            first + token - rows.position - query_row.token, score);
+    };
+
+    const int stages = opaque(work_tile.stages);
+    first = (work_tile.sequence.first_stage + work_tile.stage + consumer) << kShift;
+    // Warp 0 requests the next work tile one stage before its last. That is late, so that no CTA
+    // holds back tiles that others could start. The last of `count` requests wraps the counter to
+    // 0.
+    const int asks_at =
+        opaque(warp == 0 ? max(0, ((stages - 1) / consumers - 1) * consumers) : INT32_MAX);
+    uint32_t following = count;
+#pragma unroll 1
+    for (int i = consumer; i < stages; i += consumers) {
+      if (i == asks_at && lane == 0 && count > gridDim.x) {
+        following = gridDim.x + atomicInc(workspace.next, count - 1);
+      }
+      pipeline.consumer_wait();
+      uint32_t tokens = pipeline.present();
+      // Refills the stage before this one: almost surely all of the consumer's warps have released
+      // it.
+      if (kMultiWarp && i != consumer) pipeline.produce(p.kv);
+      const bool plain =
+          tokens == kAllTokens<kTokens> &&
+          static_cast<uint32_t>(first - plain_begin) <= static_cast<uint32_t>(plain_extent);
+      if (!plain) {
+        if (first < begin) tokens &= begin - first < kTokens ? ~0u << (begin - first) : 0u;
+        if (end - first < kTokens) tokens &= end > first ? (1u << (end - first)) - 1 : 0u;
+      }
+      if (tokens != 0 && (!kMultiWarp || mma.tiles > 0)) {
+        mma.step(pipeline.key(), pipeline.value(), tokens, plain, adjust, shape.stage_layout, lane);
+      }
+      first += consumers << kShift;
+      pipeline.consumer_release();
+      if (!kMultiWarp) pipeline.produce(p.kv);
+      if (i == asks_at && lane == 0) {
+        next_index = following;
+        barrier_arrive(shared_address(&next_index_ready));
+      }
+    }
+    barrier_wait(shared_address(&next_index_ready), iteration & 1);
+    index = next_index;
+  }
+  wait_at_end(p);
+}
+
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
+__global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp>, 1)
+    paged_attention_decode_kernel(const __grid_constant__ PagedAttentionParams p,
+                                  const __grid_constant__ DecodeShape shape,
+                                  const __grid_constant__ KvTensorMaps maps,
+                                  const __grid_constant__ DecodeWorkspace workspace) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  constexpr bool kUsed = !kMultiWarp || kMaxHeadSize > kWgmmaMaxHeadSize;
+#else
+  constexpr bool kUsed = true;
+#endif
+  if constexpr (kUsed)
+    decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});
+}
+
+// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`.
+template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
+          typename... More>
+void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,
+                          const DecodeWorkspace& workspace, void* stream, const More&... more) {
+  constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
+  constexpr int kShift = kStageShift<kTokens>;
+  const int num_sms = current_device_info().num_sms;
+  const int ctas = num_sms * choice.ctas_per_sm, row_shift = choice.row_shift();
+  const int consumers = choice.warps >> choice.consumer_shift;
+  DecodeShape shape;
+  set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
+  shape.pipeline.stages = choice.stages;
+  shape.consumer_shift = choice.consumer_shift;
+  shape.warp_shift = choice.warp_shift;
+  shape.combine_rows = choice.combine_rows;
+  shape.fours = FastDivisor(p.kv.head_size / 4);
+  shape.cap = score_cap(p.softcap);
+  shape.work = {.group = p.num_heads / p.kv.num_kv_heads,
+                .row_shift = row_shift,
+                .stage_shift = kShift,
+                .min_split_stages = std::max(1, consumers >> (kShift - 4)),
+                .combine_share = consumers,
+                .slots = workspace_slots(row_shift, p.kv.head_size),
+                .may_flag_in_data = may_flag_in_data(ctas, row_shift, p.kv.head_size),
+                .max_split_share = kMaxSplitShare * choice.ctas_per_sm,
+                .group_divisor = FastDivisor(p.num_heads / p.kv.num_kv_heads)};
+  check_fixed_split(p, shape.work);
+  check_shared_memory<kKernel>("paged_attention", choice);
+  launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
+                choice.shared_bytes, stream, p, shape,
+                kv_tensor_maps<Cache, kTokens, kForm>(p.kv, shape.pipeline.line_shift), workspace,
+                more...);
+}
+
+// The instantiation that `choice` names, of one cache type.
+template <typename Cache>
+void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
+                   const DecodeWorkspace& workspace, void* stream) {
+  const auto launch = [&](auto form, auto head_size, auto multi_warp) {
+    constexpr KvForm kForm = decltype(form)::value;
+    constexpr int kMaxHeadSize = decltype(head_size)::value;
+    constexpr bool kMultiWarp = decltype(multi_warp)::value;
+    launch_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm,
+                         paged_attention_decode_kernel<Cache, kMaxHeadSize, kMultiWarp, kForm>>(
+        p, choice, workspace, stream);
+  };
+  const auto with_head_size = [&](auto form, auto head_size) {
+    constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
+    if (!choice.multi_warp) return launch(form, head_size, std::false_type{});
+    if constexpr (kWgmma && kHasCodeForSm90a) {
+      if (choice.kernel == AttentionKernel::kDecodeWgmma) {
+        return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
+            p, choice, workspace, stream);
+      }
+    }
+    if constexpr (!kWgmma || kHasCodeForOthers) launch(form, head_size, std::true_type{});
+  };
+  const auto with_form = [&](auto form) {
+    if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
+    if (choice.padded_head_size == 128) return with_head_size(form, Constant<128>{});
+    with_head_size(form, Constant<256>{});
+  };
+  const auto plain_rows = [&](auto head_size) {
+    launch(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+  };
+  switch (choice.form) {
+    case KvForm::kPackedPages:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    case KvForm::kPackedBoxes:
+      return with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
+    case KvForm::kSwizzledRows:
+      return with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
+    case KvForm::kPlainRows:
+      if (choice.padded_head_size == 80) return plain_rows(Constant<80>{});
+      if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
+      if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
+      if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+  }
+}
+
+}  // namespace vllm_kernels::cuda

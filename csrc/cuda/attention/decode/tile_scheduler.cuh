@@ -1,0 +1,442 @@
+// The decode kernels' tile scheduler. It runs on the device, because only the device knows the
+// sequence lengths.
+//
+// A query tile is (sequence, KV head, m_block), where an m_block is a block of packed query rows.
+// Its KV range is a number of stages of stage_tokens() tokens. A query tile is one work tile, or
+// several if it is split. Its splits have almost equal lengths. Their partials are combined by the
+// last CTA to finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid
+// takes work tile blockIdx.x first, and then the next one that is left.
+//
+// With as many CTAs as query tiles, or more, these are split into about as many work tiles as there
+// are CTAs. With fewer CTAs, equal shares gain nothing: memory bandwidth is the limit, and a CTA's
+// share of it grows when others are done. Only long query tiles are split, into half or a quarter
+// of a CTA's share. Work tiles of long sequences come first, so that the last ones are short. Very
+// short ones come among longer ones: a tail of nothing else would leave memory idle.
+//
+// The splits follow from seq_lens alone, so a batch gives the same result every time. With
+// fixed_split_size they follow from the sequence's own length alone, so the result is the same in
+// any batch.
+//
+// A warp schedules alone, with one sequence per lane and 32 sequences per round. That needs no
+// barrier.
+//
+// Early reads: seq_lens and query_start_loc, where may_speculate(); validate() checks them after
+// the PDL wait.
+#pragma once
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/attention/common/scheduling.cuh"
+#include "cuda/attention/common/workspace.h"
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/ptx.cuh"
+#include "ops/paged_attention.h"
+
+namespace vllm_kernels::cuda {
+
+struct WorkShape {
+  int group;              // query heads per KV head
+  int row_shift;          // log2 of the max query rows of an m_block
+  int stage_shift;        // log2 of the tokens of a stage
+  int min_split_stages;   // with as many CTAs as query tiles or more: min stages of a split; a
+                          // shorter one is not worth a CTA
+  int combine_share;      // stages less for the CTA that combines flag-in-data partials
+  int slots;              // workspace slots for partials with semaphores
+  bool may_flag_in_data;  // result of may_flag_in_data()
+  float max_split_share;  // with more query tiles than CTAs: largest split / a CTA's share
+  FastDivisor group_divisor;
+
+  __device__ __forceinline__ int rows() const { return 1 << row_shift; }
+  __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
+};
+
+// More query tiles than CTAs: min tokens of a split.
+constexpr int kMinSplitTokens = 1024;
+// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
+// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
+// longer ones hide.
+constexpr int kLengthClasses = 6, kShortestClass = 2;
+
+// Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
+__host__ __device__ inline int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
+  const int stages = p.fixed_split_size >> stage_shift;
+  return stages > 0 ? stages : 1;
+}
+
+// Throws where splits of fixed_split_size may not all have a slot. The host does not know the
+// lengths, so it takes the bound from the block tables.
+inline void check_fixed_split(const PagedAttentionParams& p, const WorkShape& shape) {
+  if (p.fixed_split_size <= 0) return;
+  const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
+  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of a stage
+  const int64_t step = fixed_split_stages(p, shape.stage_shift);
+  const int64_t m_blocks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
+  const int64_t num_splits = (stages + step - 1) / step * m_blocks * p.kv.num_kv_heads;
+  if (num_splits > shape.slots && stages > step) {
+    throw std::runtime_error(
+        "paged_attention: fixed_split_size: block_tables has room for sequences of " +
+        std::to_string(tokens) + " tokens, up to " + std::to_string(num_splits) +
+        " splits, and the workspace holds " + std::to_string(shape.slots) +
+        ": use a longer split, or slice block_tables to the longest sequence");
+  }
+}
+
+// Workspace slots for work tiles of 2^row_shift rows of `head_size` dimensions.
+inline int workspace_slots(int row_shift, int head_size) {
+  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
+                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+}
+
+// Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
+inline bool may_flag_in_data(int blocks, int row_shift, int head_size) {
+  const int64_t rows = int64_t{blocks} << row_shift;
+  return rows <= kFlaggedRows && rows * head_size * 4 <= kFlaggedOutBytes;
+}
+
+struct SequenceWork {
+  int seq_len;      // tokens
+  int first_query;  // row of the query tensor
+  int query_len;
+  int first_stage;  // earlier stages are outside of every query token's window
+  int stages;       // of each of its query tiles; at least 1, so that every output row is written
+  int m_blocks;     // blocks of packed query rows; the sequence has num_kv_heads * m_blocks query
+                    // tiles
+};
+
+// A sequence's indices as they are in memory, unchecked.
+struct SequenceIndices {
+  int32_t seq_len;
+  int32_t first_query, end_query;
+};
+
+// `past`: bypass L1, which is not coherent with the primary kernel's writes.
+__device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
+                                                        bool past) {
+  const auto load = [&](const int32_t* at) {
+    // Two registers: with one, the next load would wait for this one.
+    int32_t new_token = 0, cached = 0;
+    if (past) {
+      new_token = __ldcg(at);
+    } else {
+      cached = *at;
+    }
+    return opaque(new_token) | opaque(cached);
+  };
+  SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
+  if (p.query_start_loc != nullptr) {
+    indices.first_query = load(&p.query_start_loc[seq]);
+    indices.end_query = load(&p.query_start_loc[seq + 1]);
+  }
+  return indices;
+}
+
+__device__ __forceinline__ SequenceWork sequence_work(const PagedAttentionParams& p,
+                                                      const WorkShape& shape, int seq,
+                                                      const SequenceIndices& indices) {
+  SequenceWork work;
+  work.seq_len = usable_length(p, indices.seq_len);
+  const RowRange queries = p.query_start_loc == nullptr
+                               ? RowRange{.first = seq, .count = 1}
+                               : query_range(p, indices.first_query, indices.end_query);
+  work.first_query = queries.first;
+  work.query_len = queries.count;
+  // The first query token's window decides where the KV range begins.
+  const int first_position = work.seq_len - work.query_len;
+  const int begin = p.sliding_window > 0 ? max(0, first_position - p.sliding_window + 1) : 0;
+  work.first_stage = begin >> shape.stage_shift;
+  const int end = (work.seq_len + shape.stage_tokens() - 1) >> shape.stage_shift;
+  work.stages = max(1, end - work.first_stage);
+  work.m_blocks = (work.query_len * shape.group + shape.rows() - 1) >> shape.row_shift;
+  return work;
+}
+
+struct WorkTile {
+  int seq;
+  int kv_head;
+  int m_block;
+  int split;          // index of the split within its query tile
+  int num_splits;     // 1: not split
+  bool flag_in_data;  // whether partials go by split_exchange.cuh; then no CTA has two work tiles
+  int slot;           // workspace slot of the query tile's split 0; the other splits follow
+  int stage;          // first stage of the split, counted from sequence.first_stage
+  int stages;         // of this work tile
+  SequenceWork sequence;
+};
+
+// The indices of a lane's sequences lane, lane + 32, ..., for batches of up to kKept rounds. With
+// several rounds, each sequence has one query token.
+template <int kKept>
+struct KeptIndices {
+  int32_t seq_lens[kKept];  // all but [0] only with several rounds
+  int32_t first_query, end_query;
+
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, int lane) {
+    const int last = p.num_seqs - 1;
+    // opaque(): no address stays in registers from before.
+    set(load_indices(p, opaque(min(lane, last)), true));
+    if (kKept == 1 || one_round(p)) return;
+#pragma unroll
+    for (int round = 1; round < kKept; ++round) {
+      seq_lens[round] = __ldcg(&p.seq_lens[opaque(min(round * 32 + lane, last))]);
+    }
+  }
+  __device__ __forceinline__ void set(const SequenceIndices& only) {
+    seq_lens[0] = only.seq_len;
+    first_query = only.first_query;
+    end_query = only.end_query;
+  }
+  __device__ __forceinline__ SequenceIndices of(int round) const {
+    int32_t seq_len = seq_lens[0];
+#pragma unroll
+    for (int i = 1; i < kKept; ++i) seq_len = round == i ? seq_lens[i] : seq_len;
+    return {.seq_len = seq_len, .first_query = first_query, .end_query = end_query};
+  }
+};
+
+// kKept: max rounds of a batch whose indices a lane keeps in registers.
+template <int kKept>
+class TileScheduler {
+ public:
+  using Indices = KeptIndices<kKept>;
+
+  // Whether this batch's indices are kept.
+  static __device__ __forceinline__ bool keeps(const PagedAttentionParams& p) {
+    return one_round(p) || (kKept > 1 && p.query_start_loc == nullptr && p.num_seqs <= 32 * kKept);
+  }
+  // Whether the schedule is made speculatively, before the primary kernel has ended.
+  static __device__ __forceinline__ bool may_speculate(const PagedAttentionParams& p) {
+#if defined(VLLM_KERNELS_HAS_SM90)
+    return keeps(p) && !p.kv_ready && !p.concurrent;
+#else
+    return false;
+#endif
+  }
+
+  // Makes the schedule. All lanes of a warp.
+  __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int lane) {
+    const int rounds = rounds_of(p);
+    if (indices_cached(p)) kept_.load(p, lane);
+    fixed_split_stages_ = p.fixed_split_size > 0 ? fixed_split_stages(p, shape.stage_shift) : 0;
+    round_ = 0;
+    before_ = 0;
+    uint32_t stages = 0, query_tiles = 0, longest = 0, work_tiles = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2 * rounds; ++i) {  // all rounds twice: first the sums, then the tiles
+      const bool again = i >= rounds;
+      load(p, shape, again ? i - rounds : i, lane, i == 0);
+      if (again) {
+        work_tiles += tiles_of_lane() * p.kv.num_kv_heads;
+        continue;
+      }
+      stages += static_cast<uint32_t>(work_.stages) * work_.m_blocks;
+      query_tiles += work_.m_blocks;
+      longest = max(longest, static_cast<uint32_t>(work_.stages));
+      if (i + 1 == rounds) {
+        query_tiles = __reduce_add_sync(0xffffffffu, query_tiles) * p.kv.num_kv_heads;
+        longest_ = __reduce_max_sync(0xffffffffu, longest);
+        choose_splits(p, shape, __reduce_add_sync(0xffffffffu, stages), query_tiles);
+      }
+    }
+    num_tiles_ = __reduce_add_sync(0xffffffffu, work_tiles);
+    if (num_tiles_ > static_cast<uint32_t>(shape.slots)) {  // no room for partials: do not split
+      // This may also drop fixed_split_size: check_fixed_split() cannot know of sequences whose
+      // query tokens overlap.
+      fixed_split_stages_ = 0;
+      splits_per_stage_ = 0.0f;
+      num_tiles_ = query_tiles;
+    }
+    class_ = 0;
+  }
+
+  __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
+
+  // All lanes: whether the speculative schedule was right, given the indices in memory now.
+  __device__ __forceinline__ bool validate(const PagedAttentionParams& p, const WorkShape& shape,
+                                           const Indices& now, int lane) const {
+    bool same = true;
+    if constexpr (kKept == 1) {
+      const SequenceWork work = sequence_work(p, shape, lane, now.of(0));
+      same = lane >= p.num_seqs || work.seq_len == work_.seq_len &&
+                                       work.first_query == work_.first_query &&
+                                       work.query_len == work_.query_len;
+    } else if (one_round(p)) {
+      same = lane >= p.num_seqs || now.seq_lens[0] == kept_.seq_lens[0] &&
+                                       now.first_query == kept_.first_query &&
+                                       now.end_query == kept_.end_query;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) same = same && now.seq_lens[i] == kept_.seq_lens[i];
+    }
+    return __all_sync(0xffffffffu, same);
+  }
+
+  // Finds work tile `index`. Indices must ascend from call to call. All lanes of a warp.
+  __device__ __forceinline__ WorkTile get_tile(const PagedAttentionParams& p,
+                                               const WorkShape& shape, uint32_t index, int lane) {
+    WorkTile work_tile;
+#pragma unroll 1
+    for (;;) {
+      load(p, shape, round_, lane, false);
+      const int num_splits = splits_of_lane();
+      const uint32_t stages = work_.stages, heads = p.kv.num_kv_heads;
+      // If no CTA takes two work tiles, all are in one class.
+      const bool of_class = (stages <= longest_ >> class_ && stages > longest_ >> (class_ + 1)) ||
+                            (stages <= longest_ >> kLengthClasses && class_ == kShortestClass) ||
+                            num_tiles_ <= gridDim.x;
+      const uint32_t mine = of_class ? tiles_of_lane() * heads : 0;
+      const uint32_t until = inclusive_sum(mine, lane);
+      const uint32_t in_round = __shfl_sync(0xffffffffu, until, 31);
+      if (index - before_ >= in_round) {
+        before_ += in_round;
+        if (++round_ == rounds_of(p)) {
+          round_ = 0;
+          ++class_;
+        }
+        continue;
+      }
+      const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < until)) - 1;
+      const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
+      work_tile.seq = round_ * 32 + owner;
+      work_tile.num_splits = of_owner(num_splits);
+      work_tile.sequence = {.seq_len = of_owner(work_.seq_len),
+                            .first_query = of_owner(work_.first_query),
+                            .query_len = of_owner(work_.query_len),
+                            .first_stage = of_owner(work_.first_stage),
+                            .stages = of_owner(work_.stages),
+                            .m_blocks = of_owner(work_.m_blocks)};
+      const int local = static_cast<int>(index - before_) - of_owner(until - mine);
+      int query_tile = local;
+      work_tile.flag_in_data = shape.may_flag_in_data && num_tiles_ <= gridDim.x;
+      work_tile.split = 0;
+      work_tile.stage = 0;
+      work_tile.stages = work_tile.sequence.stages;
+      if (work_tile.num_splits > 1) {
+        int share = 0;
+        if (work_tile.flag_in_data) {
+          // Split-major order. The CTA of the last split waits for the others, so it needs the
+          // query tile's highest index. Last splits thus go to the last CTAs, which start late
+          // where the previous launch combined its splits there.
+          const int query_tiles = work_tile.sequence.m_blocks * heads;
+          work_tile.split = divide(local, query_tiles);
+          query_tile = local - work_tile.split * query_tiles;
+          // The other splits take over at most about half a stage each.
+          share = fixed_split_stages_ > 0 ? 0 : min(shape.combine_share, work_tile.num_splits / 2);
+          if (work_tile.sequence.stages < 4 * share * work_tile.num_splits) share = 0;
+        } else {
+          query_tile = divide(local, work_tile.num_splits);
+          work_tile.split = local - query_tile * work_tile.num_splits;
+        }
+        // The first `more` splits have one stage more.
+        const int stages = work_tile.sequence.stages + share;
+        const int least = divide(stages, work_tile.num_splits);
+        const int more = stages - least * work_tile.num_splits;
+        work_tile.stage = work_tile.split * least + min(work_tile.split, more);
+        work_tile.stages = least + (work_tile.split < more ? 1 : 0);
+        if (work_tile.split + 1 == work_tile.num_splits) work_tile.stages -= share;
+      }
+      work_tile.slot = static_cast<int>(index) - local + query_tile * work_tile.num_splits;
+      work_tile.kv_head = query_tile;
+      work_tile.m_block = 0;
+      if (work_tile.sequence.m_blocks > 1) {
+        work_tile.kv_head = divide(query_tile, work_tile.sequence.m_blocks);
+        work_tile.m_block = query_tile - work_tile.kv_head * work_tile.sequence.m_blocks;
+      }
+      return work_tile;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
+    return (p.num_seqs + 31) / 32;
+  }
+  // Whether rounds are read from kept_. (With a single round, work_ stays valid.)
+  static __device__ __forceinline__ bool indices_cached(const PagedAttentionParams& p) {
+    return kKept > 1 && !one_round(p) && keeps(p);
+  }
+  // Loads this lane's sequence of a round. A single round is loaded only once.
+  __device__ __forceinline__ void load(const PagedAttentionParams& p, const WorkShape& shape,
+                                       int round, int lane, bool first) {
+    if (one_round(p) && !first) return;
+    const int seq = round * 32 + lane;
+    work_ = {};
+    if (seq >= p.num_seqs) return;
+    const SequenceIndices indices =
+        indices_cached(p) ? kept_.of(round) : load_indices(p, seq, one_round(p));
+    if (kKept > 1 && first && one_round(p)) kept_.set(indices);
+    work_ = sequence_work(p, shape, seq, indices);
+  }
+  __device__ __forceinline__ int splits_of_lane() const {
+    if (fixed_split_stages_ > 0)
+      return divide(work_.stages + fixed_split_stages_ - 1, fixed_split_stages_);
+    return max(1, static_cast<int>(static_cast<float>(work_.stages) * splits_per_stage_));
+  }
+  // Work tiles of one KV head of this lane's sequence.
+  __device__ __forceinline__ uint32_t tiles_of_lane() const {
+    return static_cast<uint32_t>(work_.m_blocks * splits_of_lane());
+  }
+  __device__ __forceinline__ void choose_splits(const PagedAttentionParams& p,
+                                                const WorkShape& shape, uint32_t stages,
+                                                uint32_t query_tiles) {
+    const float blocks = gridDim.x;
+    float split = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
+    int least = shape.min_split_stages;
+    if (query_tiles > gridDim.x) {
+      split *= shape.max_split_share;
+      least = kMinSplitTokens >> shape.stage_shift;
+    }
+    splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(least)));
+  }
+  static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    return sum;
+  }
+
+  Indices kept_;
+  int fixed_split_stages_;  // stages of a split by fixed_split_size, else 0
+  SequenceWork work_;       // this lane's sequence of the current round
+  float splits_per_stage_;  // splits of a query tile per stage of it; the product is rounded down
+  uint32_t longest_;        // stages of the longest sequence
+  uint32_t num_tiles_;
+  int class_;        // length class of the last work tile
+  int round_;        // round of the last work tile
+  uint32_t before_;  // work tiles in earlier classes and rounds
+};
+
+// The packed query rows of a work tile.
+struct TileRows {
+  int first;  // among the sequence's query_len * group rows
+  int count;
+  int position;   // KV position of the sequence's query token 0
+  int low, high;  // KV positions of the tile's first and last query token
+};
+
+__device__ __forceinline__ TileRows tile_rows(const WorkShape& shape, const WorkTile& work_tile) {
+  TileRows rows;
+  rows.first = work_tile.m_block << shape.row_shift;
+  rows.count = min(shape.rows(), work_tile.sequence.query_len * shape.group - rows.first);
+  rows.position = work_tile.sequence.seq_len - work_tile.sequence.query_len;
+  rows.low = rows.position + static_cast<int>(shape.group_divisor.divide(rows.first));
+  rows.high =
+      rows.position + static_cast<int>(shape.group_divisor.divide(rows.first + rows.count - 1));
+  return rows;
+}
+
+// A row's query token (within its sequence) and query head (of the model).
+struct QueryRow {
+  int token;
+  int head;
+};
+__device__ __forceinline__ QueryRow query_row_of(const WorkShape& shape, const WorkTile& work_tile,
+                                                 const TileRows& rows, int row) {
+  const int index = rows.first + row;
+  const int token = shape.group_divisor.divide(index);
+  return {.token = token, .head = work_tile.kv_head * shape.group + index - token * shape.group};
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,377 @@
+// WarpMma: attention of 8 or 16 query rows over 16 or 32 tokens at a time, by one warp with
+// mma.sync.
+//
+// Both matrix products are swapped (operands exchanged). Tokens and head dimensions fill the 16
+// rows of an m16n8k16, and the query rows fill its 8 columns:
+//   S^T [16 tokens, 8 rows] = K [16, D] Q^T [D, 8]
+//   O^T [D, 8 rows]        += V^T [D, 16] P^T [16, 8]
+// row_max and row_sum are per column, so rescaling O needs no shuffle.
+//
+// 8-bit caches are upcast to fp16, which is exact. The query is converted to fp16 too. Each query
+// row is scaled by a power of two, so that bfloat16's range fits; this loses nothing.
+//
+// The order of the k index of an mma is free, as long as both operands agree. ldmatrix gives each
+// lane 4 consecutive elements of a 16-byte row of 16 elements. So k slots {2j, 2j+1, 2j+8, 2j+9}
+// stand for elements 4j .. 4j+3. Packed pages use the same order for V's tokens, with 16 bits too.
+// There K's rows are permuted so that P comes out in V's order (page_token() in
+// kv_smem_layout.cuh). With 8-bit rows, the transposing ldmatrix moves pairs of dimensions, so the
+// rows of an output tile are the 8 even dimensions, then the 8 odd ones.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/attention/common/kv_smem_layout.cuh"
+#include "cuda/attention/common/online_softmax.cuh"
+#include "cuda/base/upcast.cuh"
+#include "cuda/base/vec.cuh"
+
+namespace vllm_kernels::cuda {
+
+// kTiles: tiles of 8 query rows. kDepth: tiles of 16 tokens in a stage.
+template <typename Cache, int kMaxHeadSize, int kTiles, int kDepth, KvForm kForm>
+struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
+  using Addresses = KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm>;
+  using Addresses::dimension_of, Addresses::key_at, Addresses::load_value, Addresses::order_probs,
+      Addresses::token_of, Addresses::value_at, Addresses::value_masks;
+  static constexpr int kTokens = 16 * kDepth;
+  static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
+  static constexpr int kSteps = kMaxHeadSize / 16;
+
+  uint2 query[kTiles][kSteps];   // B operand of S^T: 16 dimensions x 8 rows per step
+  float out[kTiles][kSteps][4];  // O^T accumulators: 16 dimensions x 8 rows per step
+  float row_max[kTiles][2];  // log2 units, this lane's two rows; at most kRescaleThreshold too low
+  float sum[kTiles][2];      // row_sum, of this lane's tokens only until reduce_sums()
+  float scale[kTiles][2];    // from the product q . k to log2 units
+  int head_size;
+  int tiles;  // of 8 rows, in use
+
+  // The row (0 .. 8 * kTiles - 1) of this lane's column j (0 or 1).
+  static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
+    return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  // Loads this lane's part of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no row.
+  __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) query[tile][k] = {0, 0};
+      if (rows[tile] == nullptr) continue;
+      // 16-bit: two pairs per step. 8-bit: four consecutive elements; the head size is a multiple
+      // of 16.
+      const auto* pairs = static_cast<const uint32_t*>(rows[tile]) + lane % 4;
+      const auto* fours = static_cast<const uint2*>(rows[tile]) + lane % 4;
+      const int limit = head_size - (lane % 4) * (kCacheIs16Bit ? 2 : 4);
+      const auto load = [&](auto all) {  // no bounds tests for the full head size
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          if constexpr (kCacheIs16Bit) {
+            if (all() || k * 16 < limit) query[tile][k].x = pairs[k * 8];
+            if (all() || k * 16 + 8 < limit) query[tile][k].y = pairs[k * 8 + 4];
+          } else {
+            if (all() || k * 16 < limit) query[tile][k] = fours[k * 4];
+          }
+        }
+      };
+      if (head_size == kMaxHeadSize) {
+        load(std::true_type{});
+      } else {
+        load(std::false_type{});
+      }
+    }
+  }
+
+  // Converts the query to mma operands. Query: its type. softmax_scale_log2: the factor from the
+  // product of query and stored key to log2 units.
+  template <typename Query>
+  __device__ __forceinline__ void prepare_query(float softmax_scale_log2, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if constexpr (kCacheIs16Bit) {
+        scale[tile][0] = scale[tile][1] = softmax_scale_log2;
+      } else {
+        float largest = 0.0f;
+        const auto at = [&](int k, int j) {
+          const uint32_t pair = j < 2 ? query[tile][k].x : query[tile][k].y;
+          return to_float(bits_as<Query>(static_cast<uint16_t>(j & 1 ? pair >> 16 : pair)));
+        };
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) largest = fmaxf(largest, fabsf(at(k, j)));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const int exponent = power_for_half(largest);
+        const float factor = exp2f(static_cast<float>(exponent));
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
+                            pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
+        }
+        const float inverse = exp2f(static_cast<float>(-exponent)) * softmax_scale_log2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      row_max[tile][0] = row_max[tile][1] = kRowMaxInit;
+      sum[tile][0] = sum[tile][1] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[tile][k][j] = 0.0f;
+      }
+    }
+  }
+
+  // c = S^T of 16 tokens, not yet scaled.
+  template <int kUsed>
+  __device__ __forceinline__ void scores(float (&c)[kUsed][4], uint32_t key) const {
+    // Dependent mmas wait for each other, so there are at least four independent chains.
+    constexpr int kChains = std::max(1, 4 / (kDepth * kUsed));
+    float chain[kChains][kUsed][4];
+#pragma unroll
+    for (int i = 0; i < kChains; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) chain[i][tile][j] = 0.0f;
+      }
+    }
+    const auto multiply = [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+        const uint2 b = query[tile][k];
+        mma_m16n8k16<Element>(chain[k % kChains][tile], a, b.x, b.y);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
+      uint32_t loaded[4];
+      load_matrices(loaded, key + key_at(k));  // zeros past the head size
+      if constexpr (kCacheIs16Bit) {
+        multiply(k, loaded);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
+          uint32_t a[4];
+          upcast4<Cache>(loaded[2 * half], a[0], a[2]);
+          upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          multiply(k + half, a);
+        }
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        c[tile][j] = chain[0][tile][j];
+        if constexpr (kChains == 2) c[tile][j] += chain[1][tile][j];
+        if constexpr (kChains == 4) {
+          c[tile][j] += chain[1][tile][j];
+          c[tile][j] += chain[2][tile][j] + chain[3][tile][j];
+        }
+      }
+    }
+  }
+
+  // O^T += V^T P^T for 16 tokens.
+  template <int kUsed, bool kMasked>
+  __device__ __forceinline__ void accumulate(const uint32_t (&probs)[kUsed][2], uint32_t value,
+                                             const uint32_t (&masks)[2]) {
+    const auto multiply = [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+        mma_m16n8k16<Element>(out[tile][k], a, probs[tile][0], probs[tile][1]);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kCacheIs16Bit ? 1 : 2) {
+      uint32_t loaded[4];
+      // Past the head size this reads arbitrary data; the outputs there are not used.
+      load_value(loaded, value + value_at(k));
+      if constexpr (kMasked) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) loaded[i] &= masks[kCacheIs16Bit ? i / 2 : i % 2];
+      }
+      if constexpr (kCacheIs16Bit) {
+        multiply(k, loaded);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2 && k + half < kSteps; ++half) {
+          uint32_t a[4];
+          if constexpr (kRows) {
+            // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
+            const uint32_t low = __byte_perm(loaded[2 * half], 0, 0x3120);
+            const uint32_t high = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
+            upcast4<Cache>(low, a[0], a[1]);
+            upcast4<Cache>(high, a[2], a[3]);
+          } else {
+            upcast4<Cache>(loaded[2 * half], a[0], a[2]);
+            upcast4<Cache>(loaded[2 * half + 1], a[1], a[3]);
+          }
+          multiply(k + half, a);
+        }
+      }
+    }
+  }
+
+  // Raises row_max and rescales. `largest`: this lane's largest score of each row.
+  template <int kUsed>
+  __device__ __forceinline__ void raise_row_max(const float (&largest)[kUsed][2]) {
+#pragma unroll
+    for (int tile = 0; tile < kUsed; ++tile) {
+      float factor[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float updated = fmaxf(row_max[tile][j], largest[tile][j]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, distance));
+        }
+        factor[j] = exp2_approx(row_max[tile][j] - updated);
+        row_max[tile][j] = updated;
+        sum[tile][j] *= factor[j];
+      }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[tile][k][j] *= factor[j & 1];
+      }
+    }
+  }
+
+  template <int kUsed, typename Adjust>
+  __device__ __forceinline__ void step_used(uint32_t key, uint32_t value, uint32_t tokens,
+                                            bool plain, const Adjust& adjust,
+                                            const KvStageLayout& layout, int lane) {
+    float c[kDepth][kUsed][4];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      scores<kUsed>(c[i], key + i * layout.key_step);
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c[i][tile][j] *= scale[tile][j & 1];
+      }
+    }
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+        for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int token = 16 * i + token_of(lane, j);
+            c[i][tile][j] =
+                tokens >> token & 1 ? adjust(c[i][tile][j], tile, j & 1, token) : -INFINITY;
+          }
+        }
+      }
+    }
+    float largest[kUsed][2];
+    bool higher = false;
+#pragma unroll
+    for (int tile = 0; tile < kUsed; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        largest[tile][j] = fmaxf(c[0][tile][j], c[0][tile][j + 2]);
+        if constexpr (kDepth == 2) {
+          largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
+        }
+        higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
+      }
+    }
+    // Most steps do not raise row_max and need only this vote.
+    if (__any_sync(0xffffffffu, higher)) raise_row_max<kUsed>(largest);
+    uint32_t probs[kDepth][kUsed][2];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kUsed; ++tile) {
+        float weight[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) weight[j] = exp2_approx(c[i][tile][j] - row_max[tile][j & 1]);
+        sum[tile][0] += weight[0] + weight[2];
+        sum[tile][1] += weight[1] + weight[3];
+        uint32_t (&packed)[2] = probs[i][tile];
+        packed[0] = pack2<Element>(weight[0], weight[1]);
+        packed[1] = pack2<Element>(weight[2], weight[3]);
+        order_probs(packed[0], packed[1], lane);
+        packed[0] = transpose_matrix(packed[0]);
+        packed[1] = transpose_matrix(packed[1]);
+      }
+    }
+    uint32_t masks[2] = {};
+    if (plain) {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        accumulate<kUsed, false>(probs[i], value + i * layout.value_step, masks);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        value_masks(masks, tokens >> 16 * i, lane);
+        accumulate<kUsed, true>(probs[i], value + i * layout.value_step, masks);
+      }
+    }
+  }
+  // One stage of kTokens tokens. `tokens`: mask of the tokens to attend to. adjust(score, tile, j,
+  // token) returns the modified score in log2 units. `plain`: all tokens are visible to all rows
+  // and no score is modified; then adjust is not called.
+  template <typename Adjust>
+  __device__ __forceinline__ void step(uint32_t key, uint32_t value, uint32_t tokens, bool plain,
+                                       const Adjust& adjust, const KvStageLayout& layout,
+                                       int lane) {
+    if constexpr (kTiles > 1) {
+      if (tiles == 1) return step_used<1>(key, value, tokens, plain, adjust, layout, lane);
+    }
+    step_used<kTiles>(key, value, tokens, plain, adjust, layout, lane);
+  }
+
+  // Lanes l, l + 4, ... hold the same rows for different tokens.
+  __device__ __forceinline__ void reduce_sums() {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          sum[tile][j] += __shfl_xor_sync(0xffffffffu, sum[tile][j], distance);
+        }
+      }
+    }
+  }
+
+  // Stores rows [first, first + rows): the unnormalised output to part_out [rows][pitch], row_max
+  // and row_sum to part_stats [rows].
+  __device__ __forceinline__ void store(int first, int rows, float* part_out, int pitch,
+                                        float2* part_stats, int lane) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = row_of(lane, tile, j) - first;
+        if (static_cast<unsigned>(row) >= static_cast<unsigned>(rows)) continue;
+        if (lane < 4) part_stats[row] = {row_max[tile][j], sum[tile][j]};
+        float* to = part_out + row * pitch;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          if (k * 16 >= head_size) break;
+          to[dimension_of(lane, k, 0)] = out[tile][k][j];
+          to[dimension_of(lane, k, 1)] = out[tile][k][2 + j];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,567 @@
+// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, by one consumer
+// warpgroup (4 warps) with wgmma.
+//
+// As in warp_mma.cuh both products are swapped, and A comes from registers. So every cache type
+// takes the same path: load fragments, upcast them if 8-bit, multiply.
+//   S^T [64 tokens, rows] = K [64, D] Q^T [D, rows]      a warp has 16 tokens
+//   O^T [64, rows]       += V^T [64, 64] P^T [64, rows]  a warp has 16 of each 64 dimensions
+// Q and P^T are in shared memory. A step has one barrier of the warpgroup, after P is stored. This
+// barrier also votes whether any score exceeds row_max by more than kRescaleThreshold. If so,
+// row_max is raised and P computed again.
+//
+// For the order of rows, tokens and 8-bit elements see warp_mma.cuh.
+#pragma once
+#include "cuda/attention/common/wgmma.cuh"
+#include "cuda/attention/decode/warp_mma.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kStageTokens = kWgmmaStageTokens;
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+// kMaxTiles: tiles of 8 query rows, 4 or 8.
+template <typename Cache, int kMaxHeadSize, int kMaxTiles, KvForm kForm>
+struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
+  using Addresses = KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm>;
+  using Addresses::key_at, Addresses::load_value, Addresses::order_probs, Addresses::token_of,
+      Addresses::value_masks;
+  static constexpr int kTokens = kStageTokens;
+  static constexpr bool kCacheIs16Bit = Addresses::kCacheIs16Bit, kRows = Addresses::kRows;
+  using Element = std::conditional_t<kCacheIs16Bit, Cache, __half>;
+  static constexpr int kSteps = kMaxHeadSize / 16;
+  static constexpr int kHalves = kMaxHeadSize / 64;  // groups of 64 dimensions
+  static constexpr int kTiles = kMaxTiles;
+  static constexpr int kConsumers = wgmma_consumers(kMaxTiles);
+  static constexpr int kGroups = kTokens / 16;
+  // Enough registers to load V during the S^T product, and enough shared memory to double-buffer
+  // P^T.
+  static constexpr bool kEarly = kMaxTiles <= 4;
+  // 8-bit: ldmatrix loads upcast at once, while the previous ones are multiplied; limited by
+  // registers.
+  static constexpr int kPartLoads = kEarly ? 2 : 4;
+  static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
+
+  float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
+  float row_max[kMaxTiles][2];       // log2 units, this lane's two rows; the same in all warps
+  float sum[kMaxTiles][2];           // row_sum, of this lane's tokens only until store_stats()
+  float scale[kMaxTiles][2];         // from the product q . k to log2 units
+  int head_size;
+  int tiles;       // of 8 rows, in use: 2, 4 or 8
+  uint32_t query;  // shared memory: [D / 8][rows][8], scaled if the cache is 8-bit
+  uint32_t probs;  // the consumer's shared memory: P^T [64 / 8][rows][8], one or two buffers
+  uint32_t iteration = 0;  // which of two P^T buffers is next
+  int consumer;
+  int warp_in_consumer;             // 0 .. 3
+  uint32_t value_base, value_half;  // bytes: this lane's V; from there to the next 64 dimensions
+
+  static __device__ __forceinline__ int row_of(int lane, int tile, int j) {
+    return tile * 8 + (lane % 4) * 2 + j;
+  }
+
+  __device__ __forceinline__ void set_addresses(const KvStageLayout& layout, int lane) {
+    Addresses::set_addresses(layout, lane);
+    // 8-bit: the upper 16 lanes load the next 64 dimensions, or the next 16 tokens if D = 64.
+    const int upper = lane >> 4;
+    if constexpr (kCacheIs16Bit && kRows) {
+      value_base = this->value_row + (this->value_chunk ^ warp_in_consumer * 32);
+      value_half = kColumnStride<kTokens>;
+    } else if constexpr (kCacheIs16Bit) {
+      value_base = this->value_row + warp_in_consumer * this->value_step;
+      value_half = 4 * this->value_step;
+    } else if constexpr (kRows) {
+      const int m_block = kHalves == 2 ? warp_in_consumer + 4 * upper : warp_in_consumer;
+      value_base = this->value_row + (this->value_chunk ^ (upper ^ m_block) * 16);
+    } else {
+      const int dimension = warp_in_consumer * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
+      value_base = dimension * layout.page_tokens;
+    }
+    if (!kCacheIs16Bit && kHalves == 1) value_base += upper * layout.value_step;
+    // From here on key_row includes the offset of this warp's 16 tokens.
+    this->key_row = opaque(this->key_row + key_group(layout, warp_in_consumer));
+    if (!kCacheIs16Bit) value_base = opaque(value_base);
+  }
+
+  // Byte offset of group i of 16 tokens.
+  static __device__ __forceinline__ uint32_t key_group(const KvStageLayout& layout, int i) {
+    return (i & 1) * layout.key_step + (i >> 1) * layout.key_half;
+  }
+  static __device__ __forceinline__ uint32_t value_group(const KvStageLayout& layout, int i) {
+    return (i & 1) * layout.value_step + (i >> 1) * layout.value_half;
+  }
+
+  // Threads 0 .. count - 1 store the query, 4 threads per row. start(row) points to a query row of
+  // type Query; null for no row.
+  template <typename Query, typename Start>
+  __device__ __forceinline__ void store_query(const Start& start, uint32_t scales, int thread,
+                                              int count) const {
+    const int rows = tiles * 8;
+    const int quarter = thread & 3;
+#pragma unroll 1
+    for (int row = thread >> 2; row < rows; row += count >> 2) {
+      const Query* from = start(row);
+      // The 4 threads of a row take chunks of 16 dimensions in turn.
+      uint4 low[kSteps / 4], high[kSteps / 4];
+#pragma unroll
+      for (int i = 0; i < kSteps / 4; ++i) {
+        const int d = (i * 4 + quarter) * 16;
+        low[i] = high[i] = uint4{0, 0, 0, 0};
+        if (from != nullptr && d < head_size) low[i] = load8(from + d);
+        if (from != nullptr && d + 8 < head_size) high[i] = load8(from + d + 8);
+      }
+      if constexpr (!kCacheIs16Bit) {
+        float largest = 0.0f;
+        const auto each = [&](uint4& pack, const auto& action) {
+          uint32_t* words = &pack.x;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) action(words[w]);
+        };
+        const auto element = [](uint32_t pair, int j) {
+          return to_float(bits_as<Query>(static_cast<uint16_t>(j ? pair >> 16 : pair)));
+        };
+#pragma unroll
+        for (int i = 0; i < kSteps / 4; ++i) {
+          const auto raise = [&](uint32_t pair) {
+            largest = fmaxf(largest, fmaxf(fabsf(element(pair, 0)), fabsf(element(pair, 1))));
+          };
+          each(low[i], raise);
+          each(high[i], raise);
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const int exponent = power_for_half(largest);
+        const float factor = exp2f(static_cast<float>(exponent));
+        if (quarter == 0) {
+          store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps / 4; ++i) {
+          const auto convert = [&](uint32_t& pair) {
+            pair = pack2<__half>(element(pair, 0) * factor, element(pair, 1) * factor);
+          };
+          each(low[i], convert);
+          each(high[i], convert);
+          // k slots {2j, 2j+1, 2j+8, 2j+9} are elements 4j .. 4j+3.
+          const uint4 a = low[i], b = high[i];
+          low[i] = uint4{a.x, a.z, b.x, b.z};
+          high[i] = uint4{a.y, a.w, b.y, b.w};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps / 4; ++i) {
+        const uint32_t to = query + ((i * 4 + quarter) * 2 * rows + row) * 16;
+        store_shared(to, low[i]);
+        store_shared(to + rows * 16, high[i]);
+      }
+    }
+  }
+  // After all threads have stored the query.
+  __device__ __forceinline__ void load_scales(uint32_t scales, float softmax_scale_log2, int lane) {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        scale[t][j] = softmax_scale_log2;
+        if (!kCacheIs16Bit && t < tiles) {
+          scale[t][j] *= load_shared<float>(scales + row_of(lane, t, j) * 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+      row_max[t][0] = row_max[t][1] = kRowMaxInit;
+      sum[t][0] = sum[t][1] = 0.0f;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[h][t][j] = 0.0f;
+      }
+    }
+  }
+
+#define VLLM_KERNELS_CONSUMER_BARRIER(any, mine, kind, number)                          \
+  asm volatile(                                                                         \
+      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\n"                            \
+      "barrier.cta.red.or.pred.aligned any, %2, 128, mine;\nselp.b32 %0, 1, 0, any;\n}" \
+      : "=r"(any)                                                                       \
+      : "r"(static_cast<uint32_t>(mine)), kind(number)                                  \
+      : "memory")
+  // Barrier of the consumer's 4 warps that returns whether any thread passes true.
+  __device__ __forceinline__ bool consumer_any(bool mine) const {
+    uint32_t any;
+#if defined(VLLM_KERNELS_RACECHECK)  // racecheck only knows barriers with constant ids
+    if (consumer == 0) {
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 1);
+    } else if (kConsumers == 2 || consumer == 1) {
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 2);
+    } else {
+      VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "n", 3);
+    }
+#else
+    VLLM_KERNELS_CONSUMER_BARRIER(any, mine, "r", consumer + 1);
+#endif
+    return any != 0;
+  }
+#undef VLLM_KERNELS_CONSUMER_BARRIER
+  __device__ __forceinline__ void consumer_barrier() const { consumer_any(false); }
+
+  // Raises row_max of all rows to the largest score of the 4 warps, and rescales. `scratch`: 16
+  // bytes per row.
+  template <int kUsed>
+  __device__ __forceinline__ void raise_row_max(const float (&c)[kUsed][4], uint32_t scratch,
+                                                int lane) {
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float mine = fmaxf(c[t][j], c[t][j + 2]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, distance));
+        }
+        if (lane < 4) {
+          store_shared(scratch + (row_of(lane, t, j) * 4 + warp_in_consumer) * 4, mine);
+        }
+      }
+    }
+    consumer_barrier();
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float4 visible = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
+        const float updated =
+            fmaxf(row_max[t][j], fmaxf(fmaxf(visible.x, visible.y), fmaxf(visible.z, visible.w)));
+        const float factor = exp2_approx(row_max[t][j] - updated);
+        row_max[t][j] = updated;
+        sum[t][j] *= factor;
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          out[h][t][j] *= factor;
+          out[h][t][j + 2] *= factor;
+        }
+      }
+    }
+    consumer_barrier();  // all warps have read scratch
+  }
+
+  // This lane's fragments of V for kCount groups of 16 tokens.
+  template <int kCount>
+  struct Values {
+    static constexpr int kLoads = kCacheIs16Bit ? kCount * kHalves : kCount * kHalves / 2;
+    uint32_t data[kLoads][4];
+  };
+  template <int kCount>
+  __device__ __forceinline__ void load_values(Values<kCount>& values, int first, uint32_t value,
+                                              const KvStageLayout& layout) const {
+#pragma unroll
+    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
+      // Past the head size this reads arbitrary data; the outputs there are not used.
+      uint32_t at = value + value_base;
+      if constexpr (kCacheIs16Bit) {
+        at += value_group(layout, first + i / kHalves) + i % kHalves * value_half;
+      } else {
+        at += value_group(layout, first + (kHalves == 2 ? i : 2 * i));
+      }
+      load_value(values.data[i], at);
+    }
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void mask_values(Values<kCount>& values, int first,
+                                                     uint64_t tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < Values<kCount>::kLoads; ++i) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        // 8-bit, 64 dimensions: the upper two registers are of the next 16 tokens.
+        const int group = first + (kCacheIs16Bit ? i / kHalves : kHalves == 2 ? i : 2 * i + w / 2);
+        uint32_t masks[2];
+        value_masks(masks, static_cast<uint32_t>(tokens >> 16 * group), lane);
+        values.data[i][w] &= masks[kCacheIs16Bit ? w / 2 : w % 2];
+      }
+    }
+  }
+
+  // O^T += V^T P^T for kCount groups of 16 tokens, from group `first` on.
+  template <int kUsed, int kCount>
+  __device__ __forceinline__ void accumulate(const Values<kCount>& values, uint32_t stored,
+                                             int first) {
+    constexpr uint32_t kChunk = kUsed * 128;
+    uint32_t a[kCount][kHalves][4];
+    const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    warpgroup_fence_operand(out);
+    constexpr int kLoads = Values<kCount>::kLoads,
+                  kBox = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
+#pragma unroll
+    for (int begin = 0; begin < kLoads; begin += kBox) {
+#pragma unroll
+      for (int i = begin; i < begin + kBox; ++i) {
+        const uint32_t (&from)[4] = values.data[i];
+        if constexpr (kCacheIs16Bit) {
+          uint32_t (&to)[4] = a[i / kHalves][i % kHalves];
+#pragma unroll
+          for (int w = 0; w < 4; ++w) to[w] = from[w];
+          warpgroup_fence_operand(to);
+        } else {
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
+            if constexpr (kRows) {
+              // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
+              const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
+              const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
+              upcast4<Cache>(low, to[0], to[1]);
+              upcast4<Cache>(high, to[2], to[3]);
+            } else {
+              upcast4<Cache>(from[2 * part], to[0], to[2]);
+              upcast4<Cache>(from[2 * part + 1], to[1], to[3]);
+            }
+            warpgroup_fence_operand(to);
+          }
+        }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = kCount * begin / kLoads; i < kCount * (begin + kBox) / kLoads; ++i) {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
+        }
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    warpgroup_fence_operand(out);
+  }
+
+  // Elementwise maximum of two pairs of p.
+  static __device__ __forceinline__ uint32_t larger(uint32_t x, uint32_t y) {
+    uint32_t result;
+    if constexpr (std::is_same_v<Element, __half>) {
+      asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    } else {
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+    }
+    return result;
+  }
+
+  // Stores p of this warp's scores to shared memory and returns its sums over this lane's tokens in
+  // `sums`. kProducts: c is not yet in log2 units. Returns whether a score exceeds row_max by more
+  // than kRescaleThreshold.
+  template <int kUsed, bool kProducts>
+  __device__ __forceinline__ bool store_probs(const float (&c)[kUsed][4], float (&sums)[kUsed][2],
+                                              uint32_t to_probs, int lane) const {
+    constexpr uint32_t kChunk = kUsed * 128;
+    uint32_t most = 0;
+#pragma unroll
+    for (int t = 0; t < kUsed; t += 2) {
+      uint32_t packed[2][2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float weight[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float score_scale = kProducts ? scale[t + u][j & 1] : 1.0f;
+          weight[j] = exp2_approx(fmaf(c[t + u][j], score_scale, -row_max[t + u][j & 1]));
+        }
+        sums[t + u][0] = weight[0] + weight[2];
+        sums[t + u][1] = weight[1] + weight[3];
+        packed[u][0] = pack2<Element>(weight[0], weight[1]);
+        packed[u][1] = pack2<Element>(weight[2], weight[3]);
+        order_probs(packed[u][0], packed[u][1], lane);
+        most = larger(most, larger(packed[u][0], packed[u][1]));
+      }
+      // stmatrix: (rows 8t .., slots 0-7) (8t + 8 .., 0-7) (8t .., 8-15) (8t + 8 .., 8-15).
+      const uint32_t to = to_probs + (2 * warp_in_consumer + (lane >> 4)) * kChunk +
+                          (t + (lane >> 3 & 1)) * 128 + lane % 8 * 16;
+      store_transposed(to, packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
+    }
+    fence_async_proxy();
+    // p >= 0, so bits compare like values.
+    constexpr uint32_t kLimit = std::is_same_v<Element, __half> ? 0x5c00 : 0x4380;
+    static_assert(kRescaleThreshold == 8.0f);  // kLimit is 2^8 in Element
+    return max(most & 0xffff, most >> 16) > kLimit;
+  }
+
+  // This lane's fragments of a stage's K; zeros past the head size.
+  struct Keys {
+    static constexpr int kLoads = kCacheIs16Bit ? kSteps : kSteps / 2;
+    uint32_t data[kLoads][4];
+  };
+  __device__ __forceinline__ void load_keys(Keys& keys, uint32_t key) const {
+#pragma unroll
+    for (int i = 0; i < Keys::kLoads; ++i) {
+      load_matrices(keys.data[i], key + key_at(kCacheIs16Bit ? i : 2 * i));
+    }
+  }
+
+  // One stage of 64 tokens; see WarpMma::step. kUsed: tiles of 8 rows. kPlain: all tokens are
+  // visible to all rows and no score is modified. Calls release() once K and V have been read. All
+  // warps of the consumer call it.
+  template <int kUsed, bool kPlain, typename Adjust, typename Release>
+  __device__ __forceinline__ void step(const Keys& keys, uint32_t value, uint64_t tokens,
+                                       const Adjust& adjust, const Release& release,
+                                       const KvStageLayout& layout, int lane) {
+    constexpr uint32_t kChunk = kUsed * 128;  // bytes of 8 dimensions, or 8 tokens, of all rows
+    uint32_t stored = probs;                  // this step's P^T buffer
+    if constexpr (kEarly) {
+      stored = probs + iteration * (kUsed * 8 * kStageTokens * 2);
+      iteration ^= 1;
+    }
+    float c[kUsed][4];
+    uint32_t a[kSteps][4];
+    const uint64_t queries = core_matrices(query, kChunk, 128);
+    constexpr int kBox = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
+#pragma unroll
+    for (int first = 0; first < Keys::kLoads; first += kBox) {
+#pragma unroll
+      for (int i = first; i < first + kBox; ++i) {
+        const uint32_t (&from)[4] = keys.data[i];
+        if constexpr (kCacheIs16Bit) {
+#pragma unroll
+          for (int w = 0; w < 4; ++w) a[i][w] = from[w];
+          warpgroup_fence_operand(a[i]);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t (&to)[4] = a[2 * i + half];
+            upcast4<Cache>(from[2 * half], to[0], to[2]);
+            upcast4<Cache>(from[2 * half + 1], to[1], to[3]);
+            warpgroup_fence_operand(to);
+          }
+        }
+      }
+      wgmma_fence();
+      constexpr int kEach = kSteps / Keys::kLoads;
+#pragma unroll
+      for (int k = first * kEach; k < (first + kBox) * kEach; ++k) {
+        wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
+      }
+    }
+    wgmma_commit();
+    Values<kEarly ? kGroups : kGroups / 2> values;
+    if constexpr (kEarly) {
+      load_values(values, 0, value, layout);
+      release();
+    }
+    wgmma_wait<0>();
+    warpgroup_fence_operand(c);
+    const auto scale_scores = [&] {
+#pragma unroll
+      for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c[t][j] *= scale[t][j & 1];
+      }
+    };
+    if (!kPlain) {
+      scale_scores();
+      const uint32_t mine = static_cast<uint32_t>(tokens >> 16 * warp_in_consumer);
+#pragma unroll
+      for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int token = token_of(lane, j);
+          c[t][j] = mine >> token & 1 ? adjust(c[t][j], t, j & 1, 16 * warp_in_consumer + token)
+                                      : -INFINITY;
+        }
+      }
+    }
+    // Most steps do not raise row_max, so p is computed first and checked afterwards. Other warps
+    // may still read the previous step's P^T. It is in the other buffer (kEarly), or this barrier
+    // waits for them.
+    if (!kEarly) consumer_barrier();
+    float sums[kUsed][2];
+    if (consumer_any(store_probs<kUsed, kPlain>(c, sums, stored, lane))) {
+      if (kPlain) scale_scores();
+      raise_row_max<kUsed>(c, stored, lane);
+      store_probs<kUsed, false>(c, sums, stored, lane);
+      consumer_barrier();
+    }
+#pragma unroll
+    for (int t = 0; t < kUsed; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) sum[t][j] += sums[t][j];
+    }
+    if constexpr (kEarly) {
+      if (!kPlain) mask_values(values, 0, tokens, lane);
+      accumulate<kUsed>(values, stored, 0);
+    } else {
+#pragma unroll
+      for (int group = 0; group < kGroups; group += kGroups / 2) {
+        load_values(values, group, value, layout);
+        if (!kPlain) mask_values(values, group, tokens, lane);
+        accumulate<kUsed>(values, stored, group);
+      }
+      release();
+    }
+  }
+
+  // After all stages. store_stats(): row_max and row_sum of all rows, over the consumer's tokens.
+  // store_half(): this warp's fragments of half a head (64 dimensions).
+  __device__ __forceinline__ void store_stats(float (&row_maxima)[kMaxTiles * 8],
+                                              float (&sums)[kMaxTiles * 8], int thread, int lane) {
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          sum[t][j] += __shfl_xor_sync(0xffffffffu, sum[t][j], distance);
+        }
+      }
+    }
+    // [rows][4 warps], in a P^T buffer that no warp reads any more.
+    uint32_t of_warps = probs;
+    if constexpr (kEarly) {
+      of_warps += iteration * (tiles * 8 * kStageTokens * 2);
+    } else {
+      consumer_barrier();
+    }
+    if (lane < 4) {
+#pragma unroll
+      for (int t = 0; t < kMaxTiles; ++t) {
+        const int row = row_of(lane, t, 0);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          store_shared(of_warps + ((row + j) * 4 + warp_in_consumer) * 4, sum[t][j]);
+        }
+        if (warp_in_consumer == 0) {
+          *reinterpret_cast<float2*>(&row_maxima[row]) = {row_max[t][0], row_max[t][1]};
+        }
+      }
+    }
+    consumer_barrier();
+    if (thread < kMaxTiles * 8) {
+      const float4 four = load_shared<float4>(of_warps + thread * 16);
+      sums[thread] = four.x + four.y + four.z + four.w;
+    }
+  }
+  // `to`: shared memory, [tiles][128 threads] of 16 bytes.
+  template <int kHalf>
+  __device__ __forceinline__ void store_half(uint32_t to, int thread) const {
+    const int used = opaque(tiles);  // keeps no comparisons in registers during the stages
+#pragma unroll
+    for (int t = 0; t < kMaxTiles; ++t) {
+      const float (&values)[4] = out[kHalf][t];
+      if (t < used) {
+        store_shared(to + (t * 128 + thread) * 16,
+                     float4{values[0], values[1], values[2], values[3]});
+      }
+    }
+  }
+
+ private:
+  template <typename Query>
+  static __device__ __forceinline__ uint4 load8(const Query* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+    const auto* pairs = reinterpret_cast<const uint32_t*>(from);
+    return uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+};
+
+#endif
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,415 @@
+// The decision tree of attention, from the top of the file to choose_kernel() at its end:
+//   1  float32, block-sparse, or K and V that tensor cores cannot address     SIMT
+//   2  few query rows, causal, in pages                                       decode
+//      rows of a KV head: 1 .. 8 one warp a pipeline; more: wgmma, or several warps
+//   3  many query rows on Hopper, exact head sizes                            prefill sm90
+//   4  many query rows otherwise                                              prefill sm80
+//   5  mixed batches after 3 and 4: a concurrent decode launch for short sequences
+// Thresholds are in heuristics.h. What kept a faster kernel away is noted in
+// KernelChoice::obstacles.
+#include "cuda/attention/dispatch.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/attention/common/heuristics.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+int group_of(const PagedAttentionParams& p) {
+  return p.num_heads / p.kv.num_kv_heads;
+}
+
+bool is_aligned(const void* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+uint32_t when(bool condition, Obstacle obstacle) {
+  return condition ? obstacle : kNoObstacle;
+}
+
+// Whether a stride of the cache is a multiple of `bytes` that 32 bits hold in units of 16 bytes.
+bool fits_stride(const PagedKv& kv, int64_t stride, int bytes = 16) {
+  const int64_t length = stride * size_of(kv.dtype);
+  return stride >= 0 && length % bytes == 0 && length / 16 <= UINT32_MAX;
+}
+
+bool cache_is_aligned(const PagedKv& kv) {
+  return is_aligned(kv.key, 16) && is_aligned(kv.value, 16) &&
+         fits_stride(kv, kv.key_block_stride) && fits_stride(kv, kv.key_head_stride) &&
+         fits_stride(kv, kv.value_block_stride) && fits_stride(kv, kv.value_head_stride) &&
+         (kv.layout == KvLayout::kVllm ||
+          (fits_stride(kv, kv.key_token_stride) && fits_stride(kv, kv.value_token_stride)));
+}
+
+int padded_to_64_128_256(int head_size) {
+  return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256;
+}
+
+// What the tensor-core kernels for pages lack: the decode kernels, and prefill sm90.
+uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
+  const PagedKv& kv = p.kv;
+  const int element = size_of(kv.dtype), padded = padded_to_64_128_256(kv.head_size);
+  const int query_alignment = element == 1 ? 4 : 2;  // elements
+  const int min_page = element == 1 && kv.layout == KvLayout::kVllm ? 16 : 8;
+  // Two warps with two stages each, and 20 KiB to combine.
+  const int stage = 2 * padded * element * (padded <= 128 ? 32 : 16);
+  return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
+         when(4 * stage + 20 * 1024 > device.shared_memory_per_block, kSharedMemoryTooSmall) |
+         when(kv.block_size < min_page, kSmallPages) | when(kv.num_blocks <= 0, kEmptyCache) |
+         when(!cache_is_aligned(kv), kUnalignedCache) |
+         when(!is_aligned(p.query, query_alignment * 2) || p.query_stride % query_alignment != 0,
+              kUnalignedQuery) |
+         when(!is_aligned(p.out, 8) || p.out_stride % 4 != 0, kUnalignedOut);
+}
+
+// What the decode kernels lack beyond that.
+uint32_t decode_obstacles(const PagedAttentionParams& p) {
+  return when(p.key_start_loc != nullptr, kContiguousKeys) | when(p.window_right != 0, kNotCausal);
+}
+
+// What both prefill kernels lack.
+uint32_t prefill_obstacles(const PagedAttentionParams& p) {
+  return when(!is_aligned(p.query, 16) || p.query_stride % 8 != 0 || p.query_stride <= 0,
+              kUnalignedQuery) |
+         when(!is_aligned(p.out, 16) || p.out_stride % 8 != 0, kUnalignedOut) |
+         when(p.kv.num_blocks <= 0, kEmptyCache) | when(!(p.scale > 0.0f), kScaleNotPositive);
+}
+
+uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
+  const PagedKv& kv = p.kv;
+  const bool is_8_bit = size_of(kv.dtype) == 1;
+  const bool longer = (kv.layout != KvLayout::kVllm || is_8_bit) && kv.block_size > 16 &&
+                      std::has_single_bit(static_cast<uint32_t>(kv.block_size));
+  const bool exact = kv.head_size == 64 || kv.head_size == 96 || kv.head_size == 128 ||
+                     kv.head_size == 192 || kv.head_size == 256;
+  return when(!device.has_wgmma, kNoWgmma) | when(!exact, kHeadSize) |
+         when(p.key_start_loc == nullptr && kv.block_size != 16 && !longer, kPageSize) |
+         when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
+         when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
+         when(is_8_bit && (p.softcap > 0.0f || p.alibi_slopes != nullptr), kSoftcapOrAlibiOn8Bit);
+}
+
+uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
+  const PagedKv& kv = p.kv;
+  const int element = size_of(kv.dtype);
+  const bool vllm_pages =
+      kv.block_size % 8 == 0 && fits_stride(kv, kv.key_chunk_stride) &&
+      fits_stride(kv, kv.value_dim_stride, kv.block_size % 16 == 0 ? 16 : 8 * element);
+  return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
+         when(element != 1 && kv.dtype != p.dtype, kCacheType) |
+         when(kv.head_size > 256 || kv.head_size * element % 16 != 0, kHeadSize) |
+         when(!cache_is_aligned(kv) || (kv.layout == KvLayout::kVllm && !vllm_pages),
+              kUnalignedCache) |
+         when(p.max_seq_len > kMaxLength, kLongSequences);
+}
+
+// Whether the decode kernels take the call where they can: the prefill kernels have no work for
+// half of the device, and cannot make up for it with splits of sequences. (With fixed_split_size
+// the kernel must not depend on the batch.)
+bool prefers_decode(const PagedAttentionParams& p, const DeviceModel& device) {
+  const int64_t group = group_of(p);
+  // Every sequence but one may be a single token, of a decode.
+  const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
+  const int64_t tiles =
+      (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
+  return p.max_query_len <= decode_tokens(group) || p.max_query_len * group <= kDecodeRowsAlone ||
+         2 * tiles < device.num_sms || p.fixed_split_size > 0;
+}
+
+// The decode kernel's warps, stages and shared memory. False where it has no room for
+// `min_threads`.
+bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, int min_threads,
+                      bool fused, KernelChoice& choice) {
+  const PagedKv& kv = p.kv;
+  const int element = size_of(kv.dtype), padded = choice.padded_head_size;
+  const bool multi_warp = choice.multi_warp;
+  const int64_t rows = int64_t{p.max_query_len} * group_of(p);
+  // A stage that several warps share is twice as large in 16 bits: two warps at least.
+  choice.consumer_shift = multi_warp && (element == 2 || padded > 128) ? 1 : 0;
+  choice.warp_shift =
+      decode_row_blocks(padded, multi_warp) > 1 && rows > 8 << choice.consumer_shift ? 4 : 3;
+  while (multi_warp && choice.consumer_shift < 2 && rows > 1 << choice.row_shift()) {
+    ++choice.consumer_shift;
+  }
+  const int stage =
+      stage_bytes(kv, choice.form, padded, decode_stage_tokens(element, padded, multi_warp),
+                  device.architecture)
+          .total;
+  const int row_bytes = ((kv.head_size + 15) / 16 * 16 + 4) * 4;
+  const int max_rows = static_cast<int>(std::min<int64_t>(rows, 8));  // combined at a time
+  const int fixed = decode_static_smem(element, padded, multi_warp, fused);
+  int memory = device.shared_memory_per_block - fixed;
+  int warps = decode_threads(element, padded, multi_warp) / 32;
+  const auto pipeline_memory = [&](int count) {
+    return memory - count * (multi_warp ? max_rows : std::min(max_rows, 4)) * row_bytes;
+  };
+  const auto stages_for = [&](int count) {
+    return pipeline_memory(count) / (count >> choice.consumer_shift) / stage;
+  };
+  // Two CTAs an SM, where many query tiles end for their bytes. (Batches may not differ so with
+  // fixed_split_size.)
+  int min_stages = kMinStages;
+  if (element == 1 && !multi_warp && min_threads == 0 && p.fixed_split_size == 0 &&
+      int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
+    const int all = memory;
+    memory = (all - (fixed + 1024)) / 2;
+    if (stages_for(warps / 2) >= kMinStagesOfTwoCtas) {
+      choice.ctas_per_sm = kCtasPerSmOf8Bit;
+      min_stages = kMinStagesOfTwoCtas;
+      warps /= 2;
+    } else {
+      memory = all;
+    }
+  }
+  // As many warps as can have their stages, and a few rows each to combine.
+  const int step = std::max(2, 1 << choice.consumer_shift);
+  while (warps > step && stages_for(warps) < min_stages) warps -= step;
+  if (warps * 32 < min_threads) return false;
+  const int pipelines = warps >> choice.consumer_shift;
+  choice.warps = warps;
+  choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
+  const int pipeline_bytes = pipelines * choice.stages * stage;
+  choice.combine_rows = std::min(
+      {max_rows, (memory - pipeline_bytes) / (warps * row_bytes), warps * 32 * 4 / kv.head_size});
+  choice.shared_bytes = pipeline_bytes + warps * choice.combine_rows * row_bytes;
+  return true;
+}
+
+void set_wgmma_shape(const PagedAttentionParams& p, const DeviceModel& device,
+                     KernelChoice& choice) {
+  const int64_t rows = int64_t{p.max_query_len} * group_of(p);
+  const int row_blocks = rows <= 32 ? 4 : 8;
+  choice.warp_shift = rows <= 16 ? 4 : rows <= 32 ? 5 : 6;
+  const int consumers = wgmma_consumers(row_blocks);
+  const int stage = stage_bytes(p.kv, choice.form, choice.padded_head_size, kWgmmaStageTokens,
+                                device.architecture)
+                        .total;
+  const int scratch =
+      wgmma_scratch_bytes(row_blocks, 1 << choice.row_shift(), choice.padded_head_size);
+  const int memory = device.shared_memory_per_block - wgmma_static_smem(row_blocks) - scratch;
+  choice.warps = 4 * (consumers + 1);
+  choice.stages = std::min(memory / consumers / stage, kMaxPipelineStages);
+  choice.shared_bytes = consumers * choice.stages * stage + scratch;
+}
+
+KvForm decode_form(const PagedKv& kv) {
+  if (kv.layout != KvLayout::kVllm) return KvForm::kSwizzledRows;
+  return kv.block_size <= 16 ? KvForm::kPackedPages : KvForm::kPackedBoxes;
+}
+
+// Layouts NHD and HND: whether the decode kernel takes their rows as they lie.
+bool takes_plain_rows(const PagedKv& kv, const DeviceModel& device) {
+  const bool contiguous = rows_are_contiguous(kv);
+  return kv.layout != KvLayout::kVllm && kv.block_size >= 8 &&
+         (contiguous || device.architecture >= 90) &&
+         prefers_plain_rows(kv.head_size, size_of(kv.dtype) == 2, contiguous);
+}
+
+KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& device) {
+  const int64_t rows = int64_t{p.max_query_len} * group_of(p);
+  KernelChoice choice = {.kernel = AttentionKernel::kDecode,
+                         .form = decode_form(p.kv),
+                         .padded_head_size = padded_to_64_128_256(p.kv.head_size),
+                         .multi_warp = rows > 8};
+  if (!choice.multi_warp && takes_plain_rows(p.kv, device)) {
+    choice.form = KvForm::kPlainRows;
+    choice.padded_head_size = p.kv.head_size;
+  }
+  if (choice.multi_warp && device.has_wgmma && choice.padded_head_size <= kWgmmaMaxHeadSize) {
+    choice.kernel = AttentionKernel::kDecodeWgmma;
+    set_wgmma_shape(p, device, choice);
+  } else {
+    set_decode_shape(p, device, 0, false, choice);
+  }
+  return choice;
+}
+
+// False where shared memory is too small.
+bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& device,
+                            KernelChoice& choice) {
+  const int head_size = p.kv.head_size;
+  choice.padded_head_size = head_size <= 64    ? 64
+                            : head_size <= 96  ? 96
+                            : head_size <= 128 ? 128
+                            : head_size <= 192 ? 192
+                                               : 256;
+  const PrefillSm80Sizes sizes(choice.padded_head_size, size_of(p.kv.dtype) == 1);
+  const int max_rows = PrefillSm80Sizes::kMaxWarps * sizes.warp_rows();
+  const int64_t tiles =
+      (int64_t{p.num_tokens} * group_of(p) + max_rows - 1) / max_rows * p.kv.num_kv_heads;
+  // Fewer work tiles than SMs: twice as many, of half the rows.
+  int warps =
+      tiles < device.num_sms ? PrefillSm80Sizes::kMaxWarps / 2 : PrefillSm80Sizes::kMaxWarps;
+  int stages = sizes.max_stages;
+  const int room = device.shared_memory_per_block - PrefillSm80Sizes::kStaticSmem;
+  if (sizes.shared_bytes(warps, stages) > room) stages = 2;
+  while (warps > 2 && sizes.shared_bytes(warps, stages) > room) warps /= 2;
+  choice.warps = warps;
+  choice.stages = stages;
+  choice.shared_bytes = sizes.shared_bytes(warps, stages);
+  return choice.shared_bytes <= room;
+}
+
+}  // namespace
+
+AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& device) {
+  const uint32_t tensor_cores = tensor_core_obstacles(p, device);
+  const uint32_t decode = tensor_cores | decode_obstacles(p);
+  uint32_t obstacles = prefill_obstacles(p);
+  const auto few_rows = [&]() -> AttentionChoice {
+    AttentionChoice choice;
+    if (decode == kNoObstacle) choice.main = choose_decode(p, device);
+    choice.main.obstacles = obstacles | decode;
+    return choice;
+  };
+  if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
+  if (decode == kNoObstacle && prefers_decode(p, device)) {
+    obstacles |= kFewRows;
+    return few_rows();
+  }
+  AttentionChoice choice;
+  const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
+  if (sm90 == kNoObstacle) {
+    choice.main = {
+        .kernel = AttentionKernel::kPrefillSm90,
+        .form = p.kv.layout == KvLayout::kVllm ? KvForm::kPackedPages : KvForm::kSwizzledRows,
+        .padded_head_size = p.kv.head_size};
+  } else {
+    const uint32_t sm80 = prefill_sm80_obstacles(p);
+    choice.main = {
+        .kernel = AttentionKernel::kPrefillSm80,
+        .form = p.kv.layout == KvLayout::kVllm ? KvForm::kPackedPages : KvForm::kSwizzledRows,
+        .obstacles = sm90};
+    if (sm80 != kNoObstacle || !set_prefill_sm80_shape(p, device, choice.main)) {
+      obstacles = sm90 | sm80 | when(sm80 == kNoObstacle, kSharedMemoryTooSmall);
+      return few_rows();
+    }
+  }
+  // Sequences of few query tokens, if there can be any, have a concurrent decode launch: those of
+  // one token where tokens see what comes after them, since nothing comes after a sequence's last.
+  if (tensor_cores == kNoObstacle && p.key_start_loc == nullptr && p.num_seqs > 1 &&
+      p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
+    const int few = p.window_right == 0 ? decode_tokens(group_of(p)) : 1;
+    choice.has_concurrent_decode = true;
+    choice.min_query_len = few + 1;
+    choice.concurrent_decode = choose_decode(concurrent_params(p, choice), device);
+  }
+  return choice;
+}
+
+PagedAttentionParams concurrent_params(const PagedAttentionParams& p,
+                                       const AttentionChoice& choice) {
+  PagedAttentionParams others = p;
+  others.max_query_len = choice.min_query_len - 1;
+  others.window_right = 0;
+  others.concurrent = true;
+  return others;
+}
+
+bool choose_fused_decode(const PagedAttentionParams& p, const DeviceModel& device,
+                         int new_token_threads, KernelChoice& choice) {
+  const PagedKv& kv = p.kv;
+  const bool has_kernel =
+      kv.dtype == DType::kFloat16 || kv.dtype == DType::kBFloat16 || kv.dtype == DType::kFp8E4M3;
+  if (!has_kernel || kv.layout != KvLayout::kVllm || kv.block_size > 16 || kv.head_size > 128 ||
+      group_of(p) > kMaxNewTokenRows || tensor_core_obstacles(p, device) != kNoObstacle) {
+    return false;
+  }
+  choice = {.kernel = AttentionKernel::kDecode,
+            .form = KvForm::kPackedPages,
+            .padded_head_size = kv.head_size <= 64 ? 64 : 128};
+  return set_decode_shape(p, device, new_token_threads, true, choice);
+}
+
+// --- in words
+
+namespace {
+
+struct Words {
+  uint32_t bit;
+  const char* text;
+};
+constexpr Words kObstacleWords[] = {
+    {kFloat32, "tensor cores need a float16 or bfloat16 query"},
+    {kBlockSparse, "only the SIMT kernel has block-sparse patterns"},
+    {kSharedMemoryTooSmall, "shared memory is too small"},
+    {kSmallPages, "tensor cores need pages of 8 tokens (8-bit layout vllm: 16)"},
+    {kEmptyCache, "the cache has no blocks"},
+    {kUnalignedCache, "K or V: base or strides are no multiples of 16 bytes"},
+    {kUnalignedQuery, "query: base or token stride is unaligned (16 bytes are always right)"},
+    {kUnalignedOut, "out: base or token stride is unaligned (16 bytes are always right)"},
+    {kNotCausal, "decode kernels are causal"},
+    {kContiguousKeys, "decode kernels read K and V in pages"},
+    {kScaleNotPositive, "prefill kernels need scale > 0"},
+    {kFewRows, "too few query rows for the prefill kernels"},
+    {kNoWgmma, "prefill sm90 needs an H100 or H200 and code for 9.0a"},
+    {kHeadSize, "prefill sm90 has heads of 64, 96, 128, 192 and 256"},
+    {kPageSize,
+     "prefill sm90 needs pages of 16 tokens (8 bits, NHD, HND: or a longer power of two)"},
+    {kCacheType, "prefill kernels need a cache of the query's dtype, or of 8 bits"},
+    {kSoftcapOrAlibiOn8Bit, "prefill sm90 has no softcap or ALiBi on 8-bit caches"},
+    {kHeadSizeOn8Bit, "prefill sm90 has 8-bit caches up to heads of 192"},
+    {kLongSequences, "prefill sm80 has sequences up to 2^30 tokens"},
+};
+
+const char* name_of(const KernelChoice& choice) {
+  switch (choice.kernel) {
+    case AttentionKernel::kDecode:
+      return choice.multi_warp ? "decode (several warps a pipeline)" : "decode";
+    case AttentionKernel::kDecodeWgmma:
+      return "decode_wgmma";
+    case AttentionKernel::kPrefillSm90:
+      return "prefill sm90";
+    case AttentionKernel::kPrefillSm80:
+      return "prefill sm80";
+    default:
+      return "simt";
+  }
+}
+
+const char* name_of(KvForm form) {
+  switch (form) {
+    case KvForm::kPackedPages:
+      return "packed pages";
+    case KvForm::kPackedBoxes:
+      return "packed boxes";
+    case KvForm::kPlainRows:
+      return "plain rows";
+    default:
+      return "swizzled rows";
+  }
+}
+
+}  // namespace
+
+std::string describe(const KernelChoice& choice, const DeviceModel& device) {
+  std::string text = name_of(choice);
+  if (choice.kernel != AttentionKernel::kSimt) {
+    text += ", head size " + std::to_string(choice.padded_head_size) + ", " + name_of(choice.form) +
+            ", grid " + std::to_string(device.num_sms * choice.ctas_per_sm);
+  }
+  if (choice.warps > 0) {
+    text += ", " + std::to_string(choice.warps) + " warps, " + std::to_string(choice.stages) +
+            " stages, " + std::to_string(choice.shared_bytes) + " bytes of shared memory";
+  }
+  const char* separator = "; because: ";
+  for (const Words& words : kObstacleWords) {
+    if ((choice.obstacles & words.bit) == 0) continue;
+    text += separator + std::string(words.text);
+    separator = "; ";
+  }
+  return text;
+}
+
+std::string describe(const AttentionChoice& choice, const DeviceModel& device) {
+  std::string text = describe(choice.main, device);
+  if (choice.has_concurrent_decode) {
+    text += "\nbeside it, for sequences of fewer than " + std::to_string(choice.min_query_len) +
+            " query tokens: " + describe(choice.concurrent_decode, device);
+  }
+  return text;
+}
+
+}  // namespace vllm_kernels::cuda

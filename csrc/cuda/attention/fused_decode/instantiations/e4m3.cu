@@ -1,0 +1,13 @@
+// fused_decode_attention's kernels for a cache of e4m3.
+#include "cuda/attention/fused_decode/fused_decode_attention.cuh"
+#include "cuda/attention/fused_decode/fused_decode_attention.h"
+
+namespace vllm_kernels::cuda {
+
+void fused_decode_attention_e4m3(const FusedDecodeAttentionParams& params,
+                                 const KernelChoice& choice, const DecodeWorkspace& workspace,
+                                 void* stream) {
+  launch_fused_decode<__nv_fp8_e4m3>(params, choice, workspace, stream);
+}
+
+}  // namespace vllm_kernels::cuda

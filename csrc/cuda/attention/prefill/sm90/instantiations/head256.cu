@@ -1,0 +1,10 @@
+#include "cuda/attention/prefill/sm90/prefill_kernel.cuh"
+
+namespace vllm_kernels::cuda {
+
+void paged_attention_prefill_256(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                                 void* stream) {
+  launch_prefill<256>(p, launch, stream);
+}
+
+}  // namespace vllm_kernels::cuda

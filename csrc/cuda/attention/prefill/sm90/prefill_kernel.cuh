@@ -1,0 +1,431 @@
+// paged_attention of many query rows a sequence (prompts, and chunks of them behind a cached
+// prefix) on Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
+//
+// A block takes items (attention/prefill/tile_scheduler.cuh) one after the other. Two or three
+// warpgroups attend, 64 of an item's rows each (attention/prefill/sm90/mainloop.cuh), over tiles of
+// tokens from the last to the first. Of one more warpgroup one warp copies K, one copies V
+// (attention/prefill/sm90/producer.cuh), one the queries, and one finds items. They run ahead into
+// the next item while the last one ends. K and V of 8 bits take six warps of two such warpgroups
+// (dequant_producer.cuh).
+#pragma once
+#include <bit>
+
+#include "cuda/attention/common/kernel_choice.h"
+#include "cuda/attention/prefill/prefill.h"
+#include "cuda/attention/prefill/sm90/dequant_producer.cuh"
+#include "cuda/attention/prefill/sm90/producer.cuh"
+
+namespace vllm_kernels::cuda {
+
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+
+// One warp: which items this block takes.
+template <typename Config>
+__device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
+                                               const PrefillShape& shape,
+                                               PrefillShared<Config>& shared, uint32_t* next,
+                                               int lane) {
+  wait_for_primary_kernel();
+  // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
+  if (shape.has_concurrent_launch) launch_dependents();
+  PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens> scheduler;
+  scheduler.make(p, shape, lane);
+  const uint32_t blocks = scheduler.blocks();
+  const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
+  uint32_t index = blockIdx.x;
+  PipelineState<kPrefillQueue> state;
+#pragma unroll 1
+  for (uint32_t number = 0;; ++number, state.advance()) {
+    PrefillTile& work_tile = shared.work_tiles[state.index];
+    barrier_wait(shared_address(&shared.tile_empty[state.index]), state.phase ^ 1);
+    if (index < count) scheduler.get_tile(p, shape, index, lane, work_tile);
+    if (lane == 0) {
+      if (index >= count) work_tile.seq = -1;
+      barrier_arrive(shared_address(&shared.tile_full[state.index]));
+    }
+    __syncwarp();
+    if (index >= count) return;
+    // Late, so that no block holds items back that others could start. The last of all calls
+    // brings the counter back to 0.
+    barrier_wait(shared_address(&shared.next_tile_wanted), number & 1);
+    index = count;
+    if (lane == 0 && count > blocks) index = blocks + atomicInc(next, count - 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+}
+
+// What one warpgroup does: 64 rows of all items, as one sequence of tiles. An item's first scores
+// are under way before the item ahead of it has ended. The warpgroups do not wait for each other:
+// their phases drift apart, so that one's products run while another takes exponentials.
+template <typename Config>
+__device__ __forceinline__ void attend(const PagedAttentionParams& p, const PrefillShape& shape,
+                                       const ScoreCap& cap, PrefillShared<Config>& shared,
+                                       uint32_t query, uint32_t key, uint32_t value, int warpgroup,
+                                       int thread) {
+  constexpr int kTokens = Config::kTokens;
+  constexpr uint32_t kTileBytes = Config::kTileBytes;
+  using Mma = PrefillMma<Config>;
+  const int lane = thread % 32;
+  const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;  // and 8 behind it
+  query += warpgroup * 64 * 128;
+  Mma tile;
+  PipelineState<Config::kKeyStages> keys;
+  PipelineState<Config::kValueStages> values;
+  PipelineState<Config::kQueries> queries;
+  PipelineState<kPrefillQueue> work_tiles;
+
+  // The item at hand.
+  uint32_t at_hand;   // its place in the queue
+  int left;           // tiles of it whose scores are not under way
+  int first;          // token of the next tile
+  float score_scale;  // from its scores to log2 units
+  // Row r's query token of the sequence, and head.
+  const auto token_of_row = [&](const PrefillTile& work_tile, int r, int& head) {
+    const int index = work_tile.first_row + min(row + 8 * r, work_tile.rows - 1);
+    const int token = static_cast<int>(shape.group_divisor.divide(index));
+    head = work_tile.kv_head * shape.group + index - token * shape.group;
+    return token;
+  };
+  const auto release_query = [&] {
+    barrier_arrive_warp(shared_address(&shared.query_empty[queries.index]), lane);
+    queries.advance();
+  };
+  const auto take_tile = [&] {  // whether there is one
+    barrier_wait(shared_address(&shared.tile_full[work_tiles.index]), work_tiles.phase);
+    const PrefillTile& work_tile = shared.work_tiles[work_tiles.index];
+    if (work_tile.seq < 0) return false;
+    at_hand = work_tiles.index;
+    left = work_tile.tiles;
+    first = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
+    score_scale = Config::kAdjusts ? 1.0f : shape.softmax_scale_log2;
+    if (Config::kCacheIs8Bit && p.kv.k_scale != nullptr) {
+      score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
+    }
+    barrier_wait(shared_address(&shared.query_full[queries.index]), queries.phase);
+    if constexpr (Config::kQueryInRegisters) {
+      tile.load_query(query + queries.index * Config::kQueryBytes, thread);
+      release_query();
+    }
+    return true;
+  };
+  const auto start_scores = [&] {
+    tile.start_scores(query + queries.index * Config::kQueryBytes, key + keys.index * kTileBytes);
+  };
+  float factor[2];
+  bool raised;
+  uint32_t parts;  // of the tile whose scores are under way, that are there
+  bool plain;      // whether every row sees every token of it
+  const auto look = [&] {
+    const PrefillTile& work_tile = shared.work_tiles[at_hand];
+    parts = shared.parts[keys.index];
+    plain = first >= work_tile.whole_begin && first + kTokens <= work_tile.whole_end;
+  };
+  // What follows the products of those scores.
+  const auto online_softmax = [&] {
+    warpgroup_fence_operand(tile.scores);
+    barrier_arrive_warp(shared_address(&shared.key_empty[keys.index]), lane);
+    keys.advance();
+    if (--left == 0 && !Config::kQueryInRegisters) release_query();
+    const PrefillTile& work_tile = shared.work_tiles[at_hand];
+    const int column = first + lane % 4 * 2;
+    // Of row r: where its own token is from this lane's first column on.
+    const auto own = [&](int r, int& head) {
+      return work_tile.position + token_of_row(work_tile, r, head) - column;
+    };
+    if constexpr (Config::kAdjusts) {
+      tile.each_score([&](int, int, float score) { return score * shape.softmax_scale_log2; });
+      if (p.softcap > 0.0f) {
+        tile.each_score([&](int, int, float score) { return capped(cap, score); });
+      }
+      if (p.alibi_slopes != nullptr) {
+        int at[2];
+        float slope[2];  // in log2 units
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          int head;
+          at[r] = own(r, head);
+          slope[r] = p.alibi_slopes[head] * kLog2E;
+        }
+        tile.each_score([&](int i, int j, float score) {
+          return biased(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
+        });
+      }
+    }
+    if (!plain) {
+      uint32_t visible[2];  // bit 2i + j % 2: column 8i + j % 2 of the row
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        int head;
+        const int at = own(r, head);
+        visible[r] = Mma::columns_until(min(at + shape.window_right, work_tile.end - 1 - column));
+        if (p.sliding_window > 0) visible[r] &= ~Mma::columns_until(at - p.sliding_window);
+      }
+      tile.each_score([&](int i, int j, float score) {
+        return visible[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
+      });
+    }
+    if (parts != (1u << Mma::kBoxes) - 1) {
+      tile.each_score(
+          [&](int i, int, float score) { return parts >> i / 2 & 1 ? score : -INFINITY; });
+    }
+    raised = tile.online_softmax(score_scale, factor);
+    first -= kTokens;
+  };
+  const auto start_out = [&] {
+    barrier_wait(shared_address(&shared.value_full[values.index]), values.phase);
+    tile.start_out(value + values.index * kTileBytes);
+  };
+  const auto end_out = [&] {
+    wgmma_wait<0>();
+    warpgroup_fence_operand(tile.out);
+    warpgroup_fence_operand(tile.probs);
+    barrier_arrive_warp(shared_address(&shared.value_empty[values.index]), lane);
+    values.advance();
+  };
+  // The item in `slot`.
+  const auto finish = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
+    const PrefillTile& work_tile = shared.work_tiles[slot];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int head;
+      const int64_t token = work_tile.first_query + token_of_row(work_tile, r, head);
+      const RowResult result = row_result(p, work_tile.kv_head, head, row_max[r], quad_sum(sum[r]));
+      const bool present = row + 8 * r < work_tile.rows;
+      tile.store(static_cast<typename Config::T*>(p.out) + token * p.out_stride +
+                     head * int64_t{Config::kHeadSize},
+                 present, r, result.scale, lane);
+      if (p.lse != nullptr && present && lane % 4 == 0) {
+        p.lse[token * p.num_heads + head] = result.lse;
+      }
+    }
+    barrier_arrive_warp(shared_address(&shared.tile_empty[slot]), lane);
+  };
+
+  wait_for_primary_kernel();
+  if (take_tile()) {
+    tile.clear();
+    tile.start_sums();
+    barrier_wait(shared_address(&shared.key_full[keys.index]), keys.phase);
+    start_scores();
+    look();
+    wgmma_wait<0>();
+    online_softmax();
+    tile.pack_probs();
+    uint32_t slot = work_tiles.index;
+    work_tiles.advance();
+    float row_max[2], sum[2];  // of the item that ends
+#pragma unroll 1
+    for (;;) {
+      const bool ends = left == 0;
+      if (ends) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          row_max[r] = tile.row_max[r];
+          sum[r] = tile.sum[r];
+        }
+        if (!take_tile()) break;
+        tile.start_sums();
+      }
+      barrier_wait(shared_address(&shared.key_full[keys.index]), keys.phase);
+      start_scores();
+      start_out();
+      look();
+      wgmma_wait<1>();
+      online_softmax();
+      // ptxas moves the wait that follows ahead of whatever is no access to memory, and weights are
+      // to be computed while the other product runs.
+      if (lane == 0) {
+        store_shared(shared_address(&shared.pin[warpgroup * 4 + thread / 32]),
+                     tile.sum[0] + tile.sum[1]);
+      }
+      end_out();
+      if (ends) {
+        finish(slot, row_max, sum);
+        tile.clear();
+        slot = work_tiles.index;
+        work_tiles.advance();
+      } else if (raised) {
+        tile.rescale(factor);
+      }
+      tile.pack_probs();
+    }
+    start_out();
+    end_out();
+    finish(slot, row_max, sum);
+  }
+}
+
+#endif
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    paged_attention_prefill_kernel(const __grid_constant__ PagedAttentionParams p,
+                                   const __grid_constant__ PrefillShape shape,
+                                   const __grid_constant__ ScoreCap cap,
+                                   const __grid_constant__ PrefillMaps maps, uint32_t* next) {
+#if defined(VLLM_KERNELS_HAS_WGMMA)
+  using Shared = PrefillShared<Config>;
+  constexpr int kWarps = 4 * Config::kGroups;                         // that attend
+  constexpr int kCopiers = Config::kCacheIs8Bit ? kDequantWarps : 1;  // warps, of K and of V each
+  extern __shared__ __align__(1024) char memory[];                    // the queries, K, V
+  __shared__ Shared shared;
+  if (!shape.has_concurrent_launch) launch_dependents();
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const uint32_t query = shared_address(memory);
+  const uint32_t key = query + Shared::kQueries * Config::kQueryBytes;
+  const uint32_t value = key + Shared::kKeys * Config::kTileBytes;
+  if (threadIdx.x == 0) {
+    const auto init = [](auto& barriers, int arrivals) {
+      for (uint64_t& barrier : barriers) barrier_init(shared_address(&barrier), arrivals);
+    };
+    init(shared.key_full, kCopiers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
+    init(shared.value_full, kCopiers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
+    init(shared.key_empty, kWarps * kWarpArrivals);
+    init(shared.value_empty, kWarps * kWarpArrivals);
+    init(shared.query_full, shape.query_by_tma ? 1 : kWarpArrivals);
+    init(shared.query_empty, kWarps * kWarpArrivals);
+    init(shared.tile_full, 1);
+    init(shared.tile_empty, (kWarps + 2 * kCopiers + 1) * kWarpArrivals);
+    barrier_init(shared_address(&shared.next_tile_wanted), 1);
+    fence_barrier_init();
+    if (!Config::kCacheIs8Bit) {
+      prefetch_tensor_map(&maps.key);
+      prefetch_tensor_map(&maps.value);
+    }
+    if (!Config::kCacheIs8Bit && p.key_start_loc != nullptr) prefetch_tensor_map(&maps.value_box);
+    if (shape.query_by_tma) prefetch_tensor_map(&maps.query);
+  }
+  __syncthreads();
+  // By warp `widener` of those that widen K, and V.
+  [[maybe_unused]] const auto widen = [&](int dequant_warp) {
+    const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
+    const auto from = [&](auto cache) {
+      using Cache = decltype(cache);
+      if (dequant_warp < kDequantWarps) {
+        dequantize_tiles<Config, false, Cache>(p, shape, shared, key, raw, dequant_warp, lane);
+      } else {
+        dequantize_tiles<Config, true, Cache>(p, shape, shared, value,
+                                              raw + kDequantWarps * Config::kRawBytes,
+                                              dequant_warp - kDequantWarps, lane);
+      }
+    };
+    if (p.kv.dtype == DType::kFp8E4M3) {
+      from(Fp8E4M3{});
+    } else if (p.kv.dtype == DType::kFp8E5M2) {
+      from(Fp8E5M2{});
+    } else {
+      from(int8_t{});
+    }
+  };
+  if (warp < kWarps) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
+    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.producer_registers));
+    if (warp == kWarps) {
+      schedule_tiles(p, shape, shared, next, lane);
+    } else if (warp == kWarps + 1) {
+      copy_queries<Config>(p, shape, maps.query, shared, query, lane);
+    } else if constexpr (Config::kCacheIs8Bit) {
+      widen(warp - kWarps - 2);
+    } else if (warp == kWarps + 2) {
+      copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
+    } else {
+      copy_tiles<Config, true>(p, shape, maps, shared, value, lane);
+    }
+  }
+#endif
+}
+
+// Pages of layout vllm as (8 tokens x 16 bytes, chunk, token / 8, KV head, block), and as (token,
+// dimension, KV head, block): pages of 16 tokens in rows of 128 bytes. See
+// attention/prefill/sm90/mainloop.cuh.
+template <typename Config>
+PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
+  const PagedKv& kv = p.kv;
+  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  PrefillMaps maps;
+  if (shape.query_by_tma) {  // (dimension, head, token, 1): an item's rows follow each other
+    const auto heads = static_cast<cuuint32_t>(shape.group);
+    maps.query = encode_tensor_map<4>(
+        const_cast<void*>(p.query),
+        {unsign(kv.head_size), unsign(p.num_heads), unsign(p.num_tokens), 1},
+        {unsign(kv.head_size * 2), unsign(p.query_stride * 2), unsign(p.query_stride * 2)},
+        {64, heads, Config::kRows / heads, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+  }
+  if (Config::kCacheIs8Bit) return maps;
+  if (kv.layout != KvLayout::kVllm) {
+    const bool contiguous = p.key_start_loc != nullptr;  // one block, whose stride is any
+    const int tokens = contiguous ? Config::kTokens : kPrefillBoxTokens;
+    const auto value_map = [&](int tokens) {
+      return swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,
+                              contiguous ? kv.value_token_stride : kv.value_block_stride, tokens);
+    };
+    maps.key = swizzled_row_map(kv, kv.key, kv.key_token_stride, kv.key_head_stride,
+                                contiguous ? kv.key_token_stride : kv.key_block_stride, tokens);
+    maps.value = value_map(tokens);
+    if (contiguous) maps.value_box = value_map(kPrefillBoxTokens);
+    return maps;
+  }
+  const auto chunks = static_cast<cuuint32_t>(kv.head_size / 8);
+  maps.key = encode_tensor_map<5>(
+      kv.key,
+      {64, chunks, unsign(kv.block_size / 8), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+      {unsign(kv.key_chunk_stride * 2), 128, unsign(kv.key_head_stride * 2),
+       unsign(kv.key_block_stride * 2)},
+      {64, chunks, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  const auto rows = static_cast<cuuint32_t>(kv.head_size / 4);
+  maps.value = encode_tensor_map<4>(
+      kv.value, {64, rows, unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
+      {128, unsign(kv.value_head_stride * 2), unsign(kv.value_block_stride * 2)}, {64, rows, 1, 1},
+      CU_TENSOR_MAP_SWIZZLE_128B);
+  return maps;
+}
+
+template <typename T, int kHeadSize, KvForm kForm, bool kAdjusts, bool kCacheIs8Bit>
+void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& launch,
+                           void* stream) {
+  using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kCacheIs8Bit>;
+  constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  const PrefillShape shape = {
+      .group = group,
+      .page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1,
+      .min_rows = launch.min_query_len * group,
+      .softmax_scale_log2 = p.scale * kLog2E,
+      .window_right = std::min(p.window_right, kMaxWindowRight),
+      .query_by_tma = Config::kRows % group == 0,
+      .has_concurrent_launch = launch.has_concurrent_launch,
+      .group_divisor = FastDivisor(group)};
+  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
+  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+                dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
+                score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
+}
+
+template <int kHeadSize>
+void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+  const auto with_type = [&](auto tag) {
+    using T = decltype(tag);
+    const auto with_form = [&](auto form) {
+      constexpr KvForm kForm = decltype(form)::value;
+      if constexpr (kHeadSize <= kMaxHeadSize8Bit) {
+        if (size_of(p.kv.dtype) == 1) {
+          return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
+        }
+      }
+      if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
+        return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
+      }
+      launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
+    };
+    if (p.kv.layout == KvLayout::kVllm) {
+      with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    } else {
+      with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
+    }
+  };
+  p.dtype == DType::kFloat16 ? with_type(Half{}) : with_type(BFloat16{});
+}
+
+}  // namespace vllm_kernels::cuda

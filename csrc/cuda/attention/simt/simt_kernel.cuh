@@ -1,0 +1,388 @@
+// paged_attention without tensor cores: any dtype, alignment, page size, mask and block-sparse
+// pattern. It takes what the other kernels cannot address (dispatch.cpp says why).
+//
+// Grid: (splits, query tokens, KV heads x chunks of 8 query heads). CTA: 4 warps. A warp takes 32
+// tokens at a time: each lane scores one token for the CTA's query heads, then each lane sums V for
+// dimensions lane, lane + 32, ... The warps' partials are combined in shared memory.
+//
+// Few query tokens over long sequences are split: each CTA leaves a partial in the workspace, and
+// the last CTA of a (query token, head chunk) combines them (semaphore, then counted partials).
+// Nothing is read before the PDL wait.
+#pragma once
+#include <algorithm>
+
+#include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/score_mod.cuh"
+#include "cuda/attention/common/workspace.h"
+#include "cuda/base/fp8.cuh"
+#include "cuda/base/kv_element.cuh"
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kSimtHeads = 8;
+constexpr int kSimtWarps = 4;
+constexpr int kSimtMaxHeadSize = 256;
+constexpr int kSimtSplitTokens = 512;  // of a split, at least
+constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
+
+__device__ __forceinline__ float to_float(int8_t x) {
+  return static_cast<float>(x);
+}
+
+struct SimtShape {
+  int head_chunks;   // CTAs for the query heads of a KV head
+  int max_splits;    // of a sequence
+  int split_tokens;  // of a split, a multiple of 32
+};
+
+// The query heads of a CTA, all of one KV head.
+struct HeadRange {
+  int kv_head;
+  int first;
+  int count;
+};
+
+__device__ __forceinline__ HeadRange head_range(const PagedAttentionParams& p, int index,
+                                                int head_chunks) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  const int kv_head = index / head_chunks;
+  const int start = index % head_chunks * kSimtHeads;
+  return {kv_head, kv_head * group + start, min(kSimtHeads, group - start)};
+}
+
+// The tokens [begin, end) of a sequence that one query token sees.
+struct TokenRange {
+  int seq;
+  int begin;
+  int end;
+  int seq_len;
+  int first_key;  // row of contiguous keys; 0 for pages
+  int query;      // row of query and out, -1: no sequence owns it
+  int position;   // of the query token in its sequence
+};
+
+__device__ __forceinline__ int sequence_of_query(const PagedAttentionParams& p, int query) {
+  if (p.query_start_loc == nullptr) return query;
+  int low = 0, high = p.num_seqs - 1;  // the last sequence that starts at or before it
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (p.query_start_loc[middle] <= query) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ TokenRange tokens_of_query(const PagedAttentionParams& p, int query) {
+  const int seq = sequence_of_query(p, query);
+  const RowRange queries = query_range(p, seq);
+  const RowRange keys = key_range(p, seq);
+  const int index = query - queries.first;
+  const int position = keys.count - queries.count + index;
+  const VisibleTokens visible = visible_tokens(p, position, position, keys.count);
+  return {.seq = seq,
+          .begin = visible.begin,
+          .end = visible.end,
+          .seq_len = keys.count,
+          .first_key = keys.first,
+          .query = index >= 0 && index < queries.count ? query : -1,
+          .position = position};
+}
+
+// A warp's running result for the CTA's query heads. Lane l has dimensions l, l + 32, ...
+struct SimtState {
+  float row_max[kSimtHeads];
+  float sum[kSimtHeads];  // this lane's tokens only
+  float out[kSimtHeads][kSimtMaxHeadSize / 32];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int head = 0; head < kSimtHeads; ++head) {
+      row_max[head] = kRowMaxInit;
+      sum[head] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) out[head][i] = 0.0f;
+    }
+  }
+
+  // Raises the row's maximum to this step's scores, one a lane; gives the lane's p.
+  __device__ __forceinline__ float softmax_step(int head, float score) {
+    float largest = score;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    const float updated = fmaxf(row_max[head], largest);
+    const float factor = exp2_approx(row_max[head] - updated);
+    row_max[head] = updated;
+    const float prob = exp2_approx(score - updated);
+    sum[head] = sum[head] * factor + prob;
+#pragma unroll
+    for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) out[head][i] *= factor;
+    return prob;
+  }
+
+  // Partials in shared memory: stats [warp][head], out [warp][head][head_size].
+  __device__ __forceinline__ void store(const HeadRange& heads, int head_size, float2* stats,
+                                        float* outs, int warp, int lane) const {
+#pragma unroll
+    for (int head = 0; head < kSimtHeads; ++head) {
+      if (head >= heads.count) break;
+      float total = sum[head];
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        total += __shfl_xor_sync(0xffffffffu, total, distance);
+      }
+      const int row = warp * heads.count + head;
+      if (lane == 0) stats[row] = {row_max[head], total};
+#pragma unroll
+      for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) {
+        const int d = i * 32 + lane;
+        if (d < head_size) outs[row * head_size + d] = out[head][i];
+      }
+    }
+  }
+};
+
+// One CTA's view of the call.
+template <typename Query, typename Cache>
+struct SimtCta {
+  const PagedAttentionParams& p;
+  const HeadRange heads;
+  const TokenRange tokens;
+  const float* query;  // shared, [heads][head_size], scaled to log2 units
+  float* probs;        // shared, this warp's [heads][32]
+  int lane;
+
+  // Bit `head`: it sees the token.
+  __device__ __forceinline__ uint32_t visible_heads(int token) const {
+    if (!p.sparse.on()) return (1u << heads.count) - 1;
+    uint32_t bits = 0;
+    for (int head = 0; head < heads.count; ++head) {
+      const int offset =
+          p.sparse.head_offset(heads.first + head, heads.kv_head, p.num_heads, p.kv.num_kv_heads);
+      bits |= p.sparse.is_visible(token, tokens.seq_len, offset) ? 1u << head : 0u;
+    }
+    return bits;
+  }
+
+  __device__ __forceinline__ void scores(float (&score)[kSimtHeads], const Cache* keys, int block,
+                                         int slot) const {
+#pragma unroll
+    for (int head = 0; head < kSimtHeads; ++head) score[head] = 0.0f;
+    if (block < 0) return;
+    const int head_size = p.kv.head_size;
+    for (int d = 0; d < head_size; ++d) {
+      const float key = to_float(keys[p.kv.key_offset(block, heads.kv_head, slot, d)]);
+#pragma unroll
+      for (int head = 0; head < kSimtHeads; ++head) {
+        if (head < heads.count) score[head] += query[head * head_size + d] * key;
+      }
+    }
+  }
+
+  // Softcap and ALiBi. tanhf, not the approximation of the tensor-core kernels: queries may be
+  // float32.
+  __device__ __forceinline__ float score_mod(float score, int head, int token) const {
+    if (p.softcap > 0.0f) {
+      const float cap = p.softcap * kLog2E;
+      score = cap * tanhf(score / cap);
+    }
+    if (p.alibi_slopes != nullptr) {
+      score -= p.alibi_slopes[heads.first + head] * kLog2E *
+               fabsf(static_cast<float>(token - tokens.position));
+    }
+    return score;
+  }
+
+  // Tokens [begin, end), 32 of them a step, every kSimtWarps-th step.
+  __device__ __forceinline__ void attend(SimtState& state, int begin, int end, int warp) const {
+    const int head_size = p.kv.head_size;
+    const bool contiguous = p.key_start_loc != nullptr;  // all keys are rows of block 0
+    const Cache* keys =
+        static_cast<const Cache*>(p.kv.key) + tokens.first_key * p.kv.key_token_stride;
+    const Cache* values =
+        static_cast<const Cache*>(p.kv.value) + tokens.first_key * p.kv.value_token_stride;
+    const int32_t* table = p.block_tables + tokens.seq * p.block_table_stride;
+    for (int first = begin + warp * 32; first < end; first += kSimtWarps * 32) {
+      const int token = first + lane;
+      const uint32_t visible = token < end ? visible_heads(token) : 0;
+      int block = visible == 0 ? -1 : contiguous ? 0 : table[token / p.kv.block_size];
+      if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.kv.num_blocks)) block = -1;
+      if (__all_sync(0xffffffffu, block < 0)) continue;  // a block-sparse pattern skips pages
+      float score[kSimtHeads];
+      scores(score, keys, block, token % p.kv.block_size);
+#pragma unroll
+      for (int head = 0; head < kSimtHeads; ++head) {
+        if (head >= heads.count) break;
+        const bool seen = block >= 0 && (visible >> head & 1) != 0;
+        const float masked = seen ? score_mod(score[head], head, token) : -INFINITY;
+        probs[head * 32 + lane] = state.softmax_step(head, masked);
+      }
+      __syncwarp();
+      for (int t = 0; t < 32; ++t) {
+        const int from = __shfl_sync(0xffffffffu, block, t);
+        if (from < 0) continue;  // V of an absent or hidden token is not read: it may be NaN
+        const int slot = (first + t) % p.kv.block_size;
+#pragma unroll
+        for (int i = 0; i < kSimtMaxHeadSize / 32; ++i) {
+          const int d = i * 32 + lane;
+          if (d >= head_size) break;
+          const float value = to_float(values[p.kv.value_offset(from, heads.kv_head, slot, d)]);
+#pragma unroll
+          for (int head = 0; head < kSimtHeads; ++head) {
+            if (head < heads.count) state.out[head][i] += probs[head * 32 + t] * value;
+          }
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  // Writes 4 dimensions of a row from `d` on, and its log-sum-exp.
+  __device__ __forceinline__ void write(int head, int d, const RowState& state) const {
+    const int global = heads.first + head;
+    const RowResult result = row_result<true>(p, heads.kv_head, global, state.row_max, state.sum);
+    const float values[4] = {state.out.x * result.scale, state.out.y * result.scale,
+                             state.out.z * result.scale, state.out.w * result.scale};
+    const int64_t at = tokens.query * p.out_stride + int64_t{global} * p.kv.head_size + d;
+    store4<Query>(p.out, at, values);
+    if (p.lse != nullptr && d == 0) {
+      p.lse[static_cast<int64_t>(tokens.query) * p.num_heads + global] = result.lse;
+    }
+  }
+};
+
+template <typename Query, typename Cache>
+__global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
+    paged_attention_simt_kernel(const __grid_constant__ PagedAttentionParams p,
+                                const __grid_constant__ SimtShape shape,
+                                const __grid_constant__ DecodeWorkspace workspace) {
+  // In the loop: query [heads][head_size] and p [warps][heads][32]; then the warps' partials.
+  extern __shared__ __align__(16) float simt_shared[];
+  __shared__ bool is_last;
+  launch_dependents();
+  wait_for_primary_kernel();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int split = blockIdx.y, head_size = p.kv.head_size, fours = head_size / 4;
+  const TokenRange tokens = tokens_of_query(p, blockIdx.x);
+  const int visible = tokens.end - tokens.begin;
+  const int num_splits = max(1, (visible + shape.split_tokens - 1) / shape.split_tokens);
+  if (tokens.query < 0 || split >= num_splits) return;
+  const HeadRange heads = head_range(p, blockIdx.z, shape.head_chunks);
+  const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
+                            ? p.kv.k_scale[heads.kv_head * p.kv.scale_stride]
+                            : 1.0f;
+  const Query* rows = static_cast<const Query*>(p.query) + tokens.query * p.query_stride +
+                      static_cast<int64_t>(heads.first) * head_size;
+  for (int i = threadIdx.x; i < heads.count * head_size; i += blockDim.x) {
+    simt_shared[i] = to_float(rows[i]) * p.scale * k_scale * kLog2E;
+  }
+  __syncthreads();
+  const SimtCta<Query, Cache> cta{
+      .p = p,
+      .heads = heads,
+      .tokens = tokens,
+      .query = simt_shared,
+      .probs = simt_shared + kSimtHeads * head_size + warp * kSimtHeads * 32,
+      .lane = lane};
+  SimtState state;
+  state.clear();
+  const int begin = tokens.begin + split * shape.split_tokens;
+  cta.attend(state, begin, min(tokens.end, begin + shape.split_tokens), warp);
+  __syncthreads();
+
+  float* outs = simt_shared;  // [warps][heads][head_size]
+  auto* stats = reinterpret_cast<float2*>(outs + kSimtWarps * heads.count * head_size);
+  state.store(heads, head_size, stats, outs, warp, lane);
+  __syncthreads();
+  // Partials of this (query token, head): [splits][head_size], one after the other.
+  const auto partial_row = [&](int head) {
+    return (int64_t{tokens.query} * p.num_heads + heads.first + head) * shape.max_splits;
+  };
+  for (int i = threadIdx.x; i < heads.count * fours; i += blockDim.x) {
+    const int head = i / fours, four = i % fours;
+    RowState row;
+    row.combine<1>(kSimtWarps, stats + head, heads.count,
+                   reinterpret_cast<float4*>(outs) + head * fours + four, heads.count * fours,
+                   SharedPartials{});
+    if (num_splits == 1) {
+      cta.write(head, four * 4, row);
+    } else {
+      const int64_t at = partial_row(head) + split;
+      reinterpret_cast<float4*>(workspace.counted.out)[at * fours + four] = row.out;
+      if (four == 0) workspace.counted.stats[at] = {row.row_max, row.sum};
+    }
+  }
+  if (num_splits == 1) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint32_t last = num_splits - 1;
+    const int64_t tile = int64_t{tokens.query} * gridDim.z + blockIdx.z;
+    is_last = atomic_inc_acquire_release(&workspace.semaphores[tile], last) == last;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  for (int i = threadIdx.x; i < heads.count * fours; i += blockDim.x) {
+    const int head = i / fours, four = i % fours;
+    RowState row;
+    row.combine<1>(
+        num_splits, workspace.counted.stats + partial_row(head), 1,
+        reinterpret_cast<float4*>(workspace.counted.out) + partial_row(head) * fours + four, fours,
+        CountedPartials{});
+    cta.write(head, four * 4, row);
+  }
+}
+
+// Few CTAs: sequences are split, as far as the workspace has room. (With fixed_split_size the
+// result must not depend on the batch, so nothing is split.)
+inline SimtShape simt_shape(const PagedAttentionParams& p, int num_sms) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  SimtShape shape = {.head_chunks = (group + kSimtHeads - 1) / kSimtHeads,
+                     .max_splits = 1,
+                     .split_tokens = INT32_MAX / 2};
+  const int64_t tiles = int64_t{p.num_tokens} * p.kv.num_kv_heads * shape.head_chunks;
+  const int64_t rows = int64_t{p.num_tokens} * p.num_heads;
+  constexpr int64_t kMaxGridY = 65535;
+  const int64_t room = std::min(
+      std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (p.kv.head_size * 4)) / rows, kMaxGridY);
+  if (tiles >= 4 * num_sms || tiles > kMaxDecodeSlots || p.fixed_split_size > 0 || room < 2) {
+    return shape;
+  }
+  const int64_t longest = p.sliding_window > 0 && p.window_right == 0
+                              ? std::min<int64_t>(p.max_seq_len, p.sliding_window)
+                              : p.max_seq_len;
+  const int64_t splits = std::min(room, (longest + kSimtSplitTokens - 1) / kSimtSplitTokens);
+  if (splits < 2) return shape;
+  const int64_t tokens = (longest + splits - 1) / splits;
+  shape.split_tokens = static_cast<int>((tokens + 31) / 32 * 32);
+  shape.max_splits = static_cast<int>((longest + shape.split_tokens - 1) / shape.split_tokens);
+  return shape;
+}
+
+template <typename Query, typename Cache>
+void launch_simt(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
+  const SimtShape shape = simt_shape(p, current_device_info().num_sms);
+  const dim3 grid(grid_size("paged_attention", p.num_tokens), shape.max_splits,
+                  p.kv.num_kv_heads * shape.head_chunks);
+  const size_t loop = kSimtHeads * (p.kv.head_size + kSimtWarps * 32) * sizeof(float);
+  const size_t partials = kSimtWarps * kSimtHeads * (p.kv.head_size + 2) * sizeof(float);
+  launch_kernel("paged_attention", paged_attention_simt_kernel<Query, Cache>, grid,
+                dim3(kSimtWarps * 32), std::max(loop, partials), stream, p, shape, workspace);
+}
+
+// Any pair of types.
+inline void launch_simt(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
+                        void* stream) {
+  dispatch_float(p.dtype, [&](auto query) {
+    using Query = decltype(query);
+    dispatch_cache<Query>(
+        p.kv.dtype, [&](auto cache) { launch_simt<Query, decltype(cache)>(p, workspace, stream); });
+  });
+}
+
+}  // namespace vllm_kernels::cuda

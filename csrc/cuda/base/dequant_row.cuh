@@ -1,0 +1,59 @@
+// Dequantization of neighbouring cache elements into a row of the model's dtype.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/base/fp8.cuh"
+#include "cuda/base/types.cuh"
+#include "cuda/base/upcast.cuh"
+
+namespace vllm_kernels::cuda {
+
+template <typename Stored, int kWidth>
+struct alignas(kWidth * sizeof(Stored)) StoredVec {
+  Stored data[kWidth];
+};
+
+__device__ __forceinline__ float stored_to_float(Fp8E4M3 x) {
+  return to_float(x);
+}
+__device__ __forceinline__ float stored_to_float(Fp8E5M2 x) {
+  return to_float(x);
+}
+__device__ __forceinline__ float stored_to_float(int8_t x) {
+  return static_cast<float>(x);
+}
+
+// Writes data[i] * scale, rounded to Out. Where Out is Stored it copies the bits and ignores
+// `scale`.
+template <typename Out, typename Stored, int kWidth>
+__device__ __forceinline__ void store_dequantized(Out* to, const StoredVec<Stored, kWidth>& part,
+                                                  float scale) {
+  using Written = StoredVec<Out, kWidth>;
+  if constexpr (std::is_same_v<Out, Stored>) {
+    *reinterpret_cast<Written*>(to) = part;
+  } else if constexpr (kWidth % 4 != 0) {
+    static_assert(kWidth == 1);
+    *to = from_float<Out>(stored_to_float(part.data[0]) * scale);
+  } else {
+    Written written;
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      uint32_t bytes, pairs[2];
+      memcpy(&bytes, part.data + i, 4);
+      upcast4<Stored>(bytes, pairs[0], pairs[1]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        __half2 pair;
+        memcpy(&pair, &pairs[j], 4);
+        const float2 values = __half22float2(pair);
+        written.data[i + 2 * j] = from_float<Out>(values.x * scale);
+        written.data[i + 2 * j + 1] = from_float<Out>(values.y * scale);
+      }
+    }
+    *reinterpret_cast<Written*>(to) = written;
+  }
+}
+
+}  // namespace vllm_kernels::cuda

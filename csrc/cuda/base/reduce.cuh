@@ -1,0 +1,68 @@
+// Reductions (sum, max) across a warp and across a CTA.
+#pragma once
+#include <cstdint>
+
+namespace vllm_kernels::cuda {
+
+constexpr int kWarpSize = 32;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+// Returns the sum over the CTA to every thread. A kernel may call it only once: there is one
+// barrier, so a second call would overwrite `partial` while other warps still read it.
+__device__ __forceinline__ float block_sum(float value) {
+  __shared__ alignas(16) float partial[32];
+  value = warp_sum(value);
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  if (threadIdx.x >= warps && threadIdx.x < 32) partial[threadIdx.x] = 0.0f;
+  __syncthreads();
+  // Adds float4s of 8, 16 or 32 partials. The code is shorter and faster than a loop over warps.
+  const auto* quads = reinterpret_cast<const float4*>(partial);
+  const auto added = [](float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+  };
+  float4 sums = added(quads[0], quads[1]);
+  if (warps > 8) {
+    sums = added(sums, added(quads[2], quads[3]));
+    if (warps > 16) {
+#pragma unroll
+      for (int i = 4; i < 8; ++i) sums = added(sums, quads[i]);
+    }
+  }
+  return (sums.x + sums.y) + (sums.z + sums.w);
+}
+
+// Returns the maximum over the CTA to every thread. A kernel may call it only once.
+__device__ __forceinline__ float block_max(float value) {
+  __shared__ float partial[32];
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  float largest = partial[0];
+  for (int warp = 1; warp < warps; ++warp) largest = fmaxf(largest, partial[warp]);
+  return largest;
+}
+
+// The same for unsigned integers, or for the bits of floats >= 0. A kernel may call it only once.
+__device__ __forceinline__ uint32_t block_max(uint32_t value) {
+  __shared__ uint32_t partial[32];
+  value = __reduce_max_sync(0xffffffffu, value);
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  const int lane = threadIdx.x % kWarpSize;
+  const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
+  return __reduce_max_sync(0xffffffffu, lane < warps ? partial[lane] : 0);
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,68 @@
+// Exact upcast of four 8-bit elements to two registers of fp16 pairs.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cuda/base/architecture.cuh"
+
+namespace vllm_kernels::cuda {
+
+// Writes elements 0 and 1 of `bytes` to `low`, elements 2 and 3 to `high`.
+template <typename Cache>
+__device__ __forceinline__ void upcast4(uint32_t bytes, uint32_t& low, uint32_t& high);
+
+template <>
+__device__ __forceinline__ void upcast4<__nv_fp8_e4m3>(uint32_t bytes, uint32_t& low,
+                                                       uint32_t& high) {
+#if defined(VLLM_KERNELS_HAS_FP8)
+  // Unpacking by mov.b32 {a, b} needs no shift for the upper half.
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+#else
+  const __half2_raw a =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
+  const __half2_raw b =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes >> 16), __NV_E4M3);
+  low = a.x | static_cast<uint32_t>(a.y) << 16;
+  high = b.x | static_cast<uint32_t>(b.y) << 16;
+#endif
+}
+
+// An e5m2 value is the upper byte of the equal fp16 value.
+template <>
+__device__ __forceinline__ void upcast4<__nv_fp8_e5m2>(uint32_t bytes, uint32_t& low,
+                                                       uint32_t& high) {
+  low = __byte_perm(bytes, 0, 0x1404);
+  high = __byte_perm(bytes, 0, 0x3424);
+}
+
+// Let u be the element with its sign bit flipped, that is, the element + 128. The fp16 number
+// 0x6400 | u is 1024 + u, and subtracting 1152 = 1024 + 128 gives the element.
+template <>
+__device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  bytes ^= 0x80808080u;
+  const auto centred = [](uint32_t pair) {
+    const __half2 bias = __floats2half2_rn(1152.0f, 1152.0f);
+    __half2 value;
+    memcpy(&value, &pair, sizeof(value));
+    value = __hsub2(value, bias);
+    memcpy(&pair, &value, sizeof(value));
+    return pair;
+  };
+  low = centred(__byte_perm(bytes, 0x64646464u, 0x4140));
+  high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
+}
+
+// Returns the exponent e for which 2^e * `largest` is in [2^14, 2^15), clamped to [-100, 100].
+// A row scaled by 2^e fits fp16, whatever the row's dtype. `largest` is its largest magnitude.
+__device__ __forceinline__ int power_for_half(float largest) {
+  const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
+  return min(max(exponent, -100), 100);
+}
+
+}  // namespace vllm_kernels::cuda

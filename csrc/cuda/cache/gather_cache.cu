@@ -1,0 +1,225 @@
+// Gathers tokens of paged sequences into rows [num_rows, num_kv_heads, head_size], and dequantizes
+// an 8-bit cache on the way. It serves cp_gather_cache, gather_and_maybe_dequant_cache and
+// gather_paged_kv.
+//
+//   gather_rows_kernel    grid (rows / tokens, K and V): all layouts but the V of layout vllm
+//   gather_pages_kernel   grid (rows / kGroup, KV head): the V of layout vllm, transposed in
+//                         shared memory
+//
+// Nothing is read before the PDL wait. ops/gather_cache.h has the contract, paged_tokens.cuh the
+// lookup of a row's page.
+#include "ops/gather_cache.h"
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "cuda/base/dequant_row.cuh"
+#include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/kv_element.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/cache/paged_tokens.cuh"
+#include "cuda/launchers.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // accesses in flight a thread
+
+// How a CTA's work is divided, known at launch.
+struct RowPieces {
+  int tokens;            // rows of a CTA, at most kMaxTokens
+  FastDivisor of_token;  // by the accesses of a row
+  FastDivisor of_head;   // by the accesses of one head of a row
+  int per_token;
+  int per_head;
+};
+
+// Sources whose head is a sequence of chunks: layouts NHD and HND, single-head entries, and the K
+// of layout vllm. CTA (x, y) gathers rows x * tokens and on, of K (y = 0) or V (y = 1).
+template <typename Out, typename Stored, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(GatherCacheParams p, RowPieces pieces) {
+  launch_dependents();
+  wait_for_primary_kernel();
+  __shared__ TokenLocation places[kMaxTokens];
+  const int first = blockIdx.x * pieces.tokens;
+  if (threadIdx.x < 32) locate_rows(p.tokens, first, pieces.tokens, places);
+  __syncthreads();
+
+  const PagedKv& kv = p.kv;
+  const bool is_key = blockIdx.y == 0;
+  const auto* source = static_cast<const Stored*>(is_key ? kv.key : kv.value);
+  auto* rows = static_cast<Out*>(is_key ? p.key : p.value);
+  const float* scales = is_key ? kv.k_scale : kv.v_scale;
+  const int64_t block_stride = is_key ? kv.key_block_stride : kv.value_block_stride;
+  const int64_t token_stride = is_key ? kv.key_token_stride : kv.value_token_stride;
+  const int64_t head_stride = is_key ? kv.key_head_stride : kv.value_head_stride;
+  // Distance between chunks of x elements. The V gathered here is contiguous in a head: a chunk
+  // stride of x.
+  const int64_t chunk_stride = is_key ? kv.key_chunk_stride : kv.x;
+  const int64_t row_stride = is_key ? p.key_row_stride : p.value_row_stride;
+  const int64_t out_head_stride = is_key ? p.key_head_stride : p.value_head_stride;
+  const int shift = __ffs(kv.x) - 1;
+  const int count = pieces.tokens * pieces.per_token;
+
+#pragma unroll 1
+  for (int base = threadIdx.x; base < count; base += kUnroll * kThreads) {
+    StoredVec<Stored, kWidth> parts[kUnroll];
+    float scale[kUnroll];
+    Out* to[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      const int i = min(base + j * kThreads, count - 1);
+      const int token = pieces.of_token.divide(i);
+      const int within = i - token * pieces.per_token;
+      const int head = pieces.of_head.divide(within);
+      const int d = (within - head * pieces.per_head) * kWidth;
+      const TokenLocation at = places[token];
+      to[j] = nullptr;
+      scale[j] = 1.0f;
+      parts[j] = {};
+      if (at.block != TokenLocation::kUnwritten && base + j * kThreads < count) {
+        to[j] = rows + int64_t{first + token} * row_stride + head * out_head_stride + d;
+      }
+      if (at.block >= 0) {
+        parts[j] = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(
+            source + at.block * block_stride + head * head_stride + at.token * token_stride +
+            (d >> shift) * chunk_stride + (d & (kv.x - 1)));
+        if constexpr (!std::is_same_v<Out, Stored>) scale[j] = p.scale(scales, at, head);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (to[j] != nullptr) store_dequantized<Out>(to[j], parts[j], scale[j]);
+    }
+  }
+}
+
+// The V of layout vllm. A token's values lie block_size elements apart. Neighbouring threads read
+// neighbouring tokens, and shared memory transposes the tile. CTA (x, y) gathers rows x * kGroup
+// and on, of KV head y.
+constexpr int kGroup = 16;
+
+template <typename Out, typename Stored, int kWidth>
+__global__ void __launch_bounds__(kThreads) gather_pages_kernel(GatherCacheParams p) {
+  launch_dependents();
+  wait_for_primary_kernel();
+  extern __shared__ __align__(16) char tile_bytes[];  // [kGroup][pitch]
+  __shared__ TokenLocation places[kMaxTokens];
+  const int first = blockIdx.x * kGroup;
+  if (threadIdx.x < 32) locate_rows(p.tokens, first, kGroup, places);
+  __syncthreads();
+
+  const PagedKv& kv = p.kv;
+  const int head = blockIdx.y;
+  auto* tile = reinterpret_cast<Stored*>(tile_bytes);
+  const int pitch =
+      kv.head_size + 16 / static_cast<int>(sizeof(Stored));  // padded against bank conflicts
+  const auto* source = static_cast<const Stored*>(kv.value) + head * kv.value_head_stride;
+  const int token = threadIdx.x % kGroup;
+  const TokenLocation at = places[token];
+  if (at.block >= 0) {
+    source += at.block * kv.value_block_stride + at.token;
+#pragma unroll 8
+    for (int d = threadIdx.x / kGroup; d < kv.head_size; d += kThreads / kGroup) {
+      tile[token * pitch + d] = source[d * kv.value_dim_stride];
+    }
+  }
+  __syncthreads();
+  const int lanes = kv.head_size / kWidth;  // accesses of a row
+  auto* rows = static_cast<Out*>(p.value) + head * p.value_head_stride;
+  for (int i = threadIdx.x; i < kGroup * lanes; i += kThreads) {
+    const int row = i / lanes, d = (i - row * lanes) * kWidth;
+    const TokenLocation from = places[row];
+    if (from.block == TokenLocation::kUnwritten) continue;
+    StoredVec<Stored, kWidth> part = {};
+    float scale = 1.0f;
+    if (from.block >= 0) {
+      part = *reinterpret_cast<const StoredVec<Stored, kWidth>*>(tile + row * pitch + d);
+      if constexpr (!std::is_same_v<Out, Stored>) scale = p.scale(kv.v_scale, from, head);
+    }
+    store_dequantized<Out>(rows + int64_t{first + row} * p.value_row_stride + d, part, scale);
+  }
+}
+
+// Whether every access of `width` elements is aligned, at source and destination.
+bool rows_aligned(const GatherCacheParams& p, int width) {
+  const PagedKv& kv = p.kv;
+  const auto wide = [&](const void* source, const void* rows, std::initializer_list<int64_t> all) {
+    const auto source_bytes = static_cast<uintptr_t>(width * size_of(kv.dtype));
+    bool aligned = reinterpret_cast<uintptr_t>(source) % source_bytes == 0 && aligned16(rows);
+    for (int64_t stride : all) aligned = aligned && stride % width == 0;
+    return aligned;
+  };
+  const int64_t value_token = kv.layout == KvLayout::kVllm ? 0 : kv.value_token_stride;
+  return kv.head_size % width == 0 &&
+         wide(kv.key, p.key,
+              {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride, kv.key_chunk_stride,
+               p.key_row_stride, p.key_head_stride}) &&
+         (p.value == nullptr || wide(kv.layout == KvLayout::kVllm ? nullptr : kv.value, p.value,
+                                     {kv.value_block_stride, kv.value_head_stride, value_token,
+                                      p.value_row_stride, p.value_head_stride}));
+}
+
+template <typename Out, typename Stored, int kWidth>
+void launch_parts(const GatherCacheParams& p, Stream stream) {
+  const PagedKv& kv = p.kv;
+  const bool transposed = kv.layout == KvLayout::kVllm && p.value != nullptr;
+  const int parts = p.value == nullptr || transposed ? 1 : 2;
+  const int per_head = kv.head_size / kWidth;
+  int tokens = kGroup;
+  const int64_t wanted = int64_t{2} * current_device_info().num_sms;
+  while (tokens > 1 && int64_t{p.tokens.num_rows} / tokens * parts < wanted) tokens /= 2;
+  const RowPieces pieces{.tokens = tokens,
+                         .of_token = FastDivisor(kv.num_kv_heads * per_head),
+                         .of_head = FastDivisor(per_head),
+                         .per_token = kv.num_kv_heads * per_head,
+                         .per_head = per_head};
+  const auto blocks = [&](int rows) {
+    return static_cast<unsigned>((int64_t{p.tokens.num_rows} + rows - 1) / rows);
+  };
+  launch_kernel(p.op, gather_rows_kernel<Out, Stored, kWidth>, dim3(blocks(tokens), parts),
+                dim3(kThreads), 0, stream, p, pieces);
+  if constexpr (sizeof(Out) > 1) {
+    if (!transposed) return;
+    const int64_t tile_bytes = int64_t{kGroup} * (kv.head_size * sizeof(Stored) + 16);
+    constexpr auto kernel = gather_pages_kernel<Out, Stored, kWidth>;
+    if (tile_bytes > dynamic_shared_memory<kernel>(p.op)) {
+      throw std::runtime_error(std::string(p.op) + ": head_size " + std::to_string(kv.head_size) +
+                               " is too large for layout \"vllm\" on CUDA");
+    }
+    launch_kernel(p.op, kernel, dim3(blocks(kGroup), kv.num_kv_heads), dim3(kThreads), tile_bytes,
+                  stream, p);
+  }
+}
+
+template <typename Out, typename Stored>
+void launch_as(const GatherCacheParams& p, Stream stream) {
+  constexpr int kWidth = 16 / sizeof(Out);
+  rows_aligned(p, kWidth) ? launch_parts<Out, Stored, kWidth>(p, stream)
+                          : launch_parts<Out, Stored, 1>(p, stream);
+}
+
+}  // namespace
+
+void launch(const GatherCacheParams& p, Stream stream) {
+  if (p.dtype == p.kv.dtype) {  // equal dtypes: only bits are moved
+    switch (size_of(p.dtype)) {
+      case 1:
+        return launch_as<uint8_t, uint8_t>(p, stream);
+      case 2:
+        return launch_as<uint16_t, uint16_t>(p, stream);
+      default:
+        return launch_as<uint32_t, uint32_t>(p, stream);
+    }
+  }
+  dispatch_float(p.dtype, [&](auto rows) {
+    using Out = decltype(rows);
+    dispatch_8_bit(p.kv.dtype, [&](auto stored) { launch_as<Out, decltype(stored)>(p, stream); });
+  });
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,57 @@
+// What VLLM_KERNELS_LOG=1 and vllm_kernels.explain() say of a call: which kernel runs, and why.
+//
+// A launcher calls report(op, describe) before it launches. The log prints each new line once to
+// stderr. explain() collects the lines of a thread's calls, which then launch nothing. Each library
+// (CPU, CUDA) has state of its own.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+
+namespace vllm_kernels {
+
+inline thread_local std::optional<std::string> collected_reports;
+
+inline bool logs_reports() {
+  static const bool kLogs = [] {
+    const char* value = std::getenv("VLLM_KERNELS_LOG");
+    return value != nullptr && std::string(value) != "0" && *value != 0;
+  }();
+  return kLogs;
+}
+
+inline void start_collecting_reports() {
+  collected_reports.emplace();
+}
+
+inline std::string take_reports() {
+  std::string text = collected_reports.value_or("");
+  collected_reports.reset();
+  return text;
+}
+
+inline void log_report(const std::string& line) {
+  static std::mutex mutex;
+  static std::set<std::string> logged;
+  const std::lock_guard lock(mutex);
+  if (logged.insert(line).second) std::fprintf(stderr, "vllm_kernels: %s\n", line.c_str());
+}
+
+// True where the call is only explained and must not launch. `describe` is called where somebody
+// wants its text.
+template <typename Describe>
+bool report(const char* op, const Describe& describe) {
+  if (!collected_reports.has_value() && !logs_reports()) return false;
+  const std::string line = std::string(op) + ": " + describe();
+  if (!collected_reports.has_value()) {
+    log_report(line);
+    return false;
+  }
+  *collected_reports += (collected_reports->empty() ? "" : "\n") + line;
+  return true;
+}
+
+}  // namespace vllm_kernels

@@ -1,0 +1,65 @@
+// Binding of merge_attn_states: prefix and suffix [num_tokens, num_heads, head_size] -> output of
+// that shape. An lse is [num_heads, num_tokens]. ops/merge_attn_states.h has the formula.
+#include "ops/merge_attn_states.h"
+
+#include "torch_ops/base/check.h"
+#include "torch_ops/base/device.h"
+
+namespace vllm_kernels {
+namespace {
+
+void merge_attn_states(const Tensor& output, const std::optional<Tensor>& output_lse,
+                       const Tensor& prefix_output, const Tensor& prefix_lse,
+                       const Tensor& suffix_output, const Tensor& suffix_lse) {
+  Expect expect("merge_attn_states");
+  Size num_tokens("num_tokens"), num_heads("num_heads"), head_size("head_size");
+  const Argument p = expect.tensor("prefix_output", prefix_output)
+                         .floating()
+                         .shape({&num_tokens, &num_heads, &head_size})
+                         .inner_contiguous();
+  const Argument s =
+      expect.tensor("suffix_output", suffix_output).same_dtype(p).same_shape(p).inner_contiguous();
+  const Argument o =
+      expect.tensor("output", output).same_dtype(p).same_shape(p).inner_contiguous().written();
+  const auto read_lse = [&](const char* name, const Tensor& lse) {
+    return expect.tensor(name, lse).float32().shape({&num_heads, &num_tokens}).contiguous();
+  };
+  const Argument pl = read_lse("prefix_lse", prefix_lse);
+  const Argument sl = read_lse("suffix_lse", suffix_lse);
+  float* out_lse = nullptr;
+  if (output_lse) {
+    const Argument ol = read_lse("output_lse", *output_lse).written();
+    expect.same_or_apart(ol, pl);
+    expect.same_or_apart(ol, sl);
+    expect.apart(ol, o);
+    expect.apart(ol, p);
+    expect.apart(ol, s);
+    out_lse = ol.as<float>();
+  }
+  expect.same_or_apart(o, p);
+  expect.same_or_apart(o, s);
+  expect.apart(o, pl);
+  expect.apart(o, sl);
+  if (num_tokens == 0 || num_heads == 0) return;
+
+  const MergeAttnStatesParams params{.output = o.mutable_data(),
+                                     .output_token_stride = o.stride(0),
+                                     .output_head_stride = o.stride(1),
+                                     .output_lse = out_lse,
+                                     .prefix = {p.data(), p.stride(0), p.stride(1)},
+                                     .suffix = {s.data(), s.stride(0), s.stride(1)},
+                                     .prefix_lse = pl.as<const float>(),
+                                     .suffix_lse = sl.as<const float>(),
+                                     .num_tokens = num_tokens,
+                                     .num_heads = static_cast<int32_t>(num_heads),
+                                     .head_size = static_cast<int32_t>(head_size),
+                                     .dtype = p.dtype()};
+  launch(params, output);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+VLLM_KERNELS_IMPL(library) {
+  library.impl("merge_attn_states", TORCH_BOX(&vllm_kernels::merge_attn_states));
+}

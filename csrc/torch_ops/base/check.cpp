@@ -1,0 +1,397 @@
+// The checks of check.h, and the text of their errors.
+#include "torch_ops/base/check.h"
+
+#include <stdexcept>
+
+namespace vllm_kernels {
+namespace {
+
+std::string list_text(std::span<const int64_t> values) {
+  std::string text = "[";
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(values[i]);
+  }
+  return text + "]";
+}
+
+std::string dtype_text(int32_t scalar_type) {
+  struct Named {
+    int32_t (*type)();
+    const char* name;
+  };
+  static constexpr Named kNames[] = {
+      {aoti_torch_dtype_float32, "float32"},
+      {aoti_torch_dtype_float16, "float16"},
+      {aoti_torch_dtype_bfloat16, "bfloat16"},
+      {aoti_torch_dtype_float64, "float64"},
+      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
+      {aoti_torch_dtype_uint8, "uint8"},
+      {aoti_torch_dtype_int8, "int8"},
+      {aoti_torch_dtype_int16, "int16"},
+      {aoti_torch_dtype_int32, "int32"},
+      {aoti_torch_dtype_int64, "int64"},
+      {aoti_torch_dtype_bool, "bool"},
+  };
+  for (const Named& named : kNames) {
+    if (named.type() == scalar_type) return named.name;
+  }
+  return "torch scalar type " + std::to_string(scalar_type);
+}
+
+std::optional<DType> known_dtype(int32_t scalar_type) {
+  if (scalar_type == aoti_torch_dtype_float32()) return DType::kFloat32;
+  if (scalar_type == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (scalar_type == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (scalar_type == aoti_torch_dtype_float8_e4m3fn()) return DType::kFp8E4M3;
+  if (scalar_type == aoti_torch_dtype_float8_e5m2()) return DType::kFp8E5M2;
+  if (scalar_type == aoti_torch_dtype_int8()) return DType::kInt8;
+  return std::nullopt;
+}
+
+std::string device_text(int32_t type, int32_t index) {
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+  return "device type " + std::to_string(type);
+}
+
+int64_t span_bytes(const Argument& a) {  // from the first element to past the last
+  int64_t last = 0;
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) == 0) return 0;
+    last += (a.size(d) - 1) * a.stride(d);
+  }
+  return (last + 1) * a.element_size();
+}
+
+}  // namespace
+
+void Argument::fail(const std::string& expected_and_got) const {
+  throw std::runtime_error(std::string(op_) + ": " + name_ + ": " + expected_and_got);
+}
+
+std::string Argument::shape_text() const {
+  return list_text(sizes());
+}
+
+int64_t Argument::numel() const {
+  int64_t product = 1;
+  for (int64_t size : sizes()) product *= size;
+  return product;
+}
+
+DType Argument::dtype() const {
+  const std::optional<DType> dtype = known_dtype(scalar_type_);
+  if (!dtype) fail("expected a floating dtype, got " + dtype_text(scalar_type_));
+  return *dtype;
+}
+
+Argument& Argument::floating() {
+  const std::optional<DType> dtype = known_dtype(scalar_type_);
+  if (!dtype || size_of(*dtype) == 1) {
+    fail("expected float32, float16 or bfloat16, got " + dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
+Argument& Argument::same_dtype(const Argument& as) {
+  if (scalar_type_ != as.scalar_type_) {
+    fail("expected " + dtype_text(as.scalar_type_) + " (from " + as.name_ + "), got " +
+         dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
+Argument& Argument::float32() {
+  if (scalar_type_ != aoti_torch_dtype_float32()) {
+    fail("expected float32, got " + dtype_text(scalar_type_) + "; cast it with .float()");
+  }
+  return *this;
+}
+
+Argument& Argument::int32() {
+  if (scalar_type_ != aoti_torch_dtype_int32()) {
+    fail("expected int32, got " + dtype_text(scalar_type_) + "; cast it with .int()");
+  }
+  return *this;
+}
+
+Argument& Argument::int64() {
+  if (scalar_type_ != aoti_torch_dtype_int64()) {
+    fail("expected int64, got " + dtype_text(scalar_type_) + "; cast it with .long()");
+  }
+  return *this;
+}
+
+Argument& Argument::cache_dtype(DType dtype, std::string_view text, std::string_view name) {
+  const std::optional<DType> got = known_dtype(scalar_type_);
+  const bool bytes = size_of(dtype) == 1 && scalar_type_ == aoti_torch_dtype_uint8();
+  if (!bytes && (!got || *got != dtype)) {
+    fail("expected " + std::string(size_of(dtype) == 1 ? "uint8 or " : "") + name_of(dtype) +
+         " (from " + std::string(name) + " = \"" + std::string(text) + "\"), got " +
+         dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
+Argument& Argument::cache_of(const Argument& model) {
+  const std::optional<DType> got = known_dtype(scalar_type_);
+  if (!got || (scalar_type_ != model.scalar_type_ && size_of(*got) != 1)) {
+    fail("expected " + dtype_text(model.scalar_type_) + " (from " + model.name_ +
+         "), float8_e4m3fn, float8_e5m2 or int8, got " + dtype_text(scalar_type_) +
+         (scalar_type_ == aoti_torch_dtype_uint8()
+              ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
+              : ""));
+  }
+  return *this;
+}
+
+Argument& Argument::uint8() {
+  if (scalar_type_ != aoti_torch_dtype_uint8()) {
+    fail("expected uint8, got " + dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
+Argument& Argument::one_of(std::initializer_list<DType> dtypes) {
+  const std::optional<DType> got = known_dtype(scalar_type_);
+  std::string expected;
+  for (DType dtype : dtypes) {
+    if (got == dtype) return *this;
+    expected += (expected.empty() ? "" : " or ") + std::string(name_of(dtype));
+  }
+  fail("expected " + expected + ", got " + dtype_text(scalar_type_) +
+       (scalar_type_ == aoti_torch_dtype_uint8()
+            ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
+            : ""));
+}
+
+Argument& Argument::int8() {
+  if (scalar_type_ != aoti_torch_dtype_int8()) {
+    fail("expected int8, got " + dtype_text(scalar_type_));
+  }
+  return *this;
+}
+
+Argument& Argument::rank(int64_t low, int64_t high) {
+  if (dim() < low || dim() > high) {
+    fail("expected " + std::to_string(low) + (high == low ? "" : " to " + std::to_string(high)) +
+         " dimensions, got shape " + shape_text());
+  }
+  return *this;
+}
+
+Argument& Argument::shape(std::initializer_list<Size*> dims) {
+  if (dim() != static_cast<int64_t>(dims.size())) {
+    std::string wanted = "[";
+    for (Size* size : dims) wanted += (wanted.size() > 1 ? ", " : "") + std::string(size->name);
+    fail("expected shape " + wanted + "], got shape " + shape_text());
+  }
+  int64_t d = 0;
+  for (Size* size : dims) at(d++, *size);
+  return *this;
+}
+
+void Argument::fail_size(int64_t dimension, const Size& wanted) const {
+  const bool bound = dimension >= 0 && dimension < dim();
+  fail("expected " + std::string(wanted.name) +
+       (bound ? " = " + std::to_string(wanted.value) : std::string()) +
+       (bound && wanted.source != nullptr ? std::string(" (from ") + wanted.source + ")"
+                                          : std::string()) +
+       " at dimension " + std::to_string(dimension) + ", got shape " + shape_text());
+}
+
+Argument& Argument::at(int64_t dimension, Size& wanted) {
+  const int64_t d = dimension < 0 ? dimension + dim() : dimension;
+  if (d < 0 || d >= dim()) fail_size(dimension, wanted);
+  if (wanted.value < 0) {
+    wanted.value = size(d);
+    wanted.source = name_;
+  } else if (size(d) != wanted.value) {
+    fail_size(d, wanted);
+  }
+  return *this;
+}
+
+Argument& Argument::same_shape(const Argument& as) {
+  bool same = dim() == as.dim();
+  for (int64_t d = 0; same && d < dim(); ++d) same = size(d) == as.size(d);
+  if (!same) {
+    fail("expected shape " + as.shape_text() + " (from " + as.name_ + "), got shape " +
+         shape_text());
+  }
+  return *this;
+}
+
+Argument& Argument::inner_contiguous() {
+  if (dim() > 0 && size(-1) > 1 && stride(-1) != 1) {
+    fail("expected stride 1 in the last dimension, got strides " + list_text(strides()) +
+         " for shape " + shape_text() + "; call .contiguous()");
+  }
+  return *this;
+}
+
+Argument& Argument::contiguous() {
+  int64_t expected = 1;
+  for (int64_t d = dim() - 1; d >= 0; --d) {
+    if (size(d) > 1 && stride(d) != expected && numel() > 0) {
+      fail("expected a contiguous tensor, got strides " + list_text(strides()) + " for shape " +
+           shape_text() + "; call .contiguous()");
+    }
+    expected *= size(d);
+  }
+  return *this;
+}
+
+Argument& Argument::on_cpu() {
+  if (device_type_ != aoti_torch_device_type_cpu()) {
+    fail("expected a tensor on cpu, got " + device_text(device_type_, device_index_));
+  }
+  return *this;
+}
+
+Argument& Argument::written() {
+  // Visits the dimensions by ascending stride. Each stride must exceed the extent of the smaller
+  // ones.
+  if (numel() == 0) return *this;
+  int64_t inside = 0;  // extent of the smaller strides: from first to last element
+  int64_t below = -1;
+  for (int64_t done = 0; done < dim(); ++done) {
+    int64_t next = -1;
+    for (int64_t d = 0; d < dim(); ++d) {
+      if (size(d) <= 1) continue;
+      const bool later =
+          below < 0 || stride(d) > stride(below) || (stride(d) == stride(below) && d > below);
+      if (!later) continue;
+      if (next < 0 || stride(d) < stride(next) || (stride(d) == stride(next) && d < next)) next = d;
+    }
+    if (next < 0) break;
+    if (stride(next) <= inside) {
+      fail("is written, so its elements must not share memory (expanded?), got strides " +
+           list_text(strides()) + " for shape " + shape_text());
+    }
+    inside += (size(next) - 1) * stride(next);
+    below = next;
+  }
+  return *this;
+}
+
+void Expect::fail(const std::string& message) const {
+  throw std::runtime_error(std::string(op_) + ": " + message);
+}
+
+Argument Expect::tensor_on_any_device(const char* name, const Tensor& tensor) {
+  Argument argument;
+  argument.op_ = op_;
+  argument.name_ = name;
+  const AtenTensorHandle handle = tensor.get();
+  bool defined = false;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &defined));
+  if (!defined) argument.fail("expected a tensor, got None");
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &argument.dim_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &argument.sizes_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &argument.strides_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &argument.scalar_type_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &argument.device_type_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &argument.device_index_));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &argument.data_));
+  return argument;
+}
+
+Argument Expect::tensor(const char* name, const Tensor& tensor) {
+  Argument argument = tensor_on_any_device(name, tensor);
+  if (first_name_ == nullptr) {
+    first_name_ = name;
+    device_type_ = argument.device_type_;
+    device_index_ = argument.device_index_;
+  } else if (argument.device_type_ != device_type_ || argument.device_index_ != device_index_) {
+    argument.fail("expected a tensor on " + device_text(device_type_, device_index_) + " (from " +
+                  first_name_ + "), got " +
+                  device_text(argument.device_type_, argument.device_index_));
+  }
+  return argument;
+}
+
+Rows Expect::rows(const Argument& argument, int64_t keep_dims) const {
+  // Folds from the innermost dimension out. A dimension of size 1 folds into any stride.
+  Rows rows{.count = 1, .inner_count = 1, .outer_stride = 0, .inner_stride = 0};
+  int levels = 0;  // strides in use
+  int64_t outer_count = 1;
+  for (int64_t d = argument.dim() - keep_dims - 1; d >= 0; --d) {
+    const int64_t size = argument.size(d);
+    const int64_t stride = argument.stride(d);
+    rows.count *= size;
+    if (size == 1) continue;
+    if (levels == 0) {
+      levels = 1;
+      rows.inner_count = size;
+      rows.inner_stride = stride;
+    } else if (levels == 1 && stride == rows.inner_stride * rows.inner_count) {
+      rows.inner_count *= size;
+    } else if (levels == 1) {
+      levels = 2;
+      outer_count = size;
+      rows.outer_stride = stride;
+    } else if (stride == rows.outer_stride * outer_count) {
+      outer_count *= size;
+    } else {
+      argument.fail("expected leading dimensions that fold to two strides, got strides " +
+                    list_text(argument.strides()) + " for shape " + argument.shape_text() +
+                    "; call .contiguous()");
+    }
+  }
+  return rows;
+}
+
+void Expect::same_or_apart(const Argument& out, const Argument& input) const {
+  bool same = out.data() == input.data() && out.dim() == input.dim() &&
+              out.scalar_type_ == input.scalar_type_;
+  for (int64_t d = 0; same && d < out.dim(); ++d) {
+    same = out.size(d) == input.size(d) && (out.size(d) <= 1 || out.stride(d) == input.stride(d));
+  }
+  if (!same) apart(out, input);
+}
+
+bool Expect::overlap(const Argument& out, const Argument& input) const {
+  const int64_t gap = static_cast<const char*>(input.data()) - static_cast<const char*>(out.data());
+  if (gap >= 0 ? gap >= span_bytes(out) : -gap >= span_bytes(input)) return false;
+  if (span_bytes(out) == 0 || span_bytes(input) == 0) return false;
+  // Slices of one packed tensor interleave without overlapping. Try each stride of `out` as the
+  // pitch of such a tensor. All larger strides of both must be multiples of it. Then compare where
+  // the two rows lie within one pitch.
+  const auto row_bytes = [&](const Argument& a, int64_t pitch) {  // 0: not a pitch of `a`
+    int64_t last = 0;
+    for (int64_t d = 0; d < a.dim(); ++d) {
+      if (a.size(d) <= 1) continue;
+      if (a.stride(d) < pitch) last += (a.size(d) - 1) * a.stride(d);
+      if (a.stride(d) >= pitch && a.stride(d) % pitch != 0) return int64_t{0};
+    }
+    return (last + 1) * a.element_size();
+  };
+  for (int64_t d = 0; d < out.dim(); ++d) {
+    const int64_t pitch = out.stride(d);
+    if (out.size(d) <= 1 || pitch <= 0 || out.element_size() != input.element_size()) continue;
+    const int64_t out_row = row_bytes(out, pitch);
+    const int64_t input_row = row_bytes(input, pitch);
+    const int64_t pitch_bytes = pitch * out.element_size();
+    const int64_t shift =
+        ((gap % pitch_bytes) + pitch_bytes) % pitch_bytes;  // of input's row from out's
+    if (out_row > 0 && input_row > 0 && shift >= out_row && shift + input_row <= pitch_bytes) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Expect::apart(const Argument& out, const Argument& input) const {
+  if (overlap(out, input)) {
+    fail(std::string(out.name()) + " and " + input.name() + " overlap in memory");
+  }
+}
+
+void Expect::apart(const Argument& out, const Arguments& others) const {
+  for (const Argument& other : others) apart(out, other);
+}
+
+}  // namespace vllm_kernels

@@ -1,0 +1,152 @@
+// Checks of arguments, in the words of the docstring. A failure throws std::runtime_error. Python
+// gets a RuntimeError with exactly this text:
+//   rms_norm: weight: expected hidden_size = 64 (from input) at dimension 0, got shape [32]
+#pragma once
+#include <array>
+#include <concepts>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "ops/dtype.h"
+#include "ops/rows.h"
+#include "torch_ops/base/schema_types.h"
+
+namespace vllm_kernels {
+
+// A named size. The first tensor that has it binds it; every later tensor must agree.
+struct Size {
+  const char* name;
+  int64_t value = -1;
+  const char* source = nullptr;  // the argument that bound it
+
+  explicit Size(const char* name) : name(name) {}
+  Size(const char* name, int64_t value, const char* source)
+      : name(name), value(value), source(source) {}
+  operator int64_t() const { return value; }
+};
+
+// A tensor argument, its metadata read once. The checks return *this.
+class Argument {
+ public:
+  // --- properties
+  const char* name() const { return name_; }
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }
+  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
+  int64_t numel() const;
+  std::span<const int64_t> sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
+  std::span<const int64_t> strides() const { return {strides_, static_cast<size_t>(dim_)}; }
+  DType dtype() const;  // after a dtype check
+  bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
+  int64_t element_size() const {
+    return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
+  }
+  bool is_cpu() const { return device_type_ == aoti_torch_device_type_cpu(); }
+  int32_t device_index() const { return device_index_; }
+  const void* data() const { return data_; }
+  void* mutable_data() const { return data_; }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+  // --- checks on the element type
+  Argument& floating();  // float32, float16 or bfloat16
+  Argument& same_dtype(const Argument& as);
+  Argument& float32();
+  Argument& int32();
+  Argument& int64();
+  // `dtype`; an 8-bit one may also be stored as uint8
+  Argument& cache_dtype(DType dtype, std::string_view text,
+                        std::string_view name = "kv_cache_dtype");
+  Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
+  Argument& uint8();
+  Argument& one_of(std::initializer_list<DType> dtypes);
+  Argument& int8();
+
+  // --- checks on the shape
+  Argument& rank(int64_t low, int64_t high);
+  Argument& shape(std::initializer_list<Size*> dims);  // exact rank
+  Argument& at(int64_t dimension, Size& size);         // negative: counted from the end
+  Argument& same_shape(const Argument& as);
+
+  // --- checks on the memory
+  Argument& inner_contiguous();  // last stride 1
+  Argument& contiguous();
+  Argument& on_cpu();
+  Argument& written();  // no two elements share an address
+
+  [[noreturn]] void fail(const std::string& expected_and_got) const;
+  std::string shape_text() const;
+
+ private:
+  friend class Expect;
+  [[noreturn]] void fail_size(int64_t dimension, const Size& wanted) const;
+
+  // Set by Expect. No default values: an unused Arguments array then costs nothing.
+  const char* op_;
+  const char* name_;
+  void* data_;
+  int64_t* sizes_;
+  int64_t* strides_;
+  int64_t dim_;
+  int32_t scalar_type_;  // torch's ScalarType
+  int32_t device_type_;
+  int32_t device_index_;
+};
+
+// Tensors that a call reads or writes, for overlap checks.
+class Arguments {
+ public:
+  template <std::same_as<Argument>... Some>
+  void add(const Some&... arguments) {
+    ((arguments_.at(count_++) = arguments), ...);
+  }
+  auto begin() const { return arguments_.begin(); }
+  auto end() const { return arguments_.begin() + count_; }
+
+ private:
+  std::array<Argument, 13> arguments_;  // the most that an op has: paged_attention
+  size_t count_ = 0;
+};
+
+class Expect {
+ public:
+  explicit Expect(const char* op) : op_(op) {}
+
+  // Reads the tensor's metadata. Requires it to be defined, and on the device of the first tensor
+  // read.
+  Argument tensor(const char* name, const Tensor& tensor);
+  // The same, on any device.
+  Argument tensor_on_any_device(const char* name, const Tensor& tensor);
+
+  // Folds the leading dimensions of [..., width] to at most two strides.
+  Rows rows(const Argument& argument, int64_t keep_dims = 1) const;
+
+  // `out` may be exactly `input`. Otherwise they must not overlap.
+  void same_or_apart(const Argument& out, const Argument& input) const;
+  // Requires that they do not overlap.
+  void apart(const Argument& out, const Argument& input) const;
+  void apart(const Argument& out, const Arguments& others) const;
+  // Whether two tensors may share an element. Slices of one packed tensor do not.
+  bool overlap(const Argument& out, const Argument& input) const;
+
+  // Throws "<op>: <message>" if the condition is false.
+  void that(bool condition, const std::string& message) const {
+    if (!condition) fail(message);
+  }
+  [[noreturn]] void fail(const std::string& message) const;
+  const char* op() const { return op_; }
+
+ private:
+  const char* op_;
+  const char* first_name_ = nullptr;
+  int32_t device_type_ = -1;
+  int32_t device_index_ = -1;
+};
+
+}  // namespace vllm_kernels

@@ -1,0 +1,69 @@
+// The last step of a binding: the launch on this library's device. Every file of torch_ops (but
+// library.cpp) is compiled twice: for libvllm_kernels.so (CPU) and for libvllm_kernels_cuda.so
+// (CUDA, with VLLM_KERNELS_DEVICE_CUDA).
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+#include "cuda/base/index_check.h"
+#include "cuda/launchers.h"
+#else
+#include "cpu/kernels.h"
+#endif
+#include "torch_ops/base/index_check.h"
+#include "torch_ops/base/schema_types.h"
+
+namespace vllm_kernels {
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+
+constexpr bool kOnCpu = false;
+
+inline cuda::Stream current_stream(int32_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
+// Launches on the current stream of the tensor's device. In check mode it throws earlier findings
+// first.
+template <typename Params>
+void launch(const Params& params, const Tensor& on) {
+  if (cuda::check_mode()) raise_bad_index();
+  const int32_t device = on.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  cuda::launch(params, current_stream(device));
+}
+
+#define VLLM_KERNELS_DISPATCH_KEY CUDA
+
+#else
+
+constexpr bool kOnCpu = true;
+
+// Runs the tasks of the CPU kernel on torch's threads.
+template <typename Params>
+void launch(const Params& params, const Tensor&) {
+  const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
+  const int64_t tasks = kernel.num_tasks(params);
+  if (tasks == 1) {
+    kernel.run(params, 0, 1);
+  } else if (tasks > 1) {
+    torch::stable::parallel_for(
+        0, tasks, 1, [&](int64_t begin, int64_t end) { kernel.run(params, begin, end); });
+  }
+}
+
+#define VLLM_KERNELS_DISPATCH_KEY CPU
+
+#endif
+
+}  // namespace vllm_kernels
+
+// Registers for this library's device:
+//   VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
+#define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
+#define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)

@@ -1,0 +1,113 @@
+// Checks of index tensors, and the text of their errors. CPU: a scan on every call. CUDA: a scan
+// kernel in check mode (cuda/base/index_check.h).
+#include "torch_ops/base/index_check.h"
+
+#include <stdexcept>
+
+#include "torch_ops/base/device.h"
+
+namespace vllm_kernels {
+namespace {
+
+[[noreturn]] void fail(const BadIndex& bad) {
+  const IndexBounds& bounds = bad.bounds;
+  std::string text = std::string(bad.op) + ": " + bad.argument + "[" + std::to_string(bad.row) +
+                     (bad.one_dimensional ? "" : ", " + std::to_string(bad.column)) +
+                     "] = " + std::to_string(bad.value) + ": expected ";
+  if (bad.repeated) {
+    text += std::string(bounds.noun) + " that no earlier element names";
+  } else {
+    text += std::string(bounds.skip ? "-1 (skipped) or " : "") + bounds.noun + " in [" +
+            std::to_string(bounds.low) + ", " + std::to_string(bounds.high) + ")";
+  }
+  throw std::runtime_error(text);
+}
+
+IndexCheckParams pack(const Expect& expect, const Argument& values, const IndexBounds& bounds) {
+  const bool flat = values.dim() == 1;
+  return {.op = expect.op(),
+          .argument = values.name(),
+          .bounds = bounds,
+          .values = values.data(),
+          .is_int64 = values.is_int64(),
+          .one_dimensional = flat,
+          .rows = values.size(0),
+          .columns = flat ? 1 : values.size(1),
+          .row_stride = flat ? 1 : values.stride(0)};
+}
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+
+void scan(const IndexCheckParams& params, const Argument& values) {
+  if (!cuda::check_mode()) return;
+  const torch::stable::accelerator::DeviceGuard guard(values.device_index());
+  cuda::scan_indices(params, current_stream(values.device_index()));
+}
+
+#else
+
+template <typename Int>
+void scan_as(const IndexCheckParams& p) {
+  IndexBounds bounds = p.bounds;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
+    if (row > 0) bounds = p.bounds.after(values[-p.row_stride]);
+    const ColumnRange used = p.used_columns(row);
+    for (int64_t column = used.begin; column < used.end; ++column) {
+      const int64_t value = values[column];
+      if (value >= bounds.low && value < bounds.high) continue;
+      if (bounds.skip && value == -1) continue;
+      fail({p.op, p.argument, bounds, p.one_dimensional, false, row, column, value});
+    }
+  }
+}
+
+void scan(const IndexCheckParams& params, const Argument&) {
+  params.is_int64 ? scan_as<int64_t>(params) : scan_as<int32_t>(params);
+}
+
+#endif
+
+}  // namespace
+
+void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds) {
+  scan(pack(expect, values, bounds), values);
+}
+
+void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
+                 const UsedColumns& used) {
+  IndexCheckParams params = pack(expect, values, bounds);
+  params.row_lengths = used.row_lengths.as<const int32_t>();
+  params.tokens_per_column = used.tokens_per_column;
+  params.query_start_loc = used.query_start_loc;
+  params.sliding_window = used.sliding_window;
+  scan(params, values);
+}
+
+void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
+                 const GatheredColumns& used) {
+  IndexCheckParams params = pack(expect, values, bounds);
+  params.rows = used.rows;
+  params.row_lengths = used.row_lengths;
+  params.tokens_per_column = used.tokens_per_column;
+  params.cumulative_lengths = used.cumulative_lengths;
+  params.row_starts = used.row_starts;
+  scan(params, values);
+}
+
+void raise_bad_index() {
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+  if (!cuda::check_mode()) return;
+  if (const std::optional<BadIndex> bad = cuda::take_bad_index()) fail(*bad);
+#endif
+}
+
+}  // namespace vllm_kernels
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+// These ops have no tensor argument. This key serves every dispatch.
+VLLM_KERNELS_IMPL_WITH_KEY(CompositeExplicitAutograd, library) {
+  library.impl("scanned_devices", TORCH_BOX(&vllm_kernels::cuda::scanned_devices));
+  library.impl("raise_bad_index", TORCH_BOX(&vllm_kernels::raise_bad_index));
+}
+#endif

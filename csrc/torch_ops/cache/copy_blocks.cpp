@@ -1,0 +1,157 @@
+// Bindings of copy_blocks, copy_blocks_mla and swap_blocks. A cache is [num_blocks, ...],
+// block_mapping [num_pairs, 2]. ops/copy_blocks.h has the rules for pairs.
+#include "ops/copy_blocks.h"
+
+#include <initializer_list>
+#include <vector>
+
+#include "torch_ops/base/check.h"
+#include "torch_ops/base/device.h"
+#include "torch_ops/base/index_check.h"
+
+namespace vllm_kernels {
+namespace {
+
+// Bytes of one page of a cache [num_blocks, ...]. Its dimensions may have any order in memory, but
+// no gaps.
+int64_t dense_block_bytes(const Argument& cache) {
+  int64_t elements = 1, span = 1;
+  for (int64_t d = 1; d < cache.dim(); ++d) {
+    elements *= cache.size(d);
+    span += (cache.size(d) - 1) * cache.stride(d);
+  }
+  if (elements > 0 && span != elements) {
+    cache.fail("expected blocks without gaps in memory, got " + std::to_string(elements) +
+               " elements over a span of " + std::to_string(span) + " for shape " +
+               cache.shape_text());
+  }
+  return elements * cache.element_size();
+}
+
+int64_t block_stride_bytes(const Argument& cache) {
+  return cache.stride(0) * cache.element_size();
+}
+
+Argument read_pairs(Expect& expect, const Tensor& block_mapping, bool any_device) {
+  Size num_pairs("num_pairs"), two("2", 2, nullptr);
+  Argument pairs = any_device ? expect.tensor_on_any_device("block_mapping", block_mapping)
+                              : expect.tensor("block_mapping", block_mapping);
+  return pairs.int64().shape({&num_pairs, &two}).contiguous();
+}
+
+// Checks pairs in host memory before any copy, whatever the caches' device.
+void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num_pairs,
+                         int64_t num_sources, int64_t num_destinations) {
+  for (int64_t i = 0; i < 2 * num_pairs; ++i) {
+    const int64_t limit = i % 2 == 0 ? num_sources : num_destinations;
+    if (pairs[i] >= 0 && pairs[i] < limit) continue;
+    expect.fail("block_mapping[" + std::to_string(i / 2) + ", " + std::to_string(i % 2) +
+                "] = " + std::to_string(pairs[i]) + ": expected a block in [0, " +
+                std::to_string(limit) + ")");
+  }
+}
+
+struct NamedCaches {
+  const char* name;
+  const std::vector<Tensor>& caches;  // one per layer
+};
+
+// Copies within every cache of the lists. The first list must not be empty.
+void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
+                 const Tensor& block_mapping) {
+  const NamedCaches& front = *lists.begin();
+  Size num_blocks("num_blocks");
+  std::vector<BlockCopy> copies;
+  copies.reserve(lists.size() * front.caches.size());
+  int64_t block_bytes = -1;
+  for (const auto& [name, caches] : lists) {
+    for (const Tensor& tensor : caches) {
+      const Argument cache = expect.tensor(name, tensor).rank(2, 8).at(0, num_blocks).written();
+      const int64_t bytes = dense_block_bytes(cache);
+      if (block_bytes < 0) block_bytes = bytes;
+      if (bytes != block_bytes) {
+        cache.fail("expected blocks of " + std::to_string(block_bytes) + " bytes (from " +
+                   front.name + "[0]), got " + std::to_string(bytes) + " for shape " +
+                   cache.shape_text());
+      }
+      char* start = cache.as<char>();
+      const int64_t stride = block_stride_bytes(cache);
+      copies.push_back({start, start, stride, stride});
+    }
+  }
+
+  const bool on_host =
+      kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
+  const Argument pairs = read_pairs(expect, block_mapping, on_host && !kOnCpu);
+  if (pairs.numel() == 0 || block_bytes == 0) return;
+  if (on_host) {
+    check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), num_blocks, num_blocks);
+  } else {
+    check_index(expect, pairs, {.noun = "a block", .low = 0, .high = num_blocks});
+  }
+  const CopyBlocksParams params{.copies = copies.data(),
+                                .num_copies = static_cast<int64_t>(copies.size()),
+                                .pairs = pairs.as<const int64_t>(),
+                                .num_pairs = pairs.size(0),
+                                .pairs_on_host = on_host,
+                                .num_blocks = num_blocks,
+                                .block_bytes = block_bytes};
+  launch(params, front.caches[0]);
+}
+
+void copy_blocks(const std::vector<Tensor>& key_caches, const std::vector<Tensor>& value_caches,
+                 const Tensor& block_mapping) {
+  Expect expect("copy_blocks");
+  expect.that(
+      key_caches.size() == value_caches.size(),
+      "value_caches: expected as many layers as key_caches = " + std::to_string(key_caches.size()) +
+          ", got " + std::to_string(value_caches.size()));
+  if (key_caches.empty()) return;
+  copy_within(expect, {{"key_caches", key_caches}, {"value_caches", value_caches}}, block_mapping);
+}
+
+void copy_blocks_mla(const std::vector<Tensor>& kv_caches, const Tensor& block_mapping) {
+  Expect expect("copy_blocks_mla");
+  if (!kv_caches.empty()) copy_within(expect, {{"kv_caches", kv_caches}}, block_mapping);
+}
+
+// torch calls the CUDA library if either tensor is on a GPU, and the CPU library if none is.
+void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
+  Expect expect("swap_blocks");
+  Argument from = expect.tensor_on_any_device("src", src).rank(2, 8);
+  Argument to = expect.tensor_on_any_device("dst", dst).rank(2, 8).same_dtype(from).written();
+  if (!from.is_cpu() && !to.is_cpu() && from.device_index() != to.device_index()) {
+    to.fail("expected a tensor on the GPU of src (cuda:" + std::to_string(from.device_index()) +
+            ") or on cpu, got cuda:" + std::to_string(to.device_index()));
+  }
+  bool same_blocks = from.dim() == to.dim();
+  for (int64_t d = 1; same_blocks && d < from.dim(); ++d) {
+    same_blocks =
+        from.size(d) == to.size(d) && (from.size(d) <= 1 || from.stride(d) == to.stride(d));
+  }
+  if (!same_blocks) {
+    to.fail("expected blocks of the shape and strides of src's, got shape " + to.shape_text() +
+            " for src of shape " + from.shape_text());
+  }
+  const int64_t block_bytes = dense_block_bytes(from);
+  const Argument pairs = read_pairs(expect, block_mapping, true).on_cpu();
+  if (pairs.numel() == 0 || block_bytes == 0) return;
+  check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), from.size(0), to.size(0));
+
+  const SwapBlocksParams params{.copy = {from.as<const char>(), to.as<char>(),
+                                         block_stride_bytes(from), block_stride_bytes(to)},
+                                .pairs = pairs.as<const int64_t>(),
+                                .num_pairs = pairs.size(0),
+                                .block_bytes = block_bytes,
+                                .one_tensor = from.data() == to.data() || expect.overlap(from, to)};
+  launch(params, to.is_cpu() ? src : dst);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+VLLM_KERNELS_IMPL(library) {
+  library.impl("copy_blocks", TORCH_BOX(&vllm_kernels::copy_blocks));
+  library.impl("copy_blocks_mla", TORCH_BOX(&vllm_kernels::copy_blocks_mla));
+  library.impl("swap_blocks", TORCH_BOX(&vllm_kernels::swap_blocks));
+}

@@ -1,0 +1,204 @@
+// Bindings of cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv. paged_tokens.h
+// checks the tables, paged_kv.h the caches. ops/gather_cache.h has the rules.
+#include "ops/gather_cache.h"
+
+#include <algorithm>
+
+#include "torch_ops/base/check.h"
+#include "torch_ops/base/device.h"
+#include "torch_ops/base/index_check.h"
+#include "torch_ops/cache/paged_kv.h"
+#include "torch_ops/cache/paged_tokens.h"
+
+namespace vllm_kernels {
+namespace {
+
+// The elements of an entry: the dimensions from outer_dims on, which must be contiguous.
+int64_t entry_elements(const Argument& argument, int64_t outer_dims) {
+  int64_t elements = 1;
+  for (int64_t d = argument.dim() - 1; d >= outer_dims; --d) {
+    if (argument.size(d) > 1 && argument.stride(d) != elements) {
+      argument.fail("expected contiguous entries, got stride " +
+                    std::to_string(argument.stride(d)) + " at dimension " + std::to_string(d) +
+                    " of shape " + argument.shape_text());
+    }
+    elements *= argument.size(d);
+  }
+  return elements;
+}
+
+// Packs src_cache [num_blocks, block_size, entry...] as the K of one head in layout NHD, and dst
+// [num_rows, entry...]. One element of the tensors counts as `unit` elements of PagedKv.
+GatherCacheParams entries(const Expect& expect, const Argument& src, const Argument& dst,
+                          DType stored, DType rows, int64_t unit) {
+  const int64_t elements = entry_elements(src, 2);
+  if (entry_elements(dst, 1) != elements) {
+    dst.fail("expected entries of " + std::to_string(elements) +
+             " elements (from src_cache), got shape " + dst.shape_text());
+  }
+  expect.that(src.size(0) * src.size(1) <= INT32_MAX && elements * unit <= INT32_MAX / 32,
+              "src_cache: expected fewer than 2^31 tokens and entries of less than 64 MiB, got "
+              "shape " +
+                  src.shape_text());
+  GatherCacheParams params{.op = expect.op(), .dtype = rows};
+  PagedKv& kv = params.kv;
+  kv.key = src.mutable_data();
+  kv.num_blocks = src.size(0);
+  kv.num_kv_heads = 1;
+  kv.head_size = static_cast<int32_t>(elements * unit);
+  kv.block_size = static_cast<int32_t>(src.size(1));
+  kv.dtype = stored;
+  kv.layout = KvLayout::kNHD;
+  kv.x = 16 / size_of(stored);
+  kv.key_block_stride = src.stride(0) * unit;
+  kv.key_token_stride = src.stride(1) * unit;
+  kv.key_chunk_stride = kv.x;
+  params.key = dst.mutable_data();
+  params.key_row_stride = dst.stride(0) * unit;
+  return params;
+}
+
+void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& block_table,
+                     const Tensor& cu_seq_lens, int64_t batch_size,
+                     const std::optional<Tensor>& seq_starts) {
+  Expect expect("cp_gather_cache");
+  const Argument src = expect.tensor("src_cache", src_cache).rank(3, 8);
+  const Argument out = expect.tensor("dst", dst).rank(2, 7).same_dtype(src).written();
+  GatherCacheParams params =
+      entries(expect, src, out, DType::kInt8, DType::kInt8, src.element_size());
+  GatherTables tables(expect, "block_table", block_table, cu_seq_lens, seq_starts, batch_size);
+  tables.apart_from(out);
+  expect.apart(out, src);
+  if (out.numel() == 0 || !tables.any()) return;
+  params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
+  launch(params, src_cache);
+}
+
+void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
+                                    const Tensor& block_table, const Tensor& cu_seq_lens,
+                                    const Tensor& token_to_seq, int64_t num_tokens,
+                                    const Text& kv_cache_dtype, const Tensor& scale,
+                                    const std::optional<Tensor>& seq_starts) {
+  Expect expect("gather_and_maybe_dequant_cache");
+  Argument src = expect.tensor("src_cache", src_cache).rank(3, 8);
+  const Argument out = expect.tensor("dst", dst).rank(2, 7).floating().written();
+  const DType stored =
+      cache_dtype(expect, kv_cache_dtype, out.dtype(), "kv_cache_dtype", Int8Cache::kTaken);
+  src.cache_dtype(stored, kv_cache_dtype);
+  GatherCacheParams params = entries(expect, src, out, stored, out.dtype(), 1);
+  const Argument s = expect.tensor("scale", scale).float32();
+  if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
+  params.kv.k_scale = s.as<const float>();
+  const Argument seqs = expect.tensor("token_to_seq", token_to_seq).int32().rank(1, 1).contiguous();
+  expect.that(num_tokens >= 0 && num_tokens <= out.size(0) && num_tokens <= seqs.size(0),
+              "num_tokens: expected one in [0, " +
+                  std::to_string(std::min(out.size(0), seqs.size(0))) +
+                  "] (rows of dst, elements of token_to_seq), got " + std::to_string(num_tokens));
+  GatherTables tables(expect, "block_table", block_table, cu_seq_lens, seq_starts);
+  tables.apart_from(out);
+  expect.apart(out, src);
+  expect.apart(out, seqs);
+  expect.apart(out, s);
+  if (out.numel() == 0 || num_tokens == 0 || !tables.any()) return;
+  params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
+  params.tokens.num_rows = static_cast<int32_t>(num_tokens);
+  params.tokens.token_to_seq = seqs.as<const int32_t>();
+  check_index(expect, seqs, {.noun = "a sequence", .low = 0, .high = params.tokens.num_seqs},
+              GatheredColumns{.rows = num_tokens, .tokens_per_column = 1});
+  launch(params, src_cache);
+}
+
+// k_scale and v_scale: one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size].
+void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& sizes,
+                       const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                       Arguments& read) {
+  PagedKv& kv = params.kv;
+  const bool wanted = kv.dtype != params.dtype;
+  int64_t elements = 0;
+  const auto pointer = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
+    if (!scale) {
+      expect.that(!wanted, std::string(name) + ": expected a tensor, for the cache is " +
+                               name_of(kv.dtype) + ", got None");
+      return nullptr;
+    }
+    Argument s = expect.tensor(name, *scale).float32().contiguous();
+    if (!wanted) {
+      s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
+             name_of(kv.dtype));
+    }
+    if (s.dim() == 3) {
+      s.shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.block_size});
+    } else if (s.numel() != 1 && !(s.dim() == 1 && s.size(0) == kv.num_kv_heads)) {
+      s.fail("expected one element, num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+             " or [num_blocks, num_kv_heads, block_size], got shape " + s.shape_text());
+    }
+    if (elements != 0 && s.numel() != elements) {
+      s.fail("expected " + std::to_string(elements) + " elements (from k_scale), got shape " +
+             s.shape_text());
+    }
+    elements = s.numel();
+    read.add(s);
+    if (s.dim() == 3) {
+      params.scale_block_stride = int64_t{kv.num_kv_heads} * kv.block_size;
+      params.scale_head_stride = kv.block_size;
+      params.scale_token_stride = 1;
+    } else if (elements > 1) {
+      params.scale_head_stride = 1;
+    }
+    return s.as<const float>();
+  };
+  kv.k_scale = pointer("k_scale", k_scale);
+  kv.v_scale = pointer("v_scale", v_scale);
+}
+
+void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                     const Tensor& value_cache, const Tensor& block_tables,
+                     const Tensor& cu_seq_lens, const std::optional<Tensor>& seq_starts,
+                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                     const Text& layout) {
+  Expect expect("gather_paged_kv");
+  CacheSizes sizes;
+  Size num_rows("num_rows");
+  Argument k = expect.tensor("key", key).floating().written();
+  Argument v = expect.tensor("value", value).same_dtype(k).written();
+  for (Argument* rows : {&k, &v}) {
+    rows->shape({&num_rows, &sizes.num_kv_heads, &sizes.head_size}).inner_contiguous();
+  }
+  const KvLayout kv_layout = cache_layout(expect, layout);
+  Argument kc = expect.tensor("key_cache", key_cache).cache_of(k);
+  Argument vc = expect.tensor("value_cache", value_cache).same_dtype(kc);
+  GatherCacheParams params{.op = expect.op(),
+                           .kv = cache_pages(kc, vc, kc.dtype(), kv_layout, sizes),
+                           .key = k.mutable_data(),
+                           .value = v.mutable_data(),
+                           .key_row_stride = k.stride(0),
+                           .key_head_stride = k.stride(1),
+                           .value_row_stride = v.stride(0),
+                           .value_head_stride = v.stride(1),
+                           .dtype = k.dtype()};
+  expect.that(params.kv.num_blocks * params.kv.block_size <= INT32_MAX,
+              "key_cache: expected num_blocks * block_size < 2^31, got shape " + kc.shape_text());
+  Arguments scales;
+  set_gather_scales(expect, params, sizes, k_scale, v_scale, scales);
+  GatherTables tables(expect, "block_tables", block_tables, cu_seq_lens, seq_starts);
+  for (const Argument* rows : {&k, &v}) {
+    tables.apart_from(*rows);
+    expect.apart(*rows, kc);
+    expect.apart(*rows, vc);
+    expect.apart(*rows, scales);
+  }
+  expect.apart(k, v);
+  if (k.numel() == 0 || !tables.any()) return;
+  params.tokens = tables.pack(params.kv.num_blocks, params.kv.block_size, num_rows);
+  launch(params, key);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+VLLM_KERNELS_IMPL(library) {
+  library.impl("cp_gather_cache", TORCH_BOX(&vllm_kernels::cp_gather_cache));
+  library.impl("gather_and_maybe_dequant_cache",
+               TORCH_BOX(&vllm_kernels::gather_and_maybe_dequant_cache));
+  library.impl("gather_paged_kv", TORCH_BOX(&vllm_kernels::gather_paged_kv));
+}

@@ -1,0 +1,245 @@
+// The checks of paged_kv.h: shape, strides and dtype of caches of each layout, packed into a
+// PagedKv.
+#include "torch_ops/cache/paged_kv.h"
+
+#include <limits>
+
+namespace vllm_kernels {
+namespace {
+
+// Requires the page of a head to be contiguous: the dimensions from outer_dims on. The outer
+// strides are free, so padding is allowed. Pages that share memory are harmless in a cache that is
+// only read; written() refuses them in the others.
+void require_page_contiguous(const Argument& cache, int64_t outer_dims) {
+  int64_t expected = 1;
+  for (int64_t d = cache.dim() - 1; d >= outer_dims; --d) {
+    if (cache.size(d) > 1 && cache.stride(d) != expected) {
+      cache.fail("expected the page of a head to be contiguous (the last " +
+                 std::to_string(cache.dim() - outer_dims) + " dimensions), got stride " +
+                 std::to_string(cache.stride(d)) + " at dimension " + std::to_string(d) +
+                 " of shape " + cache.shape_text());
+    }
+    expected *= cache.size(d);
+  }
+}
+
+void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DType dtype,
+               KvLayout layout) {
+  if (sizes.block_size < 1) {
+    cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
+  }
+  kv.num_blocks = sizes.num_blocks;
+  kv.num_kv_heads = static_cast<int32_t>(sizes.num_kv_heads);
+  kv.head_size = static_cast<int32_t>(sizes.head_size);
+  kv.block_size = static_cast<int32_t>(sizes.block_size);
+  kv.dtype = dtype;
+  kv.layout = layout;
+  kv.x = 16 / size_of(dtype);
+}
+
+// Checks the size of a float32 scale. `elements` is the size of the scale before, or 0.
+void check_scale_size(const PagedKv& kv, const Argument& scale, int64_t elements) {
+  if (scale.numel() != 1 && !(scale.dim() == 1 && scale.size(0) == kv.num_kv_heads)) {
+    scale.fail("expected one element, or num_kv_heads = " + std::to_string(kv.num_kv_heads) +
+               ", got shape " + scale.shape_text());
+  }
+  if (elements != 0 && scale.numel() != elements) {
+    scale.fail("expected " + std::to_string(elements) + " elements (from k_scale), got shape " +
+               scale.shape_text());
+  }
+}
+
+// Checks and packs caches whose dtype is checked already.
+PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
+  const int64_t x = 16 / size_of(dtype);
+  const Argument& v =
+      value.shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
+  if (sizes.head_size % x != 0) {
+    v.fail("expected head_size to be a multiple of " + std::to_string(x) + " for a " +
+           name_of(dtype) + " cache, got " + std::to_string(sizes.head_size));
+  }
+  Size chunks("head_size / x", sizes.head_size / x, "value_cache");
+  Size chunk("x = 16 bytes / element size", x, nullptr);
+  const Argument& k =
+      key.shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
+  PagedKv kv;
+  set_sizes(kv, k, sizes, dtype, KvLayout::kVllm);
+  require_page_contiguous(k, 2);
+  require_page_contiguous(v, 2);
+  kv.key = k.mutable_data();
+  kv.value = v.mutable_data();
+  kv.key_block_stride = k.stride(0);
+  kv.key_head_stride = k.stride(1);
+  kv.key_chunk_stride = x * kv.block_size;
+  kv.key_token_stride = x;
+  kv.value_block_stride = v.stride(0);
+  kv.value_head_stride = v.stride(1);
+  kv.value_dim_stride = kv.block_size;
+  kv.value_token_stride = 1;
+  return kv;
+}
+
+// Packs rows of head_size elements. `token` and `head` are the indices of these dimensions.
+void set_rows(PagedKv& kv, const Argument& k, const Argument& v, int64_t token, int64_t head) {
+  kv.key = k.mutable_data();
+  kv.value = v.mutable_data();
+  kv.key_token_stride = k.stride(token);
+  kv.key_head_stride = k.stride(head);
+  kv.key_chunk_stride = kv.x;
+  kv.value_token_stride = v.stride(token);
+  kv.value_head_stride = v.stride(head);
+  kv.value_dim_stride = 1;
+}
+
+// Catches a cache of another layout than the argument says, by the rank of its keys: "vllm" has 5
+// dimensions, NHD and HND have 4.
+void require_layout(const Argument& key, KvLayout layout) {
+  const bool is_vllm = layout == KvLayout::kVllm;
+  if (key.dim() == (is_vllm ? 5 : 4)) return;
+  const std::string rows = layout == KvLayout::kNHD ? "block_size, num_kv_heads, head_size"
+                                                    : "num_kv_heads, block_size, head_size";
+  const std::string name = is_vllm ? "vllm" : layout == KvLayout::kNHD ? "NHD" : "HND";
+  key.fail("expected shape [num_blocks, " +
+           (is_vllm ? "num_kv_heads, head_size / x, block_size, x" : rows) + "] (from layout = \"" +
+           name + "\"), got shape " + key.shape_text() +
+           "; give layout=\"vllm\", \"NHD\" or \"HND\", as the cache has it");
+}
+
+// NHD and HND differ in the order of two dimensions.
+PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
+  const bool token_first = layout == KvLayout::kNHD;
+  const int64_t token = token_first ? 1 : 2, head = token_first ? 2 : 1;
+  Size& second = token_first ? sizes.block_size : sizes.num_kv_heads;
+  Size& third = token_first ? sizes.num_kv_heads : sizes.block_size;
+  const Argument& k =
+      key.shape({&sizes.num_blocks, &second, &third, &sizes.head_size}).inner_contiguous();
+  const Argument& v =
+      value.shape({&sizes.num_blocks, &second, &third, &sizes.head_size}).inner_contiguous();
+
+  PagedKv kv;
+  set_sizes(kv, k, sizes, dtype, layout);
+  kv.key_block_stride = k.stride(0);
+  kv.value_block_stride = v.stride(0);
+  set_rows(kv, k, v, token, head);
+  return kv;
+}
+
+}  // namespace
+
+PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size) {
+  key.cache_of(query);
+  value.same_dtype(key);
+  Size num_keys("num_keys"), num_kv_heads("num_kv_heads");
+  const Argument& k = key.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
+  const Argument& v = value.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
+  if (num_keys > std::numeric_limits<int32_t>::max()) {
+    k.fail("expected num_keys < 2^31, got shape " + k.shape_text());
+  }
+  CacheSizes sizes;
+  sizes.num_blocks.value = num_keys > 0 ? 1 : 0;
+  sizes.num_kv_heads.value = num_kv_heads;
+  sizes.block_size.value = num_keys > 0 ? int64_t{num_keys} : 1;
+  sizes.head_size.value = head_size;
+
+  PagedKv kv;
+  set_sizes(kv, k, sizes, key.dtype(), KvLayout::kNHD);
+  set_rows(kv, k, v, 0, 1);
+  return kv;
+}
+
+DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name,
+                  Int8Cache int8) {
+  if (text == "auto") return model;
+  if (text == "fp8" || text == "fp8_e4m3") return DType::kFp8E4M3;
+  if (text == "fp8_e5m2") return DType::kFp8E5M2;
+  if (text == "int8" && int8 == Int8Cache::kTaken) return DType::kInt8;
+  const char* known = int8 == Int8Cache::kTaken
+                          ? "\"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\" or \"int8\""
+                          : "\"auto\", \"fp8\", \"fp8_e4m3\" or \"fp8_e5m2\"";
+  expect.fail(std::string(name) + ": expected " + known + ", got \"" + std::string(text) + "\"");
+}
+
+PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                    std::string_view kv_cache_dtype, CacheSizes& sizes) {
+  value_cache.cache_dtype(dtype, kv_cache_dtype);
+  key_cache.cache_dtype(dtype, kv_cache_dtype);
+  return vllm_pages(key_cache, value_cache, dtype, sizes);
+}
+
+PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                     std::string_view kv_cache_dtype, CacheSizes& sizes) {
+  key_cache.cache_dtype(dtype, kv_cache_dtype);
+  value_cache.cache_dtype(dtype, kv_cache_dtype);
+  return row_pages(key_cache, value_cache, dtype, KvLayout::kNHD, sizes);
+}
+
+KvLayout cache_layout(const Expect& expect, std::string_view text) {
+  if (text == "vllm") return KvLayout::kVllm;
+  if (text == "NHD") return KvLayout::kNHD;
+  if (text == "HND") return KvLayout::kHND;
+  expect.fail("layout: expected \"vllm\", \"NHD\" or \"HND\", got \"" + std::string(text) + "\"");
+}
+
+PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
+                    CacheSizes& sizes) {
+  require_layout(key_cache, layout);
+  return layout == KvLayout::kVllm ? vllm_pages(key_cache, value_cache, dtype, sizes)
+                                   : row_pages(key_cache, value_cache, dtype, layout, sizes);
+}
+
+PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
+                    KvLayout layout, CacheSizes& sizes) {
+  key_cache.cache_of(query);
+  value_cache.same_dtype(key_cache);
+  const DType dtype = key_cache.dtype();
+  const PagedKv kv = cache_pages(key_cache, value_cache, dtype, layout, sizes);
+  const int64_t block_size = sizes.block_size;
+  if (block_size < 1 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
+    key_cache.fail("expected a block_size of 1, 2, 4, 8, 16, 32, 64, 128 or 256, got " +
+                   std::to_string(block_size) + " in shape " + key_cache.shape_text());
+  }
+  return kv;
+}
+
+void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
+                const std::optional<Tensor>& v_scale, Arguments& read) {
+  int64_t elements = 0;  // of the scale read first
+  const auto pointer = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
+    if (!scale) return nullptr;
+    const Argument s = expect.tensor(name, *scale).float32().contiguous();
+    if (size_of(kv.dtype) != 1) {
+      s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
+             name_of(kv.dtype));
+    }
+    check_scale_size(kv, s, elements);
+    elements = s.numel();
+    read.add(s);
+    return s.as<const float>();
+  };
+  kv.k_scale = pointer("k_scale", k_scale);
+  kv.v_scale = pointer("v_scale", v_scale);
+  kv.scale_stride = elements > 1 ? 1 : 0;
+}
+
+void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+  for (Argument* s : {&k_scale, &v_scale}) {
+    s->float32();
+    if (s->numel() != 1) s->fail("expected one element, got shape " + s->shape_text());
+  }
+  kv.k_scale = k_scale.as<const float>();
+  kv.v_scale = v_scale.as<const float>();
+}
+
+void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+  int64_t elements = 0;
+  for (Argument* s : {&k_scale, &v_scale}) {
+    s->float32().contiguous();
+    check_scale_size(kv, *s, elements);
+    elements = s->numel();
+  }
+  kv.k_scale = k_scale.as<const float>();
+  kv.v_scale = v_scale.as<const float>();
+  kv.scale_stride = elements > 1 ? 1 : 0;
+}
+
+}  // namespace vllm_kernels

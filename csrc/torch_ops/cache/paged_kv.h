@@ -1,0 +1,64 @@
+// From cache tensors to a PagedKv, with all checks that need only shapes, strides and dtypes.
+#pragma once
+#include <optional>
+#include <string_view>
+
+#include "ops/paged_kv.h"
+#include "torch_ops/base/check.h"
+
+namespace vllm_kernels {
+
+// The sizes that the cache tensors and their callers share.
+struct CacheSizes {
+  Size num_blocks{"num_blocks"};
+  Size num_kv_heads{"num_kv_heads"};
+  Size head_size{"head_size"};
+  Size block_size{"block_size"};
+};
+
+// The stored dtype of a kv_cache_dtype string, for a model of dtype `model`. "auto": the model's.
+// "fp8" and "fp8_e4m3": e4m3. "fp8_e5m2": e5m2. "int8": int8, for ops with kTaken.
+enum class Int8Cache : uint8_t { kRefused, kTaken };
+DType cache_dtype(const Expect& expect, std::string_view text, DType model,
+                  std::string_view name = "kv_cache_dtype", Int8Cache int8 = Int8Cache::kRefused);
+
+// Layout vllm: key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and value_cache
+// [num_blocks, num_kv_heads, head_size, block_size]. The page of a head is contiguous; the two
+// outer strides are free. head_size and num_kv_heads may be bound already.
+PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                    std::string_view kv_cache_dtype, CacheSizes& sizes);
+
+// Layout NHD: key_cache and value_cache [num_blocks, block_size, num_kv_heads, head_size]. The
+// three outer strides are free.
+PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
+                     std::string_view kv_cache_dtype, CacheSizes& sizes);
+
+// Parses "vllm", "NHD" or "HND".
+KvLayout cache_layout(const Expect& expect, std::string_view text);
+
+// Caches of a model with the dtype of `query`; their own dtype is read from the tensors. A page has
+// 1, 2, 4, ... or 256 tokens. The free strides are as above; with HND those of [num_blocks,
+// num_kv_heads, block_size].
+PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
+                    KvLayout layout, CacheSizes& sizes);
+
+// Caches of any layout and page size, whose dtype is checked already.
+PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
+                    CacheSizes& sizes);
+
+// Keys and values without pages, [num_keys, num_kv_heads, head_size] with free outer strides, as
+// one page in layout NHD. Dtypes as for paged_cache().
+PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size);
+
+// k_scale and v_scale of an 8-bit cache: float32, one element or one per KV head. None stands for
+// 1. A scale that is given is added to `read`.
+void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
+                const std::optional<Tensor>& v_scale, Arguments& read);
+
+// k_scale and v_scale: one float32 each, on the cache's device. Only 8-bit caches use them.
+void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+
+// The same, or both [num_kv_heads].
+void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+
+}  // namespace vllm_kernels

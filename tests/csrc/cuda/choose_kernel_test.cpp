@@ -1,0 +1,190 @@
+// choose_kernel() against a golden table of some 2,000 calls on four devices. No GPU.
+//
+// A call is drawn from the axes below by a fixed generator. To accept a wanted change of the
+// choice: UPDATE_GOLDEN=1 build/csrc_tests/choose_kernel_tests, then read the diff.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <sstream>
+
+#include "cuda/attention/dispatch.h"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+struct NamedDevice {
+  const char* name;
+  DeviceModel model;
+};
+const NamedDevice kDevices[] = {
+    {"A100", {.num_sms = 108, .architecture = 80, .shared_memory_per_block = 166912}},
+    {"H200",
+     {.num_sms = 132, .architecture = 90, .shared_memory_per_block = 232448, .has_wgmma = true}},
+    {"B200", {.num_sms = 148, .architecture = 100, .shared_memory_per_block = 232448}},
+    {"RTX5090", {.num_sms = 170, .architecture = 120, .shared_memory_per_block = 101376}},
+};
+
+class Draw {
+ public:
+  explicit Draw(uint32_t seed) : generator_(seed) {}
+  template <typename T>
+  T of(std::initializer_list<T> values) {
+    return values.begin()[generator_() % values.size()];
+  }
+  bool one_in(uint32_t n) { return generator_() % n == 0; }
+
+ private:
+  std::mt19937 generator_;  // the same numbers with every standard library
+};
+
+struct Call {
+  PagedAttentionParams params{};
+  std::string name;
+};
+
+const char* name_of(KvLayout layout) {
+  return layout == KvLayout::kVllm ? "vllm" : layout == KvLayout::kNHD ? "NHD" : "HND";
+}
+void set_strides(PagedKv& kv) {
+  const int64_t page = int64_t{kv.block_size} * kv.head_size;
+  kv.key_block_stride = kv.value_block_stride = page * kv.num_kv_heads;
+  if (kv.layout == KvLayout::kVllm) {
+    kv.x = 16 / size_of(kv.dtype);
+    kv.key_head_stride = kv.value_head_stride = page;
+    kv.key_token_stride = kv.x;
+    kv.key_chunk_stride = int64_t{kv.block_size} * kv.x;
+    kv.value_token_stride = 1;
+    kv.value_dim_stride = kv.block_size;
+    return;
+  }
+  const bool nhd = kv.layout == KvLayout::kNHD;
+  kv.x = kv.head_size;
+  kv.key_token_stride = nhd ? int64_t{kv.num_kv_heads} * kv.head_size : kv.head_size;
+  kv.key_head_stride = nhd ? kv.head_size : page;
+  kv.value_token_stride = kv.key_token_stride;
+  kv.value_head_stride = kv.key_head_stride;
+  kv.value_dim_stride = 1;
+}
+
+const void* at(uintptr_t address) {
+  return reinterpret_cast<const void*>(address);
+}
+
+Call draw_call(Draw& draw) {
+  Call call;
+  PagedAttentionParams& p = call.params;
+  PagedKv& kv = p.kv;
+  p.dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat16, DType::kFloat32});
+  kv.dtype = draw.of({p.dtype, p.dtype, DType::kFp8E4M3, DType::kFp8E5M2, DType::kInt8});
+  kv.layout = draw.of({KvLayout::kVllm, KvLayout::kNHD, KvLayout::kHND});
+  kv.head_size = draw.of({32, 64, 64, 80, 96, 112, 128, 128, 128, 160, 192, 256});
+  kv.block_size = draw.of({1, 8, 16, 16, 16, 32, 64, 128, 48});
+  kv.num_kv_heads = draw.of({1, 2, 8, 8, 32});
+  kv.num_blocks = draw.one_in(40) ? 0 : 1000;
+  set_strides(kv);
+  const bool unaligned_cache = draw.one_in(20);
+  if (unaligned_cache) kv.key_block_stride += 1;
+  kv.key = kv.value = const_cast<void*>(at(4096));
+  const int group = draw.of({1, 4, 4, 7, 8, 16});
+  p.num_heads = group * kv.num_kv_heads;
+  p.num_seqs = draw.of({1, 2, 32, 256});
+  p.max_query_len = draw.of({1, 1, 1, 2, 5, 8, 16, 40, 300, 4096});
+  const bool ragged = p.max_query_len > 1 && draw.one_in(3);
+  p.num_tokens = p.num_seqs * p.max_query_len - (ragged ? p.max_query_len - 1 : 0);
+  p.max_seq_len = 1 << 17;
+  p.max_blocks_per_seq = (1 << 17) / kv.block_size;
+  const int query_offset = draw.one_in(15) ? draw.of({2, 4, 8}) : 0;
+  p.query = at(4096 + query_offset);
+  p.query_stride = int64_t{p.num_heads} * kv.head_size + (draw.one_in(15) ? 4 : 0);
+  p.out = const_cast<void*>(at(4096 + (draw.one_in(20) ? 8 : 0)));
+  p.out_stride = int64_t{p.num_heads} * kv.head_size;
+  p.scale = draw.one_in(30) ? 0.0f : 0.1f;
+  p.softcap = draw.one_in(6) ? 30.0f : 0.0f;
+  static const float slopes = 0.0f;
+  p.alibi_slopes = draw.one_in(8) ? &slopes : nullptr;
+  p.window_right = p.max_query_len > 1 && draw.one_in(8) ? INT32_MAX : 0;
+  p.fixed_split_size = draw.one_in(8) ? 2048 : 0;
+  static const int32_t starts = 0;
+  const bool contiguous = kv.layout == KvLayout::kNHD && draw.one_in(6);
+  if (contiguous) p.key_start_loc = &starts;
+  if (draw.one_in(25)) p.sparse.vert_stride = 8;
+
+  std::ostringstream name;
+  name << name_of(p.dtype) << " " << name_of(kv.dtype) << " " << name_of(kv.layout) << " page "
+       << kv.block_size << " head " << kv.head_size << " kv_heads " << kv.num_kv_heads << " group "
+       << group << " seqs " << p.num_seqs << " query_len " << p.max_query_len
+       << (ragged ? " ragged" : "") << (kv.num_blocks == 0 ? " empty" : "")
+       << (unaligned_cache ? " cache+1" : "") << (query_offset > 0 ? " query+" : "")
+       << (query_offset > 0 ? std::to_string(query_offset) : "")
+       << (p.query_stride % 8 == 4 ? " query_stride+4" : "")
+       << (reinterpret_cast<uintptr_t>(p.out) % 16 != 0 ? " out+8" : "")
+       << (p.scale > 0.0f ? "" : " scale0") << (p.softcap > 0.0f ? " softcap" : "")
+       << (p.alibi_slopes != nullptr ? " alibi" : "") << (p.window_right != 0 ? " full" : "")
+       << (p.fixed_split_size > 0 ? " fixed_split" : "") << (contiguous ? " contiguous" : "")
+       << (p.sparse.on() ? " sparse" : "");
+  call.name = name.str();
+  return call;
+}
+
+std::string one_line(std::string text) {
+  for (char& c : text) c = c == '\n' ? '|' : c;
+  return text;
+}
+
+std::string table() {
+  std::ostringstream lines;
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(20261124);
+    for (int i = 0; i < 500; ++i) {
+      const Call call = draw_call(draw);
+      lines << device.name << " " << call.name << " -> "
+            << one_line(describe(choose_kernel(call.params, device.model), device.model)) << "\n";
+    }
+  }
+  return lines.str();
+}
+
+TEST(ChooseKernel, IsAsInTheGoldenTable) {
+  const std::string path = VLLM_KERNELS_GOLDEN;
+  const std::string now = table();
+  if (std::getenv("UPDATE_GOLDEN") != nullptr) {
+    std::ofstream(path) << now;
+    return;
+  }
+  std::istringstream lines(now);
+  std::ifstream golden(path);
+  ASSERT_TRUE(golden) << path;
+  std::string want, got;
+  while (std::getline(golden, want)) {
+    ASSERT_TRUE(std::getline(lines, got));
+    EXPECT_EQ(got, want);
+  }
+  EXPECT_FALSE(std::getline(lines, got)) << got;
+}
+
+TEST(ChooseKernel, LaunchShapesFitTheDevice) {
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(7);
+    for (int i = 0; i < 20000; ++i) {
+      const Call call = draw_call(draw);
+      const AttentionChoice choice = choose_kernel(call.params, device.model);
+      for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
+        EXPECT_LE(launch->shared_bytes, device.model.shared_memory_per_block) << call.name;
+        EXPECT_LE(launch->stages, kMaxPipelineStages) << call.name;
+        const bool pipelined = launch->kernel == AttentionKernel::kDecode ||
+                               launch->kernel == AttentionKernel::kDecodeWgmma;
+        if (pipelined) {
+          EXPECT_GE(launch->stages, 2) << device.name << " " << call.name;
+        }
+        if (launch->kernel == AttentionKernel::kSimt && launch == &choice.main) {
+          EXPECT_NE(launch->obstacles, kNoObstacle) << call.name;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vllm_kernels::cuda

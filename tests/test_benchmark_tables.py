@@ -1,0 +1,53 @@
+"""benchmarks/RESULTS.md is what `python -m benchmarks tables` writes, and stays short."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import tables
+
+FILES = sorted((tables.HERE / "results").glob("*.json"))
+FIELDS = ["section", "title", "note", "machine", "versions", "command", "commit", "date", "unit"]
+
+
+def test_results_are_generated() -> None:
+    text = tables.RESULTS.read_text()
+    assert text == tables.render()
+    assert len(text.splitlines()) <= 250
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_results_file_is_complete(path: Path) -> None:
+    table = json.loads(path.read_text(), parse_float=str)
+    assert list(table) == [*FIELDS, "columns", "rows"]
+    assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+    assert tables.dump(table) == path.read_text()
+
+
+def test_a_run_replaces_rows_and_keeps_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"wl": "b1_c1k", "kv_bytes": 4.34e6, "peer": "ours_pa", "us": 2.0}
+    run, into = tmp_path / "run.json", tmp_path / "table.json"
+    run.write_text(json.dumps([record, {**record, "peer": "fa3", "us": 3.0}]))
+    into.write_text(FILES[0].read_text())
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "RESULTS.md")
+    tables.main([str(run), "--into", str(into), "--commit", "abc"])
+    table = json.loads(into.read_text())
+    assert table["rows"] == [["b1_c1k", 4.3, 1.0, 2.0, 3.0, 2170, 50, 1.5]]
+    assert table["commit"] == "abc"
+    assert table["title"] == json.loads(FILES[0].read_text())["title"]
+
+
+def test_each_program_has_its_table() -> None:
+    layer = {"candidate": "ours_fused", "batch": 1, "bytes": 4.34e6, "right": True, "us": 2.0}
+    assert tables.from_run([layer])[1] == [["1", "4.3", "1.0", "2.00", "2170", "50", None]]
+    small = {"T": 16, "op": "rope", "peer": "ours", "us": 1.0, "bytes": 1e6, "gbps": 1000.0}
+    columns, rows = tables.from_run([small, {**small, "peer": "vllm", "us": 2.0}])
+    assert rows == [["16", "rope", "1.00", "1.00", "1000", "23", "2.00", None]]
+    assert len(columns) == len(rows[0])

@@ -1,0 +1,220 @@
+"""Llama-like models over packed tokens, by this library's ops alone beside the matrix products.
+
+The weights are those of a model of transformers; query, key and value, and gate and up, become one
+product each. Every layer is then four products, two additions with norm, the activation, and
+between the first two products the rotary embedding with the cache write, and attention: as one op
+where every sequence has one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+import vllm_kernels
+from vllm_kernels.engine.layer_groups import PackedPages
+from vllm_kernels.hf.attention_interface import AttentionOptions
+from vllm_kernels.hf.llama_patch import FAMILIES
+
+__all__ = ["FusedLlama", "can_be_packed", "refuse_changing_rotary"]
+
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone."""
+
+
+def refuse_changing_rotary(model: PreTrainedModel) -> None:
+    """Raises NotImplementedError for a rotary embedding whose frequencies change with the longest
+    position of a pass: in a packed row that is another sequence's."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind is not None and kind not in _FIXED_ROTARY:
+                raise NotImplementedError(
+                    f"Engine: rope_type: {name} expected one of {', '.join(_FIXED_ROTARY)}, got "
+                    f"{kind}"
+                )
+
+
+def can_be_packed(model: PreTrainedModel) -> bool:
+    """Whether :class:`FusedLlama` serves ``model``: its family, plain linear layers, and a rotary
+    embedding that does not change with the length."""
+    config = model.config
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return False
+    if getattr(model.model.rotary_emb, "rope_type", None) not in _FIXED_ROTARY:
+        return False
+    return all(
+        type(projection) is nn.Linear
+        for layer in model.model.layers
+        for group in _projections(layer)
+        for projection in group
+    )
+
+
+class FusedLlama:
+    """The forward pass of a Llama-like model over one row of packed tokens.
+
+    While it exists the model's projections are slices of joined weights, so that no memory is taken
+    twice; :meth:`close` separates them.
+
+    Args:
+        model: one that :func:`can_be_packed`.
+        pages: where keys and values go, and what attends to them.
+        windows: of each layer; 0: none.
+        max_length: of a sequence.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pages: PackedPages, windows: Sequence[int], max_length: int
+    ) -> None:
+        decoder = model.model
+        config = model.config
+        self._model = model
+        self._pages = pages
+        self._kv_heads = pages.shape.num_kv_heads
+        self._head_size = pages.shape.head_size
+        self._epsilon = config.rms_norm_eps
+        self._layers = [_Layer.of(layer, window) for layer, window in zip(decoder.layers, windows)]
+        self._cos_sin = self._rotary_table(max_length)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, last: Tensor | None = None) -> Tensor:
+        """Logits [n, vocabulary] of the tokens ``last``, or of all; inputs int64 [num_tokens]."""
+        decoder = self._model.model
+        residual = decoder.embed_tokens(input_ids)  # [num_tokens, hidden]
+        x = torch.empty_like(residual)
+        for index, layer in enumerate(self._layers):
+            if index == 0:
+                vllm_kernels.rms_norm(x, residual, layer.input_norm, self._epsilon)
+            else:
+                vllm_kernels.fused_add_rms_norm(x, residual, layer.input_norm, self._epsilon)
+            x = self._attention(index, layer, x, positions)
+            vllm_kernels.fused_add_rms_norm(x, residual, layer.mlp_norm, self._epsilon)
+            x = self._mlp(layer, x)
+        vllm_kernels.fused_add_rms_norm(x, residual, decoder.norm.weight, self._epsilon)
+        return self._model.lm_head(x if last is None else x[last])
+
+    def close(self) -> None:
+        """Gives the model weights of their own back. Takes the memory of one layer for a moment."""
+        for layer in self._model.model.layers:
+            if not self._layers:
+                return
+            self._layers.pop(0)  # what it has joined is freed with the last slice of it
+            for group in _projections(layer):
+                if len(group) > 1:
+                    for projection in group:
+                        projection.weight.data = projection.weight.data.clone()
+                        if projection.bias is not None:
+                            projection.bias.data = projection.bias.data.clone()
+
+    # Inner workings.
+
+    def _attention(self, index: int, layer: _Layer, x: Tensor, positions: Tensor) -> Tensor:
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        pages, step = self._pages, self._pages.step
+        assert step is not None
+        group = pages.groups.group_of_layer[index]
+        slots = step.slot_mappings[group]
+        norms = {"q_weight": layer.q_norm, "k_weight": layer.k_norm, "epsilon": self._epsilon}
+        if step.starts is None and pages.cascade(index, layer.options) is None:
+            out = pages.cache.decode(
+                index, qkv, positions, self._cos_sin, slots, step.block_tables[group],
+                step.seq_lens, scale=layer.options.scale,
+                sliding_window=layer.options.sliding_window, **norms,
+            )  # fmt: skip
+        else:
+            kv = self._kv_heads
+            heads = qkv.view(len(x), -1, self._head_size)
+            query, key, value = heads.split([heads.shape[1] - 2 * kv, kv, kv], 1)
+            pages.cache.rope_and_write(
+                index, positions, query, key, value, self._cos_sin, slots, **norms
+            )
+            out = pages.attend(index, query, layer.options)
+        return linear(out.flatten(1), layer.out, layer.out_bias)
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+        activated = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
+        vllm_kernels.silu_and_mul(activated, gate_up)
+        return linear(activated, layer.down, layer.down_bias)
+
+    @torch.inference_mode()
+    def _rotary_table(self, max_length: int) -> Tensor:
+        """[max_length, rotated]: cosines, then sines, as the model computes them."""
+        positions = torch.arange(max_length, device=self._model.device)[None]
+        like = torch.empty(0, dtype=self._pages.shape.dtype, device=self._model.device)
+        cos, sin = self._model.model.rotary_emb(like, positions)
+        half = cos.shape[-1] // 2
+        return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()
+
+
+@dataclass
+class _Layer:
+    """Weights of one layer; a linear layer's are [out, in]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    options: AttentionOptions
+
+    @classmethod
+    def of(cls, layer: nn.Module, window: int) -> _Layer:
+        qkv, gate_up, (out,), (down,) = _projections(layer)
+        attention = layer.self_attn
+        return cls(
+            layer.input_layernorm.weight.data,
+            *_joined(qkv),
+            attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
+            attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+            *_data(out),
+            layer.post_attention_layernorm.weight.data,
+            *_joined(gate_up),
+            *_data(down),
+            AttentionOptions(scale=attention.scaling, sliding_window=window),
+        )
+
+
+def _projections(layer: nn.Module) -> list[list[nn.Linear]]:
+    """Linear layers of a decoder layer, those with the same input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [attention.o_proj],
+        [mlp.down_proj],
+    ]
+
+
+def _data(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    bias = projection.bias
+    return projection.weight.data, None if bias is None else bias.data
+
+
+def _joined(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all of them as one; theirs become slices of it."""
+    joined: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [getattr(projection, name) for projection in projections]
+        if parts[0] is None:
+            joined.append(None)
+            continue
+        whole = torch.cat([part.data for part in parts])
+        for part, piece in zip(parts, whole.split([len(part) for part in parts])):
+            part.data = piece
+        joined.append(whole)
+    weight, bias = joined
+    assert weight is not None
+    return weight, bias

@@ -1,0 +1,385 @@
+"""A model's forward pass over packed tokens: those of all sequences in one row.
+
+:class:`ModelRunner` runs the plans of a scheduler: it uploads what the manager filled, calls the
+model, and returns the logits of the sequences that get a token. Passes of one token a sequence
+replay CUDA graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from vllm_kernels import cascade_pays
+from vllm_kernels.engine.fused_llama import FusedLlama, can_be_packed
+from vllm_kernels.engine.layer_groups import LayerGroups, PackedPages, StepInputs
+from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.engine.upload import upload
+from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
+from vllm_kernels.kv_cache import BatchBuffers
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+
+__all__ = ["ModelRunner", "layer_options"]
+
+
+class _OptionsRecorder:
+    """Takes the place of pages in a pass that only asks each layer for its options."""
+
+    length = 0
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.options: dict[int, AttentionOptions] = {}
+
+    def forward(self, call: LayerCall) -> Tensor:
+        self.options[call.layer] = call.options
+        return torch.zeros_like(call.query.transpose(1, 2))
+
+
+def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptions]:
+    """What every attention layer asks for, found by a pass over one token.
+
+    Args:
+        shape: of a block of all layers.
+
+    Raises:
+        NotImplementedError: what attention refuses, and layers that never came to it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    recorder = _OptionsRecorder(shape)
+    layers = range(shape.num_layers)
+    cache = Cache(layers=[PagedLayer(recorder, config, index) for index in layers])
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        positions = {"position_ids": token} if _takes_positions(model) else {}
+        model(input_ids=token, past_key_values=cache, use_cache=True, **positions)
+    missing = [layer for layer in layers if layer not in recorder.options]
+    if missing:
+        raise NotImplementedError(
+            f"Engine: {config.model_type}: layers {missing} do not attend through a cache of theirs"
+        )
+    return [recorder.options[layer] for layer in layers]
+
+
+class _Buffers:
+    """Where a pass's input lies: on the host, filled by the manager, and on the device."""
+
+    def __init__(
+        self, groups: int, sequences: int, blocks: int, tokens: int, device: torch.device
+    ) -> None:
+        pinned = device.type == "cuda"
+        self.host = [
+            BatchBuffers.zeros(sequences, blocks, tokens, pin_memory=pinned) for _ in range(groups)
+        ]
+        self.host_input_ids = torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned)
+        self.host_common = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        first = self.host[0]
+        host = [
+            self.host_input_ids, first.positions, first.seq_lens, first.query_start_loc,
+            self.host_common,
+            *(group.slot_mapping for group in self.host),
+            *(group.block_tables for group in self.host),
+        ]  # fmt: skip
+        self._uploaded = torch.cuda.Event() if pinned else None
+        self._host = host
+        self._device = [x.to(device) for x in host] if pinned else host
+        self.input_ids, self.positions, self.seq_lens, self.starts, self.common = self._device[:5]
+        self.slot_mappings = self._device[5 : 5 + groups]
+        self.block_tables = self._device[5 + groups :]
+
+    def upload(self, tokens: int, sequences: int, input_ids: Tensor | None = None) -> None:
+        """Copies the first ``tokens`` and ``sequences`` to the device, without a wait, and there
+        ``input_ids`` over the first of those. See :meth:`wait`."""
+        if self._uploaded is not None:
+            groups = len(self.host)
+            sizes = [tokens, tokens, sequences, sequences + 1, 1, *[tokens] * groups]
+            sizes += [sequences] * groups
+            for device, host, size in zip(self._device, self._host, sizes):
+                device[:size].copy_(host[:size], non_blocking=True)
+            self._uploaded.record()
+        if input_ids is not None:
+            self.input_ids[: len(input_ids)] = input_ids
+
+    def clear(self) -> None:
+        """Makes all rows on the device padding."""
+        for tensor in (self.input_ids, self.positions, self.seq_lens, self.common):
+            tensor.zero_()
+        for slots in self.slot_mappings:
+            slots.fill_(-1)
+        for group in self.host:  # on a CPU these are the same tensors
+            group.invalidate()
+
+    def wait(self) -> None:
+        """Returns when the host's buffers may be filled again."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+
+
+class ModelRunner:
+    """Runs plans.
+
+    Args:
+        model: after ``use_paged_attention``.
+        cache, groups: of its layers.
+        max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
+        cuda_graphs: whether passes of one token a sequence are captured, by batch size.
+        cascade: whether sequences of one token may attend together to blocks that they share.
+        backend: of torch.compile, through which the model is called; None: not at all.
+        fused: whether Llama-like models run as :class:`FusedLlama`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        groups: LayerGroups,
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_length: int,
+        cuda_graphs: bool,
+        cascade: bool,
+        backend: str | None,
+        fused: bool,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.max_batch_size = max_batch_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_length = max_length
+        self.pages = PackedPages(cache, groups, config.num_attention_heads)
+        layers = range(len(groups.group_of_layer))
+        self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
+        blocks = -(-max_length // cache.shape.block_size)
+        self._buffers = _Buffers(
+            len(groups.windows), max_batch_size, blocks, max_batch_tokens, cache.device
+        )
+        self._llama: FusedLlama | None = None
+        if fused and can_be_packed(model):
+            windows = [groups.windows[group] for group in groups.group_of_layer]
+            self._llama = FusedLlama(model, self.pages, windows, max_length)
+        self._cascades = cascade and self._pays(max_batch_size, blocks)
+        self._takes_positions = _takes_positions(model)
+        self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
+        self._capture_stream: torch.cuda.Stream | None = None
+        # By the sequences of a pass, and whether they attend to common blocks together.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # Given, so that no model makes one. What is stored is told by slots, not by this.
+        self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
+        call: Callable[..., Any] = self._llama or model
+        if backend is not None:
+            call = torch.compile(call, dynamic=True, backend=backend)
+        self._call = call
+
+    @property
+    def host_buffers(self) -> list[BatchBuffers]:
+        """For the manager to fill, one a group."""
+        return self._buffers.host
+
+    def may_cascade(self) -> bool:
+        """Whether sequences of a pass may attend together to blocks that they share: not after the
+        CUDA graph of such a pass could not be captured."""
+        return self._cascades
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Captures the graphs of all sizes, over padding."""
+        self._buffers.clear()
+        blocks = self._buffers.block_tables[0].shape[1]
+        for size in reversed(self._graph_sizes):  # the largest first: the others fit its memory
+            for cascade in (False, True):
+                if cascade and not self._common_blocks(size, blocks):
+                    continue
+                if self._replay(size, cascade) is None:
+                    return
+
+    def wait(self) -> None:
+        """Returns when the manager may fill the buffers again."""
+        self._buffers.wait()
+
+    def close(self) -> None:
+        """Forgets the graphs, frees the cache, and then leaves the model as it was: that needs
+        memory."""
+        self._graphs.clear()
+        self.pages.cache.free()
+        if self._llama is not None:
+            self._llama.close()
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
+        """The pass of ``plan``, whose buffers the manager has just filled.
+
+        Args:
+            tokens_before: for a plan without input_ids: int64 [sequences], on the device.
+
+        Returns:
+            Logits of every sequence that has all of its tokens computed then, in the order of the
+            plan: [n, vocabulary]. Valid until the next pass.
+        """
+        buffers = self._buffers
+        tokens, sequences, single = plan.num_tokens, len(plan.sequences), plan.num_single
+        common = self._common_blocks(single, plan.num_common_blocks)
+        buffers.host_common[0] = common
+        if plan.input_ids is not None:
+            buffers.host_input_ids[:tokens] = torch.from_numpy(plan.input_ids)
+        if single == sequences:
+            size = next((size for size in self._graph_sizes if size >= sequences), None)
+            if size is not None:
+                buffers.upload(size, size, tokens_before)
+                logits = self._replay(size, common > 0)
+                if logits is not None:
+                    return self._ready(logits[:sequences], plan)
+            buffers.upload(tokens, sequences, tokens_before)
+            step = self._single_step(sequences, common > 0, self._columns(sequences))
+            return self._ready(self._forward(step, tokens), plan)
+        buffers.upload(tokens, sequences)
+        columns = self._columns(sequences)
+        step = StepInputs(
+            slot_mappings=[slots[:tokens] for slots in buffers.slot_mappings],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
+            seq_lens=buffers.seq_lens[:sequences],
+            num_single=single,
+            starts=buffers.starts[: sequences + 1],
+            max_query_len=max(plan.counts),
+            num_common_blocks=buffers.common[0] if common else None,
+        )
+        ends = np.cumsum(plan.counts) - 1
+        last = upload(ends[self._is_ready(plan)], buffers.input_ids.device)
+        return self._forward(step, tokens, last)
+
+    # Inner workings.
+
+    @staticmethod
+    def _is_ready(plan: Plan) -> np.ndarray:
+        """bool [sequences]: those of which the pass computes all that is left."""
+        return np.fromiter(
+            (seq.num_to_compute == n for seq, n in zip(plan.sequences, plan.counts)), np.bool_
+        )
+
+    def _ready(self, logits: Tensor, plan: Plan) -> Tensor:
+        ready = self._is_ready(plan)
+        return logits if ready.all() else logits[upload(ready.nonzero()[0], logits.device)]
+
+    def _common_blocks(self, sequences: int, blocks: int) -> int:
+        """``blocks`` that so many sequences of one token share, if it pays that they attend to them
+        together; else 0."""
+        return blocks if self._cascades and self._pays(sequences, blocks) else 0
+
+    def _pays(self, sequences: int, blocks: int) -> bool:
+        shape = self.pages.shape
+        tokens = blocks * shape.block_size
+        return cascade_pays(sequences, tokens, shape.token_bytes, self.pages.cache.device)
+
+    def _columns(self, sequences: int) -> int:
+        """Columns of block_tables that so many sequences reach into, as a power of two: a few sizes
+        for torch.compile. (What a cascade costs besides attention grows with them.)"""
+        longest = int(self._buffers.host[0].seq_lens[:sequences].max())
+        blocks = -(-longest // self.pages.shape.block_size)
+        return max(2, 1 << (blocks - 1).bit_length())
+
+    def _single_step(
+        self, sequences: int, cascade: bool = False, columns: int | None = None
+    ) -> StepInputs:
+        """One token a sequence; ``columns`` of the tables, None: all, as a CUDA graph needs."""
+        buffers = self._buffers
+        return StepInputs(
+            slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
+            block_tables=[tables[:sequences, :columns] for tables in buffers.block_tables],
+            seq_lens=buffers.seq_lens[:sequences],
+            num_single=sequences,
+            starts=None,
+            max_query_len=1,
+            num_common_blocks=buffers.common[0] if cascade else None,
+        )
+
+    def _forward(self, step: StepInputs, tokens: int, last: Tensor | None = None) -> Tensor:
+        """Logits [n, vocabulary] of the tokens ``last``, or of all."""
+        buffers = self._buffers
+        self.pages.begin(step)
+        if self._llama is not None:
+            return self._call(buffers.input_ids[:tokens], buffers.positions[:tokens], last)
+        options = {} if last is None else {"logits_to_keep": last}
+        if self._takes_positions:
+            options["position_ids"] = buffers.positions[None, :tokens]
+        out = self._call(
+            input_ids=buffers.input_ids[None, :tokens],
+            attention_mask=self._mask[:, :tokens],
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        )
+        return out.logits[0]
+
+    def _replay(self, size: int, cascade: bool) -> Tensor | None:
+        """The pass over ``size`` sequences from its graph. None: the model cannot be captured.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for the graph.
+        """
+        if (size, cascade) not in self._graphs:
+            try:
+                self._graphs[size, cascade] = self._capture(self._single_step(size, cascade))
+            except RuntimeError as error:
+                if cascade:  # it can do without
+                    warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
+                    self._cascades = False
+                    return self._replay(size, False)
+                if _is_out_of_memory(error):
+                    raise torch.OutOfMemoryError(
+                        f"Engine: no memory for the CUDA graph of {size} sequences: give a smaller "
+                        f"cache_bytes, or cuda_graphs=False: {error}"
+                    ) from error
+                warnings.warn(
+                    f"Engine: {self.model.config.model_type} runs without CUDA graphs: {error}",
+                    stacklevel=2,
+                )
+                self._graph_sizes = []
+                return None
+        graph, logits = self._graphs[size, cascade]
+        graph.replay()
+        return logits
+
+    def _capture(self, step: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records the pass over the first rows of the device's buffers. What it computes meanwhile
+        is this very pass, which is then replayed: writing the same keys twice is fine."""
+        size = step.num_single
+        if self._capture_stream is None:  # one for all: each stream has scratch of its own
+            self._capture_stream = torch.cuda.Stream()
+        stream = self._capture_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # a library's first calls may allocate, compile or synchronise
+                self._forward(step, size)
+        torch.cuda.current_stream().wait_stream(stream)
+        pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            logits = self._forward(step, size)
+        return graph, logits
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether that, or what it came of, is want of memory: the end of a capture that it broke off
+    raises an error of its own."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Batch sizes to which passes are padded: dense where a padded row costs most."""
+    sizes = {1, 2, 4, max_batch_size, *range(8, 65, 8), *range(80, 257, 16)}
+    sizes |= set(range(288, max_batch_size, 32))
+    return sorted(size for size in sizes if size <= max_batch_size)
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model wants to be told positions; those with ALiBi do not."""
+    return "position_ids" in inspect.signature(model.forward).parameters

@@ -1,0 +1,46 @@
+"""Tokens between the device that drew them and the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kernels.engine.request import Sequence
+from vllm_kernels.engine.upload import upload
+
+__all__ = ["PendingTokens"]
+
+
+class PendingTokens:
+    """Tokens that were drawn on the device, on their way to the host.
+
+    Args:
+        sequences: that get them.
+        tokens: int64 [len(sequences)], on the device.
+    """
+
+    def __init__(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        self.sequences = sequences
+        self._order = sequences
+        self._tokens = tokens
+        self._host = tokens
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
+        """Those of some of the sequences, on the device."""
+        if sequences == self._order:
+            return self._tokens
+        row = {sequence: at for at, sequence in enumerate(self._order)}
+        rows = upload([row[sequence] for sequence in sequences], self._tokens.device)
+        return self._tokens[rows]
+
+    def fetch(self) -> list[int]:
+        """All of them, after a wait for the pass."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()

@@ -1,0 +1,94 @@
+"""From logits to tokens, each row by the parameters of its own request."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kernels.engine.request import Sequence
+from vllm_kernels.engine.upload import upload
+
+__all__ = ["sample"]
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The next token of every sequence.
+
+    Each sequence takes the token at the place in the cumulated probabilities that its own random
+    number says, so that a seed gives the same tokens in every batch.
+
+    Args:
+        logits: [len(sequences), vocabulary], any float dtype; not changed.
+        sequences: with the parameters of their requests.
+
+    Returns:
+        int64 [len(sequences)], on the device of ``logits``.
+    """
+    params = [sequence.request.params for sequence in sequences]
+    penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
+    random = [i for i, p in enumerate(params) if not p.is_greedy]
+    if penalised:
+        logits = logits.float().clone()
+        for i in penalised:
+            _penalise(logits[i], sequences[i].tokens, params[i].repetition_penalty)
+    tokens = logits.argmax(-1)
+    # Apart, so that what a row draws does not depend on the others' parameters.
+    for restricted in (False, True):
+        some = [i for i in random if (params[i].top_k > 0 or params[i].top_p < 1) is restricted]
+        if some:
+            rows = upload(some, logits.device)
+            draw = _draw_restricted if restricted else _draw
+            tokens[rows] = draw(logits[rows].float(), [sequences[i] for i in some])
+    return tokens
+
+
+def _penalise(logits: Tensor, tokens: list[int], penalty: float) -> None:
+    """In place, once for each distinct token. logits: [vocabulary]."""
+    seen = upload(sorted(set(tokens)), logits.device)
+    values = logits[seen]
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """A token for every row of logits [rows, vocabulary], float32."""
+    return _at(_tempered(logits, sequences).softmax(-1).cumsum(-1), sequences)
+
+
+def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The same, of the likeliest tokens only; of equally likely ones the first come first."""
+    device = logits.device
+    vocabulary = logits.shape[-1]
+    params = [sequence.request.params for sequence in sequences]
+    kept = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    top_p = upload([p.top_p for p in params], device, torch.float32)
+    tempered = _tempered(logits, sequences)
+    # Only the values: which of equal ones stands where is not defined.
+    best = tempered.topk(max(kept), sorted=True).values
+    places = torch.arange(max(kept), device=device)
+    best.masked_fill_(places >= upload(kept, device)[:, None], -torch.inf)
+    probabilities = best.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
+    inside = (before < top_p[:, None]) & (probabilities > 0)
+    count = inside.sum(-1, keepdim=True).clamp_min(1)  # NaN: none
+    least = best.gather(-1, count - 1)
+    equal = tempered == least
+    room = count - (best > least).sum(-1, keepdim=True)  # for tokens as likely as the last
+    allowed = (tempered > least) | (equal & (equal.cumsum(-1) <= room))
+    return _at(tempered.masked_fill_(~allowed, -torch.inf).softmax(-1).cumsum(-1), sequences)
+
+
+def _tempered(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    temperatures = [sequence.request.params.temperature for sequence in sequences]
+    return logits / upload(temperatures, logits.device, torch.float32)[:, None]
+
+
+def _at(cumulated: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The first place where the cumulated probabilities exceed each sequence's random number for
+    its next token, taken as a part of their sum."""
+    numbers = [sequence.random_number() for sequence in sequences]
+    total = cumulated[:, -1:]
+    wanted = upload(numbers, cumulated.device, torch.float32)[:, None] * total
+    places = torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)
+    # By rounding the product may reach the sum: then the last place that adds to it.
+    last = (cumulated < total).sum(-1)
+    return torch.minimum(places, last)

@@ -1,0 +1,508 @@
+"""Which tokens of which sequences go into the next forward pass.
+
+Continuous batching (Yu et al. 2022, Orca, OSDI 22) over paged memory (Kwon et al. 2023,
+arXiv:2309.06180): every pass takes one token of each sequence that is being decoded, then as much
+of prompts as fits (chunked prefill; Agrawal et al. 2024, arXiv:2403.02310). Sequences that memory
+does not suffice for are preempted, youngest first: swapped to the host, or freed and computed
+again. Knows the manager and no model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_kernels.engine.request import FinishReason, Request, Sequence
+from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+
+__all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]
+
+
+@dataclass
+class Copies:
+    """Blocks to copy before the pass, in order of ``kind``'s calls."""
+
+    kind: str  # "copy", "swap_out" or "swap_in"
+    pairs: npt.NDArray[np.int64]  # [n, 2], (source, destination)
+
+
+@dataclass
+class Plan:
+    """One forward pass."""
+
+    sequences: list[Sequence]  # those of one token first
+    counts: list[int]  # tokens of each
+    input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: those that the last pass gave
+    copies: list[Copies]
+    num_common_blocks: int = 0
+    """Leading blocks that the sequences of one token share, in each group without a window; 0
+    where they are not counted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(self.counts)
+
+    @property
+    def num_single(self) -> int:
+        """Leading sequences with one token each."""
+        return self.counts.count(1)
+
+
+@dataclass
+class SchedulerStatistics:
+    """Since the scheduler was made.
+
+    Args:
+        num_steps: passes.
+        num_tokens: computed, those computed again included.
+        num_swapped, num_recomputed: preemptions by swapping, and by computing again.
+        num_cached_tokens: of prompts, found in the prefix cache at first admission.
+        num_prompt_tokens: of prompts that were admitted, each once.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_swapped: int = 0
+    num_recomputed: int = 0
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+
+
+@dataclass
+class _Queues:
+    waiting: deque[Sequence] = field(default_factory=deque)  # nothing of them is in memory
+    swapped: deque[Sequence] = field(default_factory=deque)  # on the host
+    running: list[Sequence] = field(default_factory=list)  # by arrival
+
+
+class Scheduler:
+    """Requests in, plans of forward passes out.
+
+    Args:
+        manager: of the blocks; all of its sequences are the scheduler's.
+        buffers: filled for each plan, one a group of layers; their sizes bound a pass.
+        max_batch_size: sequences in one pass.
+        max_batch_tokens: tokens in one pass, >= max_batch_size.
+        max_length: tokens of a sequence.
+        prefix_caching: whether the manager finds blocks of sequences that run.
+        may_cascade: whether a plan says how many blocks its sequences share, asked for each.
+
+    A sequence waits, and those behind it, while half or more of what it would compute (and an
+    eighth of a pass) is being computed for another: the next pass finds it cached. While others
+    run, a hundredth of the blocks is kept free of new sequences, so that those that run can grow
+    before one has to be preempted.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        buffers: list[BatchBuffers],
+        *,
+        max_batch_size: int,
+        max_batch_tokens: int,
+        max_length: int,
+        prefix_caching: bool = True,
+        may_cascade: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
+        if max_batch_tokens < max_batch_size:
+            raise ValueError(
+                f"Scheduler: max_batch_tokens: expected at least {max_batch_size} (from "
+                f"max_batch_size), got {max_batch_tokens}"
+            )
+        self.manager = manager
+        self.buffers = buffers
+        self.max_batch_size = max_batch_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_length = max_length
+        self.prefix_caching = prefix_caching
+        self._may_cascade = may_cascade
+        # Groups of layers whose common blocks are counted.
+        self._full_groups = [group for group, window in enumerate(manager.windows) if not window]
+        self.watermark_blocks = max(1, manager.num_blocks // 100)
+        self.statistics = SchedulerStatistics()
+        self._queues = _Queues()
+        self._next_id = count()
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; its first sequence waits for room.
+
+        Raises:
+            ValueError: a request that could not be served even if it were alone.
+        """
+        prompt, params = len(request.prompt), request.params
+        if prompt < 1:
+            raise ValueError("Engine: prompt: expected at least one token, got none")
+        if prompt + 1 > self.max_length:
+            raise ValueError(
+                f"Engine: prompt: expected fewer than {self.max_length} tokens (max_length), got "
+                f"{prompt}"
+            )
+        if params.n > self.max_batch_size:
+            raise ValueError(
+                f"Engine: n: expected at most {self.max_batch_size} (max_batch_size), got "
+                f"{params.n}"
+            )
+        longest = min(prompt + params.max_tokens, self.max_length)
+        needed, there = self._blocks_at_most(longest), self._num_blocks()
+        if needed > there:
+            raise ValueError(
+                f"Engine: prompt and max_tokens: {longest} tokens need {needed} blocks, the cache "
+                f"has {there}"
+            )
+        sequence = Sequence(next(self._next_id), request, 0, list(request.prompt))
+        request.sequences.append(sequence)
+        self._queues.waiting.append(sequence)
+
+    def abort(self, request: Request) -> None:
+        """Ends what is left of a request and frees its blocks."""
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self.finish(sequence, FinishReason.ABORT)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence and frees its blocks, which stay findable as a prefix."""
+        queues = self._queues
+        for queue in (queues.running, queues.waiting, queues.swapped):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.id in self.manager:
+            self.manager.free(sequence.id)
+        sequence.finish_reason = reason
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that are waiting, running or swapped out."""
+        queues = self._queues
+        return len(queues.waiting) + len(queues.running) + len(queues.swapped)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks of the device."""
+        return len(self._queues.running)
+
+    # Passes.
+
+    def schedule(self) -> Plan | None:
+        """Plans the next pass, and fills the buffers for it. None: nothing is left to do.
+
+        Raises:
+            RuntimeError: naming a request that finds no room though nothing else runs.
+        """
+        if not self.num_unfinished:
+            return None
+        copies: list[Copies] = []
+        chosen, budget = self._continue_running()
+        admitted = self._admit(chosen, budget, copies)
+        while True:
+            if not chosen:  # add() should have refused it
+                first = (self._queues.swapped or self._queues.waiting)[0]
+                raise RuntimeError(
+                    f"Engine: request {first.request.id}: its {len(first.tokens)} tokens find too "
+                    "few blocks though nothing else runs: abort() it"
+                )
+            plan = self._step(chosen, copies)
+            if plan is not None:
+                break
+            if admitted:  # they were let in by an estimate: send them back, youngest first
+                self._send_back(admitted.pop(), chosen)
+            else:
+                self._preempt_youngest(chosen, copies)
+        self.statistics.num_steps += 1
+        self.statistics.num_tokens += plan.num_tokens
+        return plan
+
+    def schedule_ahead(self) -> Plan | None:
+        """Plans the next pass while the tokens that the last one gave are not known yet.
+
+        It takes one token of every sequence but those that end with the last pass for certain. One
+        that turns out to have ended otherwise is computed in vain.
+
+        Returns:
+            The plan, without input_ids. None: the next pass may be another one (sequences may be
+            admitted, prompts go on, blocks run short), or there is none: fetch the tokens, then
+            call :meth:`schedule`.
+        """
+        queues = self._queues
+        if queues.swapped or (queues.waiting and self._may_admit(queues.waiting[0])):
+            return None
+        order = []
+        for sequence in queues.running:
+            if sequence.num_to_compute != 1 or sequence.num_pending != 1:
+                return None
+            length = len(sequence.tokens) + 1
+            params = sequence.request.params
+            ends = length - len(sequence.request.prompt) >= params.max_tokens
+            if not ends and length < self.max_length:
+                order.append(sequence)
+        if not order:
+            return None
+        ids = [sequence.id for sequence in order]
+        try:
+            pairs = self.manager.step(ids, 1, self.buffers)
+        except OutOfBlocks:
+            return None
+        self.statistics.num_steps += 1
+        self.statistics.num_tokens += len(order)
+        copies = [Copies("copy", pairs)] if len(pairs) else []
+        return Plan(order, [1] * len(order), None, copies, self._common_blocks(ids))
+
+    def record(self, plan: Plan) -> None:
+        """Says which tokens a plan of :meth:`schedule_ahead` had, now that they are known: so its
+        full blocks can be found as prefixes."""
+        alive = [sequence for sequence in plan.sequences if sequence.finish_reason is None]
+        ids = [sequence.id for sequence in alive]
+        self.manager.record_tokens(ids, 1, [sequence.tokens[-1] for sequence in alive])
+
+    def computed(self, plan: Plan) -> list[Sequence]:
+        """Takes note that a plan's pass was run.
+
+        Returns:
+            The sequences that get a token now, in the order of the plan. Where a request wants
+            several and its prompt is complete, its other sequences follow the first: they share
+            its blocks from here on.
+        """
+        ready: list[Sequence] = []
+        for sequence, num_tokens in zip(plan.sequences, plan.counts):
+            sequence.num_computed += num_tokens
+            if sequence.num_to_compute == 0:
+                ready += [sequence, *self._fork(sequence)]
+        return ready
+
+    def failed(self) -> None:
+        """Takes note that a plan's pass was not run to its end: what the cache holds, and what the
+        host holds of it, is unknown, so everything that runs or is swapped out is computed again.
+        """
+        queues = self._queues
+        for sequence in reversed([*queues.running, *queues.swapped]):
+            self.manager.free(sequence.id)
+            sequence.num_computed = sequence.num_pending = 0
+            queues.waiting.appendleft(sequence)
+        queues.running.clear()
+        queues.swapped.clear()
+        self.manager.reset_prefix_cache()
+
+    # Inner workings.
+
+    def _continue_running(self) -> tuple[dict[Sequence, int], int]:
+        """Tokens of the running sequences, decoding ones first, and what is left of the budget."""
+        budget = self.max_batch_tokens
+        chosen: dict[Sequence, int] = {}
+        prompts = []
+        for sequence in self._queues.running:
+            if sequence.num_to_compute == 1:
+                chosen[sequence] = 1
+                budget -= 1
+            else:
+                prompts.append(sequence)
+        for sequence in prompts:
+            if budget == 0:
+                break
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+        return chosen, budget
+
+    def _admit(
+        self, chosen: dict[Sequence, int], budget: int, copies: list[Copies]
+    ) -> list[Sequence]:
+        """Adds sequences that fit: swapped ones, then waiting ones, none before an older one."""
+        queues = self._queues
+        if not queues.swapped and not queues.waiting:
+            return []
+        places = self._places()
+        while queues.swapped and places and budget:
+            sequence = queues.swapped[0]
+            needed = self._blocks(len(sequence.tokens))
+            if not self.manager.can_swap_in([sequence.id]) or self._is_tight(needed):
+                return []
+            copies.append(Copies("swap_in", self.manager.swap_in([sequence.id])))
+            queues.swapped.popleft()
+            self._run(sequence)
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+            places -= 1
+        if queues.swapped:
+            return []
+        admitted: list[Sequence] = []
+        # What running prompts will still ask for: they were let in with all of their tokens.
+        promised = sum(self._blocks(sequence.num_to_compute) for sequence in queues.running)
+        while queues.waiting and budget:
+            sequence = queues.waiting[0]
+            if places < sequence.width:
+                break
+            tokens = np.array(sequence.tokens, np.int32)
+            # The estimate has room for the whole prompt in every group, more than windows hold.
+            # Where nothing else runs, what add() has checked is enough.
+            salt = sequence.request.salt
+            if queues.running and not self.manager.can_allocate(tokens, salt=salt):
+                break
+            matched = self.manager.match(tokens, salt=salt)
+            needed = self._blocks(len(tokens) - matched)
+            if self._is_tight(promised + needed) or self._comes(sequence, matched, chosen):
+                break
+            cached = self.manager.allocate(sequence.id, tokens, num_new=0, salt=salt)
+            queues.waiting.popleft()
+            self._run(sequence)
+            self._count_cached(sequence, cached)
+            admitted.append(sequence)
+            promised += needed
+            places -= sequence.width
+            chosen[sequence] = min(sequence.num_to_compute, budget)
+            budget -= chosen[sequence]
+        return admitted
+
+    def _comes(self, sequence: Sequence, matched: int, chosen: dict[Sequence, int]) -> bool:
+        """Whether half or more of what a waiting sequence lacks in the cache, and enough to be
+        worth a pass, is in this pass for another sequence."""
+        if not self.prefix_caching:
+            return False
+        tokens, block = sequence.tokens, self.manager.block_size
+        least = max((len(tokens) - matched + 1) // 2, self.max_batch_tokens // 8, 1)
+        for other, num_tokens in chosen.items():
+            until = min(other.num_computed + num_tokens, len(tokens) - 1) // block * block
+            if (
+                num_tokens == 1
+                or until - matched < least
+                or other.request.salt != sequence.request.salt
+                or other.tokens[matched : matched + block] != tokens[matched : matched + block]
+            ):
+                continue
+            differs = np.array(tokens[:until]) != np.array(other.tokens[:until])
+            common = int(differs.argmax()) // block * block if differs.any() else until
+            if common - matched >= least:
+                return True
+        return False
+
+    def _places(self) -> int:
+        """Sequences that may be admitted."""
+        return self.max_batch_size - sum(sequence.width for sequence in self._queues.running)
+
+    def _may_admit(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may find room: what :meth:`_admit` asks, roughly."""
+        if self._places() < sequence.width:
+            return False
+        tokens = np.array(sequence.tokens, np.int32)
+        return self.manager.can_allocate(tokens, salt=sequence.request.salt)
+
+    def _is_tight(self, needed: int) -> bool:
+        """Whether so many blocks would leave too few to those that run."""
+        free = self.manager.num_free_blocks - self.watermark_blocks
+        return bool(self._queues.running) and needed > free
+
+    def _step(self, chosen: dict[Sequence, int], copies: list[Copies]) -> Plan | None:
+        """Hands out the slots of all tokens; None where there are too few blocks."""
+        order = sorted(chosen, key=lambda sequence: chosen[sequence] > 1)  # stable: single first
+        counts = [chosen[sequence] for sequence in order]
+        input_ids = np.fromiter(
+            (
+                token
+                for sequence, num_tokens in zip(order, counts)
+                for token in sequence.tokens[
+                    sequence.num_computed : sequence.num_computed + num_tokens
+                ]
+            ),
+            np.int64,
+            sum(counts),
+        )
+        ids = np.fromiter((sequence.id for sequence in order), np.int64, len(order))
+        try:
+            pairs = self.manager.step(
+                ids, np.array(counts, np.int64), self.buffers, tokens=input_ids
+            )
+        except OutOfBlocks:
+            return None
+        if len(pairs):
+            copies = [*copies, Copies("copy", pairs)]
+        return Plan(order, counts, input_ids, copies, self._common_blocks(ids[: counts.count(1)]))
+
+    def _common_blocks(self, ids: Integers) -> int:
+        """Leading blocks that these sequences share, in each group without a window."""
+        groups = self._full_groups
+        if len(ids) < 2 or not groups or not self._may_cascade():
+            return 0
+        return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in groups)
+
+    def _run(self, sequence: Sequence) -> None:
+        """Puts a sequence among the running ones, by arrival."""
+        running = self._queues.running
+        at = len(running)
+        while at and running[at - 1].request.arrival > sequence.request.arrival:
+            at -= 1
+        running.insert(at, sequence)
+
+    def _send_back(self, sequence: Sequence, chosen: dict[Sequence, int]) -> None:
+        """Undoes an admission."""
+        del chosen[sequence]
+        self._queues.running.remove(sequence)
+        self.manager.free(sequence.id)
+        sequence.num_computed = 0
+        self._queues.waiting.appendleft(sequence)
+
+    def _preempt_youngest(self, chosen: dict[Sequence, int], copies: list[Copies]) -> None:
+        queues = self._queues
+        if len(queues.running) == 1:
+            raise RuntimeError(
+                "Engine: one sequence alone finds too few blocks, which add() should have refused"
+            )
+        sequence = queues.running.pop()
+        chosen.pop(sequence, None)
+        sequence.num_preemptions += 1
+        if self.manager.num_host_blocks and self.manager.can_swap_out([sequence.id]):
+            copies.append(Copies("swap_out", self.manager.swap_out([sequence.id])))
+            queues.swapped.appendleft(sequence)
+            self.statistics.num_swapped += 1
+        else:
+            self.manager.free(sequence.id)
+            sequence.num_computed = 0
+            queues.waiting.appendleft(sequence)
+            self.statistics.num_recomputed += 1
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """The request's other sequences, once its prompt is computed."""
+        request = sequence.request
+        if sequence.width == 1:
+            return []
+        children = []
+        for index in range(1, request.params.n):
+            child = Sequence(
+                next(self._next_id), request, index, list(sequence.tokens), sequence.num_computed
+            )
+            self.manager.fork(sequence.id, child.id)
+            self._run(child)
+            children.append(child)
+        request.sequences += children
+        return children
+
+    def _count_cached(self, sequence: Sequence, cached: int) -> None:
+        sequence.num_computed = cached
+        request = sequence.request
+        if request.num_cached_tokens is None:  # not one that is computed again
+            request.num_cached_tokens = cached
+            self.statistics.num_cached_tokens += cached
+            self.statistics.num_prompt_tokens += len(sequence.tokens)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.manager.block_size) * self.manager.num_groups
+
+    def _blocks_at_most(self, num_tokens: int) -> int:
+        """What one sequence of so many tokens ever holds, in all groups."""
+        needed = 0
+        for window in self.manager.windows:
+            # A window's blocks are given back by each step: one holds the window and the step.
+            held = min(num_tokens, window + self.max_batch_tokens) if window else num_tokens
+            needed += -(-held // self.manager.block_size) + (1 if window else 0)
+        return needed
+
+    def _num_blocks(self) -> int:
+        """Blocks that sequences may hold."""
+        has_null_block = self.manager.null_block is not None
+        return self.manager.num_blocks - has_null_block

@@ -1,0 +1,146 @@
+"""Whether a packed forward pass gives the logits of the model's own attention.
+
+Models differ in ways that no configuration tells (where positions come from, which state a layer
+keeps beside its keys): so an engine compares before it serves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.request import Request, SamplingParams, Sequence
+from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.hf.attention_interface import stop_paged_attention, use_paged_attention
+from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
+
+__all__ = ["verify"]
+
+_LONGEST = 60
+_SHORT = 5
+_TOLERANCE = {torch.float32: 1e-2}
+"""Of the relative error of a row of logits, by the model's dtype; wrong positions or a wrong mask
+give errors around 1."""
+_TOLERANCE_OF_16_BITS = 0.15
+_TOLERANCE_OF_8_BIT_CACHES = 0.3
+
+
+def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
+    """Two short sequences, one in two parts, beside each other, against the model one by one.
+
+    Raises:
+        NotImplementedError: their logits differ.
+        ValueError: they differ, and the cache has 8 bits: its scales are likely to be wrong.
+    """
+    model = packed.model
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    long, short = (
+        torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(length))
+        for length in (_long(packed, manager), _SHORT)
+    )
+    ours = _packed_logits(packed, manager, long.tolist(), short.tolist())
+    stop_paged_attention(model)
+    try:
+        theirs = [_own_logits(model, tokens) for tokens in (short[:4], short, long)]
+    finally:
+        use_paged_attention(model)
+    shape = packed.pages.cache.shape
+    tolerance = _TOLERANCE.get(shape.dtype, _TOLERANCE_OF_16_BITS)
+    if shape.cache_dtype != "auto":
+        tolerance = _TOLERANCE_OF_8_BIT_CACHES
+    for got, expected in zip(ours, theirs):
+        error = (got - expected).norm() / (expected - expected.mean()).norm().clamp_min(1e-12)
+        if not error <= tolerance:  # NaN, too
+            if shape.cache_dtype != "auto":
+                integral = not shape.stored_dtype.is_floating_point
+                largest = (torch.iinfo if integral else torch.finfo)(shape.stored_dtype).max
+                raise ValueError(
+                    f"Engine: cache_dtype: {shape.cache_dtype}: with these k_scale and v_scale the "
+                    f"logits are not those of the model (relative error {error:.2g}): give about "
+                    f"the largest |K| and |V| / {largest:g}, or cache_dtype='auto'"
+                )
+            raise NotImplementedError(
+                f"Engine: model type: {model.config.model_type}: its logits differ from those of "
+                f"its own attention (relative error {error:.2g}): it is not served"
+            )
+
+
+def _long(packed: ModelRunner, manager: KVCacheManager) -> int:
+    """Tokens of the longer sequence: over the edge of a small window and over that of a block, if
+    there is room."""
+    windows = packed.pages.groups.windows
+    edges = [edge for edge in (*windows, 2 * manager.block_size) if 0 < edge < _LONGEST]
+    blocks = manager.num_free_blocks // manager.num_groups - -(-_SHORT // manager.block_size)
+    room = min(packed.max_length, blocks * manager.block_size)
+    return min(max(edges, default=4) + 3, max(room, 7))
+
+
+def _packed_logits(
+    packed: ModelRunner, manager: KVCacheManager, long: list[int], short: list[int]
+) -> list[Tensor]:
+    """Logits after short[:4], short and long."""
+    request = Request(-1, [], SamplingParams(), arrival=time.perf_counter())
+    a = Sequence(0, request, 0, long)
+    b = Sequence(1, request, 0, short[:4])
+    rows: list[Tensor] = []
+    try:
+        for sequence in (a, b):
+            manager.allocate(sequence.id, 0)
+        rows += _step(packed, manager, {a: 3, b: 4})
+        b.tokens = short
+        rows += _step(packed, manager, {b: 1, a: len(long) - 3})
+    except OutOfBlocks as error:
+        raise ValueError(
+            f"Engine: cache: expected room for {len(long)} and {len(short)} tokens, got "
+            f"{manager.num_blocks} blocks"
+        ) from error
+    finally:
+        manager.reset()
+    return rows
+
+
+def _step(
+    packed: ModelRunner, manager: KVCacheManager, counts: dict[Sequence, int]
+) -> list[Tensor]:
+    """So many tokens of each sequence, in one pass if that is large enough, else in several."""
+    if len(counts) <= packed.max_batch_size and sum(counts.values()) <= packed.max_batch_tokens:
+        return _pass(packed, manager, list(counts), list(counts.values()))
+    rows = []
+    for sequence, count in counts.items():
+        while count:
+            part = min(count, packed.max_batch_tokens)
+            rows += _pass(packed, manager, [sequence], [part])
+            count -= part
+    return rows
+
+
+def _pass(
+    packed: ModelRunner, manager: KVCacheManager, sequences: list[Sequence], counts: list[int]
+) -> list[Tensor]:
+    tokens = [
+        token
+        for sequence, count in zip(sequences, counts)
+        for token in sequence.tokens[sequence.num_computed : sequence.num_computed + count]
+    ]
+    ids = np.array([sequence.id for sequence in sequences], np.int64)
+    packed.wait()
+    manager.step(ids, np.array(counts, np.int64), packed.host_buffers)
+    logits = packed.run(Plan(sequences, counts, np.array(tokens, np.int64), []))
+    for sequence, count in zip(sequences, counts):
+        sequence.num_computed += count
+    return list(logits.float().clone())
+
+
+@torch.inference_mode()
+def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[vocabulary], after the last of ``tokens``."""
+    options = {"use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        options["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
+    return model(input_ids=tokens[None].to(model.device), **options).logits[0, -1].float()

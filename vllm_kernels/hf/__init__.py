@@ -1,0 +1,1 @@
+"""How the kernels plug into Hugging Face transformers. Knows nothing of the engine."""

@@ -1,0 +1,67 @@
+"""Which kernel a call runs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from vllm_kernels.ops import attention
+from vllm_kernels.ops._common import library_ops
+
+__all__ = ["explain"]
+
+_EXPLAINED = {
+    attention.paged_attention,
+    attention.paged_attention_v1,
+    attention.paged_attention_v2,
+    attention.varlen_attention,
+    attention.fused_decode_attention,
+}
+_TEXT_BYTES = 1 << 14
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def explain(op: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """Says which kernel ``op(*args, **kwargs)`` runs on its device, and why no faster one.
+
+    Every argument is checked as by the call itself. Nothing is launched and nothing is written.
+    With ``VLLM_KERNELS_LOG=1`` in the environment every new choice is printed to stderr instead,
+    while the calls run.
+
+    Args:
+        op: paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention or
+            fused_decode_attention.
+        args, kwargs: the op's arguments.
+
+    Returns:
+        A line a launch: the kernel, its instantiation, grid, warps, pipeline stages and bytes of
+        shared memory. After "because" comes what each faster kernel lacked, for example an
+        unaligned stride.
+
+    Raises:
+        ValueError: for another function, or without a tensor.
+        RuntimeError: as the op.
+
+    Example:
+        >>> print(vllm_kernels.explain(vllm_kernels.paged_attention, query, key_cache, value_cache,
+        ...                            block_tables, seq_lens))  # doctest: +SKIP
+        paged_attention: decode, head size 128, packed pages, grid 132, 8 warps, 3 stages, ...
+    """
+    if op not in _EXPLAINED:
+        names = ", ".join(sorted(known.__name__ for known in _EXPLAINED))
+        raise ValueError(f"explain: op: expected one of {names}, got {op!r}")
+    on = next(_tensors([*args, *kwargs.values()]), None)
+    if on is None:
+        raise ValueError(f"explain: expected tensors among the arguments of {op.__name__}")
+    text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    library_ops.start_explaining.default(on)
+    try:
+        op(*args, **kwargs)
+    finally:
+        library_ops.take_explanation.default(on, text)
+    return bytes(text.tolist()).rstrip(b"\0").decode()
