@@ -1,4 +1,4 @@
-"""The README's examples run as printed."""
+"""The examples of README.md and of docs/ run as printed, and the links between pages work."""
 
 from __future__ import annotations
 
@@ -7,25 +7,72 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+MARK = "<!-- example: run by tests/test_readme.py -->\n"
+NOT_RUN = "<!-- not run: "
+BLOCK = re.compile(r"(?P<before>[^\n]*\n)```python\n(?P<code>.*?)```", re.S)
 PRINTED = {
-    "vk.copy_blocks": r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
-    "cache.swap_out": r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
-    "decoder_layer": "True",
-    "CUDAGraph": r"\[True, True(, False){6}\]",
-    "Engine": r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
-    "PagedCache": r"[1-9]\d* blocks shared by beams",
+    ("README.md", "scaled_dot_product_attention"): r"True",
+    ("README.md", "Engine"): r".+\n.+",
+    ("docs/attention.md", "reshape_and_cache"): r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
+    ("docs/attention.md", "fixed_split_size"): r"True",
+    ("docs/attention.md", "combine_attn_partials"): r"True",
+    ("docs/attention.md", "varlen_attention"): r"torch\.Size\(\[9, 8, 64\]\)",
+    ("docs/containment.md", "block_tables"): (
+        r"paged_attention: block_tables: .+\npaged_attention: block_tables\[0, 1\] = 9: expected a block in \[0, 4\)"
+    ),
+    ("docs/cuda_graphs.md", "CUDAGraph"): r"\[True, True(, False){6}\]",
+    ("docs/decoder_layer.md", "decoder_layer"): r"True",
+    ("docs/engine.md", "engine.stream"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
+    ("docs/engine.md", "add_request"): r"2 requests finished",
+    ("docs/flash_attn.md", "flash_attn_func"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
+    ("docs/fp8_cache.md", "float8_e4m3fn"): r"True",
+    ("docs/from_vllm.md", "as ops"): r"torch\.Size\(\[2, 8, 64\]\)",
+    ("docs/kv_cache_manager.md", "cache.swap_out"): r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
+    ("docs/kv_cache_manager.md", "truncate"): r"needed 3, free 0\n2 blocks used",
+    ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
+    ("docs/prefix_caching.md", "cascade_attention"): r"True",
+    ("docs/transformers.md", "PagedCache"): r"[1-9]\d* blocks shared by beams",
 }
-"""What each example is about, and what it prints."""
+"""What each example is about (a word of it that no other example of its page has), and what it
+prints."""
 
 
-@pytest.mark.parametrize("about", PRINTED)
-def test_example_runs(about: str, capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"<!-- example:.*?```python\n(.*?)```", README.read_text(), re.S)
-    assert len(examples) == len(PRINTED)
-    (code,) = [example for example in examples if about in example]
+def examples(page: str) -> list[str]:
+    """The marked examples of a page. Every other block of Python says why it is not run."""
+    codes = []
+    for block in BLOCK.finditer((ROOT / page).read_text()):
+        if block["before"] == MARK:
+            codes.append(block["code"])
+        else:
+            assert block["before"].startswith(NOT_RUN), f"{page}: {block['code'][:80]}"
+    return codes
+
+
+@pytest.mark.parametrize("page, about", PRINTED)
+def test_example_runs(page: str, about: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = [example for example in examples(page) if about in example]
     if "from transformers" in code:
         pytest.importorskip("transformers")
-    exec(compile(code, f"README.md, {about}", "exec"), {"__name__": "__main__"})
+    exec(compile(code, f"{page}, {about}", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.strip()
-    assert re.fullmatch(PRINTED[about], printed), printed
+    assert re.fullmatch(PRINTED[page, about], printed), printed
+
+
+def test_every_example_is_run() -> None:
+    counted = {page: len(examples(page)) for page in PAGES}
+    listed = {page: sum(page == where for where, _ in PRINTED) for page in PAGES}
+    assert counted == listed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
