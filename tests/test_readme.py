@@ -20,7 +20,8 @@ PRINTED = {
     ("docs/attention.md", "combine_attn_partials"): r"True",
     ("docs/attention.md", "varlen_attention"): r"torch\.Size\(\[9, 8, 64\]\)",
     ("docs/containment.md", "block_tables"): (
-        r"paged_attention: block_tables: .+\npaged_attention: block_tables\[0, 1\] = 9: expected a block in \[0, 4\)"
+        r"paged_attention: block_tables: .+\n"
+        r"paged_attention: block_tables\[0, 1\] = 9: expected a block in \[0, 4\)"
     ),
     ("docs/cuda_graphs.md", "CUDAGraph"): r"\[True, True(, False){6}\]",
     ("docs/decoder_layer.md", "decoder_layer"): r"True",
