@@ -48,8 +48,8 @@ void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
-// paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that no
-// concurrent launch uses; null selects the stream's own workspace.
+// paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that
+// no concurrent launch uses; null selects the stream's own workspace.
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
