@@ -35,16 +35,21 @@ inline const DeviceModel& current_device_info() {
   check(cudaGetDevice(&device), "cudaGetDevice");
   DeviceModel& info = infos[device % kMaxDevices];
   std::call_once(filled[device % kMaxDevices], [&] {
-    int major = 0, minor = 0, count = 0, shared = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attribute");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "attribute");
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "attribute");
-    check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          "attribute");
-    info.num_sms = count;
-    info.shared_memory_per_block = shared;
+    const auto attribute = [device](cudaDeviceAttr which) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, which, device), "attribute");
+      return value;
+    };
+    const int architecture = attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
+                             attribute(cudaDevAttrComputeCapabilityMinor);
+    info.num_sms = attribute(cudaDevAttrMultiProcessorCount);
+    info.architecture = std::min(architecture, code_architecture());
+    info.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     info.has_wgmma = code_has_wgmma();
-    info.architecture = std::min(major * 10 + minor, code_architecture());
+    info.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+    info.clock_khz = attribute(cudaDevAttrClockRate);
+    info.memory_clock_khz = attribute(cudaDevAttrMemoryClockRate);
+    info.bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
   });
   return info;
 }

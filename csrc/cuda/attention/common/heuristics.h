@@ -26,6 +26,18 @@ constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
 // balance; longer ones combine less.)
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
+// Prefill: K and V of a section of KV heads, as a share of L2. (H200: 24 MB of 60 MiB.)
+constexpr float kSectionShareOfL2 = 0.3815f;
+
+// Prefill beside a concurrent decode launch: SM cycles of a (row, token, dimension), for 16-bit
+// caches, 8-bit caches, and scores with a softcap or ALiBi. (H200, 1.98 GHz: 0.75, 1.15, 1.3 ps.)
+constexpr float kPrefillCycles = 1.485e-3f, kPrefillCycles8Bit = 2.277e-3f,
+                kPrefillCyclesAdjusted = 2.574e-3f;
+// Reads of K and V reach this share of the memory bus's rate. (H200: 4200 of 4917 GB/s.)
+constexpr float kReadShareOfBus = 0.854f;
+// The prefill launch lasts this share of the decode launch's time, unless it needs nearly all SMs.
+constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
+
 // Query tokens of a sequence up to which the decode kernels take it beside a prefill launch.
 constexpr int decode_tokens(int group) {
   return std::max(1, kDecodeRows / group);

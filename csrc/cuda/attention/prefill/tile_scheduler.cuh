@@ -1,50 +1,71 @@
-// How the work of paged_attention on many query rows is cut, on the device, from lengths that only
+// The tile scheduler of the prefill kernels: cuts the work on the device, from lengths that only
 // the device knows.
 //
-// An item is (sequence, KV head, chunk of query rows that share the head); its row i
-// is query token i / group of the chunk, head i % group. It is nobody else's, so nothing is merged
-// and what it gives does not depend on the batch. Each block of a fixed grid takes item blockIdx.x
-// first, then whatever comes next. KV heads come in sections whose pages stay in the second-level
-// cache while all of their items read them. In a section items that see the most tokens come first,
-// in classes of equal width, so that what comes last is short; and those of one KV head follow each
-// other.
+// A work tile is (sequence, KV head, block of packed query rows). Its row i is query token i /
+// group of the block, head i % group. One CTA computes it alone, so no result depends on the batch.
+// Each CTA of a fixed grid takes tile blockIdx.x first, then the next one from a counter.
 //
-// A warp finds items alone, as in attention/decode/tile_scheduler.cuh: lanes are sequences, 32 at a
-// time.
+// Order of tiles:
+// - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
+// - In a section, tiles that see the most tokens come first, in 16 classes of equal width. So the
+//   last tiles are short.
+// - Tiles of one KV head follow each other.
+//
+// Every warp computes the schedule for itself, as in attention/decode/tile_scheduler.cuh: a lane
+// holds a sequence, and a round is 32 sequences.
 #pragma once
+#include <cmath>
+
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
+#include "cuda/base/device.h"
 #include "cuda/base/fast_divmod.cuh"
 
 namespace vllm_kernels::cuda {
 
 constexpr int kPrefillClasses = 16;
-constexpr float kSectionBytes = 24e6f;  // of K and V
-
-// What the blocks beside another launch go by, roughly, as an H200 has it: picoseconds of a block
-// for a row, a token and a dimension, of 16 bits and of 8, or with scores that are capped or
-// biased; tokens that an item's ends are worth; bytes that all blocks read in a nanosecond.
-constexpr float kPrefillPicoseconds = 0.75f;
-constexpr float k8BitPicoseconds = 1.15f;
-constexpr float kAdjustPicoseconds = 1.3f;
+// Work of a tile's prologue and epilogue, in tokens. (H200)
 constexpr float kEndTokens = 150.0f;
-constexpr float kReadBytes = 4200.0f;
 
-// A window that no sequence is longer than, and that a position can be added to.
+// No sequence is longer, and a position can be added without overflow.
 constexpr int kMaxWindowRight = 1 << 30;
 
 struct PrefillShape {
-  int group;                 // query heads of a KV head
-  int page_shift;            // log2 of the tokens of a page
-  int min_rows;              // sequences of fewer query rows a KV head are left out
-  float softmax_scale_log2;  // from product to log2 units
-  int window_right;   // tokens after a query token's own that it sees, at most kMaxWindowRight
-  int rows;           // of an item, where they are not the same in every launch
-  bool query_by_tma;  // an item's queries are a box of the tensor of queries
-  bool has_concurrent_launch;  // those other sequences' launch follows, and runs beside this one
+  int group;                   // query heads of a KV head
+  int page_shift;              // log2 of the tokens of a page
+  int min_rows;                // sequences of fewer query rows a KV head are left out
+  float softmax_scale_log2;    // scores to log2 units
+  int window_right;            // visible tokens past a query token, at most kMaxWindowRight
+  int rows;                    // of a work tile, where launches differ in it
+  bool query_by_tma;           // a tile's queries are one TMA box
+  bool has_concurrent_launch;  // a decode launch for the sequences left out runs concurrently
   FastDivisor group_divisor;
+  float section_bytes;     // K and V of a section of KV heads
+  float concurrent_ratio;  // see concurrent_ratio()
 };
 
-// Scores are masked, as -inf, before they are scaled: by no zero, which would make NaN of them.
+// K and V of a section of KV heads, in bytes.
+inline float section_bytes(const DeviceModel& device) {
+  return kSectionShareOfL2 * static_cast<float>(device.l2_bytes);
+}
+// A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
+// lasts kConcurrentShare of the other's time:
+//   CTAs = ratio * (tokens that its work tiles see) / (tokens that the other launch reads)
+inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& device, int rows,
+                              int head_size) {
+  const float bytes_per_ns = kReadShareOfBus * device.bytes_per_ns();
+  if (bytes_per_ns == 0.0f || device.clock_khz == 0) return INFINITY;  // unknown: every CTA
+  const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+  const int element_bytes = size_of(p.kv.dtype);
+  const float cycles = adjusts              ? kPrefillCyclesAdjusted
+                       : element_bytes == 1 ? kPrefillCycles8Bit
+                                            : kPrefillCycles;
+  const float compute_ns = cycles * 1e6f / device.clock_khz * rows * head_size;  // a visible token
+  const float read_ns = 2 * head_size * element_bytes / bytes_per_ns;            // a token read
+  return compute_ns / (kConcurrentShare * read_ns);
+}
+
+// Masked scores are -inf before the scaling, and -inf * 0 is NaN.
 __device__ __forceinline__ float usable_scale(float scale) {
   return scale == 0.0f ? 0x1p-100f : scale;
 }
@@ -55,69 +76,69 @@ struct PrefillTile {
   int first_row, rows;         // of the sequence's query_len * group
   int first_query;             // row of query of its query token 0
   int position;                // of that token
-  int first_key;               // row of contiguous keys of token 0
-  int begin, end;              // tokens that any row sees
-  int whole_begin, whole_end;  // tokens that every row sees
+  int first_key;               // row of token 0 in contiguous keys
+  int begin, end;              // tokens visible to any row
+  int whole_begin, whole_end;  // tokens visible to every row
   int first_tile, tiles;
 };
 
-// kTileRows: of an item, or 0 for shape.rows. kTokens: of a tile.
+// kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile.
 template <int kHeadSize, int kTileRows, int kTokens>
 class PrefillTileScheduler {
  public:
   // All lanes of a warp.
   __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int lane) {
-    uint32_t chunks = 0, longest = 0;
-    float tokens = 0.0f, others = 0.0f;  // that chunks see; that sequences left out see
+    uint32_t row_blocks = 0, longest = 0;
+    float tokens = 0.0f, others = 0.0f;  // that work tiles see; that the other launch reads
     const float window = p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
       load(p, shape, round, lane);
-      chunks += chunks_;
-      if (chunks_ > 0) {
+      row_blocks += row_blocks_;
+      if (row_blocks_ > 0) {
         longest = max(longest, static_cast<uint32_t>(seq_len_));
         const float visible = fminf(seq_len_ - 0.5f * query_len_, window + tile_rows(shape));
-        tokens += chunks_ * (visible + kTokens + kEndTokens);
+        tokens += row_blocks_ * (visible + kTokens + kEndTokens);
       } else if (query_len_ > 0) {
         others += fminf(seq_len_, window);
       }
     }
-    num_tiles_ = __reduce_add_sync(0xffffffffu, chunks) * p.kv.num_kv_heads;
+    num_tiles_ = __reduce_add_sync(0xffffffffu, row_blocks) * p.kv.num_kv_heads;
     longest_ = __reduce_max_sync(0xffffffffu, longest);
     class_tokens_ = longest_ / kPrefillClasses + 1;
-    blocks_ = gridDim.x;
-    if (shape.has_concurrent_launch) choose_blocks(p, shape, lane_sum(tokens), lane_sum(others));
+    num_ctas_ = gridDim.x;
+    if (shape.has_concurrent_launch) choose_ctas(shape, lane_sum(tokens), lane_sum(others));
     before_ = 0;
     if (one_round(p)) {
       class_ = round_ = first_head_ = 0;
-      start_round(p);
-    } else {  // behind the last item of a round that is not there
+      start_round(p, shape);
+    } else {  // past the end of round -1: get_tile() starts round 0
       class_ = kPrefillClasses - 1;
       round_ = -1;
       first_head_ = p.kv.num_kv_heads;
       section_heads_ = 1;
-      chunks_ = 0;
+      row_blocks_ = 0;
     }
   }
 
   __device__ __forceinline__ uint32_t num_tiles() const { return num_tiles_; }
-  // Blocks that take items.
-  __device__ __forceinline__ uint32_t blocks() const { return blocks_; }
+  // CTAs that take work tiles.
+  __device__ __forceinline__ uint32_t num_ctas() const { return num_ctas_; }
 
-  // Puts item `index` down. They are asked for in rising order. All lanes of a warp.
+  // Writes tile `index` to `work_tile`. Indices rise from call to call. All lanes of a warp.
   __device__ __forceinline__ void get_tile(const PagedAttentionParams& p, const PrefillShape& shape,
                                            uint32_t index, int lane, PrefillTile& work_tile) {
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
-      // The last tokens that the lane's chunks [first, end) see are in this class's range.
+      // The lane's blocks of rows [first, end) belong to this class, by the last token they see.
       const int until = longest_ - class_ * class_tokens_;
-      const int end = chunks_until(shape, until);
+      const int end = blocks_until(shape, until);
       const int first =
-          class_ + 1 < kPrefillClasses ? chunks_until(shape, until - class_tokens_) : 0;
-      const uint32_t mine = (end - first) * heads;
-      uint32_t sum = mine;
+          class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens_) : 0;
+      const uint32_t lane_tiles = (end - first) * heads;
+      uint32_t sum = lane_tiles;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
@@ -131,23 +152,23 @@ class PrefillTileScheduler {
         first_head_ += section_heads_;
         if (first_head_ < p.kv.num_kv_heads) continue;
         first_head_ = 0;
-        do {  // the next round that has a chunk
+        do {  // the next round with a work tile
           load(p, shape, ++round_, lane);
-        } while (__all_sync(0xffffffffu, chunks_ == 0) && round_ + 1 < rounds_of(p));
-        start_round(p);
+        } while (__all_sync(0xffffffffu, row_blocks_ == 0) && round_ + 1 < rounds_of(p));
+        start_round(p, shape);
         continue;
       }
       const int owner = __ffs(__ballot_sync(0xffffffffu, index - before_ < sum)) - 1;
       const auto of_owner = [&](int value) { return __shfl_sync(0xffffffffu, value, owner); };
-      const int local = static_cast<int>(index - before_) - of_owner(sum - mine);
-      const int last_chunk = of_owner(end) - 1, chunks = last_chunk + 1 - of_owner(first);
-      const int head = divide(local, chunks);
+      const int local = static_cast<int>(index - before_) - of_owner(sum - lane_tiles);
+      const int last_block = of_owner(end) - 1, row_blocks = last_block + 1 - of_owner(first);
+      const int head = divide(local, row_blocks);
       const int query_len = of_owner(query_len_), position = of_owner(seq_len_) - query_len;
       const int first_query = of_owner(first_query_), first_key = of_owner(first_key_);
       if (lane != 0) return;
       work_tile.seq = round_ * 32 + owner;
       work_tile.kv_head = first_head_ + head;
-      work_tile.first_row = (last_chunk - (local - head * chunks)) * tile_rows(shape);
+      work_tile.first_row = (last_block - (local - head * row_blocks)) * tile_rows(shape);
       work_tile.rows = min(tile_rows(shape), query_len * shape.group - work_tile.first_row);
       work_tile.first_query = first_query;
       work_tile.position = position;
@@ -184,7 +205,7 @@ class PrefillTileScheduler {
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int round, int lane) {
     const int seq = round * 32 + lane;
-    chunks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
+    row_blocks_ = query_len_ = seq_len_ = first_query_ = first_key_ = 0;
     if (seq >= p.num_seqs) return;
     const RowRange keys = key_range(p, seq);
     first_key_ = keys.first;
@@ -193,22 +214,23 @@ class PrefillTileScheduler {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
-    if (rows >= shape.min_rows) chunks_ = (rows + tile_rows(shape) - 1) / tile_rows(shape);
+    if (rows >= shape.min_rows) row_blocks_ = (rows + tile_rows(shape) - 1) / tile_rows(shape);
   }
-  // KV heads of a section, of the round at hand: sections are about equal.
-  __device__ __forceinline__ void start_round(const PagedAttentionParams& p) {
+  // Sets the KV heads of a section of this round. Sections are about equal.
+  __device__ __forceinline__ void start_round(const PagedAttentionParams& p,
+                                              const PrefillShape& shape) {
     const float bytes =
-        lane_sum(chunks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
+        lane_sum(row_blocks_ > 0 ? static_cast<float>(seq_len_) : 0.0f) * token_bytes(p);
     const int heads = p.kv.num_kv_heads;
     const int sections =
-        min(heads, static_cast<int>(fminf(bytes * heads / kSectionBytes, 1e6f)) + 1);
+        min(heads, static_cast<int>(fminf(bytes * heads / shape.section_bytes, 1e6f)) + 1);
     section_heads_ = (heads + sections - 1) / sections;
   }
-  // The lane's chunks that see no token from `until` on.
-  __device__ __forceinline__ int chunks_until(const PrefillShape& shape, int until) const {
-    if (until >= seq_len_) return chunks_;
+  // How many of the lane's blocks of rows see only tokens below `until`.
+  __device__ __forceinline__ int blocks_until(const PrefillShape& shape, int until) const {
+    if (until >= seq_len_) return row_blocks_;
     const int tokens = until - shape.window_right - (seq_len_ - query_len_);
-    return tokens <= 0 ? 0 : min(chunks_, tokens * shape.group / tile_rows(shape));
+    return tokens <= 0 ? 0 : min(row_blocks_, tokens * shape.group / tile_rows(shape));
   }
 
   // K and V of a KV head.
@@ -222,32 +244,24 @@ class PrefillTileScheduler {
     }
     return x;
   }
-  // The launch beside this one waits for memory, not for multiprocessors: this one's blocks are as
-  // few as are done after a good half of its time. It starts on the others at once.
-  __device__ __forceinline__ void choose_blocks(const PagedAttentionParams& p,
-                                                const PrefillShape& shape, float tokens,
-                                                float others) {
-    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
-    const float each = adjusts                    ? kAdjustPicoseconds
-                       : size_of(p.kv.dtype) == 1 ? k8BitPicoseconds
-                                                  : kPrefillPicoseconds;
-    const float alone = tokens * each * (tile_rows(shape) * kHeadSize);  // of one block
-    const float concurrent = others * token_bytes(p) * (1000.0f / kReadBytes);
-    const float blocks = ceilf(__fdividef(alone, 0.55f * concurrent));
-    if (blocks < 0.9f * gridDim.x) blocks_ = max(1, static_cast<int>(blocks));
+  // See concurrent_ratio(). Almost all CTAs count as all.
+  __device__ __forceinline__ void choose_ctas(const PrefillShape& shape, float tokens,
+                                              float others) {
+    const float ctas = ceilf(__fdividef(tokens * shape.concurrent_ratio, others));
+    if (ctas < kAlmostAllCtas * gridDim.x) num_ctas_ = max(1, static_cast<int>(ctas));
   }
 
-  uint32_t blocks_;
-  // this lane's sequence of the round at hand
-  int seq_len_, first_key_, first_query_, query_len_, chunks_;
+  uint32_t num_ctas_;
+  // of this lane's sequence in this round
+  int seq_len_, first_key_, first_query_, query_len_, row_blocks_;
   uint32_t num_tiles_;
   int longest_;        // tokens
   int class_tokens_;   // positions of a class
-  int class_;          // of the last item
-  int first_head_;     // of the last item's section
+  int class_;          // of the last tile
+  int first_head_;     // of the last tile's section
   int section_heads_;  // KV heads of a section
-  int round_;          // of the last item
-  uint32_t before_;    // items of the classes, sections and rounds before it
+  int round_;          // of the last tile
+  uint32_t before_;    // tiles of the classes, sections and rounds before it
 };
 
 }  // namespace vllm_kernels::cuda

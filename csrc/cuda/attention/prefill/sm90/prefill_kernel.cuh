@@ -30,7 +30,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   if (shape.has_concurrent_launch) launch_dependents();
   PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens> scheduler;
   scheduler.make(p, shape, lane);
-  const uint32_t blocks = scheduler.blocks();
+  const uint32_t blocks = scheduler.num_ctas();
   const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
   uint32_t index = blockIdx.x;
   PipelineState<kPrefillQueue> state;
@@ -396,7 +396,9 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
       .window_right = std::min(p.window_right, kMaxWindowRight),
       .query_by_tma = Config::kRows % group == 0,
       .has_concurrent_launch = launch.has_concurrent_launch,
-      .group_divisor = FastDivisor(group)};
+      .group_divisor = FastDivisor(group),
+      .section_bytes = section_bytes(current_device_info()),
+      .concurrent_ratio = concurrent_ratio(p, current_device_info(), Config::kRows, kHeadSize)};
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
