@@ -328,7 +328,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       for (int i = kCount * begin / kLoads; i < kCount * (begin + kBox) / kLoads; ++i) {
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
+          wgmma<Element, kUsed>(out[h], a[i][h], descriptor_at(columns, i * 2 * kChunk), true);
         }
       }
     }
@@ -438,7 +438,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       constexpr int kEach = kSteps / Keys::kLoads;
 #pragma unroll
       for (int k = first * kEach; k < (first + kBox) * kEach; ++k) {
-        wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
+        wgmma<Element, kUsed>(c, a[k], descriptor_at(queries, k * 2 * kChunk), k > 0);
       }
     }
     wgmma_commit();
