@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     if constexpr (Config::kAdjusts) {
       tile.each_score([&](int, int, float score) { return score * shape.softmax_scale_log2; });
       if (p.softcap > 0.0f) {
-        tile.each_score([&](int, int, float score) { return capped(cap, score); });
+        tile.each_score([&](int, int, float score) { return apply_softcap(cap, score); });
       }
       if (p.alibi_slopes != nullptr) {
         int at[2];
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
           slope[r] = p.alibi_slopes[head] * kLog2E;
         }
         tile.each_score([&](int i, int j, float score) {
-          return biased(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
+          return apply_alibi(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
         });
       }
     }
@@ -406,7 +406,7 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
       .query_by_tma = Config::kRows % group == 0,
       .has_concurrent_launch = launch.has_concurrent_launch,
       .group_divisor = FastDivisor(group)};
-  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // opts in to it
+  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
