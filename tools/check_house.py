@@ -47,7 +47,7 @@ ROOMS = {
 }  # fmt: skip
 LONG_FUNCTIONS = {
     "decode": "the decode kernel's body: six states in registers; to be cut in phases",
-    "attend": "the consumers' main loops: the order of wgmma, waits and softmax is the algorithm",
+    "consume_tiles": "the consumers' main loops: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
 INCLUDE = re.compile(r'#include "((?:cuda|cpu|ops)/[^"]+)"')

@@ -48,7 +48,6 @@ ALLOWED = {
 }
 PENDING = (
     "csrc/cpu/",
-    "csrc/cuda/attention/",
     "csrc/kv_cache/",
     "csrc/python/",
     "tests/csrc/",

@@ -79,8 +79,8 @@ __device__ __forceinline__ void rotate_vecs(Vec<T, kWidth> (&vecs)[2],
 // The positions of a lane's Vec pairs in the head. Pair i is the head's Vec pair lane + i * lanes.
 template <int kWidth, int kVecPairs>
 struct HeadVecPairs {
-  int place[kVecPairs][2];  // elements from the head's start; -1: none
-  int pair[kVecPairs];      // index of its first cosine; -1: not rotated
+  int offset[kVecPairs][2];  // elements from the head's start; -1: none
+  int pair[kVecPairs];       // index of its first cosine; -1: not rotated
 
   __device__ __forceinline__ HeadVecPairs(int head_size, int rotary_size, bool is_neox, int lane,
                                           int lanes, bool inside) {
@@ -90,19 +90,15 @@ struct HeadVecPairs {
       const int first = (lane + i * lanes) * kWidth;  // index of the first pair
       const bool rotated = first < half;
       pair[i] = rotated && inside ? first : -1;
-      place[i][0] = rotated && is_neox ? first : 2 * first;
-      place[i][1] = rotated && is_neox ? half + first : 2 * first + kWidth;
+      offset[i][0] = rotated && is_neox ? first : 2 * first;
+      offset[i][1] = rotated && is_neox ? half + first : 2 * first + kWidth;
 #pragma unroll
-      for (int& d : place[i]) {
+      for (int& d : offset[i]) {
         if (!inside || d >= head_size) d = -1;
       }
     }
   }
 };
-
-// The name that attention/fused_decode uses.
-template <int kWidth, int kVecPairs>
-using HeadItems = HeadVecPairs<kWidth, kVecPairs>;
 
 // The cosines and sines of a lane's pairs, as they are stored: type A. For kWidth == 1 the stored
 // type is known at run time only, and they are float.
@@ -144,7 +140,7 @@ struct HeadVecs {
     for (int i = 0; i < kVecPairs; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (vec_pairs.place[i][half] >= 0) body(vecs[i][half], vec_pairs.place[i][half]);
+        if (vec_pairs.offset[i][half] >= 0) body(vecs[i][half], vec_pairs.offset[i][half]);
       }
     }
   }
@@ -153,7 +149,7 @@ struct HeadVecs {
 #pragma unroll
     for (int i = 0; i < kVecPairs; ++i) {
 #pragma unroll
-      for (int d : vec_pairs.place[i]) {
+      for (int d : vec_pairs.offset[i]) {
         if (d >= 0) prefetch_l2(row + d);
       }
     }

@@ -108,15 +108,15 @@ class KvPipeline {
   static constexpr int kBarriers = kShared ? 2 * kMaxPipelineStages : kMaxPipelineStages;
   static constexpr int kWords = kBarriers + kMaxPipelineStages * sizeof(Bits) / 8;
 
-  // `words`: kWords in shared memory. `is_producer`: whether this warp produces; only kShared uses
-  // it.
+  // `barrier_words`: kWords in shared memory. `is_producer`: whether this warp produces; only
+  // kShared uses it.
   __device__ __forceinline__ KvPipeline(const PipelineLayout& layout, const KvTensorMaps& maps,
-                                        uint32_t storage, uint32_t words, bool is_producer,
-                                        int lane)
+                                        uint32_t stages_address, uint32_t barrier_words,
+                                        bool is_producer, int lane)
       : layout_(layout),
         maps_(maps),
-        storage_(opaque(storage)),
-        barriers_(opaque(words)),
+        stages_address_(opaque(stages_address)),
+        barriers_(opaque(barrier_words)),
         lane_(lane),
         is_producer_(is_producer) {
 #if defined(VLLM_KERNELS_HAS_SM90)
@@ -126,13 +126,14 @@ class KvPipeline {
 
   // One thread calls this before any warp uses the pipeline.
   static __device__ __forceinline__ void init(const PipelineLayout& layout,
-                                              const KvTensorMaps& maps, uint32_t words,
+                                              const KvTensorMaps& maps, uint32_t barrier_words,
                                               int consumer_warps) {
 #pragma unroll 1
     for (int stage = 0; stage < layout.stages; ++stage) {
-      barrier_init(words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
+      barrier_init(barrier_words + stage * 8, bulk(layout) ? 1 : kShared ? 33 : 32);
       if constexpr (kShared)
-        barrier_init(words + (kMaxPipelineStages + stage) * 8, consumer_warps * kWarpArrivals);
+        barrier_init(barrier_words + (kMaxPipelineStages + stage) * 8,
+                     consumer_warps * kWarpArrivals);
     }
 #if defined(VLLM_KERNELS_HAS_SM90)
     fence_barrier_init();
@@ -191,8 +192,8 @@ class KvPipeline {
   // A lane's share of the copies of several stages: K and V of a page; in form kSwizzledRows, one
   // column of K or of V.
   struct Copies {
-    int stages;  // 0: nothing is prepared
-    bool mine;   // whether this lane copies
+    int stages;      // 0: nothing is prepared
+    bool is_active;  // whether this lane copies
     uint32_t key_to, value_to, barrier;
     const char *key, *value;
     int column, line, block;
@@ -213,15 +214,16 @@ class KvPipeline {
     const int of_stage = lane_ - stage * layout_.copy_lanes;
     const int page = (kWhole ? of_stage : of_stage >> 1) & (1 << shift) - 1;
     const int count = min(min(stages, to_produce_), layout_.copy_stages);
-    const bool mine = stage < count;
+    const bool is_active = stage < count;
     const int32_t block =
         kWhole ? blocks_ : __shfl_sync(0xffffffffu, blocks_, (stage << shift) + page);
-    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
-    if (__any_sync(0xffffffffu, mine && !good)) return copies;  // produce() handles absent pages
+    const bool is_valid = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
+    if (__any_sync(0xffffffffu, is_active && !is_valid))
+      return copies;  // produce() handles absent pages
     copies.stages = count;
-    copies.mine = mine;
+    copies.is_active = is_active;
     copies.barrier = barriers_ + stage * 8;
-    copies.value_to = storage_ + stage * layout_.stage_bytes;
+    copies.value_to = stages_address_ + stage * layout_.stage_bytes;
     copies.key_to = copies.value_to + layout_.key_offset;
     uint32_t bytes = 2 * layout_.page_bytes;
     if constexpr (kWhole) {
@@ -245,7 +247,7 @@ class KvPipeline {
       copies.value_to += at;
       copies.key_to += at;
     }
-    if (mine && of_stage == 0) barrier_expect(copies.barrier, bytes << shift);
+    if (is_active && of_stage == 0) barrier_expect(copies.barrier, bytes << shift);
     to_produce_ -= count;
     next_page_ = count << shift;
     first_token_ += count * token_step_;
@@ -255,7 +257,7 @@ class KvPipeline {
   }
   __device__ __forceinline__ void start_copies(const Copies& copies) const {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    if (!copies.mine) return;
+    if (!copies.is_active) return;
     if constexpr (is_whole(kForm)) {
       copy_page(copies.key_to, copies.value_to, copies.key, copies.value, copies.line, copies.block,
                 copies.barrier);
@@ -275,7 +277,7 @@ class KvPipeline {
     --to_produce_;
     if constexpr (kShared) barrier_wait(empty_barrier(producer_stage_), producer_phase_);
     if (next_page_ == 32) look_up();
-    const uint32_t stage = storage_ + producer_stage_ * layout_.stage_bytes;
+    const uint32_t stage = stages_address_ + producer_stage_ * layout_.stage_bytes;
     const uint32_t barrier = barriers_ + producer_stage_ * 8;
     const int pages = 1 << layout_.pages_shift;
     // Lanes to pages: lane l has page l. kSwizzledRows: K, V of page 0, K, V of page 1, ...
@@ -285,8 +287,8 @@ class KvPipeline {
                                                              : box_shift() + 1;
     const int page = lane_ >> first_shift & pages - 1;
     const int32_t block = __shfl_sync(0xffffffffu, blocks_, next_page_ + page);
-    const bool good = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
-    const uint32_t lanes = __ballot_sync(0xffffffffu, good);
+    const bool is_valid = static_cast<uint32_t>(block) < static_cast<uint32_t>(kv.num_blocks);
+    const uint32_t lanes = __ballot_sync(0xffffffffu, is_valid);
     const uint32_t stage_bit = 1u << producer_stage_;
     incomplete_ &= ~stage_bit;
     if (kShared || lanes != 0xffffffffu) {
@@ -305,11 +307,11 @@ class KvPipeline {
       if (lane_ == 0) store_shared(present_of(producer_stage_), present);
     }
     if constexpr (is_whole(kForm)) {
-      copy_pages(kv, stage, barrier, page, pages, block, good, lanes);
+      copy_pages(kv, stage, barrier, page, pages, block, is_valid, lanes);
     } else if constexpr (kForm == KvForm::kSwizzledRows) {
-      copy_rows(kv, stage, barrier, page, block, good);
+      copy_rows(kv, stage, barrier, page, block, is_valid);
     } else {
-      copy_boxes(kv, stage, barrier, block, good);
+      copy_boxes(kv, stage, barrier, block, is_valid);
     }
     next_page_ += pages;
     first_token_ += token_step_;
@@ -327,7 +329,7 @@ class KvPipeline {
   }
   __device__ __forceinline__ uint32_t key() const { return value() + layout_.key_offset; }
   __device__ __forceinline__ uint32_t value() const {
-    return storage_ + consumer_stage_ * layout_.stage_bytes;
+    return stages_address_ + consumer_stage_ * layout_.stage_bytes;
   }
   __device__ __forceinline__ Bits present() const {
     return kShared || incomplete_ >> consumer_stage_ & 1
@@ -442,7 +444,7 @@ class KvPipeline {
 #endif
 
   __device__ __forceinline__ void copy_pages(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int page, int pages, int32_t block, bool good,
+                                             int page, int pages, int32_t block, bool is_valid,
                                              uint32_t lanes) {
     const int bytes = layout_.page_bytes;
     const char* key = key_page(block);
@@ -457,12 +459,12 @@ class KvPipeline {
     if (lane_ == 0) {
       barrier_expect(barrier, 2 * bytes * __popc(lanes & (1u << pages) - 1));
     }
-    if (good && lane_ < pages) {
+    if (is_valid && lane_ < pages) {
       copy_page(key_to, value_to, key, value, line_of(first_token_), block, barrier);
     }
 #else
     // The lanes of a page copy it together.
-    if (good) {
+    if (is_valid) {
       for (int byte = lane_ / pages * 16; byte < bytes; byte += 32 / pages * 16) {
         copy16_async(key_to + byte, key + byte);
         copy16_async(value_to + byte, value + byte);
@@ -473,13 +475,13 @@ class KvPipeline {
   }
 
   __device__ __forceinline__ void copy_rows(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                            int page, int32_t block, bool good) {
-    if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, good);
+                                            int page, int32_t block, bool is_valid) {
+    if (!bulk(layout_)) return copy_chunks(kv, stage, barrier, block, is_valid);
 #if defined(VLLM_KERNELS_HAS_SM90)
     // Each lane copies one column of K or V of one page.
     const bool is_value = lane_ & 1;
     const int column = lane_ >> 1 >> layout_.pages_shift;
-    const bool copies = good && column < layout_.columns;
+    const bool copies = is_valid && column < layout_.columns;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, count * box_bytes());
     if (copies) {
@@ -493,7 +495,7 @@ class KvPipeline {
 
   // Adjacent lanes copy adjacent chunks of a row.
   __device__ __forceinline__ void copy_chunks(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                              int32_t block, bool good) {
+                                              int32_t block, bool is_valid) {
     const int page_mask = (1 << layout_.page_shift) - 1;
 #pragma unroll 1
     for (int first = 0; first < kTokens * layout_.chunks; first += 32) {
@@ -501,8 +503,8 @@ class KvPipeline {
       const int chunk = first + lane_ - row * layout_.chunks;
       const int of_row = row >> layout_.page_shift & (1 << layout_.pages_shift) - 1;
       const int32_t row_block = __shfl_sync(0xffffffffu, block, of_row << 1);
-      const bool row_good = __shfl_sync(0xffffffffu, good, of_row << 1);
-      if (!row_good || row >= kTokens || first_token_ + row >= seq_len_) continue;
+      const bool row_is_valid = __shfl_sync(0xffffffffu, is_valid, of_row << 1);
+      if (!row_is_valid || row >= kTokens || first_token_ + row >= seq_len_) continue;
       const int64_t token = first_token_ + row & page_mask;
       const uint32_t to = stage + chunk / 8 * kColumnStride<kTokens> + row * kColumnBytes +
                           ((chunk ^ row) % 8) * 16;
@@ -513,22 +515,22 @@ class KvPipeline {
     arrive_copies(barrier);
   }
 
-  // Form kPackedBoxes: boxes of kBox tokens, cut from longer pages of layout vllm.
+  // Form kPackedBoxes: boxes of kTokensOfBox tokens, cut from longer pages of layout vllm.
   __device__ __forceinline__ void copy_boxes(const PagedKv& kv, uint32_t stage, uint32_t barrier,
-                                             int32_t block, bool good) {
-    constexpr int kBox = kBoxTokens<Cache, kTokens>;
+                                             int32_t block, bool is_valid) {
+    constexpr int kTokensOfBox = kBoxTokens<Cache, kTokens>;
     const int page_mask = (1 << layout_.page_shift) - 1;
 #if defined(VLLM_KERNELS_HAS_SM90)
     // Each lane copies K or V of one box.
     const bool is_value = lane_ & 1;
-    const int part = lane_ >> 1;
-    const int token = first_token_ + kBox * part & page_mask;
-    const bool copies = good && part < kTokens / kBox;
+    const int box_index = lane_ >> 1;
+    const int token = first_token_ + kTokensOfBox * box_index & page_mask;
+    const bool copies = is_valid && box_index < kTokens / kTokensOfBox;
     const uint32_t count = __popc(__ballot_sync(0xffffffffu, copies));
     if (lane_ == 0) barrier_expect(barrier, layout_.page_bytes * count);
     if (copies) {
-      tma_copy_box(stage + (is_value ? part * layout_.page_bytes
-                                     : layout_.key_offset + part * layout_.page_stride),
+      tma_copy_box(stage + (is_value ? box_index * layout_.page_bytes
+                                     : layout_.key_offset + box_index * layout_.page_stride),
                    is_value ? &maps_.value : &maps_.key,
                    token * (is_value ? static_cast<int>(kBytes) : 16) / 2, 0, kv_head_, block,
                    barrier, policy_);
@@ -538,13 +540,14 @@ class KvPipeline {
     const char* key = key_page(block) + token * 16;
     const char* value = value_page(block) + token * kBytes;
     constexpr int kChunks = kTokens * sizeof(Cache) / 16;  // 16-byte chunks in a stage's row of V
-    constexpr int kBoxChunks = kBox * sizeof(Cache) / 16;  // 16-byte chunks in a box's row of V
-    const int chunks = good ? kv.head_size * kChunks : 0;  // of K; V has as many
+    constexpr int kBoxChunks =
+        kTokensOfBox * sizeof(Cache) / 16;                     // 16-byte chunks in a box's row of V
+    const int chunks = is_valid ? kv.head_size * kChunks : 0;  // of K; V has as many
 #pragma unroll 2
     for (int i = lane_; i < chunks; i += 32) {
       const int t = i % kTokens, chunk = i / kTokens;
-      copy16_async(stage + layout_.key_offset + t / kBox * layout_.page_stride +
-                       (chunk * kBox + t % kBox) * 16,
+      copy16_async(stage + layout_.key_offset + t / kTokensOfBox * layout_.page_stride +
+                       (chunk * kTokensOfBox + t % kTokensOfBox) * 16,
                    key + chunk * kv.key_chunk_stride * kBytes + t * 16);
       const int d = i / kChunks, at = i % kChunks;
       copy16_async(
@@ -557,7 +560,7 @@ class KvPipeline {
 
   const PipelineLayout& layout_;
   const KvTensorMaps& maps_;
-  uint32_t storage_;
+  uint32_t stages_address_;
   uint32_t barriers_;
   int lane_;
   bool is_producer_;

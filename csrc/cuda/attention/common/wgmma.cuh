@@ -17,8 +17,9 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t alo
          static_cast<uint64_t>(along_columns >> 4) << 32;
 }
 
-// The descriptor `bytes` further on. The address field does not overflow into the next field.
-__device__ __forceinline__ uint64_t further(uint64_t matrices, uint32_t bytes) {
+// The descriptor of the operand `bytes` later. The address field does not overflow into the next
+// field.
+__device__ __forceinline__ uint64_t descriptor_at(uint64_t matrices, uint32_t bytes) {
   return (matrices & ~uint64_t{0xffffffff}) |
          static_cast<uint32_t>(static_cast<uint32_t>(matrices) + (bytes >> 4));
 }
@@ -47,10 +48,10 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most `younger` committed groups are in flight.
-template <int younger>
+// Waits until at most `pending` committed groups are in flight.
+template <int pending>
 __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(younger) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
 #define VLLM_KERNELS_WGMMA(columns, dtype, registers, a0, a1, a2, a3, b, keep, ...)   \

@@ -22,7 +22,7 @@ struct MatrixDescriptor {
         strides(stride >> 4 | static_cast<uint32_t>(swizzle) << 30) {}
 
   // The descriptor of the operand that begins `bytes` after this one.
-  __device__ __forceinline__ uint64_t behind(uint32_t bytes) const {
+  __device__ __forceinline__ uint64_t offset_by(uint32_t bytes) const {
     return static_cast<uint64_t>(strides) << 32 | address + (bytes >> 4);
   }
 };

@@ -68,11 +68,11 @@ struct DecodeWgmmaEpilogue {
 #pragma unroll
     for (int consumer = 1; consumer < kConsumers; ++consumer)
       row_max = fmaxf(row_max, stats.row_maxima[consumer][row]);
-    float probs[kConsumers];
+    float weights[kConsumers];
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      probs[consumer] = exp2_approx(stats.row_maxima[consumer][row] - row_max);
-      sum = __fmaf_rn(probs[consumer], stats.sums[consumer][row], sum);
+      weights[consumer] = exp2_approx(stats.row_maxima[consumer][row] - row_max);
+      sum = __fmaf_rn(weights[consumer], stats.sums[consumer][row], sum);
     }
     float scale = 1.0f;
     if (work_tile.num_splits == 1) {
@@ -89,7 +89,7 @@ struct DecodeWgmmaEpilogue {
                                static_cast<int64_t>(query_row.head) * p.kv.head_size;
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer)
-      stats.row_maxima[consumer][row] = probs[consumer] * scale;
+      stats.row_maxima[consumer][row] = weights[consumer] * scale;
   }
 
   // Combines one half of the head, which the consumers have stored in `scratch`.

@@ -330,10 +330,10 @@ class TileScheduler {
         }
         // The first `more` splits have one stage more.
         const int stages = work_tile.sequence.stages + share;
-        const int least = divide(stages, work_tile.num_splits);
-        const int more = stages - least * work_tile.num_splits;
-        work_tile.stage = work_tile.split * least + min(work_tile.split, more);
-        work_tile.stages = least + (work_tile.split < more ? 1 : 0);
+        const int min_stages = divide(stages, work_tile.num_splits);
+        const int longer_splits = stages - min_stages * work_tile.num_splits;
+        work_tile.stage = work_tile.split * min_stages + min(work_tile.split, longer_splits);
+        work_tile.stages = min_stages + (work_tile.split < longer_splits ? 1 : 0);
         if (work_tile.split + 1 == work_tile.num_splits) work_tile.stages -= share;
       }
       work_tile.slot = static_cast<int>(index) - local + query_tile * work_tile.num_splits;
@@ -381,12 +381,12 @@ class TileScheduler {
                                                 uint32_t query_tiles) {
     const float blocks = gridDim.x;
     float split = __fdividef(static_cast<float>(stages) * p.kv.num_kv_heads, blocks);
-    int least = shape.min_split_stages;
+    int min_split_stages = shape.min_split_stages;
     if (query_tiles > gridDim.x) {
       split *= shape.max_split_share;
-      least = kMinSplitTokens >> shape.stage_shift;
+      min_split_stages = kMinSplitTokens >> shape.stage_shift;
     }
-    splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(least)));
+    splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(min_split_stages)));
   }
   static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
 #pragma unroll

@@ -70,8 +70,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       value_base = this->value_row + warp_in_consumer * this->value_step;
       value_half = 4 * this->value_step;
     } else if constexpr (kRows) {
-      const int m_block = kHalves == 2 ? warp_in_consumer + 4 * upper : warp_in_consumer;
-      value_base = this->value_row + (this->value_chunk ^ (upper ^ m_block) * 16);
+      const int dim_block = kHalves == 2 ? warp_in_consumer + 4 * upper : warp_in_consumer;
+      value_base = this->value_row + (this->value_chunk ^ (upper ^ dim_block) * 16);
     } else {
       const int dimension = warp_in_consumer * 16 + (kHalves == 2 ? 64 * upper : 0) + lane % 16;
       value_base = dimension * layout.page_tokens;
@@ -232,9 +232,9 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     for (int t = 0; t < kUsed; ++t) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float4 visible = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
-        const float updated =
-            fmaxf(row_max[t][j], fmaxf(fmaxf(visible.x, visible.y), fmaxf(visible.z, visible.w)));
+        const float4 warp_maxima = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
+        const float updated = fmaxf(row_max[t][j], fmaxf(fmaxf(warp_maxima.x, warp_maxima.y),
+                                                         fmaxf(warp_maxima.z, warp_maxima.w)));
         const float factor = exp2_approx(row_max[t][j] - updated);
         row_max[t][j] = updated;
         sum[t][j] *= factor;
@@ -294,11 +294,11 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
     warpgroup_fence_operand(out);
     constexpr int kLoads = Values<kCount>::kLoads,
-                  kBox = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
+                  kBatch = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
 #pragma unroll
-    for (int begin = 0; begin < kLoads; begin += kBox) {
+    for (int begin = 0; begin < kLoads; begin += kBatch) {
 #pragma unroll
-      for (int i = begin; i < begin + kBox; ++i) {
+      for (int i = begin; i < begin + kBatch; ++i) {
         const uint32_t (&from)[4] = values.data[i];
         if constexpr (kCacheIs16Bit) {
           uint32_t (&to)[4] = a[i / kHalves][i % kHalves];
@@ -325,10 +325,10 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       }
       wgmma_fence();
 #pragma unroll
-      for (int i = kCount * begin / kLoads; i < kCount * (begin + kBox) / kLoads; ++i) {
+      for (int i = kCount * begin / kLoads; i < kCount * (begin + kBatch) / kLoads; ++i) {
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          wgmma<Element, kUsed>(out[h], a[i][h], further(columns, i * 2 * kChunk), true);
+          wgmma<Element, kUsed>(out[h], a[i][h], descriptor_at(columns, i * 2 * kChunk), true);
         }
       }
     }
@@ -414,11 +414,11 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     float c[kUsed][4];
     uint32_t a[kSteps][4];
     const uint64_t queries = core_matrices(query, kChunk, 128);
-    constexpr int kBox = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
+    constexpr int kBatch = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
 #pragma unroll
-    for (int first = 0; first < Keys::kLoads; first += kBox) {
+    for (int first = 0; first < Keys::kLoads; first += kBatch) {
 #pragma unroll
-      for (int i = first; i < first + kBox; ++i) {
+      for (int i = first; i < first + kBatch; ++i) {
         const uint32_t (&from)[4] = keys.data[i];
         if constexpr (kCacheIs16Bit) {
 #pragma unroll
@@ -437,8 +437,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       wgmma_fence();
       constexpr int kEach = kSteps / Keys::kLoads;
 #pragma unroll
-      for (int k = first * kEach; k < (first + kBox) * kEach; ++k) {
-        wgmma<Element, kUsed>(c, a[k], further(queries, k * 2 * kChunk), k > 0);
+      for (int k = first * kEach; k < (first + kBatch) * kEach; ++k) {
+        wgmma<Element, kUsed>(c, a[k], descriptor_at(queries, k * 2 * kChunk), k > 0);
       }
     }
     wgmma_commit();

@@ -105,15 +105,15 @@ class FusedNewToken {
   static constexpr bool kEarly = sizeof(Cache) == 2;
 
   enum Kind { kQuery, kKey, kValue, kNone };
-  using Items = HeadItems<kNewTokenWidth, 1>;
+  using VecPairs = HeadVecPairs<kNewTokenWidth, 1>;
   template <typename T>
   using Row = HeadVecs<T, kNewTokenWidth, 1>;
 
   __device__ __forceinline__ int own_row() const { return threadIdx.x >> new_token_.lane_shift; }
   __device__ __forceinline__ int lanes() const { return 1 << new_token_.lane_shift; }
-  __device__ __forceinline__ Items own_tiles() const {
-    return Items(new_token_.rope.head_size, kind_ == kValue ? 0 : new_token_.rope.rotary_size,
-                 new_token_.rope.is_neox, threadIdx.x & lanes() - 1, lanes(), kind_ != kNone);
+  __device__ __forceinline__ VecPairs vec_pairs_of_lane() const {
+    return VecPairs(new_token_.rope.head_size, kind_ == kValue ? 0 : new_token_.rope.rotary_size,
+                    new_token_.rope.is_neox, threadIdx.x & lanes() - 1, lanes(), kind_ != kNone);
   }
   __device__ __forceinline__ int64_t num_slots() const {
     return new_token_.rope.kv.num_blocks * new_token_.rope.kv.block_size;
@@ -152,18 +152,18 @@ class FusedNewToken {
     const RopeAndCacheParams& rope = new_token_.rope;
     if (stores_ && token_ < rope.num_slots) slot_ = rope.slot_mapping[token_];
     if (kind_ == kNone) return;
-    const auto work_tiles = own_tiles();
+    const auto vec_pairs = vec_pairs_of_lane();
     const ProjectedHeads& own = heads();
     const auto* row = static_cast<const uint16_t*>(own.data) + token_ * own.token_stride +
                       head_ * own.head_stride;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (work_tiles.place[0][i] >= 0) {
-        x_[i] = __ldcg(reinterpret_cast<const uint2*>(row + work_tiles.place[0][i]));
+      if (vec_pairs.offset[0][i] >= 0) {
+        x_[i] = __ldcg(reinterpret_cast<const uint2*>(row + vec_pairs.offset[0][i]));
       }
     }
     if (kind_ < kValue) position_ = __ldcg(&rope.positions[token_]);
-    if (speculative_ >= 0) load_angles(work_tiles, speculative_);
+    if (speculative_ >= 0) load_angles(vec_pairs, speculative_);
     if (kind_ == kKey && seq_len_ > 0) {
       const int page = new_token_.block_size.divide(seq_len_ - 1);
       last_block_ = p.block_tables[token_ * p.block_table_stride + page];
@@ -171,11 +171,11 @@ class FusedNewToken {
   }
 
   // Loads cos and sin if they have the model's dtype. Others are loaded in prepare_row().
-  __device__ __forceinline__ void load_angles(const Items& work_tiles, int position) {
+  __device__ __forceinline__ void load_angles(const VecPairs& vec_pairs, int position) {
     const RopeAndCacheParams& rope = new_token_.rope;
-    if (work_tiles.pair[0] < 0) return;
+    if (vec_pairs.pair[0] < 0) return;
     const auto* first = static_cast<const uint16_t*>(rope.cos_sin_cache) +
-                        position * rope.cos_sin_stride + work_tiles.pair[0];
+                        position * rope.cos_sin_stride + vec_pairs.pair[0];
     cosines_ = __ldcg(reinterpret_cast<const uint2*>(first));
     sines_ = __ldcg(reinterpret_cast<const uint2*>(first + rope.rotary_size / 2));
   }
@@ -208,16 +208,16 @@ class FusedNewToken {
   template <typename T, typename A>
   __device__ __forceinline__ void prepare_row(const PagedAttentionParams& p, int side) {
     const RopeAndCacheParams& rope = new_token_.rope;
-    const auto work_tiles = own_tiles();
+    const auto vec_pairs = vec_pairs_of_lane();
     HeadAngles<A, kNewTokenWidth, 1> angles{};
     Row<T> x{};
     const int position = kind_ < kValue ? in_range(position_) : -1;
     if (position >= 0) {
       if constexpr (!std::is_same_v<A, T>) {
-        angles.load(work_tiles, rope.cos_sin_cache, rope.cos_sin_dtype,
+        angles.load(vec_pairs, rope.cos_sin_cache, rope.cos_sin_dtype,
                     position * rope.cos_sin_stride, rope.rotary_size / 2);
       } else if (position != speculative_) {
-        load_angles(work_tiles, position);
+        load_angles(vec_pairs, position);
       }
     }
     memcpy(&x, x_, sizeof(x));
@@ -226,11 +226,11 @@ class FusedNewToken {
       memcpy(&angles.sines, &sines_, sizeof(sines_));
     }
     const HeadRow<T> from(heads(), token_, head_);
-    cuda::prepare(rope, from, work_tiles, angles, lanes(), x);
+    cuda::prepare(rope, from, vec_pairs, angles, lanes(), x);
     if (kind_ == kNone) return;
     if (kind_ == kQuery) {
-      if (position < 0) x.load(work_tiles, from.start);  // then the row stays unchanged
-      x.store(work_tiles, reinterpret_cast<T*>(memory_.query[own_row()]));
+      if (position < 0) x.load(vec_pairs, from.start);  // then the row stays unchanged
+      x.store(vec_pairs, reinterpret_cast<T*>(memory_.query[own_row()]));
       return;
     }
     memcpy(x_, &x, sizeof(x));
@@ -238,9 +238,9 @@ class FusedNewToken {
                               ? divisor_of<Cache>(rope.kv.k_scale, rope.kv.scale_stride, head_)
                               : divisor_of<Cache>(rope.kv.v_scale, rope.kv.scale_stride, head_);
     float* copy = kind_ == kKey ? memory_.key : memory_.value[side];
-    x.each(work_tiles, [&](const Vec<T, kNewTokenWidth>& pack, int d) {
+    x.each(vec_pairs, [&](const Vec<T, kNewTokenWidth>& vec, int d) {
       float values[kNewTokenWidth];
-      upcast(pack, values);
+      upcast(vec, values);
 #pragma unroll
       for (int j = 0; j < kNewTokenWidth; ++j) {
         copy[d + j] = to_float(to_cache<Cache>(from_float<T>(values[j]), scale));
@@ -262,16 +262,16 @@ class FusedNewToken {
     const RopeAndCacheParams& rope = new_token_.rope;
     const SlotMapping slots{rope.slot_mapping, rope.num_slots, num_slots()};
     const int32_t slot = slots.usable(slot_);
-    const bool again = is_duplicate(slots, token_, slot, threadIdx.x % 32);
+    const bool duplicate = is_duplicate(slots, token_, slot, threadIdx.x % 32);
     const bool is_key = kind_ == kKey;
-    if ((!is_key && kind_ != kValue) || slot < 0 || again) return;
+    if ((!is_key && kind_ != kValue) || slot < 0 || duplicate) return;
     if (is_key && in_range(position_) < 0) return;
     const CacheRow<Cache> to(rope.kv, is_key, head_,
                              place_of(slot, new_token_.block_size, rope.kv.block_size));
     Row<T> x;
     memcpy(&x, x_, sizeof(x));
-    x.each(own_tiles(),
-           [&](const Vec<T, kNewTokenWidth>& pack, int d) { to.store(to.round(pack), d); });
+    x.each(vec_pairs_of_lane(),
+           [&](const Vec<T, kNewTokenWidth>& vec, int d) { to.store(to.round(vec), d); });
   }
 
   // Scores of the new token, one warp per query row.

@@ -1,5 +1,4 @@
-// The kernels of paged_attention for many query rows, one small file per head size so that they
-// compile side by side.
+// Launchers of the sm90 prefill kernels: one file per head size, so that they compile in parallel.
 #pragma once
 #include <cstdint>
 
@@ -9,12 +8,12 @@ namespace vllm_kernels::cuda {
 
 struct PrefillLaunch {
   int min_query_len;           // sequences of fewer query tokens are left out
-  bool has_concurrent_launch;  // ... and are the next launch's, which runs beside this one
-  uint32_t* next;              // items handed out; 0 before and after every launch
+  bool has_concurrent_launch;  // ... and belong to the concurrent decode launch that follows
+  uint32_t* next;              // work tiles handed out; 0 before and after every launch
 };
 
-// Queries are of 16 bits, K and V of the same type or of 8. Pages of layout vllm have 16 tokens (of
-// 8 bits: or more), those of the others 16 or more; or keys are contiguous.
+// Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of
+// 16 tokens, or of a longer power of two (layout vllm: 8-bit caches only).
 void paged_attention_prefill_64(const PagedAttentionParams& params, const PrefillLaunch& launch,
                                 void* stream);
 void paged_attention_prefill_96(const PagedAttentionParams& params, const PrefillLaunch& launch,

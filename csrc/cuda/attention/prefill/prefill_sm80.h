@@ -1,13 +1,12 @@
-// The kernels of paged_attention for many query rows that need no more than sm_80, one small file
-// per type and form of pages so that they compile side by side.
+// Launchers of the sm80 prefill kernels: one file per cache type and layout of a stage, so that
+// they compile in parallel.
 #pragma once
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/prefill/prefill.h"
 
 namespace vllm_kernels::cuda {
 
-// Cache and query are of the
-// type of the name, or the query of any 16-bit type beside a cache of 8 bits.
+// f16, bf16: type of query and cache. 8bit: any 8-bit cache, with any 16-bit query.
 void paged_attention_prefill_sm80_f16_pages(const PagedAttentionParams& params,
                                             const KernelChoice& choice, const PrefillLaunch& launch,
                                             void* stream);

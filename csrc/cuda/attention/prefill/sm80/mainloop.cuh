@@ -1,16 +1,15 @@
-// Attention of 16 or 32 query rows over a tile of tokens, by one of a block's warps
-// (attention/prefill/sm80/prefill_kernel.cuh), on the tensor cores as every architecture from sm_80
-// on has them:
-//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers where they suffice
+// The mma.sync mainloop of one warp: 16 or 32 query rows against a KV tile of 64 tokens. It needs
+// sm_80; prefill_kernel.cuh drives it.
+//   S [16 rows, tokens] = Q [16, D] K^T [D, tokens]       Q in registers where there is room
 //   O [16 rows, D]     += P [16, tokens] V [tokens, D]    P in registers: S's fragments are A's
-// Two tiles of 16 rows share what a warp reads of K and V: with one, shared memory and not the
-// tensor cores would be the limit (512 bytes for 2 products of m16n8k16, not for 4).
+// Two row tiles of 16 share each ldmatrix of K and V. With one, shared memory is the limit, not the
+// tensor cores: 512 bytes feed 2 mma.m16n8k16 instead of 4.
 //
-// How a tile of 64 tokens lies in shared memory, in 16 bits:
-//   K          rows of tokens, as kv_smem_layout.cuh has them (form kSwizzledRows)
-//   V, kRows   likewise; transposed by ldmatrix
-//   V, kPages  (layout vllm) V^T: D rows of 64 tokens, 128 bytes, whose chunks of 8 tokens are
-//              permuted by chunk ^ value_swizzle(d)
+// Layout of a KV tile in shared memory, 16-bit elements:
+//   K                 rows of tokens, form kSwizzledRows of kv_smem_layout.cuh
+//   V, kSwizzledRows  the same; ldmatrix transposes it
+//   V, kPackedPages   (layout vllm) V^T: D rows of 64 tokens, 128 bytes. Chunks of 8 tokens are
+//                     permuted by chunk ^ value_swizzle(d).
 #pragma once
 #include <algorithm>
 
@@ -25,11 +24,10 @@
 
 namespace vllm_kernels::cuda {
 
-// What one block works on.
-// kCacheIs8Bit: the cache's elements have 8 bits, and T is fp16.
+// Sizes of the kernel. An 8-bit cache is upcast to fp16: then T is fp16.
 template <typename Element, int kSize, KvForm kKvForm, bool kIs8BitCache>
 struct Sm80Config {
-  using T = Element;  // of the products
+  using T = Element;  // type of the mma operands
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kCacheIs8Bit = kIs8BitCache;
@@ -37,17 +35,17 @@ struct Sm80Config {
   static constexpr int kRowTiles = kSizes.row_tiles;
   static constexpr int kWarpRows = kSizes.warp_rows();
   static constexpr int kWarps = PrefillSm80Sizes::kMaxWarps, kThreads = 32 * kWarps;  // at most
-  static constexpr int kTokens = 64;                                                  // of a tile
+  static constexpr int kTokens = 64;  // of a KV tile
   static constexpr int kStages = kSizes.max_stages;
-  static constexpr int kHeldSteps = kSizes.held_steps;
+  static constexpr int kRegisterSteps = kSizes.held_steps;
   static constexpr int kTileBytes = kSizes.tile_bytes;
-  static constexpr int kCopied = kCacheIs8Bit ? 16 : 8;  // elements of a 16-byte copy
-  static constexpr int kPieces = kSizes.chunks;
+  static constexpr int kChunkElements = kCacheIs8Bit ? 16 : 8;  // elements of a 16-byte copy
+  static constexpr int kLaneChunks = kSizes.chunks;
   static constexpr int kRawBytes = kSizes.raw_bytes;
 };
 
-// Any 4 consecutive rows exchange different pairs of chunks, any 8 different chunks: neither the
-// copies' writes nor ldmatrix's reads meet in a bank.
+// Swizzle of V^T: 8 consecutive rows have different values, 4 consecutive ones different pairs. So
+// neither the writes of the copies nor the reads of ldmatrix have bank conflicts.
 __device__ __forceinline__ uint32_t value_swizzle(uint32_t d) {
   return (d & 3) << 1 | (d >> 2 & 1);
 }
@@ -57,39 +55,39 @@ struct Sm80Mma {
   using T = typename Config::T;
   using Addresses = KvFragments<T, Config::kHeadSize, Config::kTokens, KvForm::kSwizzledRows>;
   static constexpr int kRowTiles = Config::kRowTiles;
-  static constexpr int kSteps = Config::kHeadSize / 16, kHeldSteps = Config::kHeldSteps;
+  static constexpr int kSteps = Config::kHeadSize / 16, kRegisterSteps = Config::kRegisterSteps;
   static constexpr int kOutTiles = Config::kHeadSize / 8;
   static constexpr int kScoreTiles = Config::kTokens / 8;
-  static constexpr bool kRows = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   using Scores = float[kRowTiles][kScoreTiles][4];
 
-  uint32_t query[kRowTiles][std::max(1, kHeldSteps)][4];
-  uint32_t query_rest;  // address of this thread's further steps
+  uint32_t query[kRowTiles][std::max(1, kRegisterSteps)][4];
+  uint32_t smem_query;  // shared address of this lane's other steps
   float out[kRowTiles][kOutTiles][4];
   float row_max[kRowTiles][2];    // log2 units; see kRescaleThreshold
-  float sum[kRowTiles][2];        // this lane's columns only
-  uint32_t key_lane, value_lane;  // what a lane adds to the addresses of K and V
+  float sum[kRowTiles][2];        // partial: of this lane's columns
+  uint32_t key_lane, value_lane;  // this lane's byte offset in a tile of K and of V
 
-  // Row r (of 2) of this lane in row tile `tile`, of the warp's rows.
+  // The warp's row that is row r (of 2) of this lane in row tile `tile`.
   static __device__ __forceinline__ int row_of(int lane, int tile, int r) {
     return tile * 16 + lane / 4 + 8 * r;
   }
 
   __device__ __forceinline__ void set_addresses(int lane) {
     const int row = lane & 7, second = lane >> 3 & 1, upper = lane >> 4;
-    // A B operand is two matrices in neighbouring registers.
+    // A B operand is two matrices, in consecutive registers of one ldmatrix.
     // K matrices: (tokens 0-7, chunk 0) (0-7, 1) (8-15, 0) (8-15, 1).
     key_lane = (row + upper * 8) * kColumnBytes + (second ^ row) * 16;
     // V matrices: (tokens 0-7, dims 0-7) (8-15, 0-7) (0-7, 8-15) (8-15, 8-15).
-    if constexpr (kRows) {
+    if constexpr (kRowForm) {
       value_lane = (row + second * 8) * kColumnBytes + (upper ^ row) * 16;
     } else {
       value_lane = (row + upper * 8) * kColumnBytes + (second ^ value_swizzle(row)) * 16;
     }
   }
 
-  // `start(row)` points to a query row of type Query, null where there is none. An 8-bit cache's
-  // rows are scaled by powers of two to fp16; factors[row] undoes that.
+  // `start(row)` returns a pointer to a query row of type Query, or null. For an 8-bit cache each
+  // row is scaled by a power of two to fp16; factors[row] undoes that.
   template <typename Query, typename Start>
   __device__ __forceinline__ void load_query(const Start& start, int head_size, float* factors,
                                              int lane) {
@@ -112,11 +110,11 @@ struct Sm80Mma {
       }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        if (k < kHeldSteps) {
+        if (k < kRegisterSteps) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) query[tile][k][j] = loaded[k][j];
         } else {
-          store_shared(rest_at(tile, k),
+          store_shared(smem_query_at(tile, k),
                        uint4{loaded[k][0], loaded[k][1], loaded[k][2], loaded[k][3]});
         }
       }
@@ -140,8 +138,8 @@ struct Sm80Mma {
     }
   }
 
-  // Of a tile's tokens. `key`: their K.
-  __device__ __forceinline__ void multiply_keys(Scores& scores, uint32_t key) const {
+  // S = Q K^T of a KV tile. `key`: shared address of K.
+  __device__ __forceinline__ void compute_scores(Scores& scores, uint32_t key) const {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -157,49 +155,50 @@ struct Sm80Mma {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) query_step(a[tile], tile, k);
 #pragma unroll
-      for (int part = 0; part < kScoreTiles / 2; ++part) {
+      for (int step = 0; step < kScoreTiles / 2; ++step) {
         uint32_t b[4];
         load_matrices(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
-                             part * 16 * kColumnBytes);
+                             step * 16 * kColumnBytes);
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          mma_m16n8k16<T>(scores[tile][2 * part], a[tile], b[0], b[1]);
-          mma_m16n8k16<T>(scores[tile][2 * part + 1], a[tile], b[2], b[3]);
+          mma_m16n8k16<T>(scores[tile][2 * step], a[tile], b[0], b[1]);
+          mma_m16n8k16<T>(scores[tile][2 * step + 1], a[tile], b[2], b[3]);
         }
       }
     }
   }
 
-  // unit(tile, r): from a row's score to log2 units.
-  template <typename Unit>
-  __device__ __forceinline__ void online_softmax(Scores& scores, const Unit& score_scale) {
-    float largest[kRowTiles][2];
-    bool higher = false;
+  // Scores become P, and out, sum and row_max are updated. score_scale(tile, r): the factor from a
+  // row's scores to log2 units.
+  template <typename ScoreScale>
+  __device__ __forceinline__ void online_softmax(Scores& scores, const ScoreScale& score_scale) {
+    float local_max[kRowTiles][2];
+    bool exceeds = false;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float most = fmaxf(scores[tile][0][2 * r], scores[tile][0][2 * r + 1]);
+        float lane_max = fmaxf(scores[tile][0][2 * r], scores[tile][0][2 * r + 1]);
 #pragma unroll
         for (int i = 1; i < kScoreTiles; ++i) {
-          most = fmaxf(most, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
+          lane_max = fmaxf(lane_max, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
         }
-        largest[tile][r] = most * score_scale(tile, r);
-        higher |= largest[tile][r] > row_max[tile][r] + kRescaleThreshold;
+        local_max[tile][r] = lane_max * score_scale(tile, r);
+        exceeds |= local_max[tile][r] > row_max[tile][r] + kRescaleThreshold;
       }
     }
-    // Most steps move no maximum, and ask no more than this vote.
-    if (__any_sync(0xffffffffu, higher)) raise_row_max(largest);
+    // Most KV tiles raise no row_max and need only this vote.
+    if (__any_sync(0xffffffffu, exceeds)) raise_row_max(local_max);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float scale = score_scale(tile, r), less = -row_max[tile][r];
+        const float scale = score_scale(tile, r), negative_max = -row_max[tile][r];
 #pragma unroll
         for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
           for (int j = 2 * r; j < 2 * r + 2; ++j) {
-            scores[tile][i][j] = exp2_approx(fmaf(scores[tile][i][j], scale, less));
+            scores[tile][i][j] = exp2_approx(fmaf(scores[tile][i][j], scale, negative_max));
             sum[tile][r] += scores[tile][i][j];
           }
         }
@@ -207,28 +206,28 @@ struct Sm80Mma {
     }
   }
 
-  // Weights of a tile's tokens, whose V is at `value`.
-  __device__ __forceinline__ void multiply_values(const Scores& scores, uint32_t value) {
+  // O += P V of a KV tile. `scores` holds P. `value`: shared address of V.
+  __device__ __forceinline__ void accumulate_out(const Scores& scores, uint32_t value) {
     const uint32_t lane_at = value + value_lane;
 #pragma unroll
-    for (int part = 0; part < kScoreTiles / 2; ++part) {
+    for (int step = 0; step < kScoreTiles / 2; ++step) {
       uint32_t probs[kRowTiles][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float (&from)[4] = scores[tile][2 * part + j / 2];
+          const float (&from)[4] = scores[tile][2 * step + j / 2];
           probs[tile][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
         }
       }
       uint32_t at = lane_at;
-      if constexpr (!kRows) at ^= part * 32;
+      if constexpr (!kRowForm) at ^= step * 32;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t b[4];
-        if constexpr (kRows) {
+        if constexpr (kRowForm) {
           load_transposed(b, (at ^ k % 4 * 32) + k / 4 * kColumnStride<Config::kTokens> +
-                                 part * 16 * kColumnBytes);
+                                 step * 16 * kColumnBytes);
         } else {
           load_matrices(b, at + k * 16 * kColumnBytes);
         }
@@ -241,21 +240,21 @@ struct Sm80Mma {
     }
   }
 
-  // Row r of row tile `tile`, times `scale`, as elements of type Out: 16 bytes a lane and 32
-  // dimensions. All lanes; `there`: whether the row is to be written.
+  // Writes row r of row tile `tile`, times `scale`, as elements of type Out. Each lane stores 16
+  // bytes per 32 dimensions. All lanes call it; `present`: whether the row exists.
   template <typename Out>
   __device__ __forceinline__ void store(Out* row, bool present, int head_size, int tile, int r,
                                         float scale, int lane) const {
     const int quarter = lane % 4;
 #pragma unroll
     for (int block = 0; block < kOutTiles / 4; ++block) {
-      uint32_t pairs[4];  // this lane's of 4 times 8 dimensions
+      uint32_t pairs[4];  // this lane's 2 dimensions of 4 groups of 8
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&from)[4] = out[tile][block * 4 + i];
         pairs[i] = pack2<Out>(from[2 * r] * scale, from[2 * r + 1] * scale);
       }
-      // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
+      // A 4 x 4 transpose: a lane gets all four pairs of one group of 8 dimensions.
       quad_transpose(pairs, quarter);
       if (present && block * 32 + quarter * 8 < head_size) {
         *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
@@ -265,15 +264,15 @@ struct Sm80Mma {
   }
 
  private:
-  __device__ __forceinline__ uint32_t rest_at(int tile, int k) const {
-    return query_rest + (tile * (kSteps - kHeldSteps) + k - kHeldSteps) * 32 * 16;
+  __device__ __forceinline__ uint32_t smem_query_at(int tile, int k) const {
+    return smem_query + (tile * (kSteps - kRegisterSteps) + k - kRegisterSteps) * 32 * 16;
   }
   __device__ __forceinline__ void query_step(uint32_t (&a)[4], int tile, int k) const {
-    if (k < kHeldSteps) {
+    if (k < kRegisterSteps) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[j] = query[tile][k][j];
     } else {
-      const float4 from = load_shared<float4>(rest_at(tile, k));
+      const float4 from = load_shared<float4>(smem_query_at(tile, k));
       a[0] = __float_as_uint(from.x);
       a[1] = __float_as_uint(from.y);
       a[2] = __float_as_uint(from.z);
@@ -281,7 +280,7 @@ struct Sm80Mma {
     }
   }
 
-  // Row r of this lane's to fp16; gives what undoes its scaling.
+  // Scales row r of this lane to fp16. Returns the factor that undoes the scaling.
   template <typename Query>
   static __device__ __forceinline__ float to_half(uint32_t (&loaded)[kSteps][4], int r) {
     if constexpr (std::is_same_v<Query, __half>) {
@@ -291,13 +290,13 @@ struct Sm80Mma {
         const uint32_t pair = loaded[i / 2][i % 2 * 2 + r];
         return to_float(bits_as<Query>(static_cast<uint16_t>(j == 0 ? pair : pair >> 16)));
       };
-      float largest = 0.0f;
+      float local_max = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
-        largest = fmaxf(largest, fmaxf(fabsf(at(i, 0)), fabsf(at(i, 1))));
+        local_max = fmaxf(local_max, fmaxf(fabsf(at(i, 0)), fabsf(at(i, 1))));
       }
-      largest = quad_max(largest);
-      const int exponent = power_for_half(largest);
+      local_max = quad_max(local_max);
+      const int exponent = power_for_half(local_max);
       const float factor = exp2f(static_cast<float>(exponent));
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
@@ -307,16 +306,17 @@ struct Sm80Mma {
     }
   }
 
-  // `largest`: of this lane's scores of each row.
-  __device__ __forceinline__ void raise_row_max(const float (&largest)[kRowTiles][2]) {
+  // Raises row_max and rescales sum and out. `local_max`: the maximum of this lane's scores of each
+  // row, log2 units.
+  __device__ __forceinline__ void raise_row_max(const float (&local_max)[kRowTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float updated = quad_max(fmaxf(row_max[tile][r], largest[tile][r]));
-        factor[r] = exp2_approx(row_max[tile][r] - updated);
-        row_max[tile][r] = updated;
+        const float new_max = quad_max(fmaxf(row_max[tile][r], local_max[tile][r]));
+        factor[r] = exp2_approx(row_max[tile][r] - new_max);
+        row_max[tile][r] = new_max;
         sum[tile][r] *= factor[r];
       }
 #pragma unroll

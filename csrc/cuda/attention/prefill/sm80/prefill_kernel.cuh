@@ -1,18 +1,19 @@
-// paged_attention and varlen_attention of many query rows a sequence on the tensor cores as every
-// architecture from sm_80 on has them. On Hopper it takes what
-// attention/prefill/sm90/prefill_kernel.cuh does not: other head sizes and pages, heads above 192
-// of 8 bits.
+// The sm80 prefill kernel: paged_attention and varlen_attention of many query rows, by mma.sync and
+// cp.async. On Hopper it runs what ../sm90/prefill_kernel.cuh does not support: other head sizes
+// and pages, and 8-bit caches with heads above 192.
 //
-// A block, one a multiprocessor, takes items (attention/prefill/tile_scheduler.cuh) one after the
-// other, over tiles of 64 tokens from the last to the first. Its warps copy tiles into stages
-// (attention/prefill/sm80/producer.cuh), one ahead, and attend, 16 or 32 of the rows each
-// (attention/prefill/sm80/mainloop.cuh). Barriers of the stages, not of the block, let warps fall
-// out of step: of the two that share a tensor core one multiplies while the other takes
-// exponentials.
+// Shapes: a work tile is 16 or 32 packed query rows a warp, up to 8 warps, against KV tiles of 64
+// tokens from the last to the first.
 //
-// What limits it on Hopper: a product takes its tensor core 6 cycles, and any other instruction
-// that reads registers another (benchmarks/probes/mma_sync.cu). So instructions are saved
-// everywhere.
+// Grid: one persistent CTA an SM. It takes work tiles from ../tile_scheduler.cuh. Every warp is
+// producer (producer.cuh, one KV tile ahead) and consumer (mainloop.cuh). Stages have mbarriers,
+// and the CTA is not synchronised. So warps drift apart: of two that share a tensor core, one
+// multiplies while the other takes exponentials.
+//
+// Early reads: none. All warps wait for the primary kernel first (PDL).
+//
+// The limit on Hopper is instruction issue. An mma holds its tensor core for 6 cycles, and any
+// other instruction that reads registers costs one more (benchmarks/probes/mma_sync.cu).
 #pragma once
 #include "cuda/attention/prefill/prefill_sm80.h"
 #include "cuda/attention/prefill/sm80/mainloop.cuh"
@@ -21,8 +22,8 @@
 
 namespace vllm_kernels::cuda {
 
-// Tokens that any row of a warp sees, and those that every row sees.
-struct alignas(16) WarpSight {
+// Tokens visible to any row of a warp, and tokens visible to every row.
+struct alignas(16) WarpVisible {
   int begin, end;
   int whole_begin, whole_end;
 };
@@ -30,25 +31,26 @@ struct alignas(16) WarpSight {
 template <typename Config>
 struct Sm80Shared {
   using Scheduler = PrefillTileScheduler<Config::kHeadSize, 0, Config::kTokens>;
-  // One warp writes the next while others end the last; seq < 0: there are no more.
+  // Three: one warp writes the next while others still end the one before. seq < 0: no more.
   Sm80Tile work_tiles[3];
-  // Of stages: their copies are there; nobody reads them any more.
+  // Of stages. full: the copies have landed; empty: all warps have released it.
   uint64_t full[Config::kStages], empty[Config::kStages];
-  uint32_t present[Config::kStages][2];  // bits, of a stage's tokens
-  // 8-bit caches: what undoes a query row's scaling, times K's scale.
+  uint32_t present[Config::kStages][2];  // bit t: token t of the stage has a valid page
+  // 8-bit caches: undoes a query row's scaling, times k_scale.
   float factors[Config::kCacheIs8Bit ? Config::kWarps * Config::kWarpRows : 1];
-  WarpSight sights[Config::kWarps];
-  GroupAddress addresses[kShares][kListedTiles];
-  alignas(Scheduler) char plans[32 * sizeof(Scheduler)];  // the first warp's lanes'
+  WarpVisible warp_visible[Config::kWarps];
+  GroupAddress addresses[kCopyParts][kListedTiles];
+  alignas(
+      Scheduler) char scheduler_storage[32 * sizeof(Scheduler)];  // a scheduler per lane of warp 0
 
   __device__ __forceinline__ Scheduler& scheduler(int lane) {
-    return reinterpret_cast<Scheduler*>(plans)[lane];
+    return reinterpret_cast<Scheduler*>(scheduler_storage)[lane];
   }
 };
 
-// What one warp does with an item, tile by tile.
+// The consumer side of a warp: a work tile, KV tile by KV tile.
 template <typename Config>
-struct Sm80Rows {
+struct Sm80Consumer {
   using T = typename Config::T;
   using Mma = Sm80Mma<Config>;
   static constexpr int kRowTiles = Config::kRowTiles, kWarpRows = Config::kWarpRows;
@@ -56,11 +58,11 @@ struct Sm80Rows {
 
   const PagedAttentionParams& p;
   const Sm80Shape& shape;
-  float* factors;     // of the block's rows
-  WarpSight* sights;  // of the block's warps
+  float* factors;             // of the CTA's rows
+  WarpVisible* warp_visible;  // of the CTA's warps
   Mma tile;
 
-  // Asked for where they are needed: registers are short.
+  // Recomputed at each use, to save registers.
   static __device__ __forceinline__ int lane() { return opaque(threadIdx.x) % 32; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * kWarpRows; }
 
@@ -76,11 +78,11 @@ struct Sm80Rows {
     head = work_tile.kv_head * shape.scheduler.group + index - token * shape.scheduler.group;
     return token;
   }
-  __device__ __forceinline__ bool has(const PrefillTile& work_tile, int row) const {
+  __device__ __forceinline__ bool has_row(const PrefillTile& work_tile, int row) const {
     return first_row() + row < work_tile.rows;
   }
 
-  __device__ __forceinline__ uint64_t head_offset(int head) const {  // unsigned: one instruction
+  __device__ __forceinline__ uint64_t head_offset(int head) const {  // unsigned: one multiplication
     return uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(p.kv.head_size);
   }
 
@@ -90,7 +92,7 @@ struct Sm80Rows {
         [&](int row) -> const Query* {
           int head;
           const int token = token_of_row(work_tile, row, head);
-          if (!has(work_tile, row)) return nullptr;
+          if (!has_row(work_tile, row)) return nullptr;
           return static_cast<const Query*>(p.query) +
                  static_cast<int64_t>(work_tile.first_query + token) * p.query_stride +
                  head_offset(head);
@@ -110,53 +112,58 @@ struct Sm80Rows {
     }
     tile.clear();
     if (lane() == 0) {
-      WarpSight sight = {.begin = 0, .end = INT32_MIN, .whole_begin = 0, .whole_end = 0};
-      if (has(work_tile, 0)) {
+      WarpVisible visible_range = {.begin = 0, .end = INT32_MIN, .whole_begin = 0, .whole_end = 0};
+      if (has_row(work_tile, 0)) {
         int head;
         const int low = work_tile.position + token_of_row(work_tile, 0, head);
         const int high = work_tile.position + token_of_row(work_tile, kWarpRows - 1, head);
-        const VisibleTokens any = visible_tokens(p, low, high, work_tile.length);
-        const VisibleTokens every = visible_tokens(p, high, low, work_tile.length);
-        sight = {
-            .begin = any.begin, .end = any.end, .whole_begin = every.begin, .whole_end = every.end};
+        const VisibleTokens to_any = visible_tokens(p, low, high, work_tile.length);
+        const VisibleTokens to_every = visible_tokens(p, high, low, work_tile.length);
+        visible_range = {.begin = to_any.begin,
+                         .end = to_any.end,
+                         .whole_begin = to_every.begin,
+                         .whole_end = to_every.end};
       }
-      sights[threadIdx.x / 32] = sight;
+      warp_visible[threadIdx.x / 32] = visible_range;
     }
     __syncwarp();
   }
 
-  // A tile whose K, V and present tokens (a bit each) lie at these addresses.
-  __device__ __forceinline__ void attend(const Sm80Tile& work_tile, int tile_index, uint32_t key,
-                                         uint32_t value, const uint32_t* present) {
+  // Processes a KV tile. `key` and `value` are shared addresses; `present` has a bit per token.
+  __device__ __forceinline__ void consume_tile(const Sm80Tile& work_tile, int tile_index,
+                                               uint32_t key, uint32_t value,
+                                               const uint32_t* present) {
     const int first = tile_index * kTokens;
-    const WarpSight sight = sights[threadIdx.x / 32];
-    if (first >= sight.end || first + kTokens <= sight.begin) return;
+    const WarpVisible visible_range = warp_visible[threadIdx.x / 32];
+    if (first >= visible_range.end || first + kTokens <= visible_range.begin) return;
     const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
     typename Mma::Scores scores;
-    tile.multiply_keys(scores, key);
-    if (adjusts) adjust(work_tile, first, scores);
+    tile.compute_scores(scores, key);
+    if (adjusts) modify_scores(work_tile, first, scores);
     const uint64_t tokens = present[0] | uint64_t{present[1]} << 32;
-    if (tokens != ~uint64_t{0} || first < sight.whole_begin || first + kTokens > sight.whole_end) {
+    if (tokens != ~uint64_t{0} || first < visible_range.whole_begin ||
+        first + kTokens > visible_range.whole_end) {
       mask(work_tile, first, tokens, scores);
     }
     tile.online_softmax(scores, [&](int t, int r) { return adjusts ? 1.0f : score_scale(t, r); });
-    tile.multiply_values(scores, value);
+    tile.accumulate_out(scores, value);
   }
 
-  __device__ __forceinline__ void finish(const PrefillTile& work_tile) const {
+  __device__ __forceinline__ void write_tile(const PrefillTile& work_tile) const {
     if (!Config::kCacheIs8Bit) return store<T>(work_tile);
     p.dtype == DType::kFloat16 ? store<Half>(work_tile) : store<BFloat16>(work_tile);
   }
 
  private:
-  // From a row's product to log2 units.
+  // The factor from a row's scores to log2 units.
   __device__ __forceinline__ float score_scale(int tile_index, int r) const {
     if constexpr (!Config::kCacheIs8Bit) return shape.scheduler.softmax_scale_log2;
     return shape.scheduler.softmax_scale_log2 *
            factors[first_row() + Mma::row_of(lane(), tile_index, r)];
   }
 
-  // action(score, tile_index, r, column) for all of this lane's; columns are relative to its first.
+  // Calls action(score, column) for this lane's scores of row r in row tile t. Columns are relative
+  // to its first.
   template <typename Action>
   static __device__ __forceinline__ void each_score(typename Mma::Scores& scores, int t, int r,
                                                     const Action& action) {
@@ -167,9 +174,9 @@ struct Sm80Rows {
     }
   }
 
-  // Scores to log2 units, capped and biased.
-  __device__ __forceinline__ void adjust(const PrefillTile& work_tile, int first,
-                                         typename Mma::Scores& scores) const {
+  // Scores to log2 units, then softcap and ALiBi.
+  __device__ __forceinline__ void modify_scores(const PrefillTile& work_tile, int first,
+                                                typename Mma::Scores& scores) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
@@ -180,19 +187,20 @@ struct Sm80Rows {
         const float scale = score_scale(t, r);
         each_score(scores, t, r, [&](float& score, int) { score *= scale; });
         if (p.softcap > 0.0f) {
-          each_score(scores, t, r, [&](float& score, int) { score = capped(shape.cap, score); });
+          each_score(scores, t, r,
+                     [&](float& score, int) { score = apply_softcap(shape.cap, score); });
         }
         if (p.alibi_slopes != nullptr) {
           const float slope = p.alibi_slopes[head] * kLog2E;
           each_score(scores, t, r, [&](float& score, int column) {
-            score = biased(slope, distance + column, score);
+            score = apply_alibi(slope, distance + column, score);
           });
         }
       }
     }
   }
 
-  // `tokens`: whose pages are there.
+  // `tokens`: bits of the tokens with a valid page.
   __device__ __forceinline__ void mask(const Sm80Tile& work_tile, int first, uint64_t tokens,
                                        typename Mma::Scores& scores) const {
     const int column = lane() % 4 * 2;
@@ -203,10 +211,10 @@ struct Sm80Rows {
       for (int r = 0; r < 2; ++r) {
         int head;
         const int position = work_tile.position + token_of_row(work_tile, t, r, head);
-        const VisibleTokens visible_here = visible_tokens(p, position, position, work_tile.length);
-        const int before = first + column;
-        const uint64_t visible = tokens & tokens_until(visible_here.end - before) &
-                                 ~tokens_until(visible_here.begin - before);
+        const VisibleTokens range = visible_tokens(p, position, position, work_tile.length);
+        const int lane_token = first + column;
+        const uint64_t visible =
+            tokens & tokens_until(range.end - lane_token) & ~tokens_until(range.begin - lane_token);
         each_score(scores, t, r, [&](float& score, int at) {
           if ((visible >> at & 1) == 0) score = -INFINITY;
         });
@@ -227,7 +235,7 @@ struct Sm80Rows {
         const int64_t token = work_tile.first_query + token_of_row(work_tile, t, r, head);
         const RowResult result =
             row_result(p, work_tile.kv_head, head, tile.row_max[t][r], quad_sum(tile.sum[t][r]));
-        const bool present = has(work_tile, Mma::row_of(lane(), t, r));
+        const bool present = has_row(work_tile, Mma::row_of(lane(), t, r));
         tile.template store<Out>(
             static_cast<Out*>(p.out) + token * p.out_stride + head_offset(head), present,
             p.kv.head_size, t, r, result.scale, lane());
@@ -248,10 +256,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ Shared shared;
   if (!shape.has_concurrent_launch) launch_dependents();
   wait_for_primary_kernel();
-  // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
+  // After the PDL wait: the concurrent launch reads the primary kernel's results without a wait of
+  // its own.
   if (shape.has_concurrent_launch) launch_dependents();
 
-  // Item `index`, or that there are no more, to items[slot]. The first warp.
+  // Writes work tile `index`, or seq = -1, to work_tiles[slot]. Warp 0.
   const auto put_tile = [&](typename Shared::Scheduler& scheduler, uint32_t index, int slot) {
     const int lane = threadIdx.x % 32;
     Sm80Tile& work_tile = shared.work_tiles[slot];
@@ -262,7 +271,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     scheduler.get_tile(p, shape.scheduler, index, lane, work_tile);
     if (lane != 0) return;
     work_tile.length = key_range(p, work_tile.seq).count;
-    work_tile.asks_at = work_tile.first_tile + (work_tile.tiles > 1 ? 1 : 0);
+    work_tile.request_tile = work_tile.first_tile + (work_tile.tiles > 1 ? 1 : 0);
   };
   if (threadIdx.x < 32) {
     typename Shared::Scheduler scheduler;
@@ -273,7 +282,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     const int arrivals = blockDim.x / 32 * kWarpArrivals;
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      // Every lane's copies of a tile arrive, and the lane that says which tokens are there.
+      // 16-bit: each lane's cp.async arrives, and each warp for its write of `present`.
       barrier_init(shared_address(&shared.full[stage]),
                    arrivals + (Config::kCacheIs8Bit ? 0 : blockDim.x));
       barrier_init(shared_address(&shared.empty[stage]), arrivals);
@@ -282,48 +291,49 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (shared.work_tiles[0].seq < 0) return;
 
-  // Made anew for every tile: what follows from the thread is not worth registers in between.
-  const auto copies = [&](uint32_t share) {
+  // Built anew for each KV tile: what depends on the thread would hold registers in between.
+  const auto producer = [&](uint32_t copy_part) {
     return Sm80Producer<Config>{.p = p,
                                 .shape = shape,
-                                .addresses = shared.addresses[share],
-                                .storage = shared_address(memory),
-                                .share = share,
+                                .addresses = shared.addresses[copy_part],
+                                .stages = shared_address(memory),
+                                .copy_part = copy_part,
                                 .lane = opaque(threadIdx.x) % 32u};
   };
-  // share(i) for all of this warp's shares of a tile's copies.
-  const auto each_share = [&](const auto& share) {
+  // Calls action(i) for this warp's parts of a KV tile's copies.
+  const auto for_each_part = [&](const auto& action) {
     uint32_t i = opaque(threadIdx.x) / 32u;
 #pragma unroll 1
     do {
-      share(i);
-    } while ((i += blockDim.x / 32) < kShares);
+      action(i);
+    } while ((i += blockDim.x / 32) < kCopyParts);
   };
-  Sm80Rows<Config> rows = {
-      .p = p, .shape = shape, .factors = shared.factors, .sights = shared.sights};
-  rows.tile.set_addresses(threadIdx.x % 32);
-  constexpr int kQueryRest =  // of a warp
-      Config::kRowTiles * (Config::kHeadSize / 16 - Config::kHeldSteps) * 32 * 16;
-  rows.tile.query_rest =
+  Sm80Consumer<Config> consumer = {
+      .p = p, .shape = shape, .factors = shared.factors, .warp_visible = shared.warp_visible};
+  consumer.tile.set_addresses(threadIdx.x % 32);
+  constexpr int kSmemQueryBytes =  // bytes of a warp
+      Config::kRowTiles * (Config::kHeadSize / 16 - Config::kRegisterSteps) * 32 * 16;
+  consumer.tile.smem_query =
       opaque(shared_address(memory) + shape.stages * 2 * Config::kTileBytes + Config::kRawBytes +
-             threadIdx.x / 32 * kQueryRest + threadIdx.x % 32 * 16);
+             threadIdx.x / 32 * kSmemQueryBytes + threadIdx.x % 32 * 16);
   const auto last_tile = [](const PrefillTile& work_tile) {
     return work_tile.first_tile + work_tile.tiles - 1;
   };
-  const auto after = [](int i, int count) { return i == count - 1 ? 0 : i + 1; };
-  // Into a stage as soon as it is empty. `phase`: of the barriers of its turn.
-  const auto start_copies = [&](const Sm80Tile& work_tile, int tile, bool begins, int stage,
+  const auto next_of = [](int i, int count) { return i == count - 1 ? 0 : i + 1; };
+  // Copies a KV tile to a stage once that is empty. `phase`: of the stage's full barrier.
+  const auto start_copies = [&](const Sm80Tile& work_tile, int tile, bool is_first, int stage,
                                 int phase) {
     barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
-    each_share([&](uint32_t share) {
-      copies(share).start(work_tile, tile, begins, stage, shared.present[stage]);
+    for_each_part([&](uint32_t copy_part) {
+      producer(copy_part).start(work_tile, tile, is_first, stage, shared.present[stage]);
     });
     if constexpr (!Config::kCacheIs8Bit) {
 #pragma unroll
-      for (int i = 0; i < Config::kStages; ++i) {  // the instruction wants an address of the warp's
+      for (int i = 0; i < Config::kStages;
+           ++i) {  // unrolled: the instruction needs a warp-uniform address
         if (i == stage) barrier_arrive_copies(shared_address(&shared.full[i]));
       }
-      // For what the lane itself has written: which tokens are there, and the item that follows.
+      // For what lanes write themselves: `present` and the next work tile.
       if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) {
         barrier_arrive(shared_address(&shared.full[stage]));
       }
@@ -332,26 +342,27 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   start_copies(shared.work_tiles[0], last_tile(shared.work_tiles[0]), true, 0, 0);
   int stage = 0, phase = 0, slot = 0;
 #pragma unroll 1
-  for (;; slot = after(slot, 3)) {
+  for (;; slot = next_of(slot, 3)) {
     const Sm80Tile& work_tile = shared.work_tiles[slot];
-    const auto next_slot = [&] { return after(opaque(slot), 3); };
-    rows.start(work_tile);
+    const auto next_slot = [&] { return next_of(opaque(slot), 3); };
+    consumer.start(work_tile);
     int tile = last_tile(work_tile);
 #pragma unroll 1
-    for (bool ends = false; !ends; --tile) {
+    for (bool is_last = false; !is_last; --tile) {
       const uint32_t full = shared_address(&shared.full[stage]);
       if constexpr (Config::kCacheIs8Bit) {
         wait_all_copies();
-        each_share(
-            [&](uint32_t share) { copies(share).warpgroup_fence_operand(work_tile, tile, stage); });
+        for_each_part(
+            [&](uint32_t copy_part) { producer(copy_part).dequantize(work_tile, tile, stage); });
         barrier_arrive_warp(full, opaque(threadIdx.x) % 32);
       }
-      const int first_tile = work_tile.first_tile, asks_at = work_tile.asks_at;
+      const int first_tile = work_tile.first_tile, request_tile = work_tile.request_tile;
       barrier_wait(full, phase);
-      ends = tile == first_tile;
-      // Late, so that no block holds items back that others could start. The last of all calls
-      // brings the counter back to 0. (That the item is there is seen by the next tile's barrier.)
-      if (tile == asks_at && threadIdx.x < 32) {
+      is_last = tile == first_tile;
+      // Requested late, so that a CTA does not hold a work tile that another could start. The last
+      // atomicInc of the launch wraps the counter to 0. The next KV tile's full barrier makes the
+      // work tile visible to the other warps.
+      if (tile == request_tile && threadIdx.x < 32) {
         typename Shared::Scheduler scheduler = shared.scheduler(threadIdx.x);
         const uint32_t count = scheduler.num_tiles();
         uint32_t index = count;
@@ -359,20 +370,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         put_tile(scheduler, __shfl_sync(0xffffffffu, index, 0), next_slot());
         shared.scheduler(threadIdx.x) = scheduler;
       }
-      if (ends && tile == asks_at) __syncthreads();  // the item that follows is there
-      const int next_stage = after(stage, shape.stages);
+      if (is_last && tile == request_tile) __syncthreads();  // the next work tile is written
+      const int next_stage = next_of(stage, shape.stages);
       const int next_phase = next_stage == 0 ? phase ^ 1 : phase;
-      const Sm80Tile& copied = shared.work_tiles[ends ? next_slot() : slot];
-      if (!ends || copied.seq >= 0) {
-        start_copies(copied, ends ? last_tile(copied) : tile - 1, ends, next_stage, next_phase);
+      const Sm80Tile& producer_tile = shared.work_tiles[is_last ? next_slot() : slot];
+      if (!is_last || producer_tile.seq >= 0) {
+        start_copies(producer_tile, is_last ? last_tile(producer_tile) : tile - 1, is_last,
+                     next_stage, next_phase);
       }
-      rows.attend(work_tile, tile, copies(0).key_at(stage), copies(0).value_at(stage),
-                  shared.present[stage]);
+      consumer.consume_tile(work_tile, tile, producer(0).key_at(stage), producer(0).value_at(stage),
+                            shared.present[stage]);
       barrier_arrive_warp(shared_address(&shared.empty[stage]), opaque(threadIdx.x) % 32);
       stage = next_stage;
       phase = next_phase;
     }
-    rows.finish(work_tile);
+    consumer.write_tile(work_tile);
     if (shared.work_tiles[next_slot()].seq < 0) return;
   }
 }
@@ -418,7 +430,7 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
                 dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 
-// The padded head size that `choice` names.
+// Launches the kernel of the padded head size in `choice`.
 template <typename T, KvForm kForm, bool kCacheIs8Bit>
 void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choice,
                          const PrefillLaunch& launch, void* stream) {

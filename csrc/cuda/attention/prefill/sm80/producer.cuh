@@ -1,10 +1,11 @@
-// How a tile of K and V reaches shared memory where the kernel for many query rows needs no more
-// than sm_80 (attention/prefill/sm80/prefill_kernel.cuh): by cp.async, all warps, a tile ahead.
+// The producer of the sm80 prefill kernel (prefill_kernel.cuh). All warps copy K and V with
+// cp.async in chunks of 16 bytes, one KV tile ahead.
 //
-// Copies are of 16 bytes. Where 16 tokens lie in one page, as most do, a warp knows their place
-// from a list that it makes for many tiles at once; else each token has a place of its own: pages
-// may have any length. An 8-bit cache's copies stay with the thread that asked for them; it widens
-// them into the tile of 16 bits.
+// Pages may have any length. Most groups of 16 tokens lie in one page. For these, a warp lists the
+// addresses of kListedTiles KV tiles at once. In all other groups each token has its own address.
+//
+// 8-bit caches: the chunks go to a raw buffer. The thread that copied a chunk upcasts it into the
+// KV tile.
 #pragma once
 #include "cuda/attention/prefill/sm80/mainloop.cuh"
 #include "cuda/base/kv_element.cuh"
@@ -15,8 +16,8 @@ namespace vllm_kernels::cuda {
 struct Sm80Shape {
   PrefillShape scheduler;
   ScoreCap cap;
-  bool has_concurrent_launch;  // sequences of few query tokens are the next launch's
-  int stages;                  // of K and V, in shared memory
+  bool has_concurrent_launch;  // a decode launch has the sequences of few query tokens
+  int stages;                  // KV tiles in shared memory
   uint32_t key_block, key_head;
   uint32_t key_token;  // 1 in layout vllm
   uint32_t key_chunk;  // layout vllm: to the next 16 bytes of a token
@@ -27,23 +28,23 @@ struct Sm80Shape {
 };
 
 struct Sm80Tile : PrefillTile {
-  int length;   // of the sequence
-  int asks_at;  // the tile at which the block asks for its next item
+  int length;        // of the sequence
+  int request_tile;  // the KV tile at which the CTA requests its next work tile
 };
 
-// Where 16 tokens lie that are one page's, or null: of a KV head, from the first token and
-// dimension on.
+// Address of a group of 16 tokens of one page and KV head: its first token and dimension. `key` is
+// null where the group has no single address.
 struct alignas(16) GroupAddress {
   const char* key;
   const char* value;
 };
-constexpr int kListedTiles = 32;  // one a lane
+constexpr int kListedTiles = 32;  // KV tiles, one a lane
 
-// Where a token of a group of 16 lies.
+// Address of one token.
 struct TokenAddress {
-  uint64_t key, value;  // units of 16 bytes; value in layout vllm: of its page's row 0
+  uint64_t key, value;  // units of 16 bytes; V of layout vllm: of its page's first token
   int in_page;
-  bool present;  // its page is
+  bool present;  // its page is valid
 
   __device__ __forceinline__ TokenAddress of_lane(int lane) const {
     return {.key = __shfl_sync(0xffffffffu, key, lane),
@@ -53,118 +54,120 @@ struct TokenAddress {
   }
 };
 
-// A warp's share of a block's copies of a tile, of kShares: of the share % 4-th 16 tokens, and of
-// the share / 4-th half of their dimensions; a lane's pieces are of 16 bytes.
-constexpr int kShares = 8;
+// The copies of a KV tile are cut into kCopyParts, one for a warp at a time. Part i has tokens
+// 16 (i % 4) .. + 15, and half i / 4 of their dimensions.
+constexpr int kCopyParts = 8;
 template <typename Config>
 struct Sm80Producer {
-  static constexpr bool kRows = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   static constexpr int kHeadSize = Config::kHeadSize;
   static constexpr int kGroups = Config::kTokens / 16;
-  static constexpr int kElements = Config::kCopied;        // of a copy
-  static constexpr int kPieces = Config::kPieces;          // of a lane, of K and of V
-  static constexpr int kChunks = 2 * kPieces;              // of a token, a warp's
-  static constexpr int kDimensions = kChunks * kElements;  // a warp's
-  // Rows: lanes side by side in one, and the pieces of a lane in one.
-  static constexpr int kAcross = kChunks & -kChunks, kTimes = kChunks / kAcross;
+  static constexpr int kChunkElements = Config::kChunkElements;      // of a 16-byte chunk
+  static constexpr int kLaneChunks = Config::kLaneChunks;            // of K, and as many of V
+  static constexpr int kTokenChunks = 2 * kLaneChunks;               // of a token, in a part
+  static constexpr int kDimensions = kTokenChunks * kChunkElements;  // of a part
+  // kRowForm: adjacent lanes that copy one row, and chunks of a lane in that row.
+  static constexpr int kRowLanes = kTokenChunks & -kTokenChunks,
+                       kRowChunks = kTokenChunks / kRowLanes;
   static constexpr uint32_t kTileBytes = Config::kTileBytes;
 
   const PagedAttentionParams& p;
   const Sm80Shape& shape;
-  GroupAddress* addresses;  // of the share's groups in kListedTiles tiles
-  uint32_t storage;         // stages of K and V, then the raw copies
-  uint32_t share, lane;
+  GroupAddress* addresses;  // list of this part's groups
+  uint32_t stages;          // shared address of the stages of K and V, then of the raw chunks
+  uint32_t copy_part, lane;
 
   __device__ __forceinline__ uint32_t key_at(int stage) const {
-    return storage + stage * 2 * kTileBytes;
+    return stages + stage * 2 * kTileBytes;
   }
   __device__ __forceinline__ uint32_t value_at(int stage) const {
     return key_at(stage) + kTileBytes;
   }
-  // First of the share's 16 tokens.
+  // First token of this part's group in a KV tile.
   __device__ __forceinline__ int first_of(int tile) const {
     return tile * Config::kTokens + static_cast<int>(group()) * 16;
   }
 
-  // Starts the copies of a tile, and says which of its tokens are there. All warps. `begins`: it is
-  // the item's first, that is its last tile; the others follow in order.
-  __device__ __forceinline__ void start(const Sm80Tile& work_tile, int tile, bool begins, int stage,
-                                        uint32_t (&present)[2]) const {
-    if (begins || (tile & kListedTiles - 1) == kListedTiles - 1) list_addresses(work_tile, tile);
+  // Starts the copies of a KV tile, and writes which of its tokens are present. All warps call it,
+  // for the KV tiles of a work tile in order, from the last to the first. `is_first`: the first
+  // call of the work tile.
+  __device__ __forceinline__ void start(const Sm80Tile& work_tile, int tile, bool is_first,
+                                        int stage, uint32_t (&present)[2]) const {
+    if (is_first || (tile & kListedTiles - 1) == kListedTiles - 1) list_addresses(work_tile, tile);
     const GroupAddress address = addresses[tile & kListedTiles - 1];
-    uint32_t bits = ~0u;
+    uint32_t present_tokens = ~0u;
     if (address.key != nullptr) {
       copy_group(address, stage);
     } else {
       const int first = first_of(tile);
       const TokenAddress token = locate(work_tile, first + lane % 16);
-      bits =
+      present_tokens =
           ~__ballot_sync(0xffffffffu, !token.present && is_visible(work_tile, first + lane % 16));
-      if constexpr (kRows) {
+      if constexpr (kRowForm) {
         copy_rows(token, stage);
       } else {
         copy_pages(work_tile, first, token, stage);
-        if (!Config::kCacheIs8Bit) hide_values(hidden_tokens(work_tile, first), stage);
+        if (!Config::kCacheIs8Bit) mask_values(masked_tokens(work_tile, first), stage);
       }
     }
-    if (lane == 0 && share < kGroups) {
-      reinterpret_cast<uint16_t*>(present)[share] = static_cast<uint16_t>(bits);
+    if (lane == 0 && copy_part < kGroups) {
+      reinterpret_cast<uint16_t*>(present)[copy_part] = static_cast<uint16_t>(present_tokens);
     }
   }
 
-  // 8-bit caches, once this thread's copies of a tile are there: the tile as it is to lie.
-  __device__ __forceinline__ void warpgroup_fence_operand(const Sm80Tile& work_tile, int tile,
-                                                          int stage) const {
-    const int hidden = kRows ? 0 : hidden_tokens(work_tile, first_of(tile));
+  // 8-bit caches: upcasts the chunks that this thread has copied into the KV tile.
+  __device__ __forceinline__ void dequantize(const Sm80Tile& work_tile, int tile, int stage) const {
+    const int masked = kRowForm ? 0 : masked_tokens(work_tile, first_of(tile));
     switch (p.kv.dtype) {
       case DType::kFp8E4M3:
-        return dequantize_stage<__nv_fp8_e4m3>(hidden, stage);
+        return dequantize_stage<__nv_fp8_e4m3>(masked, stage);
       case DType::kFp8E5M2:
-        return dequantize_stage<__nv_fp8_e5m2>(hidden, stage);
+        return dequantize_stage<__nv_fp8_e5m2>(masked, stage);
       default:
-        return dequantize_stage<int8_t>(hidden, stage);
+        return dequantize_stage<int8_t>(masked, stage);
     }
   }
 
  private:
-  __device__ __forceinline__ uint32_t group() const { return share % kGroups; }
-  // A lane's i-th piece of K, and of V in rows: `chunk` of a token of the 16.
+  __device__ __forceinline__ uint32_t group() const { return copy_part % kGroups; }
+  // Chunk i of this lane, of K and of V in rows: token (of 16) and chunk of that token.
   __device__ __forceinline__ uint32_t token(int i) const {
-    return kRows ? lane / kAcross + 32 / kAcross * (i / kTimes) : lane % 16;
+    return kRowForm ? lane / kRowLanes + 32 / kRowLanes * (i / kRowChunks) : lane % 16;
   }
   __device__ __forceinline__ uint32_t chunk(int i) const {
-    return share / kGroups * kChunks +
-           (kRows ? lane % kAcross + i % kTimes * kAcross : lane / 16 + 2 * i);
+    return copy_part / kGroups * kTokenChunks +
+           (kRowForm ? lane % kRowLanes + i % kRowChunks * kRowLanes : lane / 16 + 2 * i);
   }
-  // Its i-th piece of V in layout vllm: 16 tokens of a dimension in 8 bits, 8 of them in 16.
+  // Chunk i of this lane, of V in layout vllm: its dimension. It has 16 (8-bit) or 8 tokens.
   __device__ __forceinline__ uint32_t dimension(int i) const {
-    return share / kGroups * kDimensions +
+    return copy_part / kGroups * kDimensions +
            (Config::kCacheIs8Bit ? lane + 32 * i : lane / 2 + 16 * i);
   }
-  // Where these pieces go.
+  // Shared addresses that chunk i is copied to.
   __device__ __forceinline__ uint32_t key_to(int i, int stage) const {
     return Config::kCacheIs8Bit ? raw_at(i) : key_at(stage) + row_to(i);
   }
   __device__ __forceinline__ uint32_t value_to(int i, int stage) const {
-    if (Config::kCacheIs8Bit) return raw_at(kPieces + i);
-    return value_at(stage) + (kRows ? row_to(i) : value_chunk(dimension(i), lane % 2));
+    if (Config::kCacheIs8Bit) return raw_at(kLaneChunks + i);
+    return value_at(stage) + (kRowForm ? row_to(i) : value_chunk(dimension(i), lane % 2));
   }
-  // row_chunk() of a piece, from that of the first where that is quicker.
+  // row_chunk() of chunk i, computed from that of chunk 0 where this is faster.
   __device__ __forceinline__ uint32_t row_to(int i) const {
     const uint32_t first = row_chunk(token(0), chunk(0));
-    if constexpr (kRows && kTimes == 1) {
-      const int tokens = 32 / kAcross * i;
+    if constexpr (kRowForm && kRowChunks == 1) {
+      const int tokens = 32 / kRowLanes * i;
       return (first ^ tokens % 8 * 16) + tokens * kColumnBytes;
-    } else if constexpr (!kRows && kChunks % 8 == 0) {
+    } else if constexpr (!kRowForm && kTokenChunks % 8 == 0) {
       return (first ^ 2 * i % 8 * 16) + 2 * i / 8 * kColumnStride<Config::kTokens>;
     } else {
       return row_chunk(token(i), chunk(i));
     }
   }
-  __device__ __forceinline__ uint32_t raw_at(int split) const {
-    return storage + shape.stages * 2 * kTileBytes + ((split * kShares + share) * 32 + lane) * 16;
+  __device__ __forceinline__ uint32_t raw_at(int chunk_index) const {
+    return stages + shape.stages * 2 * kTileBytes +
+           ((chunk_index * kCopyParts + copy_part) * 32 + lane) * 16;
   }
-  // Bytes from a tile on: 8 dimensions of one of the warp's tokens; 8 tokens of a dimension of V^T.
+  // Byte offsets in a KV tile: 8 dimensions of a token; 8 tokens of a dimension of V^T.
   __device__ __forceinline__ uint32_t row_chunk(uint32_t token, uint32_t chunk) const {
     return chunk / 8 * kColumnStride<Config::kTokens> + (group() * 16 + token) * kColumnBytes +
            ((chunk ^ token) % 8) * 16;
@@ -173,10 +176,13 @@ struct Sm80Producer {
     return d * kColumnBytes + (group() * 2 + half ^ value_swizzle(d)) * 16;
   }
 
-  // Whether the item sees a token, or one that is copied with it.
+  // Whether a token, or one that is copied with it, is visible to a row.
   __device__ __forceinline__ bool is_visible(const Sm80Tile& work_tile, int token) const {
-    const int together = kRows ? 1 : Config::kCacheIs8Bit && shape.page_tokens % 16 == 0 ? 16 : 8;
-    return (token | (together - 1)) >= work_tile.begin && (token & -together) < work_tile.end;
+    const int copied_tokens = kRowForm                                              ? 1
+                              : Config::kCacheIs8Bit && shape.page_tokens % 16 == 0 ? 16
+                                                                                    : 8;
+    return (token | (copied_tokens - 1)) >= work_tile.begin &&
+           (token & -copied_tokens) < work_tile.end;
   }
   __device__ __forceinline__ TokenAddress locate(const Sm80Tile& work_tile, int token) const {
     TokenAddress address;
@@ -195,7 +201,7 @@ struct Sm80Producer {
     address.key = from * shape.key_block + uint64_t{shape.key_head} * work_tile.kv_head +
                   static_cast<uint64_t>(address.in_page) * shape.key_token;
     address.value = from * shape.value_block + uint64_t{shape.value_head} * work_tile.kv_head;
-    if (kRows) address.value += static_cast<uint64_t>(address.in_page) * shape.value_row;
+    if (kRowForm) address.value += static_cast<uint64_t>(address.in_page) * shape.value_row;
     return address;
   }
 
@@ -207,48 +213,49 @@ struct Sm80Producer {
     return static_cast<const char*>(p.kv.value) + in_16_bytes * 16;
   }
 
-  // Whether a chunk is the tile's: past the head size it is, as zeros.
+  // Whether a chunk belongs to the padded head. Past the head size it is zeros.
   static __device__ __forceinline__ bool in_tile(uint32_t chunk) {
-    constexpr bool kAll = kShares / kGroups * kDimensions == kHeadSize;
-    return kAll || chunk * kElements < kHeadSize;
+    constexpr bool kAll = kCopyParts / kGroups * kDimensions == kHeadSize;
+    return kAll || chunk * kChunkElements < kHeadSize;
   }
-  // Of a copy, bytes that are not zeros.
+  // Bytes of a copy that are read; cp.async fills the rest with zeros.
   __device__ __forceinline__ int bytes_at(uint32_t first_dimension, int bytes) const {
     return first_dimension < head_size() ? bytes : 0;
   }
 
-  // Tokens of one page of which the item sees all, or at least those of its sequence, lie together.
+  // Lists the group addresses of the kListedTiles KV tiles around `tile`. A group is listed if one
+  // page holds it, past the work tile's `begin` and before the sequence's end.
   __device__ __forceinline__ void list_addresses(const Sm80Tile& work_tile, int tile) const {
     const int first = first_of((tile & -kListedTiles) + static_cast<int>(lane));
     uint32_t block = 0, in_page = work_tile.first_key + first;
-    bool together = first >= work_tile.begin && first + 16 <= work_tile.length;
-    if (together && p.key_start_loc == nullptr) {
+    bool in_one_page = first >= work_tile.begin && first + 16 <= work_tile.length;
+    if (in_one_page && p.key_start_loc == nullptr) {
       const uint32_t page = shape.page_divisor.divide(first);
       in_page = first - page * shape.page_tokens;
-      together = shape.page_tokens % 16 == 0;
-      if (together) block = p.block_tables[work_tile.seq * p.block_table_stride + page];
-      together &= block < static_cast<uint64_t>(p.kv.num_blocks);
+      in_one_page = shape.page_tokens % 16 == 0;
+      if (in_one_page) block = p.block_tables[work_tile.seq * p.block_table_stride + page];
+      in_one_page &= block < static_cast<uint64_t>(p.kv.num_blocks);
     }
     const uint32_t head = work_tile.kv_head;
     const char* value =
         values(uint64_t{block} * shape.value_block + uint64_t{head} * shape.value_head +
-               (kRows ? uint64_t{in_page} * shape.value_row : 0));
-    if (!kRows) value += in_page * (16 / kElements);
+               (kRowForm ? uint64_t{in_page} * shape.value_row : 0));
+    if (!kRowForm) value += in_page * (16 / kChunkElements);
     const char* key = keys(uint64_t{block} * shape.key_block + uint64_t{head} * shape.key_head +
                            uint64_t{in_page} * shape.key_token);
     __syncwarp();
-    addresses[lane] = {.key = together ? key : nullptr, .value = value};
+    addresses[lane] = {.key = in_one_page ? key : nullptr, .value = value};
     __syncwarp();
   }
   __device__ __forceinline__ void copy_group(const GroupAddress& address, int stage) const {
     const char* key = address.key;
     const char* value = address.value;
-    uint64_t key_step, value_step;  // bytes to the next piece
-    if constexpr (kRows) {
+    uint64_t key_step, value_step;  // bytes to the next chunk of this lane
+    if constexpr (kRowForm) {
       key += (uint64_t{shape.key_token} * token(0) + chunk(0)) * 16;
       value += (uint64_t{shape.value_row} * token(0) + chunk(0)) * 16;
-      key_step = uint64_t{shape.key_token} * (16 * 32 / kAcross);
-      value_step = uint64_t{shape.value_row} * (16 * 32 / kAcross);
+      key_step = uint64_t{shape.key_token} * (16 * 32 / kRowLanes);
+      value_step = uint64_t{shape.value_row} * (16 * 32 / kRowLanes);
     } else {
       key += (uint64_t{shape.key_chunk} * chunk(0) + token(0)) * 16;
       value +=
@@ -257,57 +264,59 @@ struct Sm80Producer {
       value_step = uint64_t{shape.value_row} * (Config::kCacheIs8Bit ? 32 : 16);
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int further = kRows ? i % kTimes * kAcross * 16 : 0;
-      copy16_async(key_to(i, stage), key + further, bytes_at(chunk(i) * kElements, 16));
-      copy16_async(value_to(i, stage), value + further,
-                   bytes_at(kRows ? chunk(i) * kElements : dimension(i), 16));
-      if (!kRows || i % kTimes == kTimes - 1) {
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int chunk_offset = kRowForm ? i % kRowChunks * kRowLanes * 16 : 0;
+      copy16_async(key_to(i, stage), key + chunk_offset, bytes_at(chunk(i) * kChunkElements, 16));
+      copy16_async(value_to(i, stage), value + chunk_offset,
+                   bytes_at(kRowForm ? chunk(i) * kChunkElements : dimension(i), 16));
+      if (!kRowForm || i % kRowChunks == kRowChunks - 1) {
         key += key_step;
         value += value_step;
       }
     }
   }
-  // Rows of tokens that may lie anywhere.
-  __device__ __forceinline__ void copy_rows(const TokenAddress& mine, int stage) const {
+  // Rows of tokens with an address each.
+  __device__ __forceinline__ void copy_rows(const TokenAddress& lane_token, int stage) const {
 #pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      const TokenAddress address = mine.of_lane(token(i));
-      const int bytes = address.present ? bytes_at(chunk(i) * kElements, 16) : 0;
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const TokenAddress address = lane_token.of_lane(token(i));
+      const int bytes = address.present ? bytes_at(chunk(i) * kChunkElements, 16) : 0;
       copy16_async(key_to(i, stage), keys(address.key + chunk(i)), bytes);
       copy16_async(value_to(i, stage), values(address.value + chunk(i)), bytes);
     }
   }
-  // Layout vllm.
+  // Layout vllm, tokens with an address each.
   __device__ __forceinline__ void copy_pages(const Sm80Tile& work_tile, int first,
-                                             const TokenAddress& mine, int stage) const {
-    const char* key = keys(mine.key + uint64_t{shape.key_chunk} * chunk(0));
+                                             const TokenAddress& lane_token, int stage) const {
+    const char* key = keys(lane_token.key + uint64_t{shape.key_chunk} * chunk(0));
 #pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
-      copy16_async(key_to(i, stage), key, mine.present ? bytes_at(chunk(i) * kElements, 16) : 0);
+    for (int i = 0; i < kLaneChunks; ++i) {
+      copy16_async(key_to(i, stage), key,
+                   lane_token.present ? bytes_at(chunk(i) * kChunkElements, 16) : 0);
       key += uint64_t{shape.key_chunk} * 32;
     }
     if (!Config::kCacheIs8Bit || shape.page_tokens % 16 == 0) {
-      copy_values<16>(work_tile, first, mine,
+      copy_values<16>(work_tile, first, lane_token,
                       Config::kCacheIs8Bit ? 0 : static_cast<int>(lane % 2) * 8, 0, stage);
-    } else {  // two pages' 8 tokens
-      copy_values<8>(work_tile, first, mine, 0, 0, stage);
-      copy_values<8>(work_tile, first, mine, 8, 8, stage);
+    } else {  // 8 tokens of two pages
+      copy_values<8>(work_tile, first, lane_token, 0, 0, stage);
+      copy_values<8>(work_tile, first, lane_token, 8, 8, stage);
     }
   }
-  // Tokens from `from` on of the 16, `kBytes` of each dimension, to `offset` of a piece.
+  // Copies kBytes of each dimension of V, from token `from` of the 16 on, to byte `offset` of a
+  // chunk.
   template <int kBytes>
   __device__ __forceinline__ void copy_values(const Sm80Tile& work_tile, int first,
-                                              const TokenAddress& mine, int from, int offset,
+                                              const TokenAddress& lane_token, int from, int offset,
                                               int stage) const {
-    constexpr int kElementBytes = 16 / kElements;
-    const TokenAddress address = mine.of_lane(from);
+    constexpr int kElementBytes = 16 / kChunkElements;
+    const TokenAddress address = lane_token.of_lane(from);
     const char* value = values(address.value) + uint64_t{shape.value_row} * dimension(0) +
                         address.in_page * kElementBytes;
     const int visible = min(kBytes, max(0, work_tile.end - first - from) * kElementBytes);
     const int bytes = address.present ? visible : 0;
 #pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kLaneChunks; ++i) {
       const uint32_t to = value_to(i, stage) + offset;
       if constexpr (kBytes == 16) {
         copy16_async(to, value, bytes_at(dimension(i), bytes));
@@ -318,70 +327,70 @@ struct Sm80Producer {
     }
   }
 
-  // Of 16 tokens of V, those before `begin`: they may be anything, and are to count as 0.
-  static __device__ __forceinline__ int hidden_tokens(const Sm80Tile& work_tile, int first) {
+  // How many of 16 tokens of V lie before `begin`. They may hold NaN and must become 0.
+  static __device__ __forceinline__ int masked_tokens(const Sm80Tile& work_tile, int first) {
     return min(16, max(0, work_tile.begin - first));
   }
-  // What this thread copied of them.
-  __device__ __forceinline__ void hide_values(int hidden, int stage) const {
-    if (hidden == 0 || hidden == 16) return;  // 16: none of them was copied
+  // Zeroes them in the chunks of this thread.
+  __device__ __forceinline__ void mask_values(int masked, int stage) const {
+    if (masked == 0 || masked == 16) return;  // 16: none was copied
     wait_all_copies();
 #pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kLaneChunks; ++i) {
       const uint32_t at = value_at(stage) + value_chunk(dimension(i), lane % 2);
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
         const int token = static_cast<int>(lane % 2) * 8 + 2 * pair;
         const uint32_t keep =
-            (token >= hidden ? 0xffffu : 0u) | (token + 1 >= hidden ? 0xffff0000u : 0u);
+            (token >= masked ? 0xffffu : 0u) | (token + 1 >= masked ? 0xffff0000u : 0u);
         store_shared(at + 4 * pair, load_shared(at + 4 * pair) & keep);
       }
     }
     __syncwarp();
   }
-  // `hidden`: of V's 16 tokens, those that count as 0.
+  // `masked`: so many of V's 16 tokens become 0.
   template <typename Cache>
-  __device__ __forceinline__ void dequantize_stage(int hidden, int stage) const {
+  __device__ __forceinline__ void dequantize_stage(int masked, int stage) const {
 #pragma unroll 1
-    for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kLaneChunks; ++i) {
       const bool has_chunk = in_tile(chunk(i));
       const uint32_t to = row_chunk(token(i), 2 * chunk(i));
       const uint32_t second = row_chunk(token(i), 2 * chunk(i) + 1);
       if (has_chunk) {
         dequantize_chunk<Cache>(raw_at(i), 0, key_at(stage) + to, key_at(stage) + second);
       }
-      if constexpr (kRows) {
+      if constexpr (kRowForm) {
         if (has_chunk) {
-          dequantize_chunk<Cache>(raw_at(kPieces + i), 0, value_at(stage) + to,
+          dequantize_chunk<Cache>(raw_at(kLaneChunks + i), 0, value_at(stage) + to,
                                   value_at(stage) + second);
         }
-      } else if (in_tile(dimension(i) / kElements)) {
-        dequantize_chunk<Cache>(raw_at(kPieces + i), hidden,
+      } else if (in_tile(dimension(i) / kChunkElements)) {
+        dequantize_chunk<Cache>(raw_at(kLaneChunks + i), masked,
                                 value_at(stage) + value_chunk(dimension(i), 0),
                                 value_at(stage) + value_chunk(dimension(i), 1));
       }
     }
   }
   template <typename Cache>
-  __device__ __forceinline__ void dequantize_chunk(uint32_t from, int hidden, uint32_t first,
+  __device__ __forceinline__ void dequantize_chunk(uint32_t from, int masked, uint32_t first,
                                                    uint32_t second) const {
     const float4 bytes = load_shared<float4>(from);
     uint32_t words[4] = {__float_as_uint(bytes.x), __float_as_uint(bytes.y),
                          __float_as_uint(bytes.z), __float_as_uint(bytes.w)};
-    if (hidden > 0) {
+    if (masked > 0) {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        const int gone = min(4, max(0, hidden - 4 * word));
-        words[word] &= gone == 4 ? 0 : 0xffffffffu << 8 * gone;
+        const int masked_bytes = min(4, max(0, masked - 4 * word));
+        words[word] &= masked_bytes == 4 ? 0 : 0xffffffffu << 8 * masked_bytes;
       }
     }
-    uint32_t wide[8];
+    uint32_t upcast_pairs[8];
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      upcast4<Cache>(words[word], wide[2 * word], wide[2 * word + 1]);
+      upcast4<Cache>(words[word], upcast_pairs[2 * word], upcast_pairs[2 * word + 1]);
     }
-    store_shared(first, uint4{wide[0], wide[1], wide[2], wide[3]});
-    store_shared(second, uint4{wide[4], wide[5], wide[6], wide[7]});
+    store_shared(first, uint4{upcast_pairs[0], upcast_pairs[1], upcast_pairs[2], upcast_pairs[3]});
+    store_shared(second, uint4{upcast_pairs[4], upcast_pairs[5], upcast_pairs[6], upcast_pairs[7]});
   }
 };
 

@@ -1,19 +1,20 @@
-// Attention of 64 query rows over a tile of tokens at a time, by one of the warpgroups of a
-// block that attend (attention/prefill/sm90/prefill_kernel.cuh):
-//   S [64 rows, tokens] = Q [64, D] K^T [D, tokens]       Q in registers where they suffice
+// The wgmma mainloop of one consumer warpgroup: 64 query rows against one KV tile at a time.
+//   S [64 rows, tokens] = Q [64, D] K^T [D, tokens]       Q in registers where there is room
 //   O [64 rows, D]     += P [64, tokens] V [tokens, D]    P in registers: S's fragments are A's
-// S of a tile is under way while the tile before it is multiplied by V, and both while the other
-// warpgroup takes its exponentials. (The order is FlashAttention-3's.)
+// As in FlashAttention-3, S of the next KV tile overlaps O of the current one. Both overlap the
+// other warpgroup's softmax. prefill_kernel.cuh drives this loop.
 //
-// How pages become operands as they lie. A part is 16 tokens.
-//   kPages (layout vllm): K's part is [16 / 8 tokens] [D / 8] [8 tokens] [16 bytes], core matrices
-//     of the plain pattern, so that 8 tokens follow the 8 before them at one stride through all
-//     parts. V's part is V^T, D rows of 16 tokens, rows of 32 bytes in the pattern of 128 bytes. It
-//     is read in the pattern of 32 bytes, which exchanges the same pieces of a row; what the other
-//     pattern does beyond that exchanges rows: column n of the product is dimension
-//     n ^ (n / 8 % 4). So the copy engine has rows of 128 bytes to write, not of 32.
-//   kRows (NHD, HND): 64 dimensions of all tokens, rows of 128 bytes in that pattern, then the
-//   next.
+// Pages are wgmma operands as they lie in memory. A box is 16 tokens of a page.
+//
+// kPackedPages (layout vllm), K: a box is [16 / 8 tokens][D / 8][8 tokens][16 bytes]. These are
+// core matrices without swizzle. One stride leads from 8 tokens to the next 8, through all boxes.
+//
+// kPackedPages, V: a box is V^T, D rows of 16 tokens (32 bytes). TMA writes it as lines of 128
+// bytes with the 128-byte swizzle, and wgmma reads it with the 32-byte swizzle. Both permute the
+// chunks of a row alike. The 128-byte swizzle also permutes rows: output column n is dimension
+// n ^ (n / 8 % 4). store() undoes that. TMA is faster with lines of 128 bytes than of 32.
+//
+// kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
 #pragma once
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/attention/common/online_softmax.cuh"
@@ -26,65 +27,114 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillBoxTokens = 16;  // tokens
+constexpr int kPrefillBoxTokens = 16;  // tokens of a page that TMA copies at once
 
-// What one block works on: registers (65536 in all) and shared memory decide.
+// Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
 struct PrefillTuning {
-  int groups;  // warpgroups that attend, each 64 rows of an item
-  int tokens;  // of a tile
-  // Tiles of K and of V, and items' queries, in shared memory.
-  int key_stages, value_stages, queries;
-  // Queries in registers spare shared memory a fifth of what it is read.
-  bool query_in_registers;
-  int registers, producer_registers;  // of a thread that attends, and of one that serves those
+  int consumers = 2;  // consumer warpgroups, 64 rows of a work tile each
+  int tokens;         // of a KV tile
+  // Buffers in shared memory: tiles of K, tiles of V, queries of work tiles.
+  int key_stages, value_stages;
+  int query_stages = 1;
+  bool query_in_registers = false;  // saves a fifth of the shared-memory reads
+  int consumer_registers;           // of a thread, by setmaxnreg
+  int producer_registers = 56;
 };
 
-// adjusts: scores are capped or biased. widens: K and V are of 8 bits.
+// adjusts: scores have a softcap or ALiBi.
 constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
   if (cache_is_8bit) {
-    return head_size <= 64    ? PrefillTuning{2, 128, 3, 3, 2, false, 200, 56}
-           : head_size <= 128 ? PrefillTuning{2, 128, 2, 2, 1, false, 200, 56}
-                              : PrefillTuning{2, 64, 2, 2, 1, false, 200, 56};
+    if (head_size <= 64) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 200};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+    }
+    return {.tokens = 64, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
   }
   if (adjusts) {
-    return head_size <= 64    ? PrefillTuning{3, 80, 3, 3, 2, false, 152, 56}
-           : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, false, 224, 56}
-           : head_size <= 192 ? PrefillTuning{2, 80, 2, 2, 1, false, 224, 56}
-                              : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
+    if (head_size <= 64) {
+      return {.consumers = 3,
+              .tokens = 80,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 152};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 2,
+              .query_stages = 2,
+              .consumer_registers = 224};
+    }
+    if (head_size <= 192) {
+      return {.tokens = 80, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+    }
+    return {.tokens = 64,
+            .key_stages = 2,
+            .value_stages = 2,
+            .consumer_registers = 232,
+            .producer_registers = 40};
   }
-  return head_size <= 64    ? PrefillTuning{3, 96, 3, 3, 2, true, 152, 56}
-         : head_size <= 128 ? PrefillTuning{2, 128, 3, 2, 2, true, 224, 56}
-         : head_size <= 192 ? PrefillTuning{2, 96, 2, 2, 1, false, 224, 56}
-                            : PrefillTuning{2, 64, 2, 2, 1, false, 232, 40};
+  if (head_size <= 64) {
+    return {.consumers = 3,
+            .tokens = 96,
+            .key_stages = 3,
+            .value_stages = 3,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 152};
+  }
+  if (head_size <= 128) {
+    return {.tokens = 128,
+            .key_stages = 3,
+            .value_stages = 2,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 224};
+  }
+  if (head_size <= 192) {
+    return {.tokens = 96, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+  }
+  return {.tokens = 64,
+          .key_stages = 2,
+          .value_stages = 2,
+          .consumer_registers = 232,
+          .producer_registers = 40};
 }
 
-constexpr int kDequantWarps = 3;  // warps that widen K, and as many that widen V
+constexpr int kDequantWarps = 3;  // dequant producer warps of K, and as many of V
 
 template <typename Element, int kSize, KvForm kKvForm, bool kAdjustsScores, bool kIs8BitCache>
 struct PrefillConfig {
-  using T = Element;  // of the products
+  using T = Element;  // type of the wgmma operands
   static constexpr int kHeadSize = kSize;
   static constexpr KvForm kForm = kKvForm;
   static constexpr bool kAdjusts = kAdjustsScores;
   static constexpr bool kCacheIs8Bit = kIs8BitCache;
   static constexpr PrefillTuning kTuning = prefill_tuning(kSize, kAdjusts, kCacheIs8Bit);
-  static constexpr int kGroups = kTuning.groups;
-  static constexpr int kRows = 64 * kGroups;  // of an item
+  static constexpr int kConsumers = kTuning.consumers;
+  static constexpr int kRows = 64 * kConsumers;  // of a work tile
   static constexpr int kTokens = kTuning.tokens;
   static constexpr bool kQueryInRegisters = kTuning.query_in_registers;
   static constexpr int kKeyStages = kTuning.key_stages;
   static constexpr int kValueStages = kTuning.value_stages;
-  static constexpr int kQueries = kTuning.queries;
-  // A warpgroup serves those that attend, two where six of their warps widen.
-  static constexpr int kThreads = 128 * (kGroups + 1 + kCacheIs8Bit);
-  // 64 dimensions of all rows, or tokens, together.
+  static constexpr int kQueryStages = kTuning.query_stages;
+  // One producer warpgroup, or two for 8-bit caches: six of their warps dequantize.
+  static constexpr int kThreads = 128 * (kConsumers + 1 + kCacheIs8Bit);
+  // Operands in shared memory are columns of 64 dimensions (128 bytes): [column][row][64].
   static constexpr int kColumns = (kHeadSize + 63) / 64;
   static constexpr int kQueryBytes = kColumns * kRows * 128;
   static constexpr int kTileBytes = kColumns * kTokens * 128;
-  // Of one widener: its parts of a tile, as they are stored.
+  // 8-bit caches: buffer of one dequant warp, its boxes of a KV tile as the cache stores them.
   static constexpr int kRawBytes = (kTokens / kPrefillBoxTokens + kDequantWarps - 1) /
                                    kDequantWarps * kPrefillBoxTokens * kHeadSize;
-  static constexpr int kSharedBytes = kQueries * kQueryBytes +
+  static constexpr int kSharedBytes = kQueryStages * kQueryBytes +
                                       (kKeyStages + kValueStages) * kTileBytes +
                                       (kCacheIs8Bit ? 2 * kDequantWarps * kRawBytes : 0);
 };
@@ -98,9 +148,9 @@ struct PrefillMma {
   static constexpr int kScoreTiles = kTokens / 8;
   static constexpr int kOutTiles = kHeadSize / 8;
   static constexpr int kBoxes = kTokens / kPrefillBoxTokens;
-  static constexpr bool kRows = Config::kForm == KvForm::kSwizzledRows;
+  static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
   static constexpr uint32_t kBoxBytes = kPrefillBoxTokens * kHeadSize * 2;
-  static constexpr uint32_t kColumnStep = kTokens * 128;  // to the next 64 dimensions
+  static constexpr uint32_t kColumnStep = kTokens * 128;  // bytes to the next 64 dimensions
   static constexpr uint32_t kQueryColumn = Config::kRows * 128;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters;
 
@@ -109,7 +159,7 @@ struct PrefillMma {
   float out[kOutTiles][4];
   uint32_t probs[kBoxes][4];
   float row_max[2];  // log2 units; see kRescaleThreshold
-  float sum[2];      // this lane's columns only
+  float sum[2];      // partial: of this lane's columns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -126,7 +176,7 @@ struct PrefillMma {
     }
   }
 
-  // kQueryInRegisters: from `rows`, this warpgroup's in shared memory.
+  // kQueryInRegisters: loads Q from `rows`, the shared address of this warpgroup's rows.
   __device__ __forceinline__ void load_query(uint32_t rows, int thread) {
     const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
@@ -136,45 +186,48 @@ struct PrefillMma {
                     rows + chunk / 8 * kQueryColumn + row * 128 + ((chunk ^ row) % 8) * 16);
     }
   }
+  // Starts S = Q K^T, one wgmma group. `rows` and `key`: shared addresses.
   __device__ __forceinline__ void start_scores(uint32_t rows, uint32_t key) {
     warpgroup_fence_operand(scores);
     if (kQueryInRegisters) warpgroup_fence_operand(query);
     wgmma_fence();
     const MatrixDescriptor query_rows(rows, 16, 1024, Swizzle::k128);
-    const auto columns = kRows ? MatrixDescriptor(key, 16, 1024, Swizzle::k128)
-                               : MatrixDescriptor(key, 128, kBoxBytes / 2, Swizzle::kNone);
+    const auto columns = kRowForm ? MatrixDescriptor(key, 16, 1024, Swizzle::k128)
+                                  : MatrixDescriptor(key, 128, kBoxBytes / 2, Swizzle::kNone);
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k) {
-      const uint64_t b = columns.behind(kRows ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
+      const uint64_t b = columns.offset_by(kRowForm ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
       if constexpr (kQueryInRegisters) {
         wgmma_registers<T, false>(scores, query[k], b, k > 0);
       } else {
-        wgmma_shared<T, false>(scores, query_rows.behind(k / 4 * kQueryColumn + k % 4 * 32), b,
+        wgmma_shared<T, false>(scores, query_rows.offset_by(k / 4 * kQueryColumn + k % 4 * 32), b,
                                k > 0);
       }
     }
     wgmma_commit();
   }
+  // Starts O += P V, one wgmma group. `value`: shared address.
   __device__ __forceinline__ void start_out(uint32_t value) {
     warpgroup_fence_operand(probs);
     warpgroup_fence_operand(out);
     wgmma_fence();
-    const auto columns = kRows ? MatrixDescriptor(value, kColumnStep, 1024, Swizzle::k128)
-                               : MatrixDescriptor(value, 16, 256, Swizzle::k32);
+    const auto columns = kRowForm ? MatrixDescriptor(value, kColumnStep, 1024, Swizzle::k128)
+                                  : MatrixDescriptor(value, 16, 256, Swizzle::k32);
 #pragma unroll
-    for (int part = 0; part < kBoxes; ++part) {
-      wgmma_registers<T, kRows>(out, probs[part], columns.behind(part * (kRows ? 2048 : kBoxBytes)),
-                                true);
+    for (int box = 0; box < kBoxes; ++box) {
+      wgmma_registers<T, kRowForm>(out, probs[box],
+                                   columns.offset_by(box * (kRowForm ? 2048 : kBoxBytes)), true);
     }
     wgmma_commit();
   }
 
-  // Bit 2i + j of this lane's column 8i + j (+ 2 (lane % 4)), for those up to 2 (lane % 4) + last.
+  // A mask of this lane's columns. Bit 2i + j is column 8i + j, relative to its first column
+  // 2 (lane % 4). Columns up to `last` are set.
   static __device__ __forceinline__ uint32_t columns_until(int last) {
     const int count = (last >> 3) * 2 + min(2, (last & 7) + 1);
     return last < 0 ? 0 : count >= 32 ? 0xffffffffu : (1u << count) - 1;
   }
-  // score(i, j): of column 8i + j % 2 (+ 2 (lane % 4)) and row j / 2.
+  // Replaces each score by score(i, j, old): column 8i + j % 2 from this lane's first, row j / 2.
   template <typename Score>
   __device__ __forceinline__ void each_score(const Score& score) {
 #pragma unroll
@@ -184,38 +237,39 @@ struct PrefillMma {
     }
   }
 
-  // Scores to weights, relative to maxima that are raised where need be; what scales the results
-  // and sums before them goes to `factor`. Says whether any lane's is not 1.
+  // Scores become P, relative to row_max. row_max is raised where it must be. `factor` rescales the
+  // earlier output; sum is rescaled here. Returns whether any lane of the warp has a factor != 1.
   __device__ __forceinline__ bool online_softmax(float score_scale, float (&factor)[2]) {
-    float largest[2][2];
+    float local_max[2][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      largest[r][0] = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
-      largest[r][1] = fmaxf(scores[1][2 * r], scores[1][2 * r + 1]);
+      local_max[r][0] = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
+      local_max[r][1] = fmaxf(scores[1][2 * r], scores[1][2 * r + 1]);
     }
 #pragma unroll
     for (int i = 2; i < kScoreTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        largest[r][i & 1] = fmaxf(largest[r][i & 1], fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+        local_max[r][i & 1] =
+            fmaxf(local_max[r][i & 1], fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
       }
     }
     bool raised = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(largest[r][0], largest[r][1]);
-      most = quad_max(most) * score_scale;
-      const bool raises = most > row_max[r] + kRescaleThreshold;
-      const float updated = raises ? most : row_max[r];
-      factor[r] = exp2_approx(row_max[r] - updated);
-      row_max[r] = updated;
+      float tile_max = fmaxf(local_max[r][0], local_max[r][1]);
+      tile_max = quad_max(tile_max) * score_scale;
+      const bool raises = tile_max > row_max[r] + kRescaleThreshold;
+      const float new_max = raises ? tile_max : row_max[r];
+      factor[r] = exp2_approx(row_max[r] - new_max);
+      row_max[r] = new_max;
       raised |= raises;
       float sums[2] = {sum[r] * factor[r], 0.0f};
 #pragma unroll
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j) {
-          scores[i][j] = exp2_approx(fmaf(scores[i][j], score_scale, -updated));
+          scores[i][j] = exp2_approx(fmaf(scores[i][j], score_scale, -new_max));
           sums[j & 1] += scores[i][j];
         }
       }
@@ -232,30 +286,30 @@ struct PrefillMma {
   }
   __device__ __forceinline__ void pack_probs() {
 #pragma unroll
-    for (int part = 0; part < kBoxes; ++part) {
+    for (int box = 0; box < kBoxes; ++box) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float (&from)[4] = scores[2 * part + j / 2];
-        probs[part][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
+        const float (&from)[4] = scores[2 * box + j / 2];
+        probs[box][j] = pack2<T>(from[j % 2 * 2], from[j % 2 * 2 + 1]);
       }
     }
   }
 
-  // Row r of this lane, times `scale`: 16 bytes a lane and 32 dimensions.
+  // Writes row r of this lane, times `scale`. Each lane stores 16 bytes per 32 dimensions.
   __device__ __forceinline__ void store(T* row, bool present, int r, float scale, int lane) const {
     const int quarter = lane % 4;
 #pragma unroll
     for (int block = 0; block < kOutTiles / 4; ++block) {
-      uint32_t pairs[4];  // this lane's of 4 times 8 dimensions
+      uint32_t pairs[4];  // this lane's 2 dimensions of 4 groups of 8
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&from)[4] = out[block * 4 + i];
-        const bool swapped = !kRows && i % 2 == 1;
+        const bool swapped = !kRowForm && i % 2 == 1;
         pairs[i] = pack2<T>(from[2 * r + swapped] * scale, from[2 * r + 1 - swapped] * scale);
       }
-      // The quad's pairs of 8 dimensions go to one lane: a transposition of 4 x 4.
+      // A 4 x 4 transpose: a lane gets all four pairs of one group of 8 dimensions.
       quad_transpose(pairs, quarter);
-      if (!kRows && quarter >= 2) {
+      if (!kRowForm && quarter >= 2) {
         pairs_swap(pairs[0], pairs[1]);
         pairs_swap(pairs[2], pairs[3]);
       }
@@ -268,9 +322,9 @@ struct PrefillMma {
 
  private:
   static __device__ __forceinline__ void pairs_swap(uint32_t& a, uint32_t& b) {
-    const uint32_t kept = a;
+    const uint32_t old_a = a;
     a = b;
-    b = kept;
+    b = old_a;
   }
 };
 

@@ -1,12 +1,16 @@
-// paged_attention of many query rows a sequence (prompts, and chunks of them behind a cached
-// prefix) on Hopper's warpgroup products: one launch of one block a multiprocessor for any batch.
+// The sm90 prefill kernel: paged_attention and varlen_attention of many query rows on Hopper, by
+// wgmma and TMA. It serves prompts, and chunks of prompts after a cached prefix.
 //
-// A block takes items (attention/prefill/tile_scheduler.cuh) one after the other. Two or three
-// warpgroups attend, 64 of an item's rows each (attention/prefill/sm90/mainloop.cuh), over tiles of
-// tokens from the last to the first. Of one more warpgroup one warp copies K, one copies V
-// (attention/prefill/sm90/producer.cuh), one the queries, and one finds items. They run ahead into
-// the next item while the last one ends. K and V of 8 bits take six warps of two such warpgroups
-// (dequant_producer.cuh).
+// Shapes: a work tile is 128 or 192 packed query rows of one KV head, against KV tiles of 64 to 128
+// tokens from the last to the first. mainloop.cuh has the sizes (PrefillTuning).
+//
+// Grid: one persistent CTA an SM. It takes work tiles from ../tile_scheduler.cuh.
+// - Two or three consumer warpgroups have 64 rows each (mainloop.cuh).
+// - One producer warpgroup has a warp each for K, V and queries (producer.cuh), and the scheduler
+//   warp. 8-bit caches have two: six warps copy and dequantize K and V (dequant_producer.cuh).
+// - Producers run ahead: they load the next work tile while the current one ends.
+//
+// Early reads: none. Every role waits for the primary kernel first (PDL).
 #pragma once
 #include <bit>
 
@@ -19,14 +23,15 @@ namespace vllm_kernels::cuda {
 
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
-// One warp: which items this block takes.
+// The scheduler warp: writes the CTA's work tiles to shared.work_tiles.
 template <typename Config>
 __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
                                                const PrefillShape& shape,
                                                PrefillShared<Config>& shared, uint32_t* next,
                                                int lane) {
   wait_for_primary_kernel();
-  // Not before: what follows it here reads what the predecessor wrote, and does not wait for it.
+  // After the PDL wait: the concurrent launch reads the primary kernel's results without a wait of
+  // its own.
   if (shape.has_concurrent_launch) launch_dependents();
   PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens> scheduler;
   scheduler.make(p, shape, lane);
@@ -35,7 +40,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   uint32_t index = blockIdx.x;
   PipelineState<kPrefillQueue> state;
 #pragma unroll 1
-  for (uint32_t number = 0;; ++number, state.advance()) {
+  for (uint32_t iteration = 0;; ++iteration, state.advance()) {
     PrefillTile& work_tile = shared.work_tiles[state.index];
     barrier_wait(shared_address(&shared.tile_empty[state.index]), state.phase ^ 1);
     if (index < count) scheduler.get_tile(p, shape, index, lane, work_tile);
@@ -45,41 +50,43 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     }
     __syncwarp();
     if (index >= count) return;
-    // Late, so that no block holds items back that others could start. The last of all calls
-    // brings the counter back to 0.
-    barrier_wait(shared_address(&shared.next_tile_wanted), number & 1);
+    // Asked for late, so that a CTA does not hold a work tile that another could start. The last
+    // atomicInc of the launch wraps the counter to 0.
+    barrier_wait(shared_address(&shared.next_tile_requested), iteration & 1);
     index = count;
     if (lane == 0 && count > blocks) index = blocks + atomicInc(next, count - 1);
     index = __shfl_sync(0xffffffffu, index, 0);
   }
 }
 
-// What one warpgroup does: 64 rows of all items, as one sequence of tiles. An item's first scores
-// are under way before the item ahead of it has ended. The warpgroups do not wait for each other:
-// their phases drift apart, so that one's products run while another takes exponentials.
+// A consumer warpgroup: 64 rows of every work tile, as one sequence of KV tiles. The first scores
+// of a work tile overlap the last output of the one before. The warpgroups are not synchronised:
+// they drift apart, so one multiplies while another takes exponentials.
 template <typename Config>
-__device__ __forceinline__ void attend(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       const ScoreCap& cap, PrefillShared<Config>& shared,
-                                       uint32_t query, uint32_t key, uint32_t value, int warpgroup,
-                                       int thread) {
+__device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
+                                              const PrefillShape& shape, const ScoreCap& cap,
+                                              PrefillShared<Config>& shared, uint32_t query,
+                                              uint32_t key, uint32_t value, int warpgroup,
+                                              int thread) {
   constexpr int kTokens = Config::kTokens;
   constexpr uint32_t kTileBytes = Config::kTileBytes;
   using Mma = PrefillMma<Config>;
   const int lane = thread % 32;
-  const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;  // and 8 behind it
+  const int row =
+      warpgroup * 64 + thread / 32 * 16 + lane / 4;  // of the work tile; this lane also has row + 8
   query += warpgroup * 64 * 128;
   Mma tile;
   PipelineState<Config::kKeyStages> keys;
   PipelineState<Config::kValueStages> values;
-  PipelineState<Config::kQueries> queries;
+  PipelineState<Config::kQueryStages> queries;
   PipelineState<kPrefillQueue> work_tiles;
 
-  // The item at hand.
-  uint32_t at_hand;   // its place in the queue
-  int left;           // tiles of it whose scores are not under way
-  int first;          // token of the next tile
-  float score_scale;  // from its scores to log2 units
-  // Row r's query token of the sequence, and head.
+  // The current work tile.
+  uint32_t slot_now;  // its index in shared.work_tiles
+  int tiles_left;     // KV tiles whose softmax is still to come
+  int first_token;    // token of the next KV tile
+  float score_scale;  // scores to log2 units
+  // The query token of row r in its sequence, and its head.
   const auto token_of_row = [&](const PrefillTile& work_tile, int r, int& head) {
     const int index = work_tile.first_row + min(row + 8 * r, work_tile.rows - 1);
     const int token = static_cast<int>(shape.group_divisor.divide(index));
@@ -90,13 +97,13 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     barrier_arrive_warp(shared_address(&shared.query_empty[queries.index]), lane);
     queries.advance();
   };
-  const auto take_tile = [&] {  // whether there is one
+  const auto take_tile = [&] {  // false: no more
     barrier_wait(shared_address(&shared.tile_full[work_tiles.index]), work_tiles.phase);
     const PrefillTile& work_tile = shared.work_tiles[work_tiles.index];
     if (work_tile.seq < 0) return false;
-    at_hand = work_tiles.index;
-    left = work_tile.tiles;
-    first = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
+    slot_now = work_tiles.index;
+    tiles_left = work_tile.tiles;
+    first_token = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
     score_scale = Config::kAdjusts ? 1.0f : shape.softmax_scale_log2;
     if (Config::kCacheIs8Bit && p.kv.k_scale != nullptr) {
       score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
@@ -113,29 +120,30 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
   };
   float factor[2];
   bool raised;
-  uint32_t parts;  // of the tile whose scores are under way, that are there
-  bool plain;      // whether every row sees every token of it
-  const auto look = [&] {
-    const PrefillTile& work_tile = shared.work_tiles[at_hand];
-    parts = shared.parts[keys.index];
-    plain = first >= work_tile.whole_begin && first + kTokens <= work_tile.whole_end;
+  // Of the KV tile whose scores are in flight:
+  uint32_t present_boxes;  // bit i: box i has a valid page
+  bool unmasked;           // every row sees every token
+  const auto load_mask_inputs = [&] {
+    const PrefillTile& work_tile = shared.work_tiles[slot_now];
+    present_boxes = shared.present_boxes[keys.index];
+    unmasked = first_token >= work_tile.whole_begin && first_token + kTokens <= work_tile.whole_end;
   };
-  // What follows the products of those scores.
+  // After the wgmma of those scores: score modifications, mask, softmax.
   const auto online_softmax = [&] {
     warpgroup_fence_operand(tile.scores);
     barrier_arrive_warp(shared_address(&shared.key_empty[keys.index]), lane);
     keys.advance();
-    if (--left == 0 && !Config::kQueryInRegisters) release_query();
-    const PrefillTile& work_tile = shared.work_tiles[at_hand];
-    const int column = first + lane % 4 * 2;
-    // Of row r: where its own token is from this lane's first column on.
-    const auto own = [&](int r, int& head) {
+    if (--tiles_left == 0 && !Config::kQueryInRegisters) release_query();
+    const PrefillTile& work_tile = shared.work_tiles[slot_now];
+    const int column = first_token + lane % 4 * 2;
+    // Column of row r's own token, relative to this lane's first column.
+    const auto own_column = [&](int r, int& head) {
       return work_tile.position + token_of_row(work_tile, r, head) - column;
     };
     if constexpr (Config::kAdjusts) {
       tile.each_score([&](int, int, float score) { return score * shape.softmax_scale_log2; });
       if (p.softcap > 0.0f) {
-        tile.each_score([&](int, int, float score) { return capped(cap, score); });
+        tile.each_score([&](int, int, float score) { return apply_softcap(cap, score); });
       }
       if (p.alibi_slopes != nullptr) {
         int at[2];
@@ -143,20 +151,20 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           int head;
-          at[r] = own(r, head);
+          at[r] = own_column(r, head);
           slope[r] = p.alibi_slopes[head] * kLog2E;
         }
         tile.each_score([&](int i, int j, float score) {
-          return biased(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
+          return apply_alibi(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
         });
       }
     }
-    if (!plain) {
+    if (!unmasked) {
       uint32_t visible[2];  // bit 2i + j % 2: column 8i + j % 2 of the row
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         int head;
-        const int at = own(r, head);
+        const int at = own_column(r, head);
         visible[r] = Mma::columns_until(min(at + shape.window_right, work_tile.end - 1 - column));
         if (p.sliding_window > 0) visible[r] &= ~Mma::columns_until(at - p.sliding_window);
       }
@@ -164,12 +172,12 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
         return visible[j / 2] >> (2 * i + j % 2) & 1 ? score : -INFINITY;
       });
     }
-    if (parts != (1u << Mma::kBoxes) - 1) {
+    if (present_boxes != (1u << Mma::kBoxes) - 1) {
       tile.each_score(
-          [&](int i, int, float score) { return parts >> i / 2 & 1 ? score : -INFINITY; });
+          [&](int i, int, float score) { return present_boxes >> i / 2 & 1 ? score : -INFINITY; });
     }
     raised = tile.online_softmax(score_scale, factor);
-    first -= kTokens;
+    first_token -= kTokens;
   };
   const auto start_out = [&] {
     barrier_wait(shared_address(&shared.value_full[values.index]), values.phase);
@@ -182,8 +190,8 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     barrier_arrive_warp(shared_address(&shared.value_empty[values.index]), lane);
     values.advance();
   };
-  // The item in `slot`.
-  const auto finish = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
+  // Epilogue of the work tile in `slot`.
+  const auto write_tile = [&](uint32_t slot, const float (&row_max)[2], const float (&sum)[2]) {
     const PrefillTile& work_tile = shared.work_tiles[slot];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -207,16 +215,16 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     tile.start_sums();
     barrier_wait(shared_address(&shared.key_full[keys.index]), keys.phase);
     start_scores();
-    look();
+    load_mask_inputs();
     wgmma_wait<0>();
     online_softmax();
     tile.pack_probs();
     uint32_t slot = work_tiles.index;
     work_tiles.advance();
-    float row_max[2], sum[2];  // of the item that ends
+    float row_max[2], sum[2];  // of the work tile that ends
 #pragma unroll 1
     for (;;) {
-      const bool ends = left == 0;
+      const bool ends = tiles_left == 0;
       if (ends) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -229,18 +237,18 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
       barrier_wait(shared_address(&shared.key_full[keys.index]), keys.phase);
       start_scores();
       start_out();
-      look();
+      load_mask_inputs();
       wgmma_wait<1>();
       online_softmax();
-      // ptxas moves the wait that follows ahead of whatever is no access to memory, and weights are
-      // to be computed while the other product runs.
+      // ptxas hoists the next wgmma wait over all but memory accesses. This dummy store keeps the
+      // softmax before the wait, so that it overlaps the wgmma of O.
       if (lane == 0) {
-        store_shared(shared_address(&shared.pin[warpgroup * 4 + thread / 32]),
+        store_shared(shared_address(&shared.ordering_dummy[warpgroup * 4 + thread / 32]),
                      tile.sum[0] + tile.sum[1]);
       }
       end_out();
       if (ends) {
-        finish(slot, row_max, sum);
+        write_tile(slot, row_max, sum);
         tile.clear();
         slot = work_tiles.index;
         work_tiles.advance();
@@ -251,7 +259,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Pref
     }
     start_out();
     end_out();
-    finish(slot, row_max, sum);
+    write_tile(slot, row_max, sum);
   }
 }
 
@@ -265,28 +273,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                    const __grid_constant__ PrefillMaps maps, uint32_t* next) {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
   using Shared = PrefillShared<Config>;
-  constexpr int kWarps = 4 * Config::kGroups;                         // that attend
-  constexpr int kCopiers = Config::kCacheIs8Bit ? kDequantWarps : 1;  // warps, of K and of V each
-  extern __shared__ __align__(1024) char memory[];                    // the queries, K, V
+  constexpr int kWarps = 4 * Config::kConsumers;  // of the consumers
+  constexpr int kProducers =
+      Config::kCacheIs8Bit ? kDequantWarps : 1;     // warps of K, and as many of V
+  extern __shared__ __align__(1024) char memory[];  // queries, K, V, raw 8-bit K and V
   __shared__ Shared shared;
   if (!shape.has_concurrent_launch) launch_dependents();
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const uint32_t query = shared_address(memory);
-  const uint32_t key = query + Shared::kQueries * Config::kQueryBytes;
-  const uint32_t value = key + Shared::kKeys * Config::kTileBytes;
+  const uint32_t key = query + Shared::kQueryStages * Config::kQueryBytes;
+  const uint32_t value = key + Shared::kKeyStages * Config::kTileBytes;
   if (threadIdx.x == 0) {
     const auto init = [](auto& barriers, int arrivals) {
       for (uint64_t& barrier : barriers) barrier_init(shared_address(&barrier), arrivals);
     };
-    init(shared.key_full, kCopiers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
-    init(shared.value_full, kCopiers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
+    init(shared.key_full, kProducers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
+    init(shared.value_full, kProducers * (Config::kCacheIs8Bit ? kWarpArrivals : 1));
     init(shared.key_empty, kWarps * kWarpArrivals);
     init(shared.value_empty, kWarps * kWarpArrivals);
     init(shared.query_full, shape.query_by_tma ? 1 : kWarpArrivals);
     init(shared.query_empty, kWarps * kWarpArrivals);
     init(shared.tile_full, 1);
-    init(shared.tile_empty, (kWarps + 2 * kCopiers + 1) * kWarpArrivals);
-    barrier_init(shared_address(&shared.next_tile_wanted), 1);
+    init(shared.tile_empty, (kWarps + 2 * kProducers + 1) * kWarpArrivals);
+    barrier_init(shared_address(&shared.next_tile_requested), 1);
     fence_barrier_init();
     if (!Config::kCacheIs8Bit) {
       prefetch_tensor_map(&maps.key);
@@ -296,10 +305,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (shape.query_by_tma) prefetch_tensor_map(&maps.query);
   }
   __syncthreads();
-  // By warp `widener` of those that widen K, and V.
-  [[maybe_unused]] const auto widen = [&](int dequant_warp) {
-    const uint32_t raw = value + Shared::kValues * Config::kTileBytes;
-    const auto from = [&](auto cache) {
+  // Warps 0 .. kDequantWarps - 1 have K, the next kDequantWarps V.
+  [[maybe_unused]] const auto dequantize = [&](int dequant_warp) {
+    const uint32_t raw = value + Shared::kValueStages * Config::kTileBytes;
+    const auto with_cache = [&](auto cache) {
       using Cache = decltype(cache);
       if (dequant_warp < kDequantWarps) {
         dequantize_tiles<Config, false, Cache>(p, shape, shared, key, raw, dequant_warp, lane);
@@ -310,16 +319,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       }
     };
     if (p.kv.dtype == DType::kFp8E4M3) {
-      from(Fp8E4M3{});
+      with_cache(Fp8E4M3{});
     } else if (p.kv.dtype == DType::kFp8E5M2) {
-      from(Fp8E5M2{});
+      with_cache(Fp8E5M2{});
     } else {
-      from(int8_t{});
+      with_cache(int8_t{});
     }
   };
   if (warp < kWarps) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.registers));
-    attend<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.consumer_registers));
+    consume_tiles<Config>(p, shape, cap, shared, query, key, value, warp / 4, threadIdx.x % 128);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Config::kTuning.producer_registers));
     if (warp == kWarps) {
@@ -327,7 +336,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == kWarps + 1) {
       copy_queries<Config>(p, shape, maps.query, shared, query, lane);
     } else if constexpr (Config::kCacheIs8Bit) {
-      widen(warp - kWarps - 2);
+      dequantize(warp - kWarps - 2);
     } else if (warp == kWarps + 2) {
       copy_tiles<Config, false>(p, shape, maps, shared, key, lane);
     } else {
@@ -337,15 +346,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
-// Pages of layout vllm as (8 tokens x 16 bytes, chunk, token / 8, KV head, block), and as (token,
-// dimension, KV head, block): pages of 16 tokens in rows of 128 bytes. See
-// attention/prefill/sm90/mainloop.cuh.
+// Tensor maps of K, V and queries. Layout vllm: K is (8 tokens x 16 bytes, chunk, token / 8, KV
+// head, block). V is (4 dimensions x 16 tokens, line, KV head, block), pages of 16 tokens in lines
+// of 128 bytes; mainloop.cuh says why.
 template <typename Config>
 PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
   const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   PrefillMaps maps;
-  if (shape.query_by_tma) {  // (dimension, head, token, 1): an item's rows follow each other
+  if (shape.query_by_tma) {  // (dimension, head, token, 1): one box has all rows of a work tile
     const auto heads = static_cast<cuuint32_t>(shape.group);
     maps.query = encode_tensor_map<4>(
         const_cast<void*>(p.query),
@@ -355,7 +364,7 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
   }
   if (Config::kCacheIs8Bit) return maps;
   if (kv.layout != KvLayout::kVllm) {
-    const bool contiguous = p.key_start_loc != nullptr;  // one block, whose stride is any
+    const bool contiguous = p.key_start_loc != nullptr;  // a single block: its stride is unused
     const int tokens = contiguous ? Config::kTokens : kPrefillBoxTokens;
     const auto value_map = [&](int tokens) {
       return swizzled_row_map(kv, kv.value, kv.value_token_stride, kv.value_head_stride,

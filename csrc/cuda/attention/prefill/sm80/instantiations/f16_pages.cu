@@ -1,3 +1,4 @@
+// The sm80 prefill kernels for a cache of float16: layout vllm (prefill_kernel.cuh).
 #include "cuda/attention/prefill/sm80/prefill_kernel.cuh"
 
 namespace vllm_kernels::cuda {

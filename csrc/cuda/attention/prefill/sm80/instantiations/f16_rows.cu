@@ -1,3 +1,5 @@
+// The sm80 prefill kernels for a cache of float16: layouts NHD and HND, and contiguous keys
+// (prefill_kernel.cuh).
 #include "cuda/attention/prefill/sm80/prefill_kernel.cuh"
 
 namespace vllm_kernels::cuda {

@@ -1,3 +1,4 @@
+// The sm90 prefill kernels of head size 256, for wgmma (prefill_kernel.cuh).
 #include "cuda/attention/prefill/sm90/prefill_kernel.cuh"
 
 namespace vllm_kernels::cuda {
