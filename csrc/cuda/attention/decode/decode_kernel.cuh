@@ -223,7 +223,7 @@ struct DecodeCta {
 #pragma unroll 1
     for (;;) {
       if (!has_tile) {
-        scheduler.make(p, shape.work, lane);
+        scheduler.build(p, shape.work, lane);
         count = scheduler.num_tiles();
       }
       const bool some = index < count;

@@ -110,7 +110,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (uint32_t number = 0;;) {
-    if (now != kGoOn) scheduler.make(p, shape.work, lane);
+    if (now != kGoOn) scheduler.build(p, shape.work, lane);
     const uint32_t slot = number % kTileQueue;
     WorkTile work_tile;
     if (index < scheduler.num_tiles()) work_tile = scheduler.get_tile(p, shape.work, index, lane);

@@ -214,8 +214,8 @@ class TileScheduler {
   }
 
   // Makes the schedule. All lanes of a warp.
-  __device__ __forceinline__ void make(const PagedAttentionParams& p, const WorkShape& shape,
-                                       int lane) {
+  __device__ __forceinline__ void build(const PagedAttentionParams& p, const WorkShape& shape,
+                                        int lane) {
     const int rounds = rounds_of(p);
     if (indices_cached(p)) kept_.load(p, lane);
     fixed_split_stages_ = p.fixed_split_size > 0 ? fixed_split_stages(p, shape.stage_shift) : 0;

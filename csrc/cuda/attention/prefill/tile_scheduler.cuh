@@ -87,8 +87,8 @@ template <int kHeadSize, int kTileRows, int kTokens>
 class PrefillTileScheduler {
  public:
   // All lanes of a warp.
-  __device__ __forceinline__ void make(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       int lane) {
+  __device__ __forceinline__ void build(const PagedAttentionParams& p, const PrefillShape& shape,
+                                        int lane) {
     uint32_t row_blocks = 0, longest = 0;
     float tokens = 0.0f, others = 0.0f;  // that work tiles see; that the other launch reads
     const float window = p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   };
   if (threadIdx.x < 32) {
     typename Shared::Scheduler scheduler;
-    scheduler.make(p, shape.scheduler, threadIdx.x);
+    scheduler.build(p, shape.scheduler, threadIdx.x);
     put_tile(scheduler, blockIdx.x, 0);
     shared.scheduler(threadIdx.x) = scheduler;
   }

@@ -34,7 +34,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
   // its own.
   if (shape.has_concurrent_launch) launch_dependents();
   PrefillTileScheduler<Config::kHeadSize, Config::kRows, Config::kTokens> scheduler;
-  scheduler.make(p, shape, lane);
+  scheduler.build(p, shape, lane);
   const uint32_t blocks = scheduler.num_ctas();
   const uint32_t count = blockIdx.x < blocks ? scheduler.num_tiles() : 0;
   uint32_t index = blockIdx.x;
