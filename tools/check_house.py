@@ -46,7 +46,6 @@ ROOMS = {
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {
-    "decode": "the decode kernel's body: six states in registers; to be cut in phases",
     "consume_tiles": "the consumers' main loops: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')

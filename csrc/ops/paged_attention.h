@@ -66,23 +66,27 @@ struct PagedAttentionParams {
   int64_t out_stride = 0;                    // elements between tokens of out
   float* lse = nullptr;                      // [num_tokens, num_heads] natural log, or null
   const float* sinks = nullptr;              // [num_heads] logits, or null
-  // Tokens that a query token sees up to its own position, itself included; 0: all.
+  // Visible tokens up to a query token's own position, itself included; 0: all.
   int32_t sliding_window = 0;
-  // Tokens after its position that it sees as well; 0: causal, INT32_MAX: all.
+  // Visible tokens past its position; 0: causal, INT32_MAX: all.
   int32_t window_right = 0;
   float softcap = 0.0f;  // 0: none
-  // Tokens of a piece of a sequence, at most, whatever the batch; 0: cut as suits the batch. (The
-  // CPU then does not cut a row at all.)
+  // Tokens of a split in any batch; 0: splits depend on the batch. (The CPU then has no splits.)
   int32_t fixed_split_size = 0;
-  // CUDA: pages, tables and lengths are read before the predecessor ends, and not again.
+  // CUDA: pages, tables and lengths are read once, before the primary kernel ends.
   bool kv_ready = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values,
   // which `kv` describes as one block in layout NHD; max_seq_len is the number of its rows,
   // seq_lens and block_tables are null.
   const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
-  // CUDA, of the second of two launches that share a batch: sequences of more than max_query_len
-  // query tokens are the other one's, and it runs beside that one, its predecessor.
+  // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
+  // max_query_len query tokens belong to the first one.
   bool concurrent = false;
+
+  // Whether scores need more than the scale and the mask: softcap or ALiBi.
+  VLLM_KERNELS_HOST_DEVICE bool modifies_scores() const {
+    return softcap > 0.0f || alibi_slopes != nullptr;
+  }
 };
 
 // What there is of rows [first, end), any numbers, among `size` rows.

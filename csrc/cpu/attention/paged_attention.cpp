@@ -19,6 +19,7 @@
 #include "cpu/attention/packed_gemm.h"
 #include "cpu/attention/page_lanes.h"
 #include "cpu/attention/row_dot.h"
+#include "cpu/attention/score_mod.h"
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec_math.h"
 #include "cpu/kernels.h"
@@ -309,8 +310,7 @@ class PagedAttentionTask {
       store_probs(row, all);
     }
   }
-  // The same where the whole KV block is visible, without softcap and ALiBi.
-  // The same where the whole KV block is visible, without softcap and ALiBi.
+  // The same where the whole KV block is visible and the scores are only scaled.
   void softmax_full_row(int row) {
     const float* scores = probs_ + row * kKvBlockTokens;
     Vec all[kKvBlockVectors];
@@ -362,13 +362,9 @@ class PagedAttentionTask {
     const float position = static_cast<float>(first - tile.first_position - query);  // of token 0
     Vec lane_max = splat(-kInfinity);
     for (int token = from; token < visible.end; token += kLanes) {
-      Vec score = load(probs + token) * score_scale_;
-      if (p_.softcap > 0.0f) score = tanh(score / p_.softcap) * p_.softcap;
       const Vec numbers = lanes_ + splat(static_cast<float>(token));
-      if (p_.alibi_slopes != nullptr) {
-        const Vec slope = splat(p_.alibi_slopes[tile.first_head + head]);
-        score = fma(-slope, absolute(numbers + splat(position)), score);
-      }
+      Vec score = modify_scores(p_, tile.first_head + head, load(probs + token) * score_scale_,
+                                [&] { return numbers + splat(position); });
       score = select(is_visible(numbers, visible), score, splat(-kInfinity));
       lane_max = maximum(score, lane_max);
       store(probs + token, score);
@@ -438,7 +434,7 @@ class PagedAttentionTask {
   const int stride_;  // between rows of out_, and of V
   const Vec lanes_ = lane_numbers();
   float score_scale_ = 1.0f;
-  const bool plain_scores_ = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
+  const bool plain_scores_ = !p_.modifies_scores();
   bool packed_ = false;
 
   alignas(64) float query_[kRowBuffers * kMaxHeadSize];  // [rows][loader_.words]

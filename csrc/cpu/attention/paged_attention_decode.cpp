@@ -19,6 +19,7 @@
 #include "cpu/attention/epilogue.h"
 #include "cpu/attention/page_dot.h"
 #include "cpu/attention/row_dot.h"
+#include "cpu/attention/score_mod.h"
 #include "cpu/base/dispatch.h"
 #include "cpu/base/int8.h"
 #include "cpu/base/vec_math.h"
@@ -153,7 +154,7 @@ class DecodeTask {
     LinePrefetcher next_values(next.value, next.pages, span_bytes(next));
     const int tokens = (block.tokens + Rows::kTokens - 1) / Rows::kTokens * Rows::kTokens;
     const int group = block.split.heads / block.split.kv_heads;
-    if (p_.alibi_slopes != nullptr) set_distances(block);
+    if (needs_distances(p_)) set_distances(block);
     for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
       const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
       const float scale = Rows::kScale * p_.scale * key_scale(p_.kv, block.split.kv_head + kv_head);
@@ -230,7 +231,7 @@ class DecodeTask {
     }
     const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
     const PageBlock& ahead = next.pages > 0 ? next : block;
-    if (p_.alibi_slopes != nullptr) set_distances(block);
+    if (needs_distances(p_)) set_distances(block);
     for_head_blocks(block.split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       const float* query = query_ + first * head_size_;
@@ -274,15 +275,10 @@ class DecodeTask {
     float* scores = scores_ + head * kMaxBlockTokens;
     const int tile_head = first + head;
     const int global_head = block.split.first_head + tile_head;
-    if (p_.softcap > 0.0f) {
+    if (p_.modifies_scores()) {
       for (int t = 0; t < block.tokens; t += kLanes) {
-        store(scores + t, tanh(load(scores + t) / p_.softcap) * p_.softcap);
-      }
-    }
-    if (p_.alibi_slopes != nullptr) {
-      const Vec slope = splat(p_.alibi_slopes[global_head]);
-      for (int t = 0; t < block.tokens; t += kLanes) {
-        store(scores + t, fma(slope, load(distances_ + t), load(scores + t)));
+        store(scores + t, modify_scores(p_, global_head, load(scores + t),
+                                        [&] { return load(distances_ + t); }));
       }
     }
     if (sparse_) {

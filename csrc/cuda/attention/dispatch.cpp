@@ -88,7 +88,7 @@ uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel
          when(p.key_start_loc == nullptr && kv.block_size != 16 && !longer, kPageSize) |
          when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
          when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
-         when(is_8_bit && (p.softcap > 0.0f || p.alibi_slopes != nullptr), kSoftcapOrAlibiOn8Bit);
+         when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit);
 }
 
 uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {

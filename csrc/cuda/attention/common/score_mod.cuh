@@ -1,6 +1,6 @@
-// Score modifications of the tensor-core attention kernels: causal and window mask, softcap, ALiBi,
-// and the sink at a row's end. All scores are in log2 units. The order is scale, softcap, ALiBi,
-// mask.
+// Score modifications of all attention kernels: softcap and ALiBi (modify_scores), causal and
+// window mask, and the sink at a row's end. All scores are in log2 units. The order is scale,
+// softcap, ALiBi, mask.
 #pragma once
 #include "cuda/base/ptx.cuh"
 #include "ops/paged_attention.h"
@@ -11,27 +11,46 @@ struct ScoreCap {
   float cap;      // softcap in log2 units
   float inverse;  // 2 / softcap
 };
-inline ScoreCap score_cap(float softcap) {
+constexpr ScoreCap score_cap(float softcap) {
   return {.cap = softcap * kLog2E, .inverse = softcap > 0.0f ? 2.0f / softcap : 0.0f};
 }
 
-// Softcap: cap * tanh(score / cap), in log2 units. A logit needs a small absolute error; here it is
-// a few times 2^-22 * cap.
+// Softcap: cap * tanh(score / cap). A logit needs a small absolute error. The approximation has a
+// few times 2^-22 * cap. kExact: tanhf, for float32 queries.
+template <bool kExact>
 __device__ __forceinline__ float apply_softcap(const ScoreCap& cap, float score) {
+  if constexpr (kExact) return cap.cap * tanhf(score / cap.cap);
   return cap.cap - __fdividef(2.0f * cap.cap, 1.0f + exp2_approx(score * cap.inverse));
 }
-// ALiBi. `slope` is in log2 units; `distance` is the KV position minus the query position.
-__device__ __forceinline__ float apply_alibi(float slope, int distance, float score) {
-  return score - slope * fabsf(static_cast<float>(distance));
+
+// Column 0 of a row of scores. `distance` is its KV position minus the query position.
+struct ScoreRow {
+  int head;
+  int distance;
+};
+// Modifies a row of scores; PagedAttentionParams::modifies_scores() says when. row() returns the
+// ScoreRow: it is called only where needed. each(f) replaces each score by f(score, column).
+template <bool kExact = false, typename Row, typename Each>
+__device__ __forceinline__ void modify_scores(const PagedAttentionParams& p, const ScoreCap& cap,
+                                              const Row& row, const Each& each) {
+  if (p.softcap > 0.0f) {
+    each([&](float score, int) { return apply_softcap<kExact>(cap, score); });
+  }
+  if (p.alibi_slopes != nullptr) {
+    const ScoreRow at = row();
+    const float slope = p.alibi_slopes[at.head] * kLog2E;
+    each([&](float score, int column) {
+      return score - slope * fabsf(static_cast<float>(at.distance + column));
+    });
+  }
 }
-// The modified score of one (query row, token) pair, -inf where masked. Causal: a token with
-// distance > 0 is masked. `distance` is the KV position minus the query position.
+// The same for one score, -inf where masked. Causal: a token with distance > 0 is masked.
 __device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, const ScoreCap& cap,
                                                 int head, int distance, float score) {
   if (distance > 0 || (p.sliding_window > 0 && distance <= -p.sliding_window)) return -INFINITY;
-  if (p.softcap > 0.0f) score = apply_softcap(cap, score);
-  if (p.alibi_slopes != nullptr)
-    score = apply_alibi(p.alibi_slopes[head] * kLog2E, distance, score);
+  modify_scores(
+      p, cap, [&] { return ScoreRow{head, distance}; },
+      [&](const auto& modified) { score = modified(score, 0); });
   return score;
 }
 

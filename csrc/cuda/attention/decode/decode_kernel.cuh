@@ -468,7 +468,7 @@ struct DecodeCta {
     if constexpr (NewToken::kAny) new_token.prepare(p, shape.cap, work_tile, rows.count, now);
     prepare_query(work_tile, rows);
 
-    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
+    const bool plain_scores = !p.modifies_scores();
     const int window = p.sliding_window;
     const int begin = window > 0 ? max(0, rows.low - window + 1) : 0;  // first visible token
     int new_tokens = 0;  // tokens that are not read from pages

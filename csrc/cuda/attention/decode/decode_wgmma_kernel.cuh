@@ -234,7 +234,7 @@ __device__ __forceinline__ void attend(
     mma.load_scales(row_scales, p.scale * k_scale * kLog2E, lane);
     mma.clear();
 
-    const bool plain_scores = p.alibi_slopes == nullptr && p.softcap == 0.0f;
+    const bool plain_scores = !p.modifies_scores();
     const int window = p.sliding_window;
     const auto release = [&] { pipeline.consumer_release(); };
     const auto attend_stages = [&](auto used) {

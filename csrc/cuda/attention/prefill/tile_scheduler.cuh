@@ -55,9 +55,8 @@ inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& 
                               int head_size) {
   const float bytes_per_ns = kReadShareOfBus * device.bytes_per_ns();
   if (bytes_per_ns == 0.0f || device.clock_khz == 0) return INFINITY;  // unknown: every CTA
-  const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
   const int element_bytes = size_of(p.kv.dtype);
-  const float cycles = adjusts              ? kPrefillCyclesAdjusted
+  const float cycles = p.modifies_scores()  ? kPrefillCyclesAdjusted
                        : element_bytes == 1 ? kPrefillCycles8Bit
                                             : kPrefillCycles;
   const float compute_ns = cycles * 1e6f / device.clock_khz * rows * head_size;  // a visible token

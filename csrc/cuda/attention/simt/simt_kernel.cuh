@@ -184,17 +184,11 @@ struct SimtCta {
     }
   }
 
-  // Softcap and ALiBi. tanhf, not the approximation of the tensor-core kernels: queries may be
-  // float32.
-  __device__ __forceinline__ float score_mod(float score, int head, int token) const {
-    if (p.softcap > 0.0f) {
-      const float cap = p.softcap * kLog2E;
-      score = cap * tanhf(score / cap);
-    }
-    if (p.alibi_slopes != nullptr) {
-      score -= p.alibi_slopes[heads.first + head] * kLog2E *
-               fabsf(static_cast<float>(token - tokens.position));
-    }
+  __device__ __forceinline__ float modified(float score, int head, int token) const {
+    modify_scores<true>(
+        p, score_cap(p.softcap),
+        [&] { return ScoreRow{heads.first + head, token - tokens.position}; },
+        [&](const auto& modification) { score = modification(score, 0); });
     return score;
   }
 
@@ -219,7 +213,7 @@ struct SimtCta {
       for (int head = 0; head < kSimtHeads; ++head) {
         if (head >= heads.count) break;
         const bool seen = block >= 0 && (visible >> head & 1) != 0;
-        const float masked = seen ? score_mod(score[head], head, token) : -INFINITY;
+        const float masked = seen ? modified(score[head], head, token) : -INFINITY;
         probs[head * 32 + lane] = state.softmax_step(head, masked);
       }
       __syncwarp();

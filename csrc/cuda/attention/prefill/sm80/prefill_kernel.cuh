@@ -136,10 +136,10 @@ struct Sm80Consumer {
     const int first = tile_index * kTokens;
     const WarpVisible visible_range = warp_visible[threadIdx.x / 32];
     if (first >= visible_range.end || first + kTokens <= visible_range.begin) return;
-    const bool adjusts = p.softcap > 0.0f || p.alibi_slopes != nullptr;
+    const bool adjusts = p.modifies_scores();
     typename Mma::Scores scores;
     tile.compute_scores(scores, key);
-    if (adjusts) modify_scores(work_tile, first, scores);
+    if (adjusts) adjust(work_tile, first, scores);
     const uint64_t tokens = present[0] | uint64_t{present[1]} << 32;
     if (tokens != ~uint64_t{0} || first < visible_range.whole_begin ||
         first + kTokens > visible_range.whole_end) {
@@ -174,28 +174,26 @@ struct Sm80Consumer {
     }
   }
 
-  // Scores to log2 units, then softcap and ALiBi.
-  __device__ __forceinline__ void modify_scores(const PrefillTile& work_tile, int first,
-                                                typename Mma::Scores& scores) const {
+  // Scores to log2 units, then the score modifications.
+  __device__ __forceinline__ void adjust(const PrefillTile& work_tile, int first,
+                                         typename Mma::Scores& scores) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        int head;
-        const int distance =
-            first + lane() % 4 * 2 - work_tile.position - token_of_row(work_tile, t, r, head);
         const float scale = score_scale(t, r);
         each_score(scores, t, r, [&](float& score, int) { score *= scale; });
-        if (p.softcap > 0.0f) {
-          each_score(scores, t, r,
-                     [&](float& score, int) { score = apply_softcap(shape.cap, score); });
-        }
-        if (p.alibi_slopes != nullptr) {
-          const float slope = p.alibi_slopes[head] * kLog2E;
-          each_score(scores, t, r, [&](float& score, int column) {
-            score = apply_alibi(slope, distance + column, score);
-          });
-        }
+        modify_scores(
+            p, shape.cap,
+            [&] {
+              int head;
+              const int token = token_of_row(work_tile, t, r, head);
+              return ScoreRow{head, first + lane() % 4 * 2 - work_tile.position - token};
+            },
+            [&](const auto& modified) {
+              each_score(scores, t, r,
+                         [&](float& score, int column) { score = modified(score, column); });
+            });
       }
     }
   }

@@ -142,21 +142,20 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     };
     if constexpr (Config::kAdjusts) {
       tile.each_score([&](int, int, float score) { return score * shape.softmax_scale_log2; });
-      if (p.softcap > 0.0f) {
-        tile.each_score([&](int, int, float score) { return apply_softcap(cap, score); });
-      }
-      if (p.alibi_slopes != nullptr) {
-        int at[2];
-        float slope[2];  // in log2 units
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          int head;
-          at[r] = own_column(r, head);
-          slope[r] = p.alibi_slopes[head] * kLog2E;
-        }
-        tile.each_score([&](int i, int j, float score) {
-          return apply_alibi(slope[j / 2], i * 8 + j % 2 - at[j / 2], score);
-        });
+      for (int r = 0; r < 2; ++r) {
+        modify_scores(
+            p, cap,
+            [&] {
+              int head;
+              const int at = own_column(r, head);
+              return ScoreRow{head, -at};
+            },
+            [&](const auto& modified) {
+              tile.each_score([&](int i, int j, float score) {
+                return j / 2 == r ? modified(score, i * 8 + j % 2) : score;
+              });
+            });
       }
     }
     if (!unmasked) {
@@ -425,7 +424,7 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
           return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
         }
       }
-      if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {
+      if (p.modifies_scores()) {
         return launch_prefill_kernel<T, kHeadSize, kForm, true, false>(p, launch, stream);
       }
       launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
