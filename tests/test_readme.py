@@ -14,7 +14,7 @@ NOT_RUN = "<!-- not run: "
 BLOCK = re.compile(r"(?P<before>[^\n]*\n)```python\n(?P<code>.*?)```", re.S)
 PRINTED = {
     ("README.md", "scaled_dot_product_attention"): r"True",
-    ("README.md", "Engine"): r".+\n.+",
+    ("README.md", "Engine"): r"(?s).+\n.+",
     ("docs/attention.md", "reshape_and_cache"): r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
     ("docs/attention.md", "fixed_split_size"): r"True",
     ("docs/attention.md", "combine_attn_partials"): r"True",
