@@ -131,6 +131,15 @@ def test_paths_exist(page: str) -> None:
             )
 
 
+def test_named_files_exist() -> None:
+    text = text_of("CONTRIBUTING.md")
+    for folder, name in (("tests", r"test_[\w*]+\.py"), ("benchmarks", r"bench_\w+")):
+        named = re.findall(f"`({name})`", text)
+        assert named
+        for one in named:
+            assert any((ROOT / folder).glob(f"**/{one}*")), one
+
+
 @pytest.mark.parametrize("page", ["csrc/cpu/README.md", "csrc/torch_ops/README.md"])
 def test_named_tests_exist(page: str) -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", text_of(page))
