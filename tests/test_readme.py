@@ -1,20 +1,40 @@
-"""The examples of README.md and of docs/ run as printed, and the links between pages work."""
+"""The examples of the documents run as printed; links, paths and named tests exist."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+EVERY_PAGE = sorted(
+    page.relative_to(ROOT).as_posix()
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "csrc/**/*.md",
+        "vllm_kernels/**/*.md",
+        "benchmarks/*.md",
+    )
+    for page in ROOT.glob(pattern)
+)
+WITH_PATHS = [
+    page
+    for page in EVERY_PAGE
+    if page == "CONTRIBUTING.md" or page.startswith(("csrc/", "docs/decisions/"))
+]
+NO_FILES = ("build/", "torch/csrc/")
+"""How paths begin that a checkout does not have."""
 MARK = "<!-- example: run by tests/test_readme.py -->\n"
 NOT_RUN = "<!-- not run: "
 BLOCK = re.compile(r"(?P<before>[^\n]*\n)```python\n(?P<code>.*?)```", re.S)
 PRINTED = {
     ("README.md", "scaled_dot_product_attention"): r"True",
-    ("README.md", "Engine"): r".+\n.+",
+    ("README.md", "Engine"): r"(?s).+\n.+",
     ("docs/attention.md", "reshape_and_cache"): r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
     ("docs/attention.md", "fixed_split_size"): r"True",
     ("docs/attention.md", "combine_attn_partials"): r"True",
@@ -67,13 +87,75 @@ def test_every_example_is_run() -> None:
     assert counted == listed
 
 
-@pytest.mark.parametrize("page", PAGES)
+def text_of(page: str | Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
 def test_links_lead_somewhere(page: str) -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text_of(page)):
+        if "://" in target:
+            continue
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(path), f"{page}: {target}#{anchor}"
+
+
+def alternatives(path: str) -> Iterator[str]:
+    """`a.{h,cpp}` is `a.h` and `a.cpp`."""
+    parts = re.split(r"\{([^}]*)\}", path)
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ("".join(chosen) for chosen in product(*choices))
+
+
+@pytest.mark.parametrize("page", WITH_PATHS)
+def test_paths_exist(page: str) -> None:
+    """A path in backticks is relative to the repository, to csrc or to the page. Stems count."""
+    folders = [ROOT, ROOT / "csrc", (ROOT / page).parent]
+    for path in re.findall(r"`([\w.{},*-]+/[\w./{},*-]*)`", text_of(page)):
+        if path.startswith(NO_FILES):
+            continue
+        for one in alternatives(path):
+            assert any(any(folder.glob(one.rstrip("/") + "*")) for folder in folders), (
+                f"{page}: {one}"
+            )
+
+
+def test_named_files_exist() -> None:
+    text = text_of("CONTRIBUTING.md")
+    for folder, name in (("tests", r"test_[\w*]+\.py"), ("benchmarks", r"bench_\w+")):
+        named = re.findall(f"`({name})`", text)
+        assert named
+        for one in named:
+            assert any((ROOT / folder).glob(f"**/{one}*")), one
+
+
+@pytest.mark.parametrize("page", ["csrc/cpu/README.md", "csrc/torch_ops/README.md"])
+def test_named_tests_exist(page: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text_of(page))
+    assert len(named) > 10
+    for file, test in named:
+        path = ROOT / file if "/" in file else ROOT / "tests/ops" / file
+        assert f"def {test}(" in path.read_text(), f"{page}: {file}::{test}"
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/lab", "docs/decisions"])
+def test_every_page_is_in_its_index(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text()
+    for page in (ROOT / folder).glob("**/*.md" if folder == "docs/lab" else "*.md"):
+        name = page.relative_to(ROOT / folder).as_posix()
+        assert name == "README.md" or f"]({name})" in index, name
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
