@@ -21,8 +21,8 @@
 // tables. The first work tile is scheduled speculatively from them, and its first pages are
 // prefetched into L2. With kv_ready, lengths, tables and pages.
 //
-// Next: DecodeCta::run() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for
-// the host's choices.
+// Next: decode() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for the host's
+// choices.
 #pragma once
 #include <algorithm>
 
@@ -91,184 +91,70 @@ constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMu
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
-// One CTA of the kernel. run() has the phases: schedule(), combine_*(), mainloop(). Members are
-// registers: everything is inlined. `NewToken`: NoNewToken, or fused_decode_attention's
-// FusedNewToken.
+// The kernel's body. `new_token`: NoNewToken, or fused_decode_attention's FusedNewToken.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
-struct DecodeCta {
-  static constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
+__device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
+                                       const KvTensorMaps& maps, const DecodeWorkspace& workspace,
+                                       NewToken new_token) {
+  constexpr int kTiles = kRowTiles<kMaxHeadSize, kMultiWarp>, kBytes = sizeof(Cache);
   using Mma =
       WarpMma<Cache, kMaxHeadSize, kTiles, kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>, kForm>;
-  static constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
+  constexpr int kTokens = Mma::kTokens, kShift = kStageShift<kTokens>;
   using Pipeline = KvPipeline<Cache, kMaxHeadSize, kTokens, kForm, kMultiWarp>;
-  // Scheduling rounds that are kept, as registers allow.
+  extern __shared__ __align__(1024) char shared[];  // pipelines, then the warps' partials
+  constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
+  __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
+  __shared__ float2 warp_stats[kWarps * 8];
+  // Three work tiles: some threads may still write the output of one when the next but one is
+  // stored.
+  __shared__ WorkTile work_tiles[3];
+  __shared__ TileRows work_tile_rows[3];
+  __shared__ uint32_t next_index;  // written by thread 0; others wait for next_index_ready
+  __shared__ uint64_t next_index_ready;
+  __shared__ bool is_last;
+  launch_dependents();
+
+  const int warps = blockDim.x / 32;
+  const int warp = opaque(threadIdx.x / 32), lane = opaque(threadIdx.x % 32);
+  const int consumer_shift = kMultiWarp ? shape.consumer_shift : 0,
+            consumer_warps = 1 << consumer_shift;
+  const int consumer = warp >> consumer_shift, warp_in_consumer = warp & consumer_warps - 1,
+            consumers = warps >> consumer_shift;
+  const int warp_rows = kTiles > 1 ? 1 << shape.warp_shift : 8;
+  const int head_size = p.kv.head_size, fours = head_size / 4;
+  const int pipeline_bytes = shape.pipeline.stages * shape.pipeline.stage_bytes;
+  Pipeline pipeline(shape.pipeline, maps, shared_address(shared) + consumer * pipeline_bytes,
+                    shared_address(pipeline_words[consumer]), warp_in_consumer == 0, lane);
+  if (warp_in_consumer == 0 && lane == 0) {
+    Pipeline::init(shape.pipeline, maps, shared_address(pipeline_words[consumer]), consumer_warps);
+  }
+  __syncwarp();
+  float* results = reinterpret_cast<float*>(shared + consumers * pipeline_bytes);
+  const int pitch = (head_size + 15) / 16 * 16 + 4;  // floats; stores have no bank conflicts
+  if (threadIdx.x == 0) barrier_init(shared_address(&next_index_ready), 1);
+  Mma mma;
+  mma.head_size = head_size;
+  mma.set_addresses(shape.stage_layout, lane);
+  mma.keep_addresses();
+  if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
+    for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
+      *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+    }
+    fence_async_proxy();
+  }
+  if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
+  if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
+    store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
+  }
+  // Kept rounds, as registers allow.
   using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
                                   : kBytes == 1                                 ? 4
                                                                                 : 8>;
-  static constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
-
-  // Static shared memory. Dynamic: the consumers' pipelines, then the warps' partials.
-  struct Shared {
-    uint64_t pipeline_words[kWarps][Pipeline::kWords];
-    float2 warp_stats[kWarps * 8];
-    // Three work tiles: some threads may still write the output of one when the next but one is
-    // stored.
-    WorkTile work_tiles[3];
-    TileRows tile_rows[3];
-    uint64_t next_index_ready;
-    uint32_t next_index;  // written by thread 0; others wait for next_index_ready
-    bool is_last;
-  };
-
-  const PagedAttentionParams& p;
-  const DecodeShape& shape;
-  const DecodeWorkspace& workspace;
-  Shared& shared;
-  NewToken new_token;
-  const int warp, lane, consumer_shift, consumer_warps, consumer, warp_in_consumer, consumers;
-  const int warp_rows, first_row;  // this warp's rows of a work tile, and the first of them
-  const int head_size, fours, pipeline_bytes;
-  Pipeline pipeline;
-  float* const results;  // partials of all warps
-  const int pitch;       // of a row of results, in floats: stores have no bank conflicts
-  Mma mma;
   Scheduler scheduler;
-  uint32_t index = blockIdx.x;     // of the current work tile
-  uint32_t count = UINT32_MAX;     // work tiles, once there is a schedule
-  const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline loads
-  // Speculative prologue of small batches. The first work tile and its pages are found before the
-  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
-  // both are read again, with the first pages in flight. If they differ, all is done again.
-  bool speculative;
-  bool has_tile = false;  // whether the tile before the current one is still to be written
-
-  __device__ __forceinline__ DecodeCta(const PagedAttentionParams& p, const DecodeShape& shape,
-                                       const KvTensorMaps& maps, const DecodeWorkspace& workspace,
-                                       Shared& shared, char* memory, NewToken new_token)
-      : p(p),
-        shape(shape),
-        workspace(workspace),
-        shared(shared),
-        new_token(new_token),
-        warp(opaque(threadIdx.x / 32)),
-        lane(opaque(threadIdx.x % 32)),
-        consumer_shift(kMultiWarp ? shape.consumer_shift : 0),
-        consumer_warps(1 << consumer_shift),
-        consumer(warp >> consumer_shift),
-        warp_in_consumer(warp & consumer_warps - 1),
-        consumers(blockDim.x / 32 >> consumer_shift),
-        warp_rows(kTiles > 1 ? 1 << shape.warp_shift : 8),
-        first_row(warp_in_consumer * warp_rows),
-        head_size(p.kv.head_size),
-        fours(head_size / 4),
-        pipeline_bytes(shape.pipeline.stages * shape.pipeline.stage_bytes),
-        pipeline(shape.pipeline, maps, shared_address(memory) + consumer * pipeline_bytes,
-                 shared_address(shared.pipeline_words[consumer]), warp_in_consumer == 0, lane),
-        results(reinterpret_cast<float*>(memory + consumers * pipeline_bytes)),
-        pitch((head_size + 15) / 16 * 16 + 4) {
-    if (warp_in_consumer == 0 && lane == 0) {
-      Pipeline::init(shape.pipeline, maps, shared_address(shared.pipeline_words[consumer]),
-                     consumer_warps);
-    }
-    __syncwarp();
-    if (threadIdx.x == 0) barrier_init(shared_address(&shared.next_index_ready), 1);
-    mma.head_size = head_size;
-    mma.set_addresses(shape.stage_layout, lane);
-    mma.keep_addresses();
-    if (head_size < kMaxHeadSize) {  // K past the head size is read, but never copied: zero it
-      for (int i = threadIdx.x * 16; i < consumers * pipeline_bytes; i += blockDim.x * 16) {
-        *reinterpret_cast<uint4*>(memory + i) = uint4{0, 0, 0, 0};
-      }
-      fence_async_proxy();
-    }
-    if (kMultiWarp || head_size < kMaxHeadSize) __syncthreads();  // orders barrier init and zeros
-    if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
-      store_shared(shared_address(&shared.next_index), touch(p) ^ touch(shape) ^ touch(workspace));
-    }
-    speculative = !kMultiWarp && Scheduler::may_speculate(p);
-    if (!speculative && !p.kv_ready) wait_at_start(p);
-  }
-
-  // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
-  __device__ __forceinline__ void run() {
-#pragma unroll 1
-    for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
-      const int now = iteration < 3 ? iteration : iteration - 3,
-                last = now == 0 ? 2 : now - 1;  // index into work_tiles
-      if (index < count) schedule(now);
-      if (has_tile) {
-        const CombineThread thread = combine_thread(last);
-        combine_consumers(thread, last);
-        combine_counted_splits(thread);
-        if (index >= count) {
-          combine_flagged_splits(thread);
-          break;
-        }
-      } else {
-        __syncthreads();  // work_tiles[now] is written
-        if (index >= count) break;
-      }
-      has_tile = true;
-      mainloop(now);
-      barrier_wait(shared_address(&shared.next_index_ready), iteration & 1);
-      index = shared.next_index;
-    }
-    wait_at_end(p);
-  }
-
-  // --- schedule: the work tile `index`, its first pages, its query
-
-  __device__ __forceinline__ void schedule(int now) {
-    int produced = 0;  // stages
-#pragma unroll 1
-    for (;;) {
-      if (!has_tile) {
-        scheduler.build(p, shape.work, lane);
-        count = scheduler.num_tiles();
-      }
-      const bool some = index < count;
-      if (some) take_tile(now);
-      if (!speculative) {
-        if (some) {
-          load_new_token();
-          pipeline.look_up();
-        }
-        break;
-      }
-      const int32_t* looked_up = nullptr;
-      typename Pipeline::Copies copies = {};
-      if (some) {
-        looked_up = pipeline.look_up_speculative();
-        // With few work tiles, CTAs start while the primary kernel runs, and have time. With many,
-        // starting all stages at once would delay the indices, which are requested after them.
-        const bool few = count <= gridDim.x / 2;
-        pipeline.prefetch(p.kv, shape.pipeline.stages, few);
-        copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
-      }
-      wait_for_primary_kernel();
-      if (some) load_new_token();
-      typename Scheduler::Indices indices;
-      indices.load(p, lane);
-      const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
-      pipeline.start_copies(copies);
-      produced = copies.stages;
-      if (some && produced == 0) produced = produce_stages(shape.pipeline.stages);
-      speculative = false;
-      if (scheduler.validate(p, shape.work, indices, lane) && (!some || pipeline.validate(block)))
-        break;
-      pipeline.discard(produced);
-      produced = 0;
-    }
-    if (index < count) produce_stages(shape.pipeline.stages - produced);
-    // With kv_ready the wait comes only here, before the first access to query and workspace. The
-    // query still arrives before the first pages.
-    if (!has_tile && p.kv_ready) wait_at_start(p);
-    if constexpr (!NewToken::kAny) {
-      if (index < count) mma.load_query(query_rows, lane);
-    }
-  }
-
-  __device__ __forceinline__ void take_tile(int now) {
+  uint32_t index = blockIdx.x;                         // of the current work tile
+  const int first_row = warp_in_consumer * warp_rows;  // this warp's first row of a work tile
+  const void* query_rows[kTiles];  // this lane's rows of the tile that the pipeline has next
+  const auto take_tile = [&](int now, bool speculative) {
     const WorkTile work_tile = scheduler.get_tile(p, shape.work, index, lane);
     const TileRows rows = tile_rows(shape.work, work_tile);
     if constexpr (NewToken::kAny) {
@@ -286,164 +172,194 @@ struct DecodeCta {
       }
     }
     if (threadIdx.x == 0) {
-      shared.work_tiles[now] = work_tile;
-      shared.tile_rows[now] = rows;
+      work_tiles[now] = work_tile;
+      work_tile_rows[now] = rows;
     }
     pipeline.set_source(p, kShift, work_tile.seq, work_tile.sequence.seq_len, work_tile.kv_head,
                         work_tile.sequence.first_stage + work_tile.stage + consumer, consumers,
                         max(0, work_tile.stages - consumer + consumers - 1) / consumers);
-  }
-
-  __device__ __forceinline__ void load_new_token() {
+  };
+  const auto load_query = [&] {
+    if constexpr (!NewToken::kAny) mma.load_query(query_rows, lane);
+  };
+  const auto load_new_token = [&] {
     if constexpr (NewToken::kAny) new_token.load(p);
-  }
-
-  __device__ __forceinline__ int produce_stages(int stages) {
+  };
+  const auto produce_stages = [&](int stages) {
     int produced = 0;
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) produced += pipeline.produce(p.kv);
     return produced;
-  }
-
-  // --- combine: combines the consumers' partials, then the splits'
-
-  // The rows and dimensions of a work tile that this thread combines.
-  struct CombineThread {
-    const WorkTile& work_tile;
-    const TileRows& rows;
-    const SplitPartials& partials;
-    int row, dim;  // row of combine_rows, first of 4 dimensions
-    int max_rows;  // of a warp
   };
 
-  __device__ __forceinline__ CombineThread combine_thread(int last) {
-    const WorkTile& work_tile = shared.work_tiles[last];
-    const TileRows& rows = shared.tile_rows[last];
-    const int row = shape.fours.divide(threadIdx.x);
-    return {work_tile,
-            rows,
-            work_tile.flag_in_data ? workspace.flagged : workspace.counted,
-            row,
-            static_cast<int>(threadIdx.x - row * fours) * 4,
-            min(warp_rows, rows.count)};
-  }
-
-  __device__ __forceinline__ void combine_consumers(const CombineThread& thread, int last) {
-    const TileRows& rows = thread.rows;
-    const int combine_rows = shape.combine_rows, d = thread.dim;
-    const bool whole = thread.work_tile.num_splits == 1;
-    mma.reduce_sums();
+  // Speculative prologue of small batches. The first work tile and its pages are found before the
+  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
+  // both are read again, with the first pages in flight. If they differ, all is done again.
+  // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
+  bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
+  if (!speculative && !p.kv_ready) wait_at_start(p);
+  uint32_t count = UINT32_MAX;  // work tiles, once there is a schedule
+  bool has_tile = false;        // whether a previous work tile is still to be combined and written
 #pragma unroll 1
-    for (int first = 0; first < thread.max_rows; first += combine_rows) {
-      __syncthreads();  // nobody reads results any more
-      const int rows_left = max(0, rows.count - warp_in_consumer * warp_rows - first);
-      mma.store(first, min(combine_rows, rows_left), results + warp * combine_rows * pitch, pitch,
-                shared.warp_stats + warp * combine_rows, lane);
-      __syncthreads();
-      each_row(thread, first, [&](int of, int row) {
-        RowState state;
-        const int at = of * combine_rows + thread.row;
-        const uint32_t stride = combine_rows << consumer_shift;  // rows from consumer to consumer
-        state.combine<1>(consumers, &shared.warp_stats[at], stride,
-                         reinterpret_cast<float4*>(results + at * pitch + d), stride * pitch / 4,
-                         SharedPartials{});
-        if constexpr (NewToken::kAny) {
-          if (new_token.counts(last))
-            state.add_token(new_token.score(last, row), new_token.value(last, d));
+  for (int iteration = 0;; iteration = iteration == 5 ? 0 : iteration + 1) {
+    const int now = iteration < 3 ? iteration : iteration - 3,
+              last = now == 0 ? 2 : now - 1;  // index into work_tiles
+    if (index < count) {
+      int produced = 0;  // stages
+#pragma unroll 1
+      for (;;) {
+        if (!has_tile) {
+          scheduler.build(p, shape.work, lane);
+          count = scheduler.num_tiles();
         }
-        if (whole) {
-          write_row(p, shape.work, thread.work_tile, rows, row, d, state);
-        } else {
-          write_partial(thread, row, state);
+        const bool some = index < count;
+        if (some) take_tile(now, speculative);
+        if (!speculative) {
+          if (some) {
+            load_new_token();
+            pipeline.look_up();
+          }
+          break;
         }
-      });
+        const int32_t* looked_up = nullptr;
+        typename Pipeline::Copies copies = {};
+        if (some) {
+          looked_up = pipeline.look_up_speculative();
+          // With few work tiles, CTAs start while the primary kernel runs, and have time. With
+          // many, starting all stages at once would delay the indices, which are requested after
+          // them.
+          const bool few = count <= gridDim.x / 2;
+          pipeline.prefetch(p.kv, shape.pipeline.stages, few);
+          copies = pipeline.prepare_copies(p.kv, few ? shape.pipeline.stages : 1);
+        }
+        wait_for_primary_kernel();
+        if (some) load_new_token();
+        typename Scheduler::Indices indices;
+        indices.load(p, lane);
+        const int32_t block = looked_up != nullptr ? __ldcg(looked_up) : -1;
+        pipeline.start_copies(copies);
+        produced = copies.stages;
+        if (some && produced == 0) produced = produce_stages(shape.pipeline.stages);
+        speculative = false;
+        if (scheduler.validate(p, shape.work, indices, lane) && (!some || pipeline.validate(block)))
+          break;
+        pipeline.discard(produced);
+        produced = 0;
+      }
+      if (index < count) produce_stages(shape.pipeline.stages - produced);
+      // With kv_ready the wait comes only here, before the first access to query and workspace. The
+      // query still arrives before the first pages.
+      if (!has_tile && p.kv_ready) wait_at_start(p);
+      if (index < count) load_query();
     }
-  }
-
-  // The last CTA of a work tile combines its splits.
-  __device__ __forceinline__ void combine_counted_splits(const CombineThread& thread) {
-    const WorkTile& work_tile = thread.work_tile;
-    if (work_tile.num_splits == 1 || work_tile.flag_in_data) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      shared.is_last = atomic_inc_acquire_release(&workspace.semaphores[work_tile.slot],
-                                                  work_tile.num_splits - 1) ==
-                       static_cast<uint32_t>(work_tile.num_splits - 1);
-    }
-    __syncthreads();
-    if (shared.is_last) combine_splits<1>(thread, CountedPartials{});
-  }
-
-  // The CTA of the last split combines all splits. A CTA with flag-in-data partials has no other
-  // work tile, so nothing else is in registers here.
-  __device__ __forceinline__ void combine_flagged_splits(const CombineThread& thread) {
-    const WorkTile& work_tile = thread.work_tile;
-    if (work_tile.num_splits == 1 || !work_tile.flag_in_data ||
-        work_tile.split + 1 != work_tile.num_splits)
-      return;
-    if (work_tile.num_splits <= 8) {
-      combine_splits<1>(thread, FlaggedPartials{});
-    } else {
-      combine_splits<2>(thread, FlaggedPartials{});
-    }
-    __syncthreads();  // all have read the stats
-    for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift; i += blockDim.x) {
-      clear_flag(&thread.partials.stats[partial_row(work_tile, 0, i)]);
-    }
-  }
-
-  __device__ __forceinline__ void write_partial(const CombineThread& thread, int row,
-                                                const RowState& state) {
-    const int64_t to = partial_row(thread.work_tile, thread.work_tile.split, row);
-    const float2 stats = {state.row_max, state.sum};
-    if (thread.work_tile.flag_in_data) {
-      publish(partial_out(thread, to), state.out);
-      if (thread.dim == 0) publish(&thread.partials.stats[to], stats);
-    } else {
-      *partial_out(thread, to) = state.out;
-      if (thread.dim == 0) thread.partials.stats[to] = stats;
-    }
-  }
-
-  template <int kGroups, typename Source>
-  __device__ __forceinline__ void combine_splits(const CombineThread& thread,
-                                                 const Source& source) {
+    if (has_tile) {
+      const WorkTile& work_tile = work_tiles[last];
+      const TileRows& rows = work_tile_rows[last];
+      const bool whole = work_tile.num_splits == 1, flag_in_data = work_tile.flag_in_data;
+      const int thread_row = shape.fours.divide(threadIdx.x),
+                d = (threadIdx.x - thread_row * fours) * 4;
+      const SplitPartials& partials = flag_in_data ? workspace.flagged : workspace.counted;
+      const auto partial_row = [&](int split, int row) {
+        return (static_cast<int64_t>(work_tile.slot + split) << shape.work.row_shift) + row;
+      };
+      const auto out_at = [&](int64_t at) {
+        return reinterpret_cast<float4*>(&partials.out[at * head_size + d]);
+      };
+      // Calls combine(warp of the consumer, row) for this thread's rows. `first`: first row of the
+      // combine_rows that each warp combines at a time.
+      const int combine_rows = shape.combine_rows;
+      const auto each_row = [&](int first, const auto& combine) {
+        if (thread_row >= combine_rows || first + thread_row >= warp_rows) return;
 #pragma unroll 1
-    for (int first = 0; first < thread.max_rows; first += shape.combine_rows) {
-      each_row(thread, first, [&](int, int row) {
-        RowState state;
-        const int64_t at = partial_row(thread.work_tile, 0, row);
-        state.combine<kGroups>(thread.work_tile.num_splits, &thread.partials.stats[at],
-                               1u << shape.work.row_shift, partial_out(thread, at),
-                               fours << shape.work.row_shift, source);
-        write_row(p, shape.work, thread.work_tile, thread.rows, row, thread.dim, state);
-      });
-    }
-  }
-
-  // Calls combine(warp of the consumer, row) for this thread's rows. `first`: first row of the
-  // combine_rows that each warp combines at a time.
-  template <typename Combine>
-  __device__ __forceinline__ void each_row(const CombineThread& thread, int first,
-                                           const Combine& combine) {
-    if (thread.row >= shape.combine_rows || first + thread.row >= warp_rows) return;
+        for (int of = 0; of < consumer_warps; ++of) {
+          const int row = of * warp_rows + first + thread_row;
+          if (row < rows.count) combine(of, row);
+        }
+      };
+      const int max_rows = min(warp_rows, rows.count);
+      mma.reduce_sums();
 #pragma unroll 1
-    for (int of = 0; of < consumer_warps; ++of) {
-      const int row = of * warp_rows + first + thread.row;
-      if (row < thread.rows.count) combine(of, row);
+      for (int first = 0; first < max_rows; first += combine_rows) {
+        __syncthreads();  // nobody reads results any more
+        const int rows_left = max(0, rows.count - warp_in_consumer * warp_rows - first);
+        mma.store(first, min(combine_rows, rows_left), results + warp * combine_rows * pitch, pitch,
+                  warp_stats + warp * combine_rows, lane);
+        __syncthreads();
+        each_row(first, [&](int of, int row) {
+          RowState state;
+          const int at = of * combine_rows + thread_row;
+          const uint32_t stride = combine_rows << consumer_shift;
+          state.combine<1>(consumers, &warp_stats[at], stride,
+                           reinterpret_cast<float4*>(results + at * pitch + d), stride * pitch / 4,
+                           SharedPartials{});
+          if constexpr (NewToken::kAny) {
+            if (new_token.counts(last))
+              state.add_token(new_token.score(last, row), new_token.value(last, d));
+          }
+          if (whole) {
+            write_row(p, shape.work, work_tile, rows, row, d, state);
+            return;
+          }
+          const int64_t to = partial_row(work_tile.split, row);
+          const float2 stats = {state.row_max, state.sum};
+          if (flag_in_data) {
+            publish(out_at(to), state.out);
+            if (d == 0) publish(&partials.stats[to], stats);
+          } else {
+            *out_at(to) = state.out;
+            if (d == 0) partials.stats[to] = stats;
+          }
+        });
+      }
+      const auto combine_splits = [&](auto groups, const auto& source) {
+#pragma unroll 1
+        for (int first = 0; first < max_rows; first += combine_rows) {
+          each_row(first, [&](int, int row) {
+            RowState state;
+            const int64_t at = partial_row(0, row);
+            state.combine<decltype(groups)::value>(work_tile.num_splits, &partials.stats[at],
+                                                   1u << shape.work.row_shift, out_at(at),
+                                                   fours << shape.work.row_shift, source);
+            write_row(p, shape.work, work_tile, rows, row, d, state);
+          });
+        }
+      };
+      if (!whole && !flag_in_data) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          is_last = atomic_inc_acquire_release(&workspace.semaphores[work_tile.slot],
+                                               work_tile.num_splits - 1) ==
+                    static_cast<uint32_t>(work_tile.num_splits - 1);
+        }
+        __syncthreads();
+        if (is_last) combine_splits(std::integral_constant<int, 1>{}, CountedPartials{});
+      }
+      if (index >= count) {
+        // CTAs with flag-in-data partials have no other work tile: nothing else is in registers
+        // here.
+        if (!whole && flag_in_data && work_tile.split + 1 == work_tile.num_splits) {
+          if (work_tile.num_splits <= 8) {
+            combine_splits(std::integral_constant<int, 1>{}, FlaggedPartials{});
+          } else {
+            combine_splits(std::integral_constant<int, 2>{}, FlaggedPartials{});
+          }
+          __syncthreads();  // all have read the stats
+          for (int i = threadIdx.x; i < work_tile.num_splits << shape.work.row_shift;
+               i += blockDim.x) {
+            clear_flag(&partials.stats[partial_row(0, i)]);
+          }
+        }
+        break;
+      }
+    } else {
+      __syncthreads();  // work_tiles[now] is written
+      if (index >= count) break;
     }
-  }
+    has_tile = true;
 
-  __device__ __forceinline__ int64_t partial_row(const WorkTile& work_tile, int split, int row) {
-    return (static_cast<int64_t>(work_tile.slot + split) << shape.work.row_shift) + row;
-  }
-  __device__ __forceinline__ float4* partial_out(const CombineThread& thread, int64_t at) {
-    return reinterpret_cast<float4*>(&thread.partials.out[at * head_size + thread.dim]);
-  }
-
-  // --- mainloop: the stages of work tile `now`
-
-  __device__ __forceinline__ void prepare_query(const WorkTile& work_tile, const TileRows& rows) {
+    const WorkTile& work_tile = work_tiles[now];
+    const TileRows rows = work_tile_rows[now];
+    if constexpr (NewToken::kAny) new_token.prepare(p, shape.cap, work_tile, rows.count, now);
     mma.tiles = min(warp_rows / 8, max(0, rows.count - first_row + 7) / 8);
     if constexpr (NewToken::kAny) {
       query_rows[0] = lane / 4 < rows.count ? new_token.query_row(lane / 4) : nullptr;
@@ -460,13 +376,6 @@ struct DecodeCta {
                                  : mma.template prepare_query<BFloat16>(softmax_scale_log2, lane);
     }
     mma.clear();
-  }
-
-  __device__ __forceinline__ void mainloop(int now) {
-    const WorkTile& work_tile = shared.work_tiles[now];
-    const TileRows rows = shared.tile_rows[now];
-    if constexpr (NewToken::kAny) new_token.prepare(p, shape.cap, work_tile, rows.count, now);
-    prepare_query(work_tile, rows);
 
     const bool plain_scores = !p.modifies_scores();
     const int window = p.sliding_window;
@@ -524,23 +433,14 @@ struct DecodeCta {
       pipeline.consumer_release();
       if (!kMultiWarp) pipeline.produce(p.kv);
       if (i == asks_at && lane == 0) {
-        shared.next_index = following;
-        barrier_arrive(shared_address(&shared.next_index_ready));
+        next_index = following;
+        barrier_arrive(shared_address(&next_index_ready));
       }
     }
+    barrier_wait(shared_address(&next_index_ready), iteration & 1);
+    index = next_index;
   }
-};
-
-// The kernel's body.
-template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, typename NewToken>
-__device__ __forceinline__ void decode(const PagedAttentionParams& p, const DecodeShape& shape,
-                                       const KvTensorMaps& maps, const DecodeWorkspace& workspace,
-                                       NewToken new_token) {
-  using Cta = DecodeCta<Cache, kMaxHeadSize, kMultiWarp, kForm, NewToken>;
-  extern __shared__ __align__(1024) char memory[];
-  __shared__ typename Cta::Shared shared;
-  launch_dependents();
-  Cta(p, shape, maps, workspace, shared, memory, new_token).run();
+  wait_at_end(p);
 }
 
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm>
