@@ -1,4 +1,4 @@
-"""silu_and_mul with 8-bit results, against silu_and_mul and the reference's quantisation."""
+"""silu_and_mul with 8-bit results, against silu_and_mul and the reference's quantization."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_block(x: Tensor, eight: torch.dtype, group: int, scale_ub: Tensor | No
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("width", [1, 7, 64, 769, 8191, 8192, 16384, 32768])
-def test_static_equals_silu_and_mul_then_quantised(device, dtype, tokens, width):
+def test_static_equals_silu_and_mul_then_quantized(device, dtype, tokens, width):
     x = torch.randn(tokens, 2 * width, device=device, dtype=dtype) * 3
     for scale in (0.01, 0.5):
         given = torch.tensor(scale, device=device)
