@@ -55,7 +55,7 @@ def measure(device: str, layout: str, batch: int, common_tokens: int, own_tokens
     calls = {name: lambda i, shared=shared: call(i, shared) for name, shared in ways.items()}
     times = medians(calls, device, copies)
     pays = vllm_kernels.cascade_pays(batch, common_tokens, shape.token_bytes, query.device)
-    cells = [f"{batch} x ({common_tokens} + {own_tokens})", layout, str(plan.pieces)]
+    cells = [f"{batch} x ({common_tokens} + {own_tokens})", layout, str(plan.num_splits)]
     cells += [f"{seconds * 1e6:.1f}" for seconds in times.values()]
     cells += [f"{times['paged_attention'] / times['planned']:.2f}", "yes" if pays else "no"]
     rates = (each / times["paged_attention"], once / times["planned"])
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=["NHD"])
     arguments = parser.parse_args()
     print(machine(arguments.device))
-    head = ["sequences x (common + own)", "layout", "pieces", "paged_attention, us"]
+    head = ["sequences x (common + own)", "layout", "splits", "paged_attention, us"]
     head += ["cascade_attention, us", "planned, us", "times as fast", "pays"]
     head += ["paged_attention, GB/s", "planned, GB/s", "relative difference"]
     print(f"| {' | '.join(head)} |")

@@ -35,7 +35,7 @@ def test_made_traces() -> None:
 
 
 def test_made_conversations() -> None:
-    trace = made_trace(200, seed=0, vocabulary=100, max_length=4096, turns=3)
+    trace = made_trace(200, seed=0, vocabulary=100, max_length=4096, rounds=3)
     goes_on = [
         later.prompt[: len(before.prompt)] == before.prompt for before, later in pairwise(trace)
     ]
@@ -118,7 +118,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     for arguments, message in (
         (["--model", str(tmp_path)], "--model: expected a folder with a config.json"),
         (["--requests", "0"], "--requests: expected at least 1, got 0"),
-        (["--turns", "0"], "--turns: expected at least 1, got 0.0"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0.0"),
         (["--rate", "-1"], "--rate: expected more than 0, got -1.0"),
         (["--rate", "nan"], "--rate: expected more than 0, got nan"),
         (["--prompt-mean", "0"], "--prompt-mean: expected more than 0 tokens, got 0.0"),

@@ -3,7 +3,7 @@
 
 namespace vllm_kernels::kv_cache {
 
-bool narrow_tokens(std::span<const int64_t> values, int32_t* tokens) noexcept {
+bool to_int32(std::span<const int64_t> values, int32_t* tokens) noexcept {
   int64_t lost = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     tokens[i] = static_cast<int32_t>(values[i]);

@@ -1,5 +1,5 @@
 // rms_norm and fused_add_rms_norm: out = round(x / sqrt(mean(x^2) + epsilon)) * weight, row by row.
-// The normalised value is rounded to the dtype before the product, as in vLLM and Llama. With a
+// The normalized value is rounded to the dtype before the product, as in vLLM and Llama. With a
 // residual, residual = round(residual + x) first, then x = residual.
 #pragma once
 #include "ops/dtype.h"

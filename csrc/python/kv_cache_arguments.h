@@ -129,7 +129,7 @@ class TokensInput {
     const Int64Input input(object, name);
     const std::span<const int64_t> values = input.values();
     tokens_.resize(values.size());
-    if (narrow_tokens(values, tokens_.data())) return;
+    if (to_int32(values, tokens_.data())) return;
     const auto same = [](int64_t value) { return static_cast<int32_t>(value) == value; };
     throw InvalidArgument(concat(name, ": expected values of int32, got ",
                                  *std::find_if_not(values.begin(), values.end(), same)));

@@ -34,12 +34,12 @@ def cascades(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, in
 
     def counted(self, layer, query, tables, lens, plan, **options):
         if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-            tokens = int(plan.seq_lens[: plan.pieces].sum())
+            tokens = int(plan.seq_lens[: plan.num_splits].sum())
             calls.append((int((lens > 0).sum()), tokens // self.shape.block_size))
         return attend(self, layer, query, tables, lens, plan, **options)
 
     monkeypatch.setattr(KVCache, "attend_cascade", counted)
-    monkeypatch.setattr(cascade, "LEAST_SAVED", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", {"cpu": 1, "cuda": 1})
 
     def take() -> list[tuple[int, int]]:
         taken, calls[:] = list(calls), []
@@ -89,12 +89,12 @@ def test_a_shared_prompt(name: str, overlap: bool, device: str, cascades) -> Non
 
 
 @pytest.mark.parametrize(
-    "name, least", [("mistral-window", 1), ("bloom", 1), ("gpt_oss", 1), ("llama", 10**9)]
+    "name, min_saved", [("mistral-window", 1), ("bloom", 1), ("gpt_oss", 1), ("llama", 10**9)]
 )
-def test_where_no_layer_can_cascade(name: str, least: int, monkeypatch, cascades) -> None:
+def test_where_no_layer_can_cascade(name: str, min_saved: int, monkeypatch, cascades) -> None:
     """Windows, ALiBi and sinks attend alone, as do engines too small for it to pay: nobody asks the
     manager, and no plan is made."""
-    monkeypatch.setattr(cascade, "LEAST_SAVED", {"cpu": least})
+    monkeypatch.setattr(cascade, "MIN_SAVED_BYTES", {"cpu": min_saved})
     monkeypatch.setattr(KVCacheManager, "num_common_prefix_blocks", None)
     monkeypatch.setattr(layer_groups, "cascade_plan", None)
     model = tiny_model(name)
@@ -118,9 +118,9 @@ def test_tables_are_as_wide_as_the_longest_sequence(plans: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
-def test_layouts_and_pieces(layout: str, device: str, monkeypatch, cascades) -> None:
-    monkeypatch.setattr(cascade, "_pieces", lambda *_: 3)
-    monkeypatch.setattr(cascade, "LEAST_PIECE", 16)
+def test_layouts_and_splits(layout: str, device: str, monkeypatch, cascades) -> None:
+    monkeypatch.setattr(cascade, "_num_splits", lambda *_: 3)
+    monkeypatch.setattr(cascade, "MIN_SPLIT_TOKENS", 16)
     model = tiny_model("llama", device)
     texts = shared(40, (1, 5, 9))
     expected = [by_transformers(model, text) for text in texts]

@@ -1,4 +1,4 @@
-"""silu_and_mul with 8-bit results, against silu_and_mul and the reference's quantisation."""
+"""silu_and_mul with 8-bit results, against silu_and_mul and the reference's quantization."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_block(x: Tensor, eight: torch.dtype, group: int, scale_ub: Tensor | No
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("width", [1, 7, 64, 769, 8191, 8192, 16384, 32768])
-def test_static_equals_silu_and_mul_then_quantised(device, dtype, tokens, width):
+def test_static_equals_silu_and_mul_then_quantized(device, dtype, tokens, width):
     x = torch.randn(tokens, 2 * width, device=device, dtype=dtype) * 3
     for scale in (0.01, 0.5):
         given = torch.tensor(scale, device=device)
@@ -141,8 +141,8 @@ def test_zeros_nan_infinity_and_empty(device, dtype, eight):
     x[2, 70] = float("nan")
     x[3, 70], x[3, 326] = float("inf"), 1.0
     got, scales = per_block(x, eight, 64)
-    least = scales.new_tensor(reference.LEAST_SCALE[eight])
-    assert not got[1].float().any() and (scales[1] == least).all()
+    min_scale = scales.new_tensor(reference.MIN_SCALE[eight])
+    assert not got[1].float().any() and (scales[1] == min_scale).all()
     assert scales[2, 1].isnan() and scales[3, 1].isinf()
     if eight == FP8:
         assert got[2:4, 64:128].float().isnan().all()

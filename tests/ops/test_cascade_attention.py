@@ -36,12 +36,12 @@ def test_as_paged_attention(device, dtype, layout, queries):
             assert_right(case, cascade(case, common, return_lse=True))
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
-def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 5])
+def test_splits_of_the_common_blocks(device, dtype, num_splits, monkeypatch):
     """As a GPU has them for few rows: equal ones, a shorter last one, empty ones."""
-    monkeypatch.setattr(cascade_module, "_pieces", lambda *_: pieces)
-    monkeypatch.setattr(cascade_module, "LEAST_PIECE", 16)
-    monkeypatch.setattr(cascade_module, "SIDE_BY_SIDE", ("cuda", "cpu"))
+    monkeypatch.setattr(cascade_module, "_num_splits", lambda *_: num_splits)
+    monkeypatch.setattr(cascade_module, "MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(cascade_module, "ONE_MIXED_BATCH", ("cuda", "cpu"))
     for common, queries in ((4, [3, 1]), (7, None)):
         case = shared_case(device, dtype, common, [9, 1], queries=queries)
         assert_right(case, cascade(case, common, return_lse=True))
@@ -50,8 +50,8 @@ def test_pieces_of_the_common_blocks(device, dtype, pieces, monkeypatch):
 @pytest.mark.parametrize("queries", [None, [1, 5, 2]], ids=["decode", "several"])
 def test_a_plan_for_any_number_of_common_blocks(device, queries, monkeypatch):
     """As a CUDA graph has it: the number is read on the device, and the plan serves every layer."""
-    monkeypatch.setattr(cascade_module, "_pieces", lambda *_: 3)
-    monkeypatch.setattr(cascade_module, "LEAST_PIECE", 32)
+    monkeypatch.setattr(cascade_module, "_num_splits", lambda *_: 3)
+    monkeypatch.setattr(cascade_module, "MIN_SPLIT_TOKENS", 32)
     case = shared_case(device, torch.float32, 7, [9, 5, 40], queries=queries)
     count = torch.zeros(1, dtype=torch.int32, device=device)
     for common in (0, 1, 4, 7):
@@ -60,7 +60,7 @@ def test_a_plan_for_any_number_of_common_blocks(device, queries, monkeypatch):
             case.block_tables, case.seq_lens, count, block_size=16, num_heads=8, num_kv_heads=2,
             query_start_loc=case.options.get("query_start_loc"), num_tokens=len(case.query),
         )  # fmt: skip
-        assert plan.pieces == 3 and len(plan.block_tables) == 3 + 3
+        assert plan.num_splits == 3 and len(plan.block_tables) == 3 + 3
         for _ in range(2):
             assert_right(case, cascade(case, plan, return_lse=True))
 
@@ -76,7 +76,7 @@ def test_padded_rows(device):
 
 
 def test_when_it_pays():
-    saved = cascade_module.LEAST_SAVED["cpu"] // 512
+    saved = cascade_module.MIN_SAVED_BYTES["cpu"] // 512
     cpu = torch.device("cpu")
     assert vllm_kernels.cascade_pays(3, saved // 2 + 1, 512, cpu)
     assert not vllm_kernels.cascade_pays(3, saved // 2 - 1, 512, cpu)

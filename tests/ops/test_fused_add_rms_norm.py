@@ -10,7 +10,7 @@ import vllm_kernels
 from vllm_kernels import reference
 
 EPS = 1e-6
-# Two roundings (normalised value, product) can each fall the other way by one unit; the sum is
+# Two roundings (normalized value, product) can each fall the other way by one unit; the sum is
 # exact before its one rounding.
 ULPS = {torch.float32: 16, torch.float16: 2.02, torch.bfloat16: 2.02}
 

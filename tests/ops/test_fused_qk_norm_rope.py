@@ -38,7 +38,7 @@ def check(args: list[object]) -> None:
     qkv, (q, k, _), size = args[0], args[1:4], args[4]
     values = qkv[:, (q + k) * size :].clone()
     vllm_kernels.fused_qk_norm_rope(*args)
-    # The norm's sum has an order of its own, so that a normalised value may be the neighbour of the
+    # The norm's sum has an order of its own, so that a normalized value may be the neighbour of the
     # reference's: an error of the pair's size, where the rotation leaves a small difference.
     largest = want.abs().max().item() if want.numel() else 0.0
     assert_close(qkv, want, 2, 2 * EPSILON[qkv.dtype] * largest)

@@ -10,7 +10,7 @@ import vllm_kernels
 from vllm_kernels import reference
 
 EPS = 1e-6
-# Two roundings (normalised value, product) can each fall the other way by one unit.
+# Two roundings (normalized value, product) can each fall the other way by one unit.
 ULPS = {torch.float32: 8, torch.float16: 1.01, torch.bfloat16: 1.01}
 
 

@@ -1,4 +1,4 @@
-"""The norms with 8-bit results: equal to the norm, then quantised, bit for bit."""
+"""The norms with 8-bit results: equal to the norm, then quantized, bit for bit."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None
 
 
 def check(kind: tuple, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
-    """Against this library's norm and the reference's quantisation, for integers."""
+    """Against this library's norm and the reference's quantization, for integers."""
     if residual is None:
         normed = torch.empty_like(x)
         vllm_kernels.rms_norm(normed, x, weight, EPS)
@@ -116,7 +116,7 @@ def check(kind: tuple, x: Tensor, weight: Tensor, residual: Tensor | None = None
 @kinds
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_equals_the_norm_then_quantised(device, dtype, kind, tokens, hidden):
+def test_equals_the_norm_then_quantized(device, dtype, kind, tokens, hidden):
     if not fits(kind, hidden):
         pytest.skip("group size does not divide hidden size")
     x, residual = integers(2, tokens, hidden, device=device, dtype=dtype)
@@ -166,7 +166,7 @@ def test_magnitudes(device, kind, power):
         check(kind, x, weight)
     if power == -30 and kind != STATIC:
         scales = run(kind, x, weight)[1]
-        assert (scales == scales.new_tensor(reference.LEAST_SCALE[kind[1]])).all()
+        assert (scales == scales.new_tensor(reference.MIN_SCALE[kind[1]])).all()
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[0] != "static" and k[1] == FP8])
@@ -258,8 +258,8 @@ def test_zero_rows_and_empty(device, dtype, kind):
     for eps in (EPS, 0.0):
         got, scales = run(kind, x, weight, eps=eps)
         assert not got.float().any()
-        least = scales.new_tensor(reference.LEAST_SCALE[kind[1]])
-        assert kind == STATIC or (scales == least).all()
+        min_scale = scales.new_tensor(reference.MIN_SCALE[kind[1]])
+        assert kind == STATIC or (scales == min_scale).all()
     assert run(kind, x[:0], weight)[0].shape == (0, 128)
 
 

@@ -65,7 +65,7 @@ class Case:
         self.run()
         ulps, floor = ULPS[self.query.dtype], FLOOR
         if (self.q_weight is not None or self.k_weight is not None) and self.query.numel() > 0:
-            # The norm's sum has an order of its own, so that a normalised value may be the
+            # The norm's sum has an order of its own, so that a normalized value may be the
             # neighbour of the reference's: an error of the pair's size.
             ulps, floor = 2, 2 * EPSILON[self.query.dtype] * want_query.abs().max().item()
         assert_close(self.query, want_query, ulps, floor)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser, toy_model: Path) -> None:
     add("--requests", type=int, default=64, metavar="N", help="of the made trace")
     add("--seed", type=int, default=0, help="of the made trace")
     add("--rate", type=float, default=math.inf, help="requests a second; default: all at once")
-    add("--turns", type=float, default=1.0, help="requests of a conversation, on average")
+    add("--rounds", type=float, default=1.0, help="requests of a conversation, on average")
     add("--prompt-mean", type=float, default=161, help="mean tokens that a request brings")
     add("--output-mean", type=float, default=338, help="mean tokens of an answer")
     add("--max-length", type=int, metavar="N", help="tokens of a sequence; default: the model's")

@@ -92,7 +92,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, holds, expected in (
         ("requests", arguments.requests >= 1, "at least 1"),
         ("rate", arguments.rate > 0, "more than 0"),
-        ("turns", arguments.turns >= 1, "at least 1"),
+        ("rounds", arguments.rounds >= 1, "at least 1"),
         ("prompt_mean", 0 < arguments.prompt_mean < math.inf, "more than 0 tokens"),
         ("output_mean", 0 < arguments.output_mean < math.inf, "more than 0 tokens"),
     ):
@@ -126,8 +126,8 @@ def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
         raise BenchError(f"--model: expected a folder with a config.json, got {arguments.model}")
     if arguments.device == "cuda" and not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
         raise BenchError("--device cuda: there is no GPU, or the CUDA library is not loaded")
-    if arguments.compare and (arguments.rate < math.inf or arguments.turns > 1):
-        raise BenchError("--compare: expected requests all at once, without --rate and --turns")
+    if arguments.compare and (arguments.rate < math.inf or arguments.rounds > 1):
+        raise BenchError("--compare: expected requests all at once, without --rate and --rounds")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +150,7 @@ def _trace(
             vocabulary=config.vocab_size,
             max_length=arguments.max_length or config.max_position_embeddings,
             rate=arguments.rate,
-            turns=arguments.turns,
+            rounds=arguments.rounds,
             prompt_mean=arguments.prompt_mean,
             output_mean=arguments.output_mean,
         )

@@ -33,7 +33,7 @@ def made_trace(
     vocabulary: int,
     max_length: int,
     rate: float = math.inf,
-    turns: float = 1.0,
+    rounds: float = 1.0,
     prompt_mean: float = PROMPT_MEAN,
     output_mean: float = OUTPUT_MEAN,
 ) -> list[TraceRequest]:
@@ -44,7 +44,7 @@ def made_trace(
         vocabulary: tokens are drawn from 2 to vocabulary - 1, evenly.
         max_length: prompt and answer together are at most so long.
         rate: requests a second, at exponential distances; infinity: all at once.
-        turns: requests of a conversation on average (geometric). Each but the first brings all that
+        rounds: requests of a conversation on average (geometric). Each later one repeats all that
             was said before, with other words for the answers, and its own tokens.
         prompt_mean, output_mean: mean tokens of what a request adds, and of its answer.
     """
@@ -66,7 +66,7 @@ def made_trace(
             prompt = prompt[len(said) :]
         answer = length(output_mean, max_length - len(prompt))
         requests.append(TraceRequest(arrival, prompt, answer))
-        goes_on = numbers.random() < 1 - 1 / turns
+        goes_on = numbers.random() < 1 - 1 / rounds
         said = prompt + words(answer) if goes_on else []
         arrival += numbers.expovariate(rate) if rate < math.inf else 0.0
     return requests

@@ -212,8 +212,8 @@ def _joined(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
             joined.append(None)
             continue
         whole = torch.cat([part.data for part in parts])
-        for part, piece in zip(parts, whole.split([len(part) for part in parts])):
-            part.data = piece
+        for part, joined_slice in zip(parts, whole.split([len(part) for part in parts])):
+            part.data = joined_slice
         joined.append(whole)
     weight, bias = joined
     assert weight is not None

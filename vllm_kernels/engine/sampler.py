@@ -70,10 +70,10 @@ def _draw_restricted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
     inside = (before < top_p[:, None]) & (probabilities > 0)
     count = inside.sum(-1, keepdim=True).clamp_min(1)  # NaN: none
-    least = best.gather(-1, count - 1)
-    equal = tempered == least
-    room = count - (best > least).sum(-1, keepdim=True)  # for tokens as likely as the last
-    allowed = (tempered > least) | (equal & (equal.cumsum(-1) <= room))
+    min_kept = best.gather(-1, count - 1)
+    equal = tempered == min_kept
+    room = count - (best > min_kept).sum(-1, keepdim=True)  # for tokens as likely as the last
+    allowed = (tempered > min_kept) | (equal & (equal.cumsum(-1) <= room))
     return _at(tempered.masked_fill_(~allowed, -torch.inf).softmax(-1).cumsum(-1), sequences)
 
 

@@ -366,19 +366,19 @@ class Scheduler:
         if not self.prefix_caching:
             return False
         tokens, block = sequence.tokens, self.manager.block_size
-        least = max((len(tokens) - matched + 1) // 2, self.max_batch_tokens // 8, 1)
+        min_common = max((len(tokens) - matched + 1) // 2, self.max_batch_tokens // 8, 1)
         for other, num_tokens in chosen.items():
             until = min(other.num_computed + num_tokens, len(tokens) - 1) // block * block
             if (
                 num_tokens == 1
-                or until - matched < least
+                or until - matched < min_common
                 or other.request.salt != sequence.request.salt
                 or other.tokens[matched : matched + block] != tokens[matched : matched + block]
             ):
                 continue
             differs = np.array(tokens[:until]) != np.array(other.tokens[:until])
             common = int(differs.argmax()) // block * block if differs.any() else until
-            if common - matched >= least:
+            if common - matched >= min_common:
                 return True
         return False
 

@@ -353,7 +353,7 @@ _WINDOW_FUNCTION = sliding_window_causal_mask_function(2)
 
 
 def _is_sliding_window(mask_function: Callable[..., Any]) -> bool:
-    """Whether it is the plain causal window's, and neither widened nor narrowed by another one."""
+    """Whether it is the plain causal window's, and and no other mask is combined with it."""
     parts = _parts(mask_function)
     expected = _parts(_WINDOW_FUNCTION)
     return (

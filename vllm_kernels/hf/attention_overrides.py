@@ -2,7 +2,7 @@
 
 Their attention modules get another ``forward``, which computes queries, keys and values as the
 model's own does and goes through the registered attention from there: with ALiBi slopes for BLOOM
-(Le Scao et al. 2022, arXiv:2211.05100) and MPT, over keys turned in GPT-J's interleaved way for
+(Le Scao et al. 2022, arXiv:2211.05100) and MPT, over keys rotated in GPT-J's interleaved way for
 GPT-J.
 """
 
@@ -174,7 +174,7 @@ def _gptj_forward(
     position_ids: Tensor | None = None,
     use_cache: bool | None = False,
 ) -> Tensor:
-    """In place of GPTJAttention's: its rotary embedding turns neighbouring elements."""
+    """In place of GPTJAttention's: its rotary embedding rotates neighbouring elements."""
     batch, columns, _ = hidden_states.shape
     heads = (batch, columns, self.num_attention_heads, self.head_dim)
     query = self.q_proj(hidden_states).view(heads)
@@ -182,7 +182,7 @@ def _gptj_forward(
     value = self.v_proj(hidden_states).view(heads)
     sin, cos = self.embed_positions[position_ids].to(hidden_states.dtype).chunk(2, -1)
     rotated = self.rotary_dim or self.head_dim
-    query, key = (_turn_pairs(x, sin, cos, rotated) for x in (query, key))
+    query, key = (_rotate_pairs(x, sin, cos, rotated) for x in (query, key))
     key, value = _update(layer_past, key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
     out = attention(
         self, query.transpose(1, 2), key, value, attention_mask,
@@ -192,8 +192,8 @@ def _gptj_forward(
     return self.resid_dropout(self.out_proj(out.flatten(2)))
 
 
-def _turn_pairs(heads: Tensor, sin: Tensor, cos: Tensor, rotated: int) -> Tensor:
-    """Turns the pairs (2i, 2i + 1) of the first ``rotated`` elements.
+def _rotate_pairs(heads: Tensor, sin: Tensor, cos: Tensor, rotated: int) -> Tensor:
+    """Rotates the pairs (2i, 2i + 1) of the first ``rotated`` elements.
 
     Args:
         heads: [batch, columns, heads, head_size].
@@ -201,8 +201,8 @@ def _turn_pairs(heads: Tensor, sin: Tensor, cos: Tensor, rotated: int) -> Tensor
     """
     even, odd = heads[..., :rotated].unflatten(-1, (-1, 2)).unbind(-1)
     sin, cos = sin[:, :, None], cos[:, :, None]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([turned, heads[..., rotated:]], -1)
+    result = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([result, heads[..., rotated:]], -1)
 
 
 _FORWARDS = {"bloom": _bloom_forward, "mpt": _mpt_forward, "gptj": _gptj_forward}

@@ -53,14 +53,14 @@ class PagedCache(Cache):
     @staticmethod
     def blocks_needed(num_sequences: int, num_tokens: int, block_size: int = 16) -> int:
         """Blocks that surely suffice for ``num_sequences`` (times beams) of ``num_tokens`` each."""
-        for name, size, least in (
+        for name, size, minimum in (
             ("num_sequences", num_sequences, 0),
             ("num_tokens", num_tokens, 0),
             ("block_size", block_size, 1),
         ):
-            if size < least:
+            if size < minimum:
                 raise ValueError(
-                    f"PagedCache.blocks_needed: {name}: expected at least {least}, got {size}"
+                    f"PagedCache.blocks_needed: {name}: expected at least {minimum}, got {size}"
                 )
         return num_sequences * -(-num_tokens // block_size)
 

@@ -153,7 +153,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.device = torch.device(device)
-        self._is_quantised = shape.cache_dtype != "auto"
+        self._is_quantized = shape.cache_dtype != "auto"
         tensors = range(shape.num_layers)
         of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
         if set(of_layer) != set(tensors):
@@ -224,7 +224,7 @@ class KVCache:
         """
         kc, vc = self._pages(layer)
         scales = self._k_scales[layer], self._v_scales[layer]
-        if not self._is_quantised:  # the writers want one element then
+        if not self._is_quantized:  # the writers want one element then
             scales = scales[0][:1], scales[1][:1]
         kind = self.shape.cache_dtype
         if self.shape.layout == "vllm":
@@ -261,8 +261,8 @@ class KVCache:
             *self._pages(layer),
             slot_mapping,
             self.shape.layout,
-            self._k_scales[layer] if self._is_quantised else None,
-            self._v_scales[layer] if self._is_quantised else None,
+            self._k_scales[layer] if self._is_quantized else None,
+            self._v_scales[layer] if self._is_quantized else None,
             q_weight,
             k_weight,
             epsilon,
@@ -299,8 +299,8 @@ class KVCache:
             k_weight=k_weight,
             epsilon=epsilon,
             sliding_window=sliding_window,
-            k_scale=self._k_scales[layer] if self._is_quantised else None,
-            v_scale=self._v_scales[layer] if self._is_quantised else None,
+            k_scale=self._k_scales[layer] if self._is_quantized else None,
+            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
         )
 
@@ -334,8 +334,8 @@ class KVCache:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
-            k_scale=self._k_scales[layer] if self._is_quantised else None,
-            v_scale=self._v_scales[layer] if self._is_quantised else None,
+            k_scale=self._k_scales[layer] if self._is_quantized else None,
+            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
             out=out,
         )
@@ -364,8 +364,8 @@ class KVCache:
             plan,
             scale=scale,
             softcap=softcap,
-            k_scale=self._k_scales[layer] if self._is_quantised else None,
-            v_scale=self._v_scales[layer] if self._is_quantised else None,
+            k_scale=self._k_scales[layer] if self._is_quantized else None,
+            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
             out=out,
         )
@@ -428,7 +428,7 @@ class KVCache:
         """A tensor a layer: [num_kv_heads]."""
         heads = self.shape.num_kv_heads
         scales = torch.as_tensor(scale, dtype=torch.float32)
-        if not self._is_quantised and not bool((scales == 1).all()):
+        if not self._is_quantized and not bool((scales == 1).all()):
             raise ValueError(
                 f"KVCache: {name}: expected 1.0 (only 8-bit caches have scales, this one is "
                 f"{self.shape.stored_dtype}), got {short_repr(scale)}"

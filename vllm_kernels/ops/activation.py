@@ -150,7 +150,7 @@ def silu_and_mul_per_block_quant(
     scale_ub: Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> None:
-    """``silu(gate) * up``, quantised with a scale for every ``group_size`` neighbours of a row.
+    """``silu(gate) * up``, quantized with a scale for every ``group_size`` neighbours of a row.
 
     As vLLM's op of the same name: the product stays in float32 (neither factor is rounded; on a GPU
     silu of 16-bit values is taken to about 2^-20), and

@@ -13,47 +13,47 @@ from vllm_kernels.ops.attention import combine_attn_partials, paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 
-LEAST_PIECE = 512  # tokens
-ROWS_OF_A_BLOCK = 128  # query rows of a KV head that a block of the CUDA kernel works on
+MIN_SPLIT_TOKENS = 512
+ROWS_OF_A_CTA = 128  # query rows of a KV head that a CTA of the CUDA kernel computes
 
-LEAST_SAVED = {"cuda": 300_000_000, "cpu": 2_000_000}
-"""Bytes of K and V of one layer that must not be read again, for a cascade to pay, by device. On an
-H200 they come mostly from the second-level cache, at some 12 TB/s, and a cascade costs 18 us (the
-copies of the queries, the launch of many rows, the merge) and the fused decode step, 4 to 6 us."""
+MIN_SAVED_BYTES = {"cuda": 300_000_000, "cpu": 2_000_000}
+"""By device: the bytes of K and V per layer that a cascade must save to be worthwhile. On an H200
+these bytes come mostly from L2, at about 12 TB/s. A cascade costs 18 us (copies of the queries, a
+launch with many rows, the combination), and it cannot use the fused decode step (4 to 6 us)."""
 
 
 def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch.device) -> bool:
     """Whether :func:`cascade_attention` is faster than :func:`paged_attention` for sequences of one
-    query token each: whether ``(num_seqs - 1) * num_common * token_bytes``, what it does not read
-    again, is worth its launches.
+    query token each. It saves reads of ``(num_seqs - 1) * num_common * token_bytes`` bytes and
+    costs more launches.
 
     Args:
         num_common: tokens that all of them share.
         token_bytes: K and V of a token in one layer.
 
     Returns:
-        Whether it is at least 300 MB on a GPU, 2 MB on a CPU.
+        Whether it saves at least 300 MB on a GPU, 2 MB on a CPU.
     """
-    return (num_seqs - 1) * num_common * token_bytes >= LEAST_SAVED.get(device.type, math.inf)
+    return (num_seqs - 1) * num_common * token_bytes >= MIN_SAVED_BYTES.get(device.type, math.inf)
 
 
-SIDE_BY_SIDE = ("cuda",)
-"""Devices that work on both levels of one mixed batch at a time. (A CPU is faster at single tokens
-in a call of their own.)"""
+ONE_MIXED_BATCH = ("cuda",)
+"""Devices that compute both levels in one mixed batch. (On a CPU a separate call for single tokens
+is faster.)"""
 
 
 @dataclass(frozen=True)
 class CascadePlan:
-    """What :func:`cascade_attention` reads beside queries and pages: by :func:`cascade_plan`.
+    """The tables, lengths and starts of :func:`cascade_attention`, made by :func:`cascade_plan`.
 
-    Its sequences are ``pieces`` stretches of the common blocks, each with all query tokens, and
-    then what each sequence has of its own.
+    The first ``num_splits`` sequences are splits of the common blocks, each with all query tokens.
+    Then comes the rest of each sequence.
     """
 
-    pieces: int
-    block_tables: Tensor  # int32 [pieces + num_seqs, blocks]
-    seq_lens: Tensor  # int32 [pieces + num_seqs]
-    query_start_loc: Tensor  # int32 [pieces + num_seqs + 1], in pieces + 1 copies of the queries
+    num_splits: int
+    block_tables: Tensor  # int32 [num_splits + num_seqs, blocks]
+    seq_lens: Tensor  # int32 [num_splits + num_seqs]
+    query_start_loc: Tensor  # int32 [num_splits + num_seqs + 1], over num_splits + 1 query copies
 
 
 def cascade_plan(
@@ -67,16 +67,15 @@ def cascade_plan(
     query_start_loc: Tensor | None = None,
     num_tokens: int | None = None,
 ) -> CascadePlan:
-    """What the layers of a pass have in common: made once, it serves :func:`cascade_attention` in
-    each of them. Tables and lengths are in it: make a new one for each pass. (In a CUDA graph it
-    is computed again by each replay.)
+    """Makes the plan of one pass for :func:`cascade_attention`; all layers share it. It contains
+    tables and lengths, so each pass needs a new plan. (A CUDA graph recomputes it in each replay.)
 
     Args:
-        block_tables, seq_lens, query_start_loc: as :func:`cascade_attention` has them.
-        num_common_blocks: a number, or an int32 tensor of one element on the device: so that a CUDA
-            graph serves any number, 0 too.
+        block_tables, seq_lens, query_start_loc: as for :func:`cascade_attention`.
+        num_common_blocks: a number, or an int32 tensor of one element on the device. With a tensor,
+            one CUDA graph serves any number, including 0.
         block_size: tokens of a block.
-        num_tokens: query tokens, to be given with query_start_loc; num_seqs by default.
+        num_tokens: query tokens, required with query_start_loc; num_seqs by default.
 
     Returns:
         The plan, a few tensors on block_tables' device.
@@ -88,38 +87,39 @@ def cascade_plan(
     common = num_common_blocks
     if not isinstance(common, Tensor):
         common = torch.full((), common, **options)
-    least = max(1, LEAST_PIECE // block_size)  # blocks
-    most = columns if isinstance(num_common_blocks, Tensor) else num_common_blocks
+    min_blocks = max(1, MIN_SPLIT_TOKENS // block_size)  # per split
+    max_blocks = columns if isinstance(num_common_blocks, Tensor) else num_common_blocks
     rows = num_tokens * (num_heads // num_kv_heads)
-    pieces = max(1, min(_pieces(rows, num_kv_heads, block_tables.device), most // least))
+    num_splits = _num_splits(rows, num_kv_heads, block_tables.device)
+    num_splits = max(1, min(num_splits, max_blocks // min_blocks))
 
     common = common.view(())
-    each = ((common + pieces - 1) // pieces).clamp_min(least)  # blocks of a piece
-    begin = torch.arange(pieces, **options) * each
+    each = ((common + num_splits - 1) // num_splits).clamp_min(min_blocks)  # blocks per split
+    begin = torch.arange(num_splits, **options) * each
     first = torch.cat([begin, common.expand(num_seqs)])  # block of each row
     index = first[:, None] + torch.arange(columns, device=block_tables.device)
-    tables = torch.cat([block_tables[:1].expand(pieces, columns), block_tables])
-    of_pieces = torch.minimum((common - begin).clamp_min(0), each) * block_size
+    tables = torch.cat([block_tables[:1].expand(num_splits, columns), block_tables])
+    split_lens = torch.minimum((common - begin).clamp_min(0), each) * block_size
     own = (seq_lens - common * block_size).clamp_min(0)
-    copied = pieces * num_tokens
+    copied = num_splits * num_tokens
     if query_start_loc is None:
         starts = torch.arange(copied, copied + num_seqs + 1, **options)
     else:
         starts = query_start_loc + copied
     return CascadePlan(
-        pieces,
+        num_splits,
         tables.gather(1, index.clamp_(max=columns - 1)),
-        torch.cat([of_pieces, own]),
-        torch.cat([torch.arange(pieces, **options) * num_tokens, starts]),
+        torch.cat([split_lens, own]),
+        torch.cat([torch.arange(num_splits, **options) * num_tokens, starts]),
     )
 
 
-def _pieces(rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Pieces of the common tokens, so that a GPU has work for all of its multiprocessors."""
+def _num_splits(rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """Splits of the common tokens that give every SM of a GPU work."""
     if device.type != "cuda":
         return 1
-    blocks = num_kv_heads * -(-rows // ROWS_OF_A_BLOCK)
-    return torch.cuda.get_device_properties(device).multi_processor_count // max(1, blocks)
+    ctas = num_kv_heads * -(-rows // ROWS_OF_A_CTA)
+    return torch.cuda.get_device_properties(device).multi_processor_count // max(1, ctas)
 
 
 def cascade_attention(
@@ -143,54 +143,53 @@ def cascade_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`paged_attention`, causal, where all tables begin with the same blocks.
 
-    All query tokens attend to the common blocks as if they were one sequence, not causally, so that
-    these are read once and not once a sequence; each sequence attends to the rest of its own; and
-    :func:`combine_attn_partials` merges the two by their log-sum-exp (Ye et al. 2024, cascade
-    inference in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). Equal to
-    :func:`paged_attention` up to rounding. With one query token a sequence, and no sinks, a GPU
-    gets both levels as one mixed batch, and works on them side by side; it pays where
-    :func:`cascade_pays` says. Chunks of prompts gain little: they are bound by matrix products,
-    not by memory.
+    All query tokens attend to the common blocks as one sequence, not causally. So these blocks are
+    read once, not once per sequence. Each sequence then attends to the rest of its own blocks, and
+    :func:`combine_attn_partials` combines both by their log-sum-exp (Ye et al. 2024, cascade
+    inference in FlashInfer; Juravsky et al. 2024, arXiv:2402.05099). The result equals
+    :func:`paged_attention` up to rounding. With one query token per sequence and no sinks, a GPU
+    computes both levels concurrently, in one mixed batch; :func:`cascade_pays` says when this is
+    faster. Chunks of prompts gain little: they are bound by matrix products, not by memory.
 
     Args:
         num_common_blocks: leading blocks that all rows of block_tables share, as
-            :meth:`KVCacheManager.num_common_prefix_blocks` counts them; 0: a plain call. They are
-            to hold tokens that all query tokens see: every sequence has at least num_common_blocks
-            * block_size - 1 tokens before its first query token. (A prefix that was computed before
-            and at least one token that was not.) Lengths are on the device, so this is not looked
-            at; a padded row with a query token gives attention to the common blocks. Or an int32
-            tensor, as :func:`cascade_plan` has it. Or what that gave for these tables, lengths and
-            starts, where several layers have the same.
-        The others: as :func:`paged_attention` has them. ALiBi and windows are not for cascades.
+            :meth:`KVCacheManager.num_common_prefix_blocks` counts them; 0: a plain call. All query
+            tokens must attend to all tokens of these blocks: every sequence has at least
+            num_common_blocks * block_size - 1 tokens before its first query token. (A computed
+            prefix and at least one new token.) Lengths are on the device, so this is not checked; a
+            padded row with a query token attends to the common blocks. Or an int32 tensor, as for
+            :func:`cascade_plan`. Or the plan that it made of the same tables, lengths and starts,
+            which several layers can share.
+        The others: as for :func:`paged_attention`. ALiBi and windows are not supported.
 
     Returns:
         out, or (out, lse), as :func:`paged_attention` does.
 
     Raises:
-        RuntimeError: as :func:`paged_attention` does, and where num_common_blocks is negative or
+        RuntimeError: as :func:`paged_attention` does, and if num_common_blocks is negative or
             more than the columns of block_tables.
     """
     shared = {"scale": scale, "softcap": softcap, "layout": layout}
     shared |= {"k_scale": k_scale, "v_scale": v_scale}
     own = {"query_start_loc": query_start_loc, "max_query_len": max_query_len, "sinks": sinks}
     plan = num_common_blocks if isinstance(num_common_blocks, CascadePlan) else None
-    counted = plan is None and not isinstance(num_common_blocks, Tensor)
-    if counted:
+    is_count = plan is None and not isinstance(num_common_blocks, Tensor)
+    if is_count:
         num_common_blocks = operator.index(num_common_blocks)
-    if block_tables.shape[0] == 0 or (counted and num_common_blocks == 0):
+    if block_tables.shape[0] == 0 or (is_count and num_common_blocks == 0):
         return paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, out=out, return_lse=return_lse,
             **own, **shared,
         )  # fmt: skip
-    if counted and not 0 < num_common_blocks <= block_tables.shape[1]:
+    if is_count and not 0 < num_common_blocks <= block_tables.shape[1]:
         raise RuntimeError(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
         )
-    if plan is not None and plan.seq_lens.shape[0] - plan.pieces != block_tables.shape[0]:
+    if plan is not None and plan.seq_lens.shape[0] - plan.num_splits != block_tables.shape[0]:
         raise RuntimeError(
             f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
-            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.pieces}"
+            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.num_splits}"
         )
     num_tokens, num_heads, _ = query.shape
     if plan is None:
@@ -204,29 +203,29 @@ def cascade_attention(
             query_start_loc=query_start_loc,
             num_tokens=num_tokens,
         )
-    pieces = plan.pieces
-    parts = query.new_empty(pieces + 1, *query.shape)
-    if query_start_loc is None and sinks is None and query.device.type in SIDE_BY_SIDE:
-        # The only query token of a sequence has nothing after it: causal or not is the same to it.
+    num_splits = plan.num_splits
+    partials = query.new_empty(num_splits + 1, *query.shape)
+    if query_start_loc is None and sinks is None and query.device.type in ONE_MIXED_BATCH:
+        # One query token is the last of its sequence: causal or not, the result is the same.
         _, lses = paged_attention(
-            query.repeat(pieces + 1, 1, 1), key_cache, value_cache, plan.block_tables,
+            query.repeat(num_splits + 1, 1, 1), key_cache, value_cache, plan.block_tables,
             plan.seq_lens, query_start_loc=plan.query_start_loc, max_query_len=num_tokens,
-            causal=False, out=parts.flatten(0, 1), return_lse=True, **shared,
+            causal=False, out=partials.flatten(0, 1), return_lse=True, **shared,
         )  # fmt: skip
     else:
         _, common_lses = paged_attention(
-            query.repeat(pieces, 1, 1), key_cache, value_cache, plan.block_tables[:pieces],
-            plan.seq_lens[:pieces], query_start_loc=plan.query_start_loc[: pieces + 1],
-            max_query_len=num_tokens, causal=False, out=parts[:pieces].flatten(0, 1),
+            query.repeat(num_splits, 1, 1), key_cache, value_cache, plan.block_tables[:num_splits],
+            plan.seq_lens[:num_splits], query_start_loc=plan.query_start_loc[: num_splits + 1],
+            max_query_len=num_tokens, causal=False, out=partials[:num_splits].flatten(0, 1),
             return_lse=True, **shared,
         )  # fmt: skip
         _, own_lses = paged_attention(
-            query, key_cache, value_cache, plan.block_tables[pieces:], plan.seq_lens[pieces:],
-            out=parts[pieces], return_lse=True, **own, **shared,
+            query, key_cache, value_cache, plan.block_tables[num_splits:],
+            plan.seq_lens[num_splits:], out=partials[num_splits], return_lse=True, **own, **shared,
         )  # fmt: skip
         lses = torch.cat([common_lses, own_lses])
     if out is None:
-        out = torch.empty_like(parts[0])
+        out = torch.empty_like(partials[0])
     lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
-    combine_attn_partials(out, parts, lses.view(pieces + 1, num_tokens, num_heads), lse)
+    combine_attn_partials(out, partials, lses.view(num_splits + 1, num_tokens, num_heads), lse)
     return out if lse is None else (out, lse)

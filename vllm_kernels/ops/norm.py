@@ -19,7 +19,7 @@ __all__ = [
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
     """Root-mean-square norm: ``out = round(x / sqrt(mean(x²) + epsilon)) * weight``, row by row.
 
-    The mean is taken in float32; the normalised value is rounded to the dtype before the product,
+    The mean is taken in float32; the normalized value is rounded to the dtype before the product,
     as in vLLM's op of the same name and in Llama (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:

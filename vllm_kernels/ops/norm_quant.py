@@ -1,4 +1,4 @@
-"""Norms with 8-bit results: ``rms_norm`` or ``fused_add_rms_norm``, then quantised, in one pass.
+"""Norms with 8-bit results: ``rms_norm`` or ``fused_add_rms_norm``, then quantized, in one pass.
 
 The normed row is what ``rms_norm`` (with a residual: ``fused_add_rms_norm``) would have stored,
 rounded to the dtype. An element stands for element * scale:
@@ -77,7 +77,7 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """``rms_norm(input)``, quantised with a scale a row.
+    """``rms_norm(input)``, quantized with a scale a row.
 
     With ``residual``: ``residual = round(residual + input)`` first, whose norm it then is.
 
@@ -115,7 +115,7 @@ def rms_norm_per_block_quant(
     group_size: int,
     is_scale_transposed: bool = False,
 ) -> None:
-    """``rms_norm(input)``, quantised with a scale for every ``group_size`` neighbours of a row.
+    """``rms_norm(input)``, quantized with a scale for every ``group_size`` neighbours of a row.
 
     Args:
         out, input, weight, epsilon, scale_ub, residual: as ``rms_norm_dynamic_per_token_quant``;

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_kernels.reference.cache import FP8
 from vllm_kernels.reference.rotary import rope_and_cache
 
-MOST_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once
+MAX_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once
 
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
@@ -21,7 +21,7 @@ def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> T
     return cache.double() * float(scale)
 
 
-def _sees(
+def _visible_tokens(
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
@@ -91,11 +91,11 @@ def naive_paged_attention(
             distance = torch.arange(length, device=query.device) - length + 1
             logits += alibi_slopes.double().view(num_kv_heads, group, 1) * distance
         if blocksparse_vert_stride > 1:
-            sees = _sees(
+            visible = _visible_tokens(
                 length, num_heads, num_kv_heads, tp_rank, blocksparse_local_blocks,
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
-            logits.masked_fill_(~sees.view_as(logits).to(query.device), float("-inf"))
+            logits.masked_fill_(~visible.view_as(logits).to(query.device), float("-inf"))
         largest = logits.amax(-1, keepdim=True)
         weights = (logits - largest.masked_fill(largest == float("-inf"), 0)).exp()
         total = weights.sum(-1, keepdim=True)
@@ -259,7 +259,7 @@ def _attention(
         lse[rows] = total.t()
 
     for seq, length in enumerate(lens):
-        at_once = max(1, MOST_LOGITS[query.device.type] // (num_heads * max(1, length)))  # tokens
+        at_once = max(1, MAX_LOGITS[query.device.type] // (num_heads * max(1, length)))  # tokens
         for start in range(starts[seq], starts[seq + 1], at_once):
             attend(seq, range(start, min(start + at_once, starts[seq + 1])))
     return out, lse

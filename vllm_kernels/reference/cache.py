@@ -124,7 +124,7 @@ def write_tokens(
     return out
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 rows, and the scale of each, [...]."""
     scale = x.float().abs().amax(-1) / torch.tensor(127.0, device=x.device)
     return to_int8(x, torch.where(scale > 0, scale, 1.0)[..., None]), scale
@@ -141,8 +141,8 @@ def reshape_and_cache_per_token_quant(
     layout: str = "vllm",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The caches and scales afterwards."""
-    k, k_scales = quantise_rows(key)
-    v, v_scales = quantise_rows(value)
+    k, k_scales = quantize_rows(key)
+    v, v_scales = quantize_rows(value)
     one = torch.ones(1)
     if layout == "vllm":
         keys, values = reshape_and_cache(
@@ -185,7 +185,7 @@ def cp_gather_cache(
     return _gather(src_cache, dst, block_table[:batch_size], cu_seq_lens, seq_starts)
 
 
-def _dequantised(cache: Tensor, scale: Tensor | None) -> Tensor:
+def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
     """In float32; `scale` broadcasts."""
     return cache.float() if scale is None else cache.float() * scale
 
@@ -206,7 +206,7 @@ def gather_and_maybe_dequant_cache(
         wide = src_cache
     else:
         stored = {**FP8, "int8": torch.int8}[kv_cache_dtype]
-        wide = _dequantised(src_cache.view(stored), scale)
+        wide = _dequantized(src_cache.view(stored), scale)
     out = _gather(wide, dst, block_table, cu_seq_lens, seq_starts)
     out[num_tokens:] = dst[num_tokens:]
     return out
@@ -240,7 +240,7 @@ def gather_paged_kv(
             scale = scale.transpose(1, 2)[..., None]
         elif scale is not None:
             scale = scale.reshape(-1, 1)
-        wide = pages if scale is None else _dequantised(pages, scale)
+        wide = pages if scale is None else _dequantized(pages, scale)
         return _gather(wide, rows, block_tables, cu_seq_lens, seq_starts)
 
     keys = gathered(key, key_cache, k_scale, True)

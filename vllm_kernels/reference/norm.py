@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 
-def _normalised(input: Tensor, epsilon: float) -> Tensor:
+def _normalized(input: Tensor, epsilon: float) -> Tensor:
     x = input.double()
     inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     return x * inverse.nan_to_num(posinf=0.0, nan=torch.nan)  # 0 stays 0 without an epsilon
 
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] -> [..., hidden]: normalised, rounded to the dtype, then times weight."""
-    normalised = _normalised(input, epsilon).to(input.dtype)
-    return (normalised.double() * weight.double()).to(input.dtype)
+    """[..., hidden] -> [..., hidden]: normalized, rounded to the dtype, then times weight."""
+    normalized = _normalized(input, epsilon).to(input.dtype)
+    return (normalized.double() * weight.double()).to(input.dtype)
 
 
 def rms_norm_weightless(input: Tensor, epsilon: float) -> Tensor:
-    return _normalised(input, epsilon).to(input.dtype)
+    return _normalized(input, epsilon).to(input.dtype)
 
 
 def gemma_rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] -> [..., hidden]: normalised, times 1 + weight, rounded once."""
-    return (_normalised(input, epsilon) * (1 + weight.double())).to(input.dtype)
+    """[..., hidden] -> [..., hidden]: normalized, times 1 + weight, rounded once."""
+    return (_normalized(input, epsilon) * (1 + weight.double())).to(input.dtype)
 
 
 def fused_add_rms_norm(

@@ -7,10 +7,10 @@ from torch import Tensor
 
 _E4M3, _INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {_E4M3: 448.0, _INT8: 127.0}
-LEAST_SCALE = {_E4M3: 1 / (448 * 512), _INT8: 2.0**-23}
+MIN_SCALE = {_E4M3: 1 / (448 * 512), _INT8: 2.0**-23}
 
 
-def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+def to_8_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 -> 8 bits: to nearest even, saturating; a NaN stays one in e4m3 and is 0 in int8."""
     if dtype == _INT8:
         return values.nan_to_num(nan=0.0).round().clamp(-128, 127).to(_INT8)
@@ -21,8 +21,8 @@ def quantize(values: Tensor, scale: Tensor, dtype: torch.dtype, divide: bool) ->
     """Elements of `values` over a scale that broadcasts: divided by it, or times its inverse."""
     values, scale = values.float(), scale.float()
     if not divide:
-        return narrow(values * (1 / scale), dtype)
-    return narrow(values / scale.where(scale.isfinite(), torch.nan), dtype)
+        return to_8_bits(values * (1 / scale), dtype)
+    return to_8_bits(values / scale.where(scale.isfinite(), torch.nan), dtype)
 
 
 def scale_of(values: Tensor, dtype: torch.dtype, magnitude_bound: Tensor | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def scale_of(values: Tensor, dtype: torch.dtype, magnitude_bound: Tensor | None 
     if magnitude_bound is not None:
         magnitude = magnitude.clamp(max=magnitude_bound.item())
     largest = torch.full_like(magnitude, LARGEST[dtype])  # by a number, CUDA takes its inverse
-    return (magnitude / largest).clamp(min=LEAST_SCALE[dtype])
+    return (magnitude / largest).clamp(min=MIN_SCALE[dtype])
 
 
 def quantize_rows(
@@ -57,5 +57,5 @@ def quantize_product_groups(
     parts = products.unflatten(-1, (-1, group_size))
     scale = scale_of(parts, dtype)
     if scale_ub is not None:
-        scale = scale.clamp(max=scale_ub.item()).clamp(min=LEAST_SCALE[dtype])
+        scale = scale.clamp(max=scale_ub.item()).clamp(min=MIN_SCALE[dtype])
     return quantize(parts, scale, dtype, divide=True).flatten(-2), scale.squeeze(-1)

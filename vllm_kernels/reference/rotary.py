@@ -12,21 +12,21 @@ from vllm_kernels.reference.norm import rms_norm
 def rotary_embedding(
     positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> Tensor:
-    """Query or key, [..., heads * head_size] or [..., heads, head_size] -> turned, same shape."""
+    """Query or key, [..., heads * head_size] or [..., heads, head_size] -> rotated, same shape."""
     cos, sin = cos_sin_cache.double()[positions].unsqueeze(-2).chunk(2, dim=-1)
     num_heads = x.shape[positions.dim() :].numel() // head_size
     heads = x.double().reshape(*positions.shape, num_heads, head_size)
-    turned, rest = heads.split([2 * cos.size(-1), head_size - 2 * cos.size(-1)], dim=-1)
+    rotated, rest = heads.split([2 * cos.size(-1), head_size - 2 * cos.size(-1)], dim=-1)
     if is_neox:
-        a, b = turned.chunk(2, dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
     else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
     new_a, new_b = a * cos - b * sin, b * cos + a * sin
     if is_neox:
-        turned = torch.cat([new_a, new_b], dim=-1)
+        rotated = torch.cat([new_a, new_b], dim=-1)
     else:
-        turned = torch.stack([new_a, new_b], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1).reshape(x.shape).to(x.dtype)
+        rotated = torch.stack([new_a, new_b], dim=-1).flatten(-2)
+    return torch.cat([rotated, rest], dim=-1).reshape(x.shape).to(x.dtype)
 
 
 def fused_qk_norm_rope(
@@ -45,13 +45,13 @@ def fused_qk_norm_rope(
     """[tokens, (q + k + v heads) * head_dim] afterwards: rms_norm, then rotary_embedding."""
     counts = [num_heads_q, num_heads_k, num_heads_v]
     heads = qkv.unflatten(-1, (sum(counts), head_dim)).split(counts, dim=1)
-    turned = [
+    rotated = [
         rotary_embedding(
             position_ids, rms_norm(part, weight, eps), head_dim, cos_sin_cache, is_neox
         )
         for part, weight in zip(heads, (q_weight, k_weight))
     ]
-    return torch.cat([*turned, heads[2]], dim=1).reshape(qkv.shape)
+    return torch.cat([*rotated, heads[2]], dim=1).reshape(qkv.shape)
 
 
 def rope_and_cache(
@@ -73,12 +73,12 @@ def rope_and_cache(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key cache and value cache afterwards."""
 
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x if weight is None else rms_norm(x, weight, epsilon)
         return rotary_embedding(positions, x, x.size(-1), cos_sin_cache, is_neox)
 
     caches = (
-        write_tokens(key_cache, turned(key, k_weight), slot_mapping, layout, k_scale),
+        write_tokens(key_cache, rotated(key, k_weight), slot_mapping, layout, k_scale),
         write_tokens(value_cache, value, slot_mapping, layout, v_scale),
     )
-    return turned(query, q_weight), *caches
+    return rotated(query, q_weight), *caches

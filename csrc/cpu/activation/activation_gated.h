@@ -80,7 +80,7 @@ inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   return round_to<T>(round_to<T>(gate) * up);
 }
 
-// A chunk is up to kGatedChunk elements of one row, in whole quantisation groups.
+// A chunk is up to kGatedChunk elements of one row, in whole quantization groups.
 constexpr int64_t kGatedChunk = 4096;
 
 struct GatedChunks {

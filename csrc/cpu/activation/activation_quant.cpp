@@ -10,7 +10,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// Quantises the values that silu_and_mul would store, with the given scale.
+// Quantizes the values that silu_and_mul would store, with the given scale.
 template <typename T>
 void quant_chunk(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
                  int64_t n) {

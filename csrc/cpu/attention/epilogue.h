@@ -1,4 +1,4 @@
-// The epilogue of attention for one query token and head: sink, lse, normalisation, store. See
+// The epilogue of attention for one query token and head: sink, lse, normalization, store. See
 // cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include <cmath>
@@ -29,7 +29,7 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
   });
 }
 
-// The dequantisation scales of a KV head; 1 for caches without scales.
+// The dequantization scales of a KV head; 1 for caches without scales.
 inline float key_scale(const PagedKv& kv, int32_t kv_head) {
   const bool scaled = size_of(kv.dtype) == 1 && kv.k_scale != nullptr;
   return scaled ? kv.k_scale[kv_head * kv.scale_stride] : 1.0f;

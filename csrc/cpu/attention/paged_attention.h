@@ -28,7 +28,7 @@ struct PagedAttentionPlan {
   int32_t tasks = 1;
   int64_t num_grains = 0;  // of the batch
   // [tasks][2][rows][head_size + 2]; index 1 is a tile that begins in this task. A row is row_sum,
-  // row_max, then the unnormalised output.
+  // row_max, then the unnormalized output.
   float* partials = nullptr;
 
   // Task t has grains [first_grain(t), first_grain(t + 1)).

@@ -25,7 +25,7 @@ struct DecodePlan {
   int32_t tasks;
   int64_t num_grains;  // of the batch
   // [tasks][2][heads_per_tile][head_size + 2]; index 1 is a tile that begins in this task. A row is
-  // row_sum, row_max, then the unnormalised output.
+  // row_sum, row_max, then the unnormalized output.
   float* partials;
 
   int64_t tiles_per_seq() const {

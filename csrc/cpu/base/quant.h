@@ -1,4 +1,4 @@
-// Quantisation of vectors to 8 bits, and the magnitudes for its scales. ops/quant.h has the rules.
+// Quantization of vectors to 8 bits, and the magnitudes for its scales. ops/quant.h has the rules.
 // See vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"

@@ -1,5 +1,5 @@
 // reshape_and_cache and reshape_and_cache_flash: write the keys and values of new tokens to their
-// slots, quantised for 8-bit caches.
+// slots, quantized for 8-bit caches.
 //   key, value [num_tokens, num_kv_heads, head_size]; slot_mapping [num_tokens], -1: skip
 // A task is a few heads of all tokens. It keeps their order, so the last token of a slot wins.
 #include "ops/reshape_and_cache.h"

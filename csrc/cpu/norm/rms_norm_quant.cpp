@@ -13,7 +13,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// The values that rms_norm would store: normalised, rounded, times the weight, rounded.
+// The values that rms_norm would store: normalized, rounded, times the weight, rounded.
 template <typename T>
 struct Normed {
   const T* row;
@@ -49,7 +49,7 @@ void store_range(Q* out, const Normed<T>& normed, const Quantizer& quantizer, in
   if (i < last) store_partial(out + i, quantizer(normed.partial(i, last - i)), last - i);
 }
 
-// Computes one scale for elements [first, last), stores it in `scale`, and quantises them.
+// Computes one scale for elements [first, last), stores it in `scale`, and quantizes them.
 template <typename Q, typename T>
 void store_scaled(Q* out, float* scale, const Normed<T>& normed, float upper_bound, int64_t first,
                   int64_t last) {

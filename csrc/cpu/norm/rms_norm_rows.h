@@ -57,7 +57,7 @@ inline float inverse_root(float mean, float epsilon) {
   return square == 0.0f ? 0.0f : 1.0f / std::sqrt(square);
 }
 
-// A row to be normalised: data * inverse. The constructor adds and stores the residual, if any.
+// A row to be normalized: data * inverse. The constructor adds and stores the residual, if any.
 template <typename T>
 struct NormedRow {
   const T* data;

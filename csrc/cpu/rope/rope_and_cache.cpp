@@ -47,7 +47,7 @@ void norm_head(T* row, const T* weight, int64_t n, float epsilon) {
   }
 }
 
-// Adds the bias, normalises, and rotates the head if `cosines` is given.
+// Adds the bias, normalizes, and rotates the head if `cosines` is given.
 template <typename T, typename Cosine>
 void prepare(T* row, const ProjectedHeads& heads, int64_t head, const RopeAndCacheParams& p,
              const Cosine* cosines) {

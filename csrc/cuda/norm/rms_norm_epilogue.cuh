@@ -1,12 +1,12 @@
 // RMS norms with another epilogue than rms_norm's, out [rows, hidden_size]: one kernel for every
 // length and alignment. A CTA takes one row, or several rows of at most 32 Vecs.
 // Early reads: none, only L2 prefetches before the PDL wait.
-// An Epilogue (rms_norm_gain.cu, rms_norm_quant.cu) converts the normalised row to the result:
+// An Epilogue (rms_norm_gain.cu, rms_norm_quant.cu) converts the normalized row to the result:
 //   Out<T>            element type of the result
-//   kWeighting        factor of the normalised row
+//   kWeighting        factor of the normalized row
 //   prepare()         loads that do not depend on the row
 //   kScaleOfRow       whether set_scale(row, magnitude, writes) is called before done()
-//   done(...)         returns the Vec to store for a normalised and weighted Vec
+//   done(...)         returns the Vec to store for a normalized and weighted Vec
 #pragma once
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
@@ -20,7 +20,7 @@ namespace vllm_kernels::cuda {
 
 enum class Weighting { kNone, kWeight, kOnePlusWeight };
 
-// Returns a Vec of the normalised and weighted row. The multiplication by the weight is in T, the
+// Returns a Vec of the normalized and weighted row. The multiplication by the weight is in T, the
 // one by Gemma's 1 + weight in float32.
 template <Weighting kWeighting, typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> weighted(const Vec<T, kWidth>& x, float inverse,

@@ -32,7 +32,7 @@ __device__ __forceinline__ float sum_of_squares(const Vec<T, kWidth>& vec) {
   return square;
 }
 
-// Returns x * inverse * weight. The normalised value is rounded to T before it is multiplied by the
+// Returns x * inverse * weight. The normalized value is rounded to T before it is multiplied by the
 // weight.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> normed(Vec<T, kWidth> x, float inverse,

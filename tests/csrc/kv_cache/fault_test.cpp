@@ -94,9 +94,9 @@ std::unique_ptr<KVCacheManager> make_manager() {
 // No block is empty: what is taken was cached.
 std::unique_ptr<KVCacheManager> make_full_manager() {
   auto manager = make_manager();
-  const Tokens filler = range(4 * manager->num_blocks());
+  const Tokens occupying_tokens = range(4 * manager->num_blocks());
   const auto free = manager->num_free_blocks();
-  manager->allocate(2000, std::span(filler).last(4 * free), kMaxTokens, {});
+  manager->allocate(2000, std::span(occupying_tokens).last(4 * free), kMaxTokens, {});
   manager->free(2000);
   EXPECT_EQ(manager->statistics().free_blocks, 0);
   return manager;
@@ -118,8 +118,8 @@ std::unique_ptr<KVCacheManager> make_windowed_manager() {
   manager->allocate(1000, range(9), kMaxTokens, {});
   std::vector<BlockCopy> copies(16);
   manager->swap_out(Ids{1000}, copies);
-  const Tokens filler(4 * (manager->num_free_blocks() / 2), 7);
-  manager->allocate(2000, filler, kMaxTokens, {});
+  const Tokens occupying_tokens(4 * (manager->num_free_blocks() / 2), 7);
+  manager->allocate(2000, occupying_tokens, kMaxTokens, {});
   manager->free(2000);
   return manager;
 }
@@ -296,8 +296,8 @@ TEST(SteadyState, AStepAllocatesNothing) {
   const auto start_again = [&] {  // with a tail that three sequences share
     manager->truncate(a.ids, lengths);
     manager->reorder(Ids{2, 3}, Ids{1, 1});
-    const Tokens filler(4 * manager->num_free_blocks(), 7);
-    manager->allocate(2000, filler, kMaxTokens, {});
+    const Tokens occupying_tokens(4 * manager->num_free_blocks(), 7);
+    manager->allocate(2000, occupying_tokens, kMaxTokens, {});
     manager->free(2000);
     manager->drop_events(1'000'000);
   };

@@ -27,7 +27,7 @@ Options windowed(std::vector<int64_t> windows, int64_t num_blocks = 12) {
   return {.num_blocks = num_blocks, .block_size = 4, .windows = std::move(windows)};
 }
 
-TEST(Window, BlocksThatNoComingTokenSeesAreGivenBack) {
+TEST(Window, BlocksThatAreInvisibleToLaterTokensAreGivenBack) {
   KVCacheManager manager(windowed({5}));
   manager.allocate(1, range(9), kMaxTokens, {});
   EXPECT_EQ(manager.block_table(1), (Blocks{1, 2, 3}));
@@ -52,7 +52,7 @@ TEST(Window, GroupsHaveTablesOfTheirOwnOverOnePool) {
   manager.check_integrity();
 }
 
-TEST(Window, AHitNeedsOnlyTheBlocksThatTheNextTokenSees) {
+TEST(Window, AHitNeedsOnlyTheBlocksVisibleToTheNextToken) {
   KVCacheManager manager(windowed({5}));
   manager.allocate(1, range(13), kMaxTokens, {});
   manager.evict_blocks(Ids{1});

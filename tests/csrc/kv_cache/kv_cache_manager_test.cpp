@@ -278,13 +278,13 @@ TEST(KVCacheManager, StatisticsCountSharedWasteOnce) {
 
 TEST(KVCacheManager, ResetIsAsNew) {
   KVCacheManager manager(8, 4);
-  const Snapshot fresh = TestAccess::snapshot(manager);
+  const Snapshot initial = TestAccess::snapshot(manager);
   manager.allocate(1, 6);
   manager.fork(1, 2);
   manager.append(2, 1);
   manager.free(1);
   manager.reset();
-  EXPECT_EQ(TestAccess::snapshot(manager), fresh);
+  EXPECT_EQ(TestAccess::snapshot(manager), initial);
   manager.allocate(1, 6);
   manager.check_integrity();
 }

@@ -121,7 +121,7 @@ class Simulation {
     for (size_t i = 0; i < ids.size(); ++i) tokens_[ids[i]] = before.at(parents[i]);
   }
 
-  // Puts fresh tokens where the manager says they belong: only into blocks of one owner.
+  // Puts new tokens where the manager says they belong: only into blocks of one owner.
   void write(int64_t id, int64_t count) {
     std::vector<int64_t>& tokens = tokens_[id];
     std::vector<int64_t> slots(count);

@@ -1,7 +1,7 @@
 // Combines partial attention results of one query row.
 //
 // A partial is what a row is known to be after some of its tokens: row_max in log2 units, the sum
-// of exp2(score - row_max) and the unnormalised output relative to the same row_max. Partials come
+// of exp2(score - row_max) and the unnormalized output relative to the same row_max. Partials come
 // from the warps of a CTA (shared memory) or from the CTAs of a split query tile (workspace, once a
 // semaphore says so, or as flag-in-data: split_exchange.cuh).
 #pragma once

@@ -10,7 +10,7 @@ constexpr int kMaxDecodeSlots = 8192;  // max work tiles of a launch that splits
 #if defined(__CUDACC__)
 struct SplitPartials {
   float2* stats;  // [slots][rows] row_max (log2 units) and row_sum
-  float* out;     // [slots][rows][head_size] unnormalised output
+  float* out;     // [slots][rows][head_size] unnormalized output
 };
 struct DecodeWorkspace {
   uint32_t* next;         // work tiles handed out; 0 before and after every launch

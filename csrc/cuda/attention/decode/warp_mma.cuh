@@ -351,7 +351,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Stores rows [first, first + rows): the unnormalised output to part_out [rows][pitch], row_max
+  // Stores rows [first, first + rows): the unnormalized output to part_out [rows][pitch], row_max
   // and row_sum to part_stats [rows].
   __device__ __forceinline__ void store(int first, int rows, float* part_out, int pitch,
                                         float2* part_stats, int lane) const {
