@@ -46,7 +46,7 @@ ROOMS = {
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {
-    "consume_tiles": "the consumers' main loops: the order of wgmma, waits and softmax is the algorithm",
+    "consume_tiles": "main loops: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
 INCLUDE = re.compile(r'#include "((?:cuda|cpu|ops)/[^"]+)"')
