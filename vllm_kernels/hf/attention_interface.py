@@ -1,9 +1,9 @@
-"""Attention over blocks in models of transformers: what is registered there under "vllm_kernels".
+"""Attention over blocks in models of transformers, registered there as "vllm_kernels".
 
-A cache (:class:`~vllm_kernels.integrations.transformers.PagedCache`, or that of an engine) hands
-the new keys on from ``update`` with itself attached; attention finds it there, checks that all that
-it was asked for is served, and lets the cache store and attend. What is not served is refused by
-name; nothing falls back to torch's attention.
+A cache (:class:`~vllm_kernels.integrations.transformers.PagedCache`, or that of an engine) returns
+the new keys from ``update`` with itself attached. Attention finds it there, checks all arguments,
+and calls the cache to store and attend. Unsupported arguments are refused by name; nothing falls
+back to torch's attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENGINES: WeakKeyDictionary[PreTrainedModel, ref[Any]] = WeakKeyDictionary()
 """The engine that a model belongs to, until it is closed or forgotten."""
 
 _HANDLE = "vllm_kernels_layer"  # attribute by which a key tensor carries its cache to attention
-_WINDOW = "vllm_kernels_window"  # attribute by which a mask says which window it is of
+_WINDOW = "vllm_kernels_window"  # attribute of a mask: its window
 _BEFORE = "vllm_kernels_before"  # attribute of a model: the attention that it had
 _HARMLESS = {  # keyword arguments of attention that do not change its result
     "cache_position",
@@ -52,7 +52,7 @@ _HARMLESS = {  # keyword arguments of attention that do not change its result
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks of :func:`vllm_kernels.paged_attention`, by the names it has there."""
+    """Arguments of a layer for :func:`vllm_kernels.paged_attention`, with the same names."""
 
     scale: float
     sliding_window: int = 0
@@ -81,7 +81,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer hands to the pages behind a cache in one pass."""
+    """The arguments of a layer for the pages of a cache in one pass."""
 
     layer: int
     query: Tensor  # [batch, heads, columns, head_size]
@@ -92,7 +92,7 @@ class LayerCall:
 
 
 class Pages(Protocol):
-    """What stores and attends: the batch behind a cache."""
+    """The interface of a cache's batch, which stores and attends."""
 
     length: int
     shape: KVShape
@@ -107,7 +107,8 @@ class Pages(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of a cache of blocks, as transformers' attention modules and masks see it."""
+    """One layer of a cache of blocks, in the form that transformers' attention modules and masks
+    expect."""
 
     is_sliding = False
     is_compileable = False
@@ -127,7 +128,7 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hands the new keys and values on to attention, which is the first to know the padding."""
+        """Passes the new keys and values on to attention, which gets the padding mask as well."""
         if self.index == 0 and self.config._attn_implementation != NAME:
             raise RuntimeError(
                 f"PagedCache: the model's attention is {self.config._attn_implementation!r}, which "
@@ -147,7 +148,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 def refuse_no_model(what: str, model: object) -> None:
-    """Raises TypeError for what is no model of transformers (nor a wrapper of one)."""
+    """Raises TypeError unless it is a model of transformers, or a wrapper of one."""
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return
     path = isinstance(model, str | PathLike)
@@ -161,7 +162,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
 
     Raises:
         NotImplementedError: a model whose attention is its own and not known here.
-        TypeError: what is no model.
+        TypeError: it is no model.
     """
     refuse_no_model("use_paged_attention", model)
     before = model.config._attn_implementation
@@ -226,7 +227,7 @@ def kv_shape(
 
 
 def _of_all_layers(config: Any, name: str) -> int | None:
-    """An attribute of a config, None where it has none; it must be the same for all layers."""
+    """An attribute of a config, None if it has none; it must be the same for all layers."""
     try:
         return getattr(config, name, None)
     except Exception:  # transformers' refusal to give one value for layers that differ
@@ -255,9 +256,9 @@ def _attention(
         module: the attention layer.
         query: [batch, heads, columns, head_size].
         key, value: [batch, kv_heads, columns, head_size], of the new columns only.
-        attention_mask: what :func:`_mask` returned: [batch, all columns] or None.
+        attention_mask: the result of :func:`_mask`: [batch, all columns] or None.
         scaling: of the logits; None: head_size ** -0.5.
-        sliding_window: tokens that one sees, itself included; None: all.
+        sliding_window: tokens visible to a token, itself included; None: all.
         softcap: bound on the logits; None: none.
         s_aux: [heads], attention sinks.
         alibi_slopes: [heads].
@@ -288,7 +289,7 @@ def _attention(
             )
     window = sliding_window or 0
     masked = getattr(attention_mask, _WINDOW, 0)
-    if window != masked:  # one of the two is not what the model means
+    if window != masked:  # the model and its mask disagree
         raise NotImplementedError(
             f"vllm_kernels attention: sliding_window: {window} of the layer, {masked} of its mask"
         )
@@ -304,7 +305,7 @@ def _attention(
 
 
 def _without_cache(module: nn.Module) -> str:
-    """What to do where the attention layer ``module`` is called without blocks."""
+    """A hint for a call of the attention layer ``module`` without blocks."""
     for model, engine in ENGINES.items():
         if engine() is not None and any(part is module for part in model.modules()):
             return "an Engine has the model: ask that one to generate, or close() it"
@@ -329,9 +330,9 @@ def _mask(
     """The registered mask function: lets the padding through to attention, bool [batch, columns],
     and the window as an attribute of it.
 
-    Without it transformers would drop the mask, and padding would be attended to. Where more than
-    padding and a window is masked it returns what attention refuses: models make masks that no
-    layer may use.
+    Without it transformers would drop the mask, and padding would be attended to. If more
+    than padding and a window is masked, it returns a mask that attention refuses. It does not
+    raise: models also make masks that no layer uses.
     """
     window = 0
     if mask_function is not causal_mask_function:
@@ -378,7 +379,7 @@ def _refuse_unserved(
     dropout: float,
     arguments: dict[str, Any],
 ) -> None:
-    """Raises NotImplementedError for what would change the result and is not computed here."""
+    """Raises NotImplementedError for arguments that change the result and are not supported."""
     if torch.is_grad_enabled() and query.requires_grad:
         raise NotImplementedError("vllm_kernels attention: inference only: use torch.no_grad()")
     if dropout > 0:
@@ -392,7 +393,7 @@ def _refuse_unserved(
             "sequences"
         )
     for name, argument in arguments.items():
-        # All that is not known to be harmless: a position bias would come this way too.
+        # Every unknown argument: a position bias would be passed here too.
         if name not in _HARMLESS and argument is not None and argument is not False:
             if name == "is_causal" and argument is True:
                 continue

@@ -27,7 +27,7 @@ _MODULES = {
 """By model type, the class of the attention modules."""
 
 _BIASES = {"build_alibi_tensor", "build_mpt_alibi_tensor"}
-"""Methods that make a bias which is not looked at here, and that no CUDA graph could hold."""
+"""Methods that make a bias, which is not used here and which no CUDA graph can contain."""
 
 
 def _no_bias(*args: Any, **kwargs: Any) -> Tensor:
@@ -108,7 +108,7 @@ def _bloom_forward(
     layer_past: Cache | None = None,
     use_cache: bool = False,
 ) -> Tensor:
-    """In place of BloomAttention's: the slopes say what the bias ``alibi`` holds."""
+    """Replaces BloomAttention's; uses the slopes instead of the bias ``alibi``."""
     if self.pretraining_tp > 1 and self.slow_but_exact:
         raise NotImplementedError("vllm_kernels attention: slow_but_exact: not served")
     batch, columns, _ = hidden_states.shape
@@ -144,7 +144,7 @@ def _mpt_forward(
     past_key_values: Cache | None = None,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """In place of MptAttention's: the slopes say what ``position_bias`` holds."""
+    """Replaces MptAttention's; uses the slopes instead of ``position_bias``."""
     batch, columns, _ = hidden_states.shape
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
@@ -174,7 +174,7 @@ def _gptj_forward(
     position_ids: Tensor | None = None,
     use_cache: bool | None = False,
 ) -> Tensor:
-    """In place of GPTJAttention's: its rotary embedding rotates neighbouring elements."""
+    """Replaces GPTJAttention's; its rotary embedding rotates pairs of adjacent elements."""
     batch, columns, _ = hidden_states.shape
     heads = (batch, columns, self.num_attention_heads, self.head_dim)
     query = self.q_proj(hidden_states).view(heads)

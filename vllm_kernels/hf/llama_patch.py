@@ -74,7 +74,7 @@ def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def _swiglu(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """In place of an MLP's forward. The op takes gate and up side by side, hence the cat."""
+    """In place of an MLP's forward. The op takes gate and up in one tensor, hence the cat."""
     gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], -1)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     vllm_kernels.silu_and_mul(out, gate_up)
@@ -89,7 +89,7 @@ def _rotary_embedding(
     Args:
         query: [batch, heads, columns, head_size], a transposed view of [batch, columns, ...].
         key: [batch, kv_heads, columns, head_size], likewise.
-        cos, sin: [batch or 1, columns, head_size], both halves alike.
+        cos, sin: [batch or 1, columns, head_size], both halves equal.
     """
     if unsqueeze_dim != 1:
         raise NotImplementedError(f"rotary: unsqueeze_dim: expected 1, got {unsqueeze_dim}")

@@ -26,7 +26,7 @@ _RESET = "reset() it between unrelated batches"
 
 @dataclass
 class _Pass:
-    """What every layer of one forward pass needs."""
+    """The inputs of every layer in one forward pass."""
 
     tokens: Tensor | None  # int64 [num_tokens], places of the tokens in the columns; None: all
     slot_mapping: Tensor  # int64 [num_tokens]
@@ -89,10 +89,10 @@ class PagedBatch:
             attention_mask: [batch_size, length + num_columns], False or 0 for padding. None: none.
 
         Raises:
-            RuntimeError: the pass before has not come through all layers: it failed, or a layer is
-                called twice. :meth:`reset` helps.
-            ValueError: another batch size, a mask of another shape, or one that differs from what
-                is stored in the columns before.
+            RuntimeError: the last pass did not complete all layers: it failed, or a layer was
+                called twice. Call :meth:`reset`.
+            ValueError: another batch size, a mask of another shape, or one that differs from the
+                stored columns.
             OutOfBlocks: the pool is too small for these sequences; nothing has changed.
         """
         if self.cache.is_freed:
@@ -174,7 +174,7 @@ class PagedBatch:
         self.manager.truncate_batch(self._rows, self._is_token.sum(1))
 
     def reorder(self, indices: Tensor) -> None:
-        """Row i becomes what row ``indices[i]`` was; rows with one origin share its blocks."""
+        """Row i continues row ``indices[i]``; rows with the same origin share its blocks."""
         indices = indices.cpu()
         self.manager.reorder(self._rows, [self._rows[i] for i in indices.tolist()])
         self._is_token = self._is_token[indices]
@@ -230,7 +230,7 @@ class PagedBatch:
         return mask[:, self.length :]
 
     def _step(self, rows: list[int], new: Tensor, buffers: BatchBuffers) -> npt.NDArray[np.int64]:
-        """The manager's step by the new columns' tokens; want of blocks says what to do."""
+        """The manager's step by the new columns' tokens; OutOfBlocks gets a hint."""
         try:
             return self.manager.step(rows, new.sum(1), buffers)
         except OutOfBlocks as error:
@@ -245,7 +245,7 @@ class PagedBatch:
         return list(range(first, self._next_id))
 
     def _buffers_for(self, batch_size: int, num_columns: int) -> BatchBuffers:
-        """Buffers with room for this pass; kept for the passes to come, which are often longer."""
+        """Buffers with room for this pass; kept for later passes, which are often longer."""
         blocks = -(-(self.length + num_columns) // self.block_size)
         tokens = batch_size * num_columns
         have = self._buffers
@@ -259,8 +259,7 @@ class PagedBatch:
         return have
 
     def _plan(self, new: Tensor, buffers: BatchBuffers) -> None:
-        """Sets what ``write`` and ``attend`` of every layer need, for the tokens of the new
-        columns."""
+        """Sets the inputs of ``write`` and ``attend`` for the tokens of the new columns."""
         rows, num_columns = new.shape
         num_tokens = int(new.sum())
         padded = num_tokens < new.numel()

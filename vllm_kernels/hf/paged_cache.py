@@ -14,11 +14,12 @@ from vllm_kernels.kv_cache import Statistics
 class PagedCache(Cache):
     """A key/value cache in blocks, for ``generate(..., past_key_values=cache)`` and ``model(...)``.
 
-    Usable for several turns over the same batch; ``reset()`` it before an unrelated batch. It is a
-    context manager, and gives its memory back at the end. ``generate`` never frees a user's cache.
+    Usable for several ``generate`` calls over the same batch; ``reset()`` it before an unrelated
+    batch. It is a context manager, and gives its memory back at the end. ``generate`` never frees a
+    user's cache.
 
-    The keys and values of padding are not stored: which columns are padding comes with the
-    attention mask of each pass. Logits at padding mean nothing.
+    The keys and values of padding are not stored: the attention
+    mask of each pass marks the padding. Logits at padding mean nothing.
 
     Args:
         model: whose shapes, dtype and device it takes.
@@ -93,7 +94,7 @@ class PagedCache(Cache):
         self._batch.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from what row ``beam_idx[i]`` holds, sharing its blocks."""
+        """Beam search: row i continues row ``beam_idx[i]`` and shares its blocks."""
         self._batch.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -21,12 +21,12 @@ class BatchBuffers:
     """The caller's memory that :meth:`KVCacheManager.step` and :meth:`~KVCacheManager.build` fill.
 
     NumPy arrays or CPU tensors (pinned ones too), checked once, here, and kept alive. Their shapes
-    are those of the largest batch: what a batch does not fill is padded, so that the ops see fixed
-    shapes under CUDA graphs: the first ``n`` rows are a batch of ``n``, whatever ``n`` above the
-    batch's own size the graph was captured for.
+    are those of the largest batch. The rest of a batch is padded, so that the ops get fixed shapes
+    under CUDA graphs: the first ``n`` rows are a batch of ``n``, for every ``n`` from the batch's
+    own size up.
 
-    Only what changed since the last call is written: of a sequence in the same row as before, the
-    new block ids; of the padding, what the last batch had filled. So nobody else may write to these
+    Only changes since the last call are written: the new block ids of a sequence that keeps its
+    row, and padding over the rows of the last batch. So nobody else may write to these
     buffers, or :meth:`invalidate` must be called afterwards. A cache with several groups of layers
     has one of these for each.
 

@@ -24,12 +24,12 @@ Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
 
 
 class MultimodalItem(NamedTuple):
-    """An image or the like, whose placeholder tokens do not say which one it is."""
+    """An image or the like; its placeholder tokens do not identify it."""
 
     start: int
     """Its first token in the sequence."""
     num_tokens: int
-    """How many tokens stand for it, >= 1."""
+    """Its number of placeholder tokens, >= 1."""
     digest: bytes | str
     """A hash of its contents."""
 
@@ -47,7 +47,7 @@ def _natives(buffers: BatchBuffers | Sequence[BatchBuffers]) -> list[_C.BatchBuf
 
 
 def _kinds(buffers: object) -> str:
-    """What they are, or what is in their list."""
+    """The type of the buffers, or the types in their list."""
     name = type(buffers).__name__
     if not isinstance(buffers, list | tuple):
         return name
@@ -55,8 +55,8 @@ def _kinds(buffers: object) -> str:
 
 
 def _refuse_kinds(windows: object, **integers: object) -> None:
-    """Says which argument of the manager is no integer. To be called where the module has refused
-    them, in the words of its signature."""
+    """Raises an error that names the argument that is no integer. Call it after the module has
+    refused the arguments."""
 
     def fits(value: object) -> bool:
         return isinstance(value, Integral) and -(2**63) <= value < 2**63
@@ -86,7 +86,7 @@ class KVCacheManager:
     (``copy_blocks``, a call for the pairs of each manager call), in the order in which they were
     returned, before the cache is written again.
 
-    Prefix caching: where token ids are known (``tokens``), every full block is registered under a
+    Prefix caching: if token ids are known (``tokens``), every full block is registered under a
     keyed 128-bit hash of its tokens and all before them, and of ``salt``, ``adapter``,
     ``cache_dtype`` and multimodal items. A later sequence that starts with the same tokens shares
     the block, after the tokens themselves were compared. A block stays findable when no sequence
@@ -96,8 +96,8 @@ class KVCacheManager:
 
     Groups: ``windows`` names the groups of layers that have block tables of their own over the one
     pool, as models that mix full and sliding-window attention want them. In a group with a window,
-    blocks that no coming token can see are given back by each append; block 0, which is then never
-    given out, stands in the table instead.
+    each append frees the blocks that are invisible to later tokens. Block 0, which is then never
+    allocated, replaces them in the table.
 
     Threads: calls from several threads are safe; they run one after the other, batch calls without
     the GIL. One :class:`BatchBuffers` is for one thread at a time, ``invalidate`` and
@@ -109,8 +109,8 @@ class KVCacheManager:
         num_host_blocks: blocks of a second pool in host memory, for :meth:`swap_out`.
         watermark_blocks: blocks that :meth:`allocate` and :meth:`swap_in` leave free, so that the
             sequences that run can grow before one of them has to be preempted.
-        windows: for each group of layers, how many tokens a token sees, itself included; None or 0:
-            all.
+        windows: for each group of layers, the tokens visible to a token, itself included; None or
+            0: all.
         prefix_caching: whether blocks whose tokens are known are registered.
         null_block: whether block 0 is never given out. None: if a group has a window.
         events: whether changes of the prefix cache are recorded for :meth:`take_events`.
@@ -204,7 +204,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, cached ones included: what can be given out."""
+        """Blocks that no sequence holds, cached ones included; they can be allocated."""
         return self._native.num_free_blocks
 
     @property
@@ -244,7 +244,7 @@ class KVCacheManager:
         multimodal: Sequence[MultimodalItem] = (),
     ) -> bool:
         """Whether enough blocks are free for all of a new sequence: of so many tokens, or of these
-        ones, what is cached of them not counted."""
+        ones, without those that are cached."""
         return self._native.can_allocate(tokens, salt, adapter, cache_dtype, multimodal)
 
     def allocate(
@@ -262,16 +262,16 @@ class KVCacheManager:
 
         Args:
             sequence_id: a new id.
-            tokens: token ids, [n]: the sequence shares the blocks that are cached of them. Or
+            tokens: token ids, [n]: the sequence shares their cached blocks. Or
                 their number, >= 0: all blocks are new, and ids may follow by
                 :meth:`record_tokens`.
             num_new: slots for at most so many tokens beyond the cached ones (chunked prefill: 0,
                 and the chunks by :meth:`step` with ``tokens=``). None: for all of them. Blocks are
-                findable from when they are handed out, so 0 is best where a pass may not run.
+                findable as soon as they are allocated, so use 0 if a pass may not run.
             salt, adapter, cache_dtype: of a tenant, a LoRA adapter, a kind of cache: tokens are
                 only found by sequences with the same three.
-            multimodal: the items that placeholder tokens among ``tokens`` stand for, in any order,
-                within ``tokens`` and without overlap.
+            multimodal: the items of the placeholder tokens among ``tokens``, in any order, within
+                ``tokens`` and without overlap.
 
         Returns:
             How many leading tokens are cached already: whole blocks, and fewer than n. The
@@ -321,10 +321,10 @@ class KVCacheManager:
     def free(self, sequence_id: int, *, num_computed: int | None = None) -> None:
         """Forgets a sequence; blocks that no other one holds become free, the last one first.
 
-        Blocks whose tokens are known are findable from when they were handed out. Of a sequence
-        that is aborted before its passes have run, say how many leading tokens were computed
-        (``num_computed``, cached ones included): the blocks behind become unfindable, also those
-        that others hold meanwhile. None: all of them were.
+        Blocks whose tokens are known are findable as soon as they are allocated. For a
+        sequence that is aborted before its passes have run, give the number of leading tokens that
+        were computed (``num_computed``, cached ones included): later blocks become unfindable, also those that
+        others hold meanwhile. None: all of them were.
 
         Raises:
             UnknownSequence: the id does not exist (any more).
@@ -337,14 +337,14 @@ class KVCacheManager:
     ) -> None:
         """Shortens a sequence to its first ``num_tokens`` tokens, 0 to as many as it has, and drops
         its lookahead (speculative decoding: the tokens that were not accepted). Blocks whose tokens
-        were known stay findable until they are written again; but for those behind
-        ``num_computed``, as :meth:`free` has it, where a pass did not run. (Before
+        were known stay findable until they are written again; except for those
+        after ``num_computed``, as in :meth:`free`, if a pass did not run. (Before
         :meth:`swap_out` of a sequence whose pass did not run: truncate it to what was computed.)
 
         Raises:
             UnknownSequence: the id does not exist.
             InvalidArgument: ``num_tokens`` is negative or more than the sequence has; or so few
-                that the next token would see blocks that a window has given back; or
+                that the next token would need blocks that a window has freed; or
                 ``num_computed`` is negative.
         """
         self._native.truncate(sequence_id, num_tokens, num_computed)
@@ -354,7 +354,7 @@ class KVCacheManager:
         return self._native.num_tokens(sequence_id)
 
     def num_known_tokens(self, sequence_id: int) -> int:
-        """Leading tokens whose ids are known, -1 where the manager does not follow them (any more:
+        """Leading tokens whose ids are known, -1 if the manager does not track them (any more:
         no prefix caching, or :meth:`reset_prefix_cache`). Raises UnknownSequence."""
         return self._native.num_known_tokens(sequence_id)
 
@@ -364,7 +364,7 @@ class KVCacheManager:
 
     def block_table(self, sequence_id: int, *, group: int = 0) -> npt.NDArray[np.int32]:
         """Block ids of a sequence: int32 [ceil(tokens / block_size)], a copy; more with
-        lookahead, 0 where a window has passed. Of a swapped one, host blocks (-1 there).
+        lookahead, 0 for blocks before the window. Of a swapped one, host blocks (-1 there).
 
         Raises UnknownSequence.
         """
@@ -374,7 +374,7 @@ class KVCacheManager:
         self, sequence_id: int, start: int = 0, num_tokens: int | None = None, *, group: int = 0
     ) -> npt.NDArray[np.int64]:
         """Slots of ``num_tokens`` tokens from ``start`` on (None: to the end): int64 [num_tokens];
-        -1 where a window has passed.
+        -1 before the window.
 
         Raises UnknownSequence, and InvalidArgument for a range outside the sequence.
         """
@@ -408,15 +408,15 @@ class KVCacheManager:
             tokens: ids of the appended tokens, one sequence after the other, [sum of num_tokens]
                 (the pass's input ids). None: not known yet; they may follow by
                 :meth:`record_tokens`, and until they do no block beyond them is registered.
-            lookahead: slots that each sequence is to have behind its tokens, for the tokens that a
-                draft model writes. They are in the block table, not in ``num_tokens``.
+            lookahead: slots for each sequence after its tokens, for the tokens that a draft model
+                writes. They are in the block table, not in ``num_tokens``.
 
         Returns:
             int64 [m, 2]: the pairs to copy.
 
         Raises:
-            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
-            OutOfBlocks: too few blocks are free; those that windows give back count as free if no
+            UnknownSequence, DuplicateSequence: an id does not exist, or occurs twice.
+            OutOfBlocks: too few blocks are free; those that windows free count as free if no
                 sequence outside of the batch holds them.
             InvalidArgument: a negative count, tokens for a sequence with earlier ones unknown, or
                 a sequence that is swapped out.
@@ -426,17 +426,17 @@ class KVCacheManager:
     def record_tokens(
         self, sequence_ids: Integers, num_tokens: Integers | int, tokens: Tokens
     ) -> None:
-        """Says the ids of tokens that have slots already: of each sequence the next
-        ``num_tokens[i]`` unknown ones (sampled tokens, where slots were handed out ahead).
+        """Records the ids of tokens that have slots already: of each sequence the next
+        ``num_tokens[i]`` unknown ones (sampled tokens whose slots were allocated ahead).
 
         Args:
             tokens: one sequence after the other, [sum of num_tokens].
 
         Raises:
-            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            UnknownSequence, DuplicateSequence: an id does not exist, or occurs twice.
             InvalidArgument: more ids than a sequence has unknown tokens; or tokens that complete a
-                block which another sequence shares (:meth:`fork` before they were known), and was
-                told to hold others.
+                block that another sequence shares (:meth:`fork` before they were known), and whose
+                recorded tokens differ.
         """
         self._native.record_tokens(sequence_ids, num_tokens, tokens)
 
@@ -464,7 +464,7 @@ class KVCacheManager:
 
         Raises:
             UnknownSequence: an id or a parent does not exist.
-            DuplicateSequence: an id stands twice in ``sequence_ids``.
+            DuplicateSequence: an id occurs twice in ``sequence_ids``.
             ReferenceOverflow: a block would be shared by more than ``max_references`` sequences,
                 counting those that are about to give it back.
             InvalidArgument: a sequence or parent is swapped out.
@@ -484,7 +484,7 @@ class KVCacheManager:
             The number of query tokens of all sequences.
 
         Raises:
-            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            UnknownSequence, DuplicateSequence: an id does not exist, or occurs twice.
             InvalidArgument: more query tokens than a sequence has, or a batch that the buffers have
                 no room for.
         """
@@ -516,7 +516,7 @@ class KVCacheManager:
         return self._native.can_swap_out(sequence_ids)
 
     def can_swap_in(self, sequence_ids: Integers) -> bool:
-        """Whether enough blocks are free, the watermark included where other sequences run."""
+        """Whether enough blocks are free, the watermark included if other sequences run."""
         return self._native.can_swap_in(sequence_ids)
 
     def swap_out(self, sequence_ids: Integers) -> npt.NDArray[np.int64]:
@@ -524,11 +524,11 @@ class KVCacheManager:
         only be freed.
 
         Returns:
-            int64 [m, 2]: (block, host block) pairs for ``swap_blocks``, each block once: what the
-            sequences share they still share. Run them before anything is written to the cache.
+            int64 [m, 2]: (block, host block) pairs for ``swap_blocks``, each block once; shared
+            blocks stay shared. Run them before anything is written to the cache.
 
         Raises:
-            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            UnknownSequence, DuplicateSequence: an id does not exist, or occurs twice.
             InvalidArgument: one is swapped out already; or another thread lengthened one meanwhile,
                 so that the pairs have no room ("copies"): nothing changed, call again.
             OutOfBlocks: too few host blocks are free.
@@ -542,7 +542,7 @@ class KVCacheManager:
             int64 [m, 2]: (host block, block) pairs for ``swap_blocks``.
 
         Raises:
-            UnknownSequence, DuplicateSequence: an id does not exist, or stands twice.
+            UnknownSequence, DuplicateSequence: an id does not exist, or occurs twice.
             InvalidArgument: one is not swapped out.
             OutOfBlocks: too few blocks are free.
         """

@@ -31,16 +31,16 @@ CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-"""Names of 8-bit caches; "auto" stands for the model's dtype."""
+"""Names of 8-bit caches; "auto" is the model's dtype."""
 
 _HEAD_SIZES = range(32, 257, 8)
 _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_VECTOR_BYTES = 16  # of layout "vllm": what one load takes of a key
+_VECTOR_BYTES = 16  # of layout "vllm": bytes of a key per load
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a block of the cache is like.
+    """The shape of a block of the cache.
 
     Args:
         num_layers: whose keys and values a block holds, all layers of a group (of all, where there
@@ -53,7 +53,7 @@ class KVShape:
         cache_dtype: "auto" (dtype), or one of CACHE_DTYPES.
 
     Raises:
-        NotImplementedError: what the kernels do not serve, by name.
+        NotImplementedError: a shape that the kernels do not support; it names the argument.
     """
 
     num_layers: int
@@ -120,11 +120,11 @@ class KVCache:
         shape: of a block.
         num_blocks: of the device, as many as the manager has.
         num_host_blocks: of a second pool on the host, for sequences that are swapped out; pinned
-            where the device is a GPU.
+            if the device is a GPU.
         tensor_of_layer: for groups of layers with tables of their own over one pool of blocks:
             which of shape.num_layers tensors each layer uses. Layers of different groups may share
             one, since their blocks differ. None: a tensor a layer.
-        k_scale, v_scale: for an 8-bit cache: what its elements are multiples of, more than 0. A
+        k_scale, v_scale: for an 8-bit cache: the factor of its elements, more than 0. A
             number for all layers, or a float32 tensor [layers] or [layers, num_kv_heads].
 
     Attributes:
@@ -249,8 +249,8 @@ class KVCache:
         k_weight: Tensor | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """:func:`vllm_kernels.rope_and_cache` with this layer's pages: turns query in place, and
-        stores key, turned, and value."""
+        """:func:`vllm_kernels.rope_and_cache` with this layer's pages: rotates query in place, and
+        stores the rotated key and value."""
         vllm_kernels.rope_and_cache(
             positions,
             query,
@@ -355,7 +355,7 @@ class KVCache:
         out: Tensor | None = None,
     ) -> Tensor:
         """:func:`vllm_kernels.cascade_attention` of one query token a sequence over this layer's
-        pages; as :meth:`attend` where ``plan`` has common blocks."""
+        pages; as :meth:`attend` if ``plan`` has common blocks."""
         result = vllm_kernels.cascade_attention(
             query,
             *self._pages(layer),
@@ -459,8 +459,8 @@ def _mapping(pairs: Pairs) -> Tensor:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a new tensor on ``device`` may take: what is free there, and what torch holds
-    without using it."""
+    """Bytes that a new tensor on ``device`` may take: free memory, and memory that torch has
+    reserved but does not use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -36,7 +36,7 @@ OPS = [name for name in __all__ if name not in _no_ops]
 
 
 def check() -> None:
-    """Waits for the GPUs that have checks under way and raises what check mode has found there.
+    """Waits for the GPUs that run checks, and raises the error that check mode has found there.
 
     With ``VLLM_KERNELS_CHECK=1`` in the environment every CUDA op also scans its index tensors
     (slots, positions, lengths, block tables). The first bad value, which the kernels skip, is

@@ -154,9 +154,9 @@ def silu_and_mul_per_block_quant(
 
     As vLLM's op of the same name: the product stays in float32 (neither factor is rounded; on a GPU
     silu of 16-bit values is taken to about 2^-20), and
-    ``scale = max(min(magnitude / largest, scale_ub), least)``, with the group's largest magnitude,
-    largest 448 and least 1 / (448 * 512) for e4m3, 127 and 2**-23 for int8. An element is
-    product / scale, to nearest even, saturating. A NaN makes the group's scale NaN.
+    ``scale = max(min(magnitude / largest, scale_ub), min_scale)``, with the group's largest
+    magnitude, largest 448 and min_scale 1 / (448 * 512) for e4m3, 127 and 2**-23 for int8. An
+    element is product / scale, to nearest even, saturating. A NaN makes the group's scale NaN.
 
     Args:
         out: [..., d], float8_e4m3fn or int8, written, apart from ``input``; ``group_size`` divides

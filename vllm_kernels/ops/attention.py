@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, and over keys that lie one after the other."""
+"""Attention over the paged KV cache, and over contiguous keys."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def paged_attention_v2(
 
     Both run :func:`paged_attention`'s kernels. The contents of the scratch are unspecified.
 
-    Args (beside those of v1):
+    Args (in addition to those of v1):
         exp_sum: [num_seqs, num_heads, partitions] float32.
         max_logits: [num_seqs, num_heads, partitions] float32.
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
@@ -214,21 +214,21 @@ def paged_attention(
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
     A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
-    ``p = seq_len - n + i`` and sees the tokens t with ``p - sliding_window < t <= p``. That serves
-    decoding (n = 1), speculative verification, chunked prefill and prefill. With
+    ``p = seq_len - n + i`` and attends to the tokens t with ``p - sliding_window < t <= p``. That
+    serves decoding (n = 1), speculative verification, chunked prefill and prefill. With
 
         s(t) = cap(scale * q . k[t]) - slope * |t - p|,   cap(x) = softcap * tanh(x / softcap)
 
     the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
-    ``lse = log(sum exp(s(t)) + exp(sink))``, the sink only where there is one. A query token that
-    sees nothing (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon et al. 2023,
-    arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    ``lse = log(sum exp(s(t)) + exp(sink))``, without exp(sink) if there are no sinks. A query
+    token without visible tokens (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon
+    et al. 2023, arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
-    Slots that no query token of the sequence sees may hold anything. Those of V that one of them
-    sees should be finite: in 16 bits on CUDA a tile of query tokens is multiplied with V at once,
-    with weight 0 for what a token does not see, and 0 * NaN is NaN. So NaN or infinity in V of a
-    later query token may reach earlier ones of the same sequence and KV head, and nothing else.
+    Slots that are visible to no query token of the sequence may hold anything. The visible ones of
+    V should be finite: in 16 bits on CUDA a tile of query tokens is multiplied with V at once, with
+    weight 0 for invisible tokens, and 0 * NaN is NaN. So NaN or infinity in V of
+    a later query token may reach earlier ones of the same sequence and KV head, and nothing else.
 
     Args:
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
@@ -240,7 +240,7 @@ def paged_attention(
             "HND"   [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
             All other strides are free: slices of a packed tensor need no copy. block_size is a
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
-        block_tables: [num_seqs, max_blocks_per_seq] int32; ids that no query token sees (past the
+        block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
             sequence's end, before its window) are ignored.
         seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA a call whose
             seq_lens or query_start_loc change while it runs may not end.
@@ -252,7 +252,7 @@ def paged_attention(
             kernel by it, so give it wherever a batch has several tokens. Where it is too low, a CPU
             raises and CUDA leaves a sequence's tokens past it out.
         alibi_slopes: [num_heads] float32.
-        sliding_window: tokens a query token sees, itself included; 0: all.
+        sliding_window: tokens visible to a query token, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
         k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
@@ -263,20 +263,20 @@ def paged_attention(
         workspace: scratch for CUDA from :func:`paged_attention_workspace`; not used on a CPU. None:
             one that belongs to the current stream. Calls that run at the same time need one each,
             as the default gives them, but for graphs captured on one stream and replayed on two.
-        fixed_split_size: 0 cuts sequences into pieces as suits the batch. Else a piece has at most
-            about this many tokens (2048, say) whatever else is in the batch: a sequence's result is
-            then the same bit for bit in every batch called with the same max_query_len
-            (batch-invariant mode). On CUDA the workspace bounds the pieces: slice block_tables to
-            the longest sequence. A CPU then leaves sequences uncut.
+        fixed_split_size: 0 chooses the splits of sequences to suit the batch. Otherwise a split has
+            at most about this many tokens (2048, say), regardless of the rest of the batch: a
+            sequence's result is then bit-identical in every batch called with the same
+            max_query_len (batch-invariant mode). On CUDA the workspace bounds the splits: slice
+            block_tables to the longest sequence. A CPU then does not split sequences.
         kv_ready: lets CUDA read tables, lengths, starts and pages before the kernels before it
             have ended. Only for callers who know that nothing that may still be running writes any
-            of them: not behind the cache writer of the same layer, and a call whose lengths or
-            starts change after all may not end. (This library's kernels let their successor start
-            early, so several in a row may be running; a copy or one of torch's own kernels ends
-            such a row.) By default results depend on nothing that is read
-            before all of them have ended: indices of up to 256 sequences are looked at early, to
-            guess which pages will be asked for, and read again after; a wrong guess costs time.
-        causal: False: a query token also sees tokens after its position p, up to p + window_right.
+            of them: not after the cache writer of the same layer. A call whose lengths
+            or starts still change may not end. (This library's kernels let the next kernel start
+            early, so several consecutive ones may be running; a copy or one of torch's own kernels
+            ends such a chain.) By default results depend on nothing that is read before all of them
+            have ended: indices of up to 256 sequences are read early to load pages
+            speculatively, and validated afterwards; a wrong speculation only costs time.
+        causal: False: tokens after its position p are visible too, up to p + window_right.
         window_right: of causal = False only; -1: all of the sequence.
 
     Returns:
@@ -336,15 +336,15 @@ def varlen_attention(
     return_lse: bool = False,
     workspace: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of sequences whose keys and values lie one after the other, without a cache.
+    """Attention of sequences with contiguous keys and values, without a cache.
 
     Sequence s has the query tokens ``query_start_loc[s] .. query_start_loc[s + 1]`` and the keys
     ``key_start_loc[s] .. key_start_loc[s + 1]``, ``n`` and ``m`` of them; either may be none. The
     ends are aligned: query token i has the position ``p = i + m - n`` among the keys, negative
-    where n > m, and sees the keys t with ``p - left <= t <= p + right``, where right is 0 if
+    where n > m, and attends to the keys t with ``p - left <= t <= p + right``, where right is 0 if
     causal. Scores, softcap, ALiBi, sinks and lse are those of :func:`paged_attention`; a query
-    token that sees nothing gives 0 and -inf (its sink). What is said there of values that are not
-    finite holds here as well: they reach query tokens of their own sequence and KV head only.
+    token without visible keys gives 0 and -inf (its sink). As there, values that are not finite
+    reach only query tokens of their own sequence and KV head.
     (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
     Args:
@@ -356,8 +356,8 @@ def varlen_attention(
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
             last one ends. Query tokens that no sequence owns are left as they are.
         scale: of the product; head_size ** -0.5 by default.
-        causal: whether a query token sees no key after its position.
-        window: (left, right): keys before and after the position that are seen; -1: all.
+        causal: whether keys after a query token's position are invisible to it.
+        window: (left, right): visible keys before and after the position; -1: all.
         alibi_slopes: [num_heads] float32.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
@@ -431,25 +431,24 @@ def fused_decode_attention(
 ) -> Tensor:
     """A decode step from the QKV product to the result of attention, one token a sequence.
 
-    The token's heads of ``qkv`` get their bias; query and key are normed (where there are weights)
-    and turned; key and value go to the token's slot of the paged cache; then the query attends to
-    the pages of its sequence, the new token among them. As the decoder masked multi-head attention
-    of FasterTransformer and RTP-LLM, and equal to the ops apart: an addition of the bias,
+    The bias is added to the token's heads of ``qkv``; query and key are normalized (if weights are
+    given) and rotated; key and value go to the token's slot of the paged cache; then the query
+    attends to the pages of its sequence, the new token among them. As the decoder masked multi-head
+    attention of FasterTransformer and RTP-LLM, and equal to the ops apart: an addition of the bias,
     :func:`rope_and_cache` and :func:`paged_attention`. On CUDA, in layout
     "vllm", one launch for a float16, bfloat16 or fp8 e4m3 cache, up to 8 query heads a KV head,
     head sizes up to 128 and pages of up to 16 tokens; else the launches of the two ops (which in
     the other layouts take as long).
 
-    The new token's slot is to be where tables and lengths say that the last token lies,
+    The new token's slot must be the one that tables and lengths give for the last token,
 
         slot_mapping[s] = block_tables[s, (seq_lens[s] - 1) // block_size] * block_size
                         + (seq_lens[s] - 1) % block_size
 
-    in a block that no other sequence of the batch reads. That is the caller's to keep and is not
-    looked at: attention reads what the cache holds at the place that the tables name, and with
-    another sequence's place in ``slot_mapping`` it is not said whether that one sees the old token
-    or the new. A padded row of a CUDA graph has length 0, slot -1 and any good position, and
-    gives 0.
+    in a block that no other sequence of the batch reads. The caller must ensure this; it is
+    not checked. Attention reads the slot that the tables name. If ``slot_mapping`` names a slot of
+    another sequence, it is undefined whether that sequence attends to the old token or the new one.
+    A padded row of a CUDA graph has length 0, slot -1 and any valid position, and gives 0.
 
     Args:
         qkv: [num_seqs, (num_heads + 2 * num_kv_heads) * head_size], the heads of query, then of
@@ -459,8 +458,8 @@ def fused_decode_attention(
         cos_sin_cache, is_neox: as :func:`rotary_embedding` has them; partial rotary too.
         key_cache, value_cache: written; as :func:`paged_attention` has them. num_kv_heads and
             head_size are theirs.
-        slot_mapping: [num_seqs] int64; -1: the token is not stored, and attention reads what the
-            cache holds.
+        slot_mapping: [num_seqs] int64; -1: the token is not stored, and attention reads the
+            old contents of the slot.
         block_tables: [num_seqs, max_blocks_per_seq] int32.
         seq_lens: [num_seqs] int32, in tokens, the new one included. On CUDA a call whose seq_lens
             change while it runs may not end.
@@ -514,7 +513,8 @@ def fused_decode_attention(
 
 
 def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int, int, int]:
-    """[num_seqs, num_heads, head_size]; zeros for shapes that the op refuses before it sees out."""
+    """[num_seqs, num_heads, head_size]; zeros for shapes that the op refuses before it checks
+    out."""
     if qkv.dim() != 2 or value_cache.dim() != 4:
         return 0, 0, 0
     head_size = value_cache.shape[2 if layout == "vllm" else 3]
@@ -529,8 +529,8 @@ def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
 
     For one :func:`paged_attention` or :func:`fused_decode_attention` at a time; two that share it
     at once give wrong results, or wait for each other for ever. (A CUDA graph has that of the
-    stream it was captured on: replays that overlap need one each.) Every call leaves it zero where
-    that matters, so it is made once.
+    stream it was captured on: replays that overlap need one each.) Every call leaves the relevant
+    bytes zero, so one allocation is enough.
     """
     return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
 
@@ -553,7 +553,7 @@ def merge_attn_states(
         prefix_output, suffix_output: the same shape and dtype; the strides of tokens and heads are
             free in all three.
         prefix_lse, suffix_lse: [num_heads, num_tokens] float32, contiguous, natural logarithm. -inf
-            (and +inf) marks a part without keys, whose output is not looked at.
+            (and +inf) marks a part without keys, whose output is not read.
         output_lse: [num_heads, num_tokens] float32, written; may be prefix_lse or suffix_lse.
 
     Where both parts are empty the output is 0 and its lse -inf.

@@ -41,8 +41,8 @@ def reshape_and_cache(
     """Writes new keys and values into a paged cache of layout "vllm".
 
     Token t goes to slot ``slot_mapping[t] = block * block_size + position in the block``. Slot -1
-    leaves the token out. Where a slot comes up more than once, exactly the last token of the call
-    is written, with whole rows, on CPU and CUDA alike.
+    leaves the token out. If a slot occurs more than once, exactly the last token of the call
+    is written, with whole rows, on both CPU and CUDA.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_size], float32, float16 or bfloat16; the strides
@@ -57,11 +57,11 @@ def reshape_and_cache(
         k_scale, v_scale: float32 on the same device, both of one element or both [num_kv_heads];
             for 8-bit caches.
 
-    Single tokens cost a 32-byte sector a value here, because a token's values lie block_size apart.
+    Single tokens cost a 32-byte sector per value, because a token's values are block_size apart.
     On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
-    from a multiple of 16 on is transposed and costs what it weighs. (Where block_size is a
+    from a multiple of 16 on is transposed and costs only its own bytes. (Where block_size is a
     multiple of 8 only: 8 in place of 16.) For decoding large batches
-    :func:`reshape_and_cache_flash` is cheaper by nature.
+    :func:`reshape_and_cache_flash` is cheaper.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
@@ -122,13 +122,13 @@ def reshape_and_cache_per_token_quant(
     """Writes new keys and values into int8 caches, with one scale a token and head.
 
     A row x of head_size values is stored as ``x / scale``, to nearest even, with
-    ``scale = max|x| / 127``: its error is at most scale / 2 an element, whatever the other tokens
-    hold. A row of zeros has scale 0. A row with a NaN or an infinity gets a scale of that kind, so
-    that it comes back as NaN and no other row does.
+    ``scale = max|x| / 127``: its error is at most scale / 2 an element, regardless of the other
+    tokens. A row of zeros has scale 0. A row with a NaN or an infinity gets such a scale, so that
+    it reads as NaN, and no other row does.
 
-    The scales lie beside the pages, [num_blocks, num_kv_heads, block_size]: copy and swap them with
-    their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later work
-    (``paged_attention`` takes one scale, or one a KV head).
+    The scales are separate from the pages, [num_blocks, num_kv_heads, block_size]: copy and swap
+    them with their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later
+    work (``paged_attention`` takes one scale, or one a KV head).
 
     Args (where they differ from :func:`reshape_and_cache`):
         key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
@@ -167,7 +167,8 @@ def cp_gather_cache(
             free.
         dst: [num_rows, ...] in src_cache's dtype, entries of as many elements, written; the stride
             of rows is free.
-        block_table: [>= batch_size, blocks_per_seq] int32; garbage behind what is read is fine.
+        block_table: [>= batch_size, blocks_per_seq] int32; entries after the gathered blocks are
+            ignored.
         cu_seq_lens: [batch_size + 1] int32, ascending, at most num_rows.
         batch_size: number of sequences.
         seq_starts: [batch_size] int32, a sequence's first token to gather, at any place in its
@@ -177,7 +178,7 @@ def cp_gather_cache(
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a block out of range and for tokens behind the block table, before anything is written.
+            a block out of range and for tokens past the block table, before anything is written.
             On CUDA the rows of such tokens are zeros, and bad values are reported with
             VLLM_KERNELS_CHECK=1 (but for a start and a length that are too long only together).
     """
@@ -198,14 +199,14 @@ def gather_and_maybe_dequant_cache(
     scale: Tensor,
     seq_starts: Tensor | None = None,
 ) -> None:
-    """:func:`cp_gather_cache` that turns an 8-bit cache into dst's dtype: element * scale.
+    """:func:`cp_gather_cache` that converts an 8-bit cache to dst's dtype: element * scale.
 
     Args (where they differ):
         dst: [num_rows, ...] float32, float16 or bfloat16, entries of as many elements, written.
-        token_to_seq: [>= num_tokens] int32, the sequence of each row: what cu_seq_lens says, known
-            to the caller, so that it need not be searched for. A row that cu_seq_lens does not give
+        token_to_seq: [>= num_tokens] int32, the sequence of each row, as in cu_seq_lens; it saves
+            the search. A row that cu_seq_lens does not give
             to this sequence is left alone.
-        num_tokens: rows of dst to look at.
+        num_tokens: rows of dst to process.
         kv_cache_dtype: "auto" (src_cache is in dst's dtype), "fp8" or "fp8_e4m3", "fp8_e5m2",
             "int8". (Entries of "fp8_ds_mla" are for :func:`cp_gather_and_upconvert_fp8_kv_cache`.)
         scale: one float32; for 8-bit caches.
@@ -240,8 +241,8 @@ def gather_paged_kv(
     v_scale: Tensor | None = None,
     layout: str = "vllm",
 ) -> None:
-    """Gathers the K and V of paged sequences, of any layout, into rows: what attention kernels for
-    contiguous keys read.
+    """Gathers the K and V of paged sequences, of any layout, into rows, for attention kernels that
+    read contiguous keys.
 
     Row ``cu_seq_lens[s] + i`` gets token ``seq_starts[s] + i`` of sequence s; rows of no sequence
     are left alone. Elements of 8-bit caches are multiplied by their scale and rounded to the dtype
@@ -252,12 +253,13 @@ def gather_paged_kv(
             strides of rows and heads are free.
         key_cache, value_cache: of that dtype, float8_e4m3fn, float8_e5m2 or int8; shapes by layout
             as in :func:`vllm_kernels.paged_attention`.
-        block_tables: [>= num_seqs, blocks_per_seq] int32; garbage behind what is read is fine.
+        block_tables: [>= num_seqs, blocks_per_seq] int32; entries after the gathered blocks are
+            ignored.
         cu_seq_lens: [num_seqs + 1] int32, ascending, at most num_rows.
         seq_starts: [num_seqs] int32, a sequence's first token to gather; None: 0.
         k_scale, v_scale: for 8-bit caches, float32, both of one element, or [num_kv_heads], or
-            [num_blocks, num_kv_heads, block_size] (what :func:`reshape_and_cache_per_token_quant`
-            wrote).
+            [num_blocks, num_kv_heads, block_size] (written by
+            :func:`reshape_and_cache_per_token_quant`).
         layout: "vllm", "NHD" or "HND".
 
     Raises:
@@ -334,7 +336,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         src_cache: [num_blocks, block_size, 656] uint8, entries at multiples of 16 bytes.
         dst: [num_rows, 576], bfloat16 (or float16, float32), rows at multiples of 16 bytes,
             written.
-        block_table: [>= batch_size, blocks_per_seq] int32; garbage behind the lengths is fine.
+        block_table: [>= batch_size, blocks_per_seq] int32; entries past the lengths are ignored.
         seq_lens: [batch_size] int32.
         workspace_starts: [batch_size] int32. Sequences must not share rows.
         batch_size: number of sequences.
@@ -382,7 +384,7 @@ def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
 def copy_blocks(
     key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
 ) -> None:
-    """Copies blocks within every cache: what copy-on-write asks for after a fork.
+    """Copies blocks within every cache, as copy-on-write requires after a fork.
 
     Args:
         key_caches, value_caches: one tensor a layer, [num_blocks, ...], of any layout and dtype,
@@ -417,17 +419,17 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
         src: [num_src_blocks, ...], any dtype.
         dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written.
         block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst). No block of dst
-            may come up twice: the copies have no order on CUDA (within one tensor they have).
+            may occur twice: the copies have no order on CUDA (within one tensor they have).
 
     Neighbouring pairs travel as one stretch. Several stretches are one batched copy
     (cudaMemcpyBatchAsync, CUDA 12.8 and on) where the memory on the CPU is pinned and the current
     stream is neither the default stream, which takes none, nor captured; else they are copied one
     by one, which costs about a microsecond of the CPU's time each. All of it is asynchronous,
-    except that a copy from or to pageable memory may wait for its turn. Pinned memory must stay
+    except that a copy from or to pageable memory may wait for earlier work. Pinned memory must stay
     untouched until the stream gets there.
 
     To overlap with computing, give the copies a stream of their own and let the two wait for each
-    other where one needs what the other did::
+    other where one needs the other's results::
 
         copies = torch.cuda.Stream()
         host = torch.empty_like(key_cache, device="cpu").pin_memory()

@@ -24,7 +24,7 @@ def rotary_embedding(
 ) -> None:
     """Rotary position embedding of query and key, in place.
 
-    The first ``rotary_size`` elements of each head are turned in pairs by the angle of the token's
+    The first ``rotary_size`` elements of each head are rotated in pairs by the angle of the token's
     position: ``(x, y) -> (x cos - y sin, y cos + x sin)``, in float32 and rounded once (Su et al.
     2021, arXiv:2104.09864). The rest of the head stays as it is.
 
@@ -62,7 +62,7 @@ def fused_qk_norm_rope(
     """RMS norm of every query and key head, then rotary embedding, in place (as Qwen3 does).
 
     The signature is that of vLLM's op. Rounded where ``rms_norm`` and ``rotary_embedding`` round,
-    so that it stands for the two of them.
+    so that it replaces the two of them.
 
     Args:
         qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], written (query and
@@ -104,10 +104,10 @@ def rope_and_cache(
 ) -> None:
     """A layer's step from its QKV product to attention, on a GPU in one launch.
 
-    Query is turned in place; key is turned and goes, with value, straight into the paged cache:
+    Query is rotated in place; key is rotated and stored, with value, in the paged cache:
     ``rotary_embedding`` and ``reshape_and_cache`` in one, with the RMS norm of query and key heads
-    before them where weights are given. Equal to these ops one after the other, but that ``key``
-    is not written. (With layout "vllm" and norms two launches from two tokens on.)
+    before them if weights are given. Equal to these ops in sequence, except that ``key`` is not
+    written. (With layout "vllm" and norms two launches from two tokens on.)
 
     Args:
         positions: [num_tokens] int64.
@@ -120,7 +120,7 @@ def rope_and_cache(
             for ``layout``.
         slot_mapping: [n] int64, n <= num_tokens: block * block_size + position in the block, as
             ``reshape_and_cache`` has it; -1 leaves a token out, and tokens past n are not stored.
-            Where a slot comes up more than once the last token is stored, with whole rows.
+            If a slot occurs more than once, the last token is stored, with whole rows.
         layout: "vllm", "NHD" or "HND".
         k_scale, v_scale: for 8-bit caches, float32 of one element or one a KV head; None for 1.
         q_weight, k_weight: [head_size], dtype of ``query``, of the RMS norm of every head; or None.

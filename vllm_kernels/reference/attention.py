@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, and over keys that lie one after the other."""
+"""Attention over the paged KV cache, and over contiguous keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once
 
 
 def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
-    """What the stored elements stand for, in float64."""
+    """The values of the stored elements, in float64."""
     if kv_cache_dtype != "auto":
         cache = cache.view(FP8[kv_cache_dtype]).float()
     return cache.double() * float(scale)
@@ -116,7 +116,7 @@ def token_rows(cache: Tensor, layout: str) -> Tensor:
 
 
 def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
-    """What the pages of one sequence stand for, [num_kv_heads, tokens, head_size] in float64."""
+    """The values of the pages of one sequence, [num_kv_heads, tokens, head_size] in float64."""
     return _scaled(token_rows(cache[pages], layout).double().flatten(0, 1).transpose(0, 1), scale)
 
 
@@ -183,7 +183,7 @@ def varlen_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sequences whose keys lie one after the other -> (out, lse) in float64, as the op has them."""
+    """Sequences with contiguous keys -> (out, lse) in float64, in the shapes of the op."""
     ends = key_start_loc.tolist()
 
     def keys_of(seq: int, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
 
-    window: tokens before and after a query token's position that it sees; negative: all.
+    window: visible tokens before and after a query token's position; negative: all.
     """
     num_tokens, num_heads, head_size = query.shape
     scale = head_size**-0.5 if scale is None else scale
@@ -227,7 +227,7 @@ def _attention(
         end = max(0, length if right < 0 else min(length, positions[-1] + right + 1))
         first = min(end, max(0, positions[0] - left)) if left >= 0 else 0
         key, value = keys_of(seq, first, end)
-        if len(tokens) > 1 and not value.isfinite().all():  # 0 * NaN: for those that see it alone
+        if len(tokens) > 1 and not value.isfinite().all():  # 0 * NaN: only where it is visible
             for token in tokens:
                 attend(seq, range(token, token + 1))
             return
@@ -242,7 +242,7 @@ def _attention(
         distance = seen - position[:, None]  # [tokens, seen]
         if alibi_slopes is not None:
             logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
-        if len(tokens) > 1:  # one sees all that was read
+        if len(tokens) > 1:  # one query token: all are visible
             unseen = torch.zeros_like(distance, dtype=torch.bool)
             if left >= 0:
                 unseen |= distance < -left
