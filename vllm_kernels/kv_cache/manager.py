@@ -323,8 +323,8 @@ class KVCacheManager:
 
         Blocks whose tokens are known are findable as soon as they are allocated. For a
         sequence that is aborted before its passes have run, give the number of leading tokens that
-        were computed (``num_computed``, cached ones included): later blocks become unfindable, also those that
-        others hold meanwhile. None: all of them were.
+        were computed (``num_computed``, cached ones included). Later blocks become unfindable, even
+        if other sequences hold them meanwhile. None: all of them were.
 
         Raises:
             UnknownSequence: the id does not exist (any more).
