@@ -22,6 +22,9 @@ constexpr int kCtasPerSmOf8Bit = 2;
 // Stages of a warp's pipeline, at least: 3 hide the latency of a page, 2 suffice with two CTAs.
 constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
 
+// Decode, more query tiles than CTAs: tokens of a split, at least. Shorter ones cost more to combine
+// than they balance. (docs/lab/decode/tile_scheduling.md)
+constexpr int kMinSplitTokens = 1024;
 // A split is at most this share of an even share of the work of one CTA. (ragged128: shorter splits
 // balance; longer ones combine less.)
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
@@ -37,6 +40,9 @@ constexpr float kPrefillCycles = 1.485e-3f, kPrefillCycles8Bit = 2.277e-3f,
 constexpr float kReadShareOfBus = 0.854f;
 // The prefill launch lasts this share of the decode launch's time, unless it needs nearly all SMs.
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
+
+// SIMT: tokens of a split, at least, as in vLLM's paged_attention_v2.
+constexpr int kSimtSplitTokens = 512;
 
 // Query tokens of a sequence up to which the decode kernels take it beside a prefill launch.
 constexpr int decode_tokens(int group) {

@@ -27,6 +27,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/fast_divmod.cuh"
@@ -51,8 +52,6 @@ struct WorkShape {
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// More query tiles than CTAs: min tokens of a split.
-constexpr int kMinSplitTokens = 1024;
 // Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
 // All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
 // longer ones hide.

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/fp8.cuh"
@@ -23,7 +24,6 @@ namespace vllm_kernels::cuda {
 constexpr int kSimtHeads = 8;
 constexpr int kSimtWarps = 4;
 constexpr int kSimtMaxHeadSize = 256;
-constexpr int kSimtSplitTokens = 512;  // of a split, at least
 constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
 
 __device__ __forceinline__ float to_float(int8_t x) {
@@ -242,8 +242,10 @@ struct SimtCta {
     const RowResult result = row_result<true>(p, heads.kv_head, global, state.row_max, state.sum);
     const float values[4] = {state.out.x * result.scale, state.out.y * result.scale,
                              state.out.z * result.scale, state.out.w * result.scale};
-    const int64_t at = tokens.query * p.out_stride + int64_t{global} * p.kv.head_size + d;
-    store4<Query>(p.out, at, values);
+    Query* out = static_cast<Query*>(p.out) + tokens.query * p.out_stride +
+                 int64_t{global} * p.kv.head_size + d;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = from_float<Query>(values[i]);  // of any alignment
     if (p.lse != nullptr && d == 0) {
       p.lse[static_cast<int64_t>(tokens.query) * p.num_heads + global] = result.lse;
     }
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
   const int split = blockIdx.y, head_size = p.kv.head_size, fours = head_size / 4;
   const TokenRange tokens = tokens_of_query(p, blockIdx.x);
   const int visible = tokens.end - tokens.begin;
-  const int num_splits = max(1, (visible + shape.split_tokens - 1) / shape.split_tokens);
+  const int num_splits = max(1, (visible - 1) / shape.split_tokens + 1);
   if (tokens.query < 0 || split >= num_splits) return;
   const HeadRange heads = head_range(p, blockIdx.z, shape.head_chunks);
   const float k_scale = sizeof(Cache) == 1 && p.kv.k_scale != nullptr
