@@ -32,6 +32,7 @@
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
+#include "cuda/attention/decode/decode.h"
 #include "cuda/attention/decode/decode_wgmma_kernel.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
@@ -493,11 +494,11 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
                 more...);
 }
 
-// The instantiation that `choice` names, of one cache type.
+// The instantiation that `choice` names.
 template <typename Cache>
-void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
-                   const DecodeWorkspace& workspace, void* stream) {
-  const auto launch = [&](auto form, auto head_size, auto multi_warp) {
+void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelChoice& choice,
+                                  const DecodeWorkspace& workspace, void* stream) {
+  const auto launch_one = [&](auto form, auto head_size, auto multi_warp) {
     constexpr KvForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     constexpr bool kMultiWarp = decltype(multi_warp)::value;
@@ -507,14 +508,14 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
   };
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
-    if (!choice.multi_warp) return launch(form, head_size, std::false_type{});
+    if (!choice.multi_warp) return launch_one(form, head_size, std::false_type{});
     if constexpr (kWgmma && kHasCodeForSm90a) {
       if (choice.kernel == AttentionKernel::kDecodeWgmma) {
         return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
             p, choice, workspace, stream);
       }
     }
-    if constexpr (!kWgmma || kHasCodeForOthers) launch(form, head_size, std::true_type{});
+    if constexpr (!kWgmma || kHasCodeForOthers) launch_one(form, head_size, std::true_type{});
   };
   const auto with_form = [&](auto form) {
     if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
@@ -522,7 +523,7 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
     with_head_size(form, Constant<256>{});
   };
   const auto plain_rows = [&](auto head_size) {
-    launch(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+    launch_one(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
   };
   switch (choice.form) {
     case KvForm::kPackedPages:

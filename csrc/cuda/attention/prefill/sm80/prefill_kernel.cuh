@@ -15,7 +15,7 @@
 // The limit on Hopper is instruction issue. An mma holds its tensor core for 6 cycles, and any
 // other instruction that reads registers costs one more (benchmarks/probes/mma_sync.cu).
 #pragma once
-#include "cuda/attention/prefill/prefill_sm80.h"
+#include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/sm80/mainloop.cuh"
 #include "cuda/attention/prefill/sm80/producer.cuh"
 #include "cuda/base/launch.cuh"
@@ -428,26 +428,19 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
                 dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 
-// Launches the kernel of the padded head size in `choice`.
-template <typename T, KvForm kForm, bool kCacheIs8Bit>
-void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choice,
-                         const PrefillLaunch& launch, void* stream) {
-  const auto with_head_size = [&](auto head_size) {
-    launch_prefill_sm80<T, decltype(head_size)::value, kForm, kCacheIs8Bit>(p, choice, launch,
-                                                                            stream);
-  };
-  switch (choice.padded_head_size) {
-    case 64:
-      return with_head_size(Constant<64>{});
-    case 96:
-      return with_head_size(Constant<96>{});
-    case 128:
-      return with_head_size(Constant<128>{});
-    case 192:
-      return with_head_size(Constant<192>{});
-    default:
-      return with_head_size(Constant<256>{});
-  }
+// Launches the kernel of the padded head size in `choice`, for the form of the cache.
+template <typename T, bool kCacheIs8Bit>
+void PrefillSm80Kernels<T, kCacheIs8Bit>::launch(const PagedAttentionParams& p,
+                                                 const KernelChoice& choice,
+                                                 const PrefillLaunch& launch, void* stream) {
+  dispatch_prefill_head_size(choice.padded_head_size, [&](auto head_size) {
+    constexpr int kHeadSize = decltype(head_size)::value;
+    constexpr KvForm kPages = KvForm::kPackedPages, kRows = KvForm::kSwizzledRows;
+    const auto kernel = p.kv.layout == KvLayout::kVllm
+                            ? launch_prefill_sm80<T, kHeadSize, kPages, kCacheIs8Bit>
+                            : launch_prefill_sm80<T, kHeadSize, kRows, kCacheIs8Bit>;
+    kernel(p, choice, launch, stream);
+  });
 }
 
 }  // namespace vllm_kernels::cuda

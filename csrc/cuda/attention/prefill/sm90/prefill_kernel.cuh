@@ -414,7 +414,8 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
 }
 
 template <int kHeadSize>
-void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p,
+                                           const PrefillLaunch& launch, void* stream) {
   const auto with_type = [&](auto tag) {
     using T = decltype(tag);
     const auto with_form = [&](auto form) {
@@ -435,7 +436,7 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
       with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
     }
   };
-  p.dtype == DType::kFloat16 ? with_type(Half{}) : with_type(BFloat16{});
+  dispatch_16_bit(p.dtype, with_type);
 }
 
 }  // namespace vllm_kernels::cuda
