@@ -17,6 +17,7 @@
 #include "cuda/base/fp8.cuh"
 #include "cuda/base/kv_element.cuh"
 #include "cuda/base/launch.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -25,10 +26,6 @@ constexpr int kSimtWarps = 4;
 constexpr int kSimtMaxHeadSize = 256;
 constexpr int kSimtSplitTokens = 512;  // of a split, at least
 constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
-
-__device__ __forceinline__ float to_float(int8_t x) {
-  return static_cast<float>(x);
-}
 
 struct SimtShape {
   int head_chunks;   // CTAs for the query heads of a KV head
@@ -110,12 +107,7 @@ struct SimtState {
 
   // Raises the row's maximum to this step's scores, one a lane; gives the lane's p.
   __device__ __forceinline__ float softmax_step(int head, float score) {
-    float largest = score;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-    }
-    const float updated = fmaxf(row_max[head], largest);
+    const float updated = fmaxf(row_max[head], warp_max(score));
     const float factor = exp2_approx(row_max[head] - updated);
     row_max[head] = updated;
     const float prob = exp2_approx(score - updated);
@@ -131,11 +123,7 @@ struct SimtState {
 #pragma unroll
     for (int head = 0; head < kSimtHeads; ++head) {
       if (head >= heads.count) break;
-      float total = sum[head];
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        total += __shfl_xor_sync(0xffffffffu, total, distance);
-      }
+      const float total = warp_sum(sum[head]);
       const int row = warp * heads.count + head;
       if (lane == 0) stats[row] = {row_max[head], total};
 #pragma unroll
