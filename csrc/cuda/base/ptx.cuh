@@ -185,13 +185,17 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[
 
 // Rounds two floats to a register of two 16-bit elements; `low` is element 0.
 template <typename T>
-__device__ __forceinline__ uint32_t pack2(float low, float high) {
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   uint32_t packed;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
@@ -221,27 +225,19 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT%=:\n"
 #if defined(VLLM_KERNELS_HAS_SM90)
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT%=:\n"
       "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra WAIT%=;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 #else
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT%=:\n"
       "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
       "@!done bra WAIT%=;\n"
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-#endif
 }
 
 #if defined(VLLM_KERNELS_HAS_SM90)

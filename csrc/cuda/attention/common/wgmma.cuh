@@ -28,6 +28,17 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t matrices, uint32_t by
          static_cast<uint32_t>(static_cast<uint32_t>(matrices) + (bytes >> 4));
 }
 
+// The same in two halves: many products of one operand then take fewer instructions.
+struct DescriptorHalves {
+  uint32_t low, high;
+
+  __device__ __forceinline__ explicit DescriptorHalves(uint64_t matrices)
+      : low(static_cast<uint32_t>(matrices)), high(static_cast<uint32_t>(matrices >> 32)) {}
+  __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
+    return static_cast<uint64_t>(high) << 32 | low + (bytes >> 4);
+  }
+};
+
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // Registers, or arrays of them, that wgmma groups in flight read or write. Name them before

@@ -466,8 +466,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
                           const DecodeWorkspace& workspace, void* stream, const More&... more) {
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
-  const int num_sms = current_device_info().num_sms;
-  const int ctas = num_sms * choice.ctas_per_sm, row_shift = choice.row_shift();
+  const int ctas = current_device_info().num_sms * choice.ctas_per_sm;
   const int consumers = choice.warps >> choice.consumer_shift;
   DecodeShape shape;
   set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
@@ -477,16 +476,10 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.combine_rows = choice.combine_rows;
   shape.fours = FastDivisor(p.kv.head_size / 4);
   shape.cap = score_cap(p.softcap);
-  shape.work = {.group = p.num_heads / p.kv.num_kv_heads,
-                .row_shift = row_shift,
-                .stage_shift = kShift,
-                .min_split_stages = std::max(1, consumers >> (kShift - 4)),
-                .combine_share = consumers,
-                .slots = workspace_slots(row_shift, p.kv.head_size),
-                .may_flag_in_data = may_flag_in_data(ctas, row_shift, p.kv.head_size),
-                .max_split_share = kMaxSplitShare * choice.ctas_per_sm,
-                .group_divisor = FastDivisor(p.num_heads / p.kv.num_kv_heads)};
-  check_fixed_split(p, shape.work);
+  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.kv.head_size);
+  shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
+  shape.work.combine_share = consumers;
+  shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
   check_shared_memory<kKernel>("paged_attention", choice);
   launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
                 choice.shared_bytes, stream, p, shape,

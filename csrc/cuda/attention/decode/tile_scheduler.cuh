@@ -164,6 +164,20 @@ struct WorkTile {
   SequenceWork sequence;
 };
 
+// What both decode kernels set alike. `padded`: head size of a partial's rows in the workspace.
+inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int stage_shift, int ctas,
+                            int padded) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  const WorkShape shape = {.group = group,
+                           .row_shift = row_shift,
+                           .stage_shift = stage_shift,
+                           .slots = workspace_slots(row_shift, padded),
+                           .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
+                           .group_divisor = FastDivisor(group)};
+  check_fixed_split(p, shape);
+  return shape;
+}
+
 // The indices of a lane's sequences lane, lane + 32, ..., for batches of up to kKept rounds. With
 // several rounds, each sequence has one query token.
 template <int kKept>
@@ -348,9 +362,6 @@ class TileScheduler {
   }
 
  private:
-  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
-    return (p.num_seqs + 31) / 32;
-  }
   // Whether rounds are read from kept_. (With a single round, work_ stays valid.)
   static __device__ __forceinline__ bool indices_cached(const PagedAttentionParams& p) {
     return kKept > 1 && !one_round(p) && keeps(p);
@@ -387,14 +398,6 @@ class TileScheduler {
       min_split_stages = kMinSplitTokens >> shape.stage_shift;
     }
     splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(min_split_stages)));
-  }
-  static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    return sum;
   }
 
   Indices kept_;

@@ -393,23 +393,14 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
   using Config = Sm80Config<T, kHeadSize, kForm, kCacheIs8Bit>;
   constexpr auto kKernel = paged_attention_prefill_sm80_kernel<Config>;
   const PagedKv& kv = p.kv;
-  const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
   const auto in_16_bytes = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
+  PrefillShape scheduler = prefill_shape(p, launch.min_query_len);
+  scheduler.rows = Config::kWarpRows * choice.warps;
   const Sm80Shape shape = {
-      .scheduler = {.group = group,
-                    .page_shift = 0,
-                    .min_rows = launch.min_query_len * group,
-                    .softmax_scale_log2 = p.scale * kLog2E,
-                    .window_right = std::min(p.window_right, kMaxWindowRight),
-                    .rows = Config::kWarpRows * choice.warps,
-                    .query_by_tma = false,
-                    .has_concurrent_launch = false,
-                    .group_divisor = FastDivisor(group),
-                    .section_bytes = section_bytes(current_device_info()),
-                    .concurrent_ratio = 0.0f},
+      .scheduler = scheduler,
       .cap = score_cap(p.softcap),
       .has_concurrent_launch = launch.has_concurrent_launch,
       .stages = choice.stages,
