@@ -78,7 +78,7 @@ def main() -> int:
         f"compare_sass: {sum(codes[0].values())} kernels in old, {sum(codes[1].values())} in new, "
         f"{differing} differ"
     )
-    return 1 if differing else 0
+    return 1 if differing or not codes[0] else 0
 
 
 if __name__ == "__main__":

@@ -50,21 +50,11 @@ __global__ void __launch_bounds__(256)
 
 template <typename T, Activation kActivation, bool kGated, int kWidth>
 void launch_width(const ActivationParams& p, Stream stream) {
-  // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
-  // width. Width 14336 in bf16 (1792 Vecs): 128 threads for 16 rows, 256 from 19 rows on.
-  const int64_t vecs = p.width / kWidth;
-  const auto chunks = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
-  int64_t threads = 256;
-  while (threads > 64 && chunks(threads) * p.input_rows.count < current_device_info().num_sms) {
-    threads /= 2;
-  }
-  const int64_t per_row = chunks(threads);
-  threads = (vecs + per_row - 1) / per_row;
+  const RowChunks chunks(p.input_rows.count, p.width / kWidth);
   launch_kernel(p.op, activation_kernel<T, kActivation, kGated, kWidth>,
-                grid_size(p.op, p.input_rows.count * per_row),
-                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p,
-                RowOffsets(p.input_rows), RowOffsets(p.out_rows), FastDivisor(per_row),
-                static_cast<int>(per_row));
+                grid_size(p.op, p.input_rows.count * chunks.per_row), chunks.threads, 0, stream, p,
+                RowOffsets(p.input_rows), RowOffsets(p.out_rows), FastDivisor(chunks.per_row),
+                static_cast<int>(chunks.per_row));
 }
 
 template <Activation kActivation, bool kGated>

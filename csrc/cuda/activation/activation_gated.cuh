@@ -94,30 +94,17 @@ __global__ void __launch_bounds__(256)
 template <typename T, Gated kFunction, typename Epilogue>
 void launch_gated(const GatedParams& p, const Epilogue& epilogue, Stream stream) {
   constexpr int kWidth = kVecWidth<T>;
-  constexpr int64_t kOutBytes = kWidth * sizeof(typename Epilogue::template Out<T>);
-  const auto multiple = [](int64_t value, int64_t of) { return value % of == 0; };
-  const bool aligned = multiple(p.width, kWidth) && rows_aligned16(p.gate, p.gate_rows, p.dtype) &&
+  using Out = typename Epilogue::template Out<T>;
+  const bool aligned = p.width % kWidth == 0 && rows_aligned16(p.gate, p.gate_rows, p.dtype) &&
                        rows_aligned16(p.up, p.up_rows, p.dtype) &&
-                       multiple(reinterpret_cast<uintptr_t>(p.out), kOutBytes) &&
-                       multiple(p.out_rows.inner_stride, kWidth) &&
-                       multiple(p.out_rows.outer_stride, kWidth);
-
-  // The CTA is as wide as possible while every SM gets a CTA. Then all chunks of a row get the same
-  // width.
-  const int64_t vecs = (p.width + kWidth - 1) / kWidth;
-  const auto chunks = [&](int64_t threads) { return (vecs + threads - 1) / threads; };
-  int64_t threads = 256;
-  while (threads > 64 && chunks(threads) * p.gate_rows.count < current_device_info().num_sms) {
-    threads /= 2;
-  }
-  const int64_t per_row = chunks(threads);
-  threads = (vecs + per_row - 1) / per_row;
+                       rows_aligned(p.out, p.out_rows, sizeof(Out), kWidth);
+  const RowChunks chunks(p.gate_rows.count, ceil_div(p.width, kWidth));
   launch_kernel(p.op,
                 aligned ? gated_kernel<T, kFunction, Epilogue, true>
                         : gated_kernel<T, kFunction, Epilogue, false>,
-                grid_size(p.op, p.gate_rows.count * per_row),
-                static_cast<unsigned>((threads + 31) / 32 * 32), 0, stream, p, GatedRows(p),
-                epilogue, FastDivisor(per_row), static_cast<int>(per_row));
+                grid_size(p.op, p.gate_rows.count * chunks.per_row), chunks.threads, 0, stream, p,
+                GatedRows(p), epilogue, FastDivisor(chunks.per_row),
+                static_cast<int>(chunks.per_row));
 }
 
 }  // namespace vllm_kernels::cuda

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "cuda/base/launch.cuh"
-#include "cuda/base/types.cuh"
+#include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
 
 namespace vllm_kernels::cuda {
@@ -20,6 +20,7 @@ constexpr int kAhead = 4;  // partials whose loads are in flight together
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     combine_attn_partials_kernel(CombineAttnPartialsParams p, int lanes) {
+  using Access = Elements<T, kWidth>;
   launch_dependents();
   wait_for_primary_kernel();
   const int64_t rows = p.num_tokens * p.num_heads;
@@ -43,9 +44,6 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0 && p.output_lse != nullptr) p.output_lse[row] = largest + logf(sum);
   const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
 
-  struct alignas(kWidth * sizeof(T)) Elements {
-    T data[kWidth];
-  };
   const T* first =
       static_cast<const T*>(p.out_partial) + token * p.token_stride + head * p.head_stride;
   T* output =
@@ -54,8 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     float merged[kWidth] = {};
 #pragma unroll kAhead
     for (int partial = 0; partial < p.num_partials; ++partial) {
-      const Elements loaded =
-          reinterpret_cast<const Elements*>(first + partial * p.partial_stride)[i];
+      const Access loaded = reinterpret_cast<const Access*>(first + partial * p.partial_stride)[i];
       const float weight = weight_of(partial);
       // A partial of weight 0 may contain anything, even NaN: it counts as 0.
 #pragma unroll
@@ -63,10 +60,10 @@ __global__ void __launch_bounds__(kThreads)
         merged[j] += weight == 0.0f ? 0.0f : to_float(loaded.data[j]) * weight;
       }
     }
-    Elements result;
+    Access result;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result.data[j] = from_float<T>(merged[j] * scale);
-    reinterpret_cast<Elements*>(output)[i] = result;
+    reinterpret_cast<Access*>(output)[i] = result;
   }
 }
 
@@ -84,8 +81,7 @@ void launch(const CombineAttnPartialsParams& p, Stream stream) {
     const int steps = vectors ? p.head_size / kWidth : p.head_size;
     int lanes = 1;
     while (lanes < steps && lanes < 32) lanes *= 2;
-    const int64_t rows_per_block = kThreads / lanes;
-    const int64_t blocks = (p.num_tokens * p.num_heads + rows_per_block - 1) / rows_per_block;
+    const int64_t blocks = ceil_div(p.num_tokens * p.num_heads, kThreads / lanes);
     launch_kernel(
         "combine_attn_partials",
         vectors ? combine_attn_partials_kernel<T, kWidth> : combine_attn_partials_kernel<T, 1>,

@@ -11,8 +11,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <stdexcept>
 
 #include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/workspace.h"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -105,17 +107,18 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
          when(p.max_seq_len > kMaxLength, kLongSequences);
 }
 
-// Whether the decode kernels take the call where they can: the prefill kernels have no work for
-// half of the device, and cannot make up for it with splits of sequences. (With fixed_split_size
-// the kernel must not depend on the batch.)
-bool prefers_decode(const PagedAttentionParams& p, const DeviceModel& device) {
+// Why the decode kernels take the call where they can: the prefill kernels have no work for half of
+// the device, and cannot make up for it with splits of sequences. With fixed_split_size the kernel
+// must not depend on the batch.
+uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   const int64_t group = group_of(p);
   // Every sequence but one may be a single token, of a decode.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
-  return p.max_query_len <= decode_tokens(group) || p.max_query_len * group <= kDecodeRowsAlone ||
-         2 * tiles < device.num_sms || p.fixed_split_size > 0;
+  const bool few_rows = p.max_query_len <= 1 || p.max_query_len * group <= kDecodeRows ||
+                        2 * tiles < device.num_sms;
+  return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
 // The decode kernel's warps, stages and shared memory. False where it has no room for
@@ -169,6 +172,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   if (warps * 32 < min_threads) return false;
   const int pipelines = warps >> choice.consumer_shift;
   choice.warps = warps;
+  choice.grid.x = device.num_sms * choice.ctas_per_sm;
   choice.stages = std::min(stages_for(warps), kMaxPipelineStages);
   const int pipeline_bytes = pipelines * choice.stages * stage;
   choice.combine_rows = std::min(
@@ -190,6 +194,7 @@ void set_wgmma_shape(const PagedAttentionParams& p, const DeviceModel& device,
       wgmma_scratch_bytes(row_blocks, 1 << choice.row_shift(), choice.padded_head_size);
   const int memory = device.shared_memory_per_block - wgmma_static_smem(row_blocks) - scratch;
   choice.warps = 4 * (consumers + 1);
+  choice.grid.x = device.num_sms;
   choice.stages = std::min(memory / consumers / stage, kMaxPipelineStages);
   choice.shared_bytes = consumers * choice.stages * stage + scratch;
 }
@@ -217,13 +222,45 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
     choice.form = KvForm::kPlainRows;
     choice.padded_head_size = p.kv.head_size;
   }
-  if (choice.multi_warp && device.has_wgmma && choice.padded_head_size <= kWgmmaMaxHeadSize) {
+  const uint32_t wgmma = when(!device.has_wgmma, kNoWgmma) |
+                         when(choice.padded_head_size > kWgmmaMaxHeadSize, kWgmmaHeadSize);
+  if (choice.multi_warp && wgmma == kNoObstacle) {
     choice.kernel = AttentionKernel::kDecodeWgmma;
     set_wgmma_shape(p, device, choice);
   } else {
+    choice.obstacles = choice.multi_warp ? wgmma : kNoObstacle;
     set_decode_shape(p, device, 0, false, choice);
   }
   return choice;
+}
+
+// Few CTAs: sequences are split, as far as the workspace has room. (With fixed_split_size the
+// result must not depend on the batch, so nothing is split.)
+KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& device) {
+  const int chunks = (group_of(p) + kSimtHeads - 1) / kSimtHeads, head_size = p.kv.head_size;
+  SimtShape shape = {.head_chunks = chunks, .max_splits = 1, .split_tokens = INT32_MAX / 2};
+  const int64_t tiles = int64_t{p.num_tokens} * p.kv.num_kv_heads * chunks;
+  const int64_t rows = std::max<int64_t>(1, int64_t{p.num_tokens} * p.num_heads);
+  constexpr int64_t kMaxGridY = 65535;
+  const int64_t room =
+      std::min({kDecodeStatsBytes / 8 / rows, kDecodeOutBytes / (head_size * 4) / rows, kMaxGridY});
+  const int64_t longest = p.sliding_window > 0 && p.window_right == 0
+                              ? std::min<int64_t>(p.max_seq_len, p.sliding_window)
+                              : p.max_seq_len;
+  const int64_t splits = std::min(room, (longest + kSimtSplitTokens - 1) / kSimtSplitTokens);
+  if (tiles < 4 * device.num_sms && tiles <= kMaxDecodeSlots && p.fixed_split_size == 0 &&
+      splits >= 2) {
+    const int64_t tokens = (longest + splits - 1) / splits;
+    shape.split_tokens = static_cast<int>((tokens + 31) / 32 * 32);
+    shape.max_splits = static_cast<int>((longest + shape.split_tokens - 1) / shape.split_tokens);
+  }
+  // In the loop: queries, and p of each warp; then the partials of the warps.
+  const int loop = kSimtHeads * (head_size + kSimtWarps * 32);
+  const int partials = kSimtWarps * kSimtHeads * (head_size + 2);
+  return {.warps = kSimtWarps,
+          .shared_bytes = std::max(loop, partials) * static_cast<int>(sizeof(float)),
+          .grid = {p.num_tokens, shape.max_splits, p.kv.num_kv_heads * chunks},
+          .simt = shape};
 }
 
 // False where shared memory is too small.
@@ -247,6 +284,7 @@ bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& de
   if (sizes.shared_bytes(warps, stages) > room) stages = 2;
   while (warps > 2 && sizes.shared_bytes(warps, stages) > room) warps /= 2;
   choice.warps = warps;
+  choice.grid.x = device.num_sms;
   choice.stages = stages;
   choice.shared_bytes = sizes.shared_bytes(warps, stages);
   return choice.shared_bytes <= room;
@@ -260,14 +298,14 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   uint32_t obstacles = prefill_obstacles(p);
   const auto few_rows = [&]() -> AttentionChoice {
     AttentionChoice choice;
-    if (decode == kNoObstacle) choice.main = choose_decode(p, device);
-    choice.main.obstacles = obstacles | decode;
+    choice.main = decode == kNoObstacle ? choose_decode(p, device) : choose_simt(p, device);
+    choice.main.obstacles |= obstacles | decode;
     return choice;
   };
   if (p.sparse.on() || obstacles != kNoObstacle) return few_rows();
-  if (decode == kNoObstacle && prefers_decode(p, device)) {
-    obstacles |= kFewRows;
-    return few_rows();
+  if (decode == kNoObstacle) {
+    obstacles |= prefers_decode(p, device);
+    if (obstacles != kNoObstacle) return few_rows();
   }
   AttentionChoice choice;
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
@@ -275,7 +313,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
     choice.main = {
         .kernel = AttentionKernel::kPrefillSm90,
         .form = p.kv.layout == KvLayout::kVllm ? KvForm::kPackedPages : KvForm::kSwizzledRows,
-        .padded_head_size = p.kv.head_size};
+        .padded_head_size = p.kv.head_size,
+        .grid = {.x = device.num_sms}};
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
     choice.main = {
@@ -291,7 +330,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   // one token where tokens see what comes after them, since nothing comes after a sequence's last.
   if (tensor_cores == kNoObstacle && p.key_start_loc == nullptr && p.num_seqs > 1 &&
       p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
-    const int few = p.window_right == 0 ? decode_tokens(group_of(p)) : 1;
+    const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p)) : 1;
     choice.has_concurrent_decode = true;
     choice.min_query_len = few + 1;
     choice.concurrent_decode = choose_decode(concurrent_params(p, choice), device);
@@ -308,19 +347,46 @@ PagedAttentionParams concurrent_params(const PagedAttentionParams& p,
   return others;
 }
 
-bool choose_fused_decode(const PagedAttentionParams& p, const DeviceModel& device,
-                         int new_token_threads, KernelChoice& choice) {
+KernelChoice choose_fused_decode(const PagedAttentionParams& p, const DeviceModel& device,
+                                 int new_token_threads) {
   const PagedKv& kv = p.kv;
   const bool has_kernel =
-      kv.dtype == DType::kFloat16 || kv.dtype == DType::kBFloat16 || kv.dtype == DType::kFp8E4M3;
-  if (!has_kernel || kv.layout != KvLayout::kVllm || kv.block_size > 16 || kv.head_size > 128 ||
-      group_of(p) > kMaxNewTokenRows || tensor_core_obstacles(p, device) != kNoObstacle) {
-    return false;
+      kv.layout == KvLayout::kVllm &&
+      (kv.dtype == DType::kFloat16 || kv.dtype == DType::kBFloat16 || kv.dtype == DType::kFp8E4M3);
+  KernelChoice choice = {.kernel = AttentionKernel::kDecode,
+                         .form = KvForm::kPackedPages,
+                         .padded_head_size = kv.head_size <= 64 ? 64 : 128};
+  choice.obstacles = tensor_core_obstacles(p, device) | when(!has_kernel, kFusedCache) |
+                     when(kv.block_size > 16, kFusedPageSize) |
+                     when(kv.head_size > 128, kFusedHeadSize) |
+                     when(group_of(p) > kMaxNewTokenRows, kFusedGroup);
+  if (choice.obstacles == kNoObstacle &&
+      !set_decode_shape(p, device, new_token_threads, true, choice)) {
+    choice.obstacles = kSharedMemoryTooSmall;
   }
-  choice = {.kernel = AttentionKernel::kDecode,
-            .form = KvForm::kPackedPages,
-            .padded_head_size = kv.head_size <= 64 ? 64 : 128};
-  return set_decode_shape(p, device, new_token_threads, true, choice);
+  return choice;
+}
+
+void check_fixed_split(const PagedAttentionParams& p, const KernelChoice& choice) {
+  const bool wgmma = choice.kernel == AttentionKernel::kDecodeWgmma;
+  if (p.fixed_split_size <= 0 || (choice.kernel != AttentionKernel::kDecode && !wgmma)) return;
+  const int padded = choice.padded_head_size;
+  const int stage = wgmma ? kWgmmaStageTokens
+                          : decode_stage_tokens(size_of(p.kv.dtype), padded, choice.multi_warp);
+  const int64_t slots = workspace_slots(choice.row_shift(), wgmma ? padded : p.kv.head_size);
+  const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
+  const int64_t stages = tokens / stage + 2;  // a window may begin inside of a stage
+  const int64_t step = std::max(1, p.fixed_split_size / stage);
+  const int64_t m_blocks =
+      ((int64_t{p.num_tokens} * group_of(p)) >> choice.row_shift()) + p.num_seqs;
+  const int64_t num_splits = (stages + step - 1) / step * m_blocks * p.kv.num_kv_heads;
+  if (num_splits > slots && stages > step) {
+    throw std::runtime_error(
+        "paged_attention: fixed_split_size: block_tables has room for sequences of " +
+        std::to_string(tokens) + " tokens, up to " + std::to_string(num_splits) +
+        " splits, and the workspace holds " + std::to_string(slots) +
+        ": use a longer split, or slice block_tables to the longest sequence");
+  }
 }
 
 // --- in words
@@ -344,7 +410,7 @@ constexpr Words kObstacleWords[] = {
     {kContiguousKeys, "decode kernels read K and V in pages"},
     {kScaleNotPositive, "prefill kernels need scale > 0"},
     {kFewRows, "too few query rows for the prefill kernels"},
-    {kNoWgmma, "prefill sm90 needs an H100 or H200 and code for 9.0a"},
+    {kNoWgmma, "wgmma kernels need an H100 or H200 and code for 9.0a"},
     {kHeadSize, "prefill sm90 has heads of 64, 96, 128, 192 and 256"},
     {kPageSize,
      "prefill sm90 needs pages of 16 tokens (8 bits, NHD, HND: or a longer power of two)"},
@@ -352,6 +418,14 @@ constexpr Words kObstacleWords[] = {
     {kSoftcapOrAlibiOn8Bit, "prefill sm90 has no softcap or ALiBi on 8-bit caches"},
     {kHeadSizeOn8Bit, "prefill sm90 has 8-bit caches up to heads of 192"},
     {kLongSequences, "prefill sm80 has sequences up to 2^30 tokens"},
+    {kFixedSplit, "fixed_split_size: the kernel may not depend on the batch"},
+    {kWgmmaHeadSize, "decode_wgmma has heads up to 128"},
+    {kFusedCache, "one launch has float16, bfloat16 and e4m3 caches of layout vllm"},
+    {kFusedPageSize, "one launch has pages up to 16 tokens"},
+    {kFusedHeadSize, "one launch has heads up to 128"},
+    {kFusedGroup, "one launch has up to 8 query heads per KV head"},
+    {kUnalignedProjection,
+     "one launch reads qkv, weights, cos_sin_cache and the cache in vectors of 16 bytes"},
 };
 
 const char* name_of(const KernelChoice& choice) {
@@ -384,30 +458,37 @@ const char* name_of(KvForm form) {
 
 }  // namespace
 
-std::string describe(const KernelChoice& choice, const DeviceModel& device) {
-  std::string text = name_of(choice);
-  if (choice.kernel != AttentionKernel::kSimt) {
-    text += ", head size " + std::to_string(choice.padded_head_size) + ", " + name_of(choice.form) +
-            ", grid " + std::to_string(device.num_sms * choice.ctas_per_sm);
-  }
-  if (choice.warps > 0) {
-    text += ", " + std::to_string(choice.warps) + " warps, " + std::to_string(choice.stages) +
-            " stages, " + std::to_string(choice.shared_bytes) + " bytes of shared memory";
-  }
-  const char* separator = "; because: ";
+std::string because(uint32_t obstacles) {
+  std::string text;
   for (const Words& words : kObstacleWords) {
-    if ((choice.obstacles & words.bit) == 0) continue;
-    text += separator + std::string(words.text);
-    separator = "; ";
+    if ((obstacles & words.bit) == 0) continue;
+    text += (text.empty() ? "; because: " : "; ") + std::string(words.text);
   }
   return text;
 }
 
-std::string describe(const AttentionChoice& choice, const DeviceModel& device) {
-  std::string text = describe(choice.main, device);
+std::string describe(const KernelChoice& choice) {
+  std::string text = name_of(choice);
+  if (choice.kernel != AttentionKernel::kSimt) {
+    text += ", head size " + std::to_string(choice.padded_head_size) + ", " + name_of(choice.form);
+  }
+  text += ", grid " + std::to_string(choice.grid.x);
+  if (choice.kernel == AttentionKernel::kSimt) {
+    text += "x" + std::to_string(choice.grid.y) + "x" + std::to_string(choice.grid.z);
+  }
+  if (choice.warps > 0) {
+    text += ", " + std::to_string(choice.warps) + " warps, ";
+    if (choice.stages > 0) text += std::to_string(choice.stages) + " stages, ";
+    text += std::to_string(choice.shared_bytes) + " bytes of shared memory";
+  }
+  return text + because(choice.obstacles);
+}
+
+std::string describe(const AttentionChoice& choice) {
+  std::string text = describe(choice.main);
   if (choice.has_concurrent_decode) {
     text += "\nbeside it, for sequences of fewer than " + std::to_string(choice.min_query_len) +
-            " query tokens: " + describe(choice.concurrent_decode, device);
+            " query tokens: " + describe(choice.concurrent_decode);
   }
   return text;
 }

@@ -16,13 +16,19 @@ AttentionChoice choose_kernel(const PagedAttentionParams& params, const DeviceMo
 PagedAttentionParams concurrent_params(const PagedAttentionParams& params,
                                        const AttentionChoice& choice);
 
-// fused_decode_attention in one launch: false where two launches are better. `new_token_threads`:
-// threads that a CTA needs to prepare the new token's heads.
-bool choose_fused_decode(const PagedAttentionParams& params, const DeviceModel& device,
-                         int new_token_threads, KernelChoice& choice);
+// fused_decode_attention in one launch, unless the choice has obstacles: then two launches run.
+// `new_token_threads`: threads that a CTA needs to prepare the new token's heads.
+KernelChoice choose_fused_decode(const PagedAttentionParams& params, const DeviceModel& device,
+                                 int new_token_threads);
+
+// Throws where splits of fixed_split_size may not all have a workspace slot. The host does not know
+// the lengths, so it takes the bound from the block tables.
+void check_fixed_split(const PagedAttentionParams& params, const KernelChoice& choice);
 
 // The choice in words: kernel, instantiation, launch shape, and what each faster kernel lacked.
-std::string describe(const AttentionChoice& choice, const DeviceModel& device);
-std::string describe(const KernelChoice& choice, const DeviceModel& device);
+std::string describe(const AttentionChoice& choice);
+std::string describe(const KernelChoice& choice);
+// Obstacles in words, with "; because: " before the first.
+std::string because(uint32_t obstacles);
 
 }  // namespace vllm_kernels::cuda

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "cuda/base/launch.cuh"
-#include "cuda/base/types.cuh"
+#include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
 
 namespace vllm_kernels::cuda {
@@ -20,6 +20,7 @@ constexpr int kThreads = 128;
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     merge_attn_states_kernel(MergeAttnStatesParams p, int lanes) {
+  using Access = Elements<T, kWidth>;
   launch_dependents();
   wait_for_primary_kernel();
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;
@@ -46,20 +47,17 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (p.output_lse != nullptr && lane == 0) p.output_lse[at] = lse;
 
-  struct alignas(kWidth * sizeof(T)) Elements {
-    T data[kWidth];
-  };
-  const auto* prefix = reinterpret_cast<const Elements*>(static_cast<const T*>(p.prefix.data) +
-                                                         token * p.prefix.token_stride +
-                                                         head * p.prefix.head_stride);
-  const auto* suffix = reinterpret_cast<const Elements*>(static_cast<const T*>(p.suffix.data) +
-                                                         token * p.suffix.token_stride +
-                                                         head * p.suffix.head_stride);
-  auto* output = reinterpret_cast<Elements*>(
+  const auto* prefix =
+      reinterpret_cast<const Access*>(static_cast<const T*>(p.prefix.data) +
+                                      token * p.prefix.token_stride + head * p.prefix.head_stride);
+  const auto* suffix =
+      reinterpret_cast<const Access*>(static_cast<const T*>(p.suffix.data) +
+                                      token * p.suffix.token_stride + head * p.suffix.head_stride);
+  auto* output = reinterpret_cast<Access*>(
       static_cast<T*>(p.output) + token * p.output_token_stride + head * p.output_head_stride);
   for (int i = lane; i < p.head_size / kWidth; i += lanes) {
-    const Elements left = prefix[i], right = suffix[i];
-    Elements merged;
+    const Access left = prefix[i], right = suffix[i];
+    Access merged;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       // A state of weight 0 may contain anything, even NaN: it counts as 0.
@@ -89,8 +87,7 @@ void launch(const MergeAttnStatesParams& p, Stream stream) {
     const int steps = vectors ? p.head_size / kWidth : p.head_size;
     int lanes = 1;
     while (lanes < steps && lanes < 32) lanes *= 2;
-    const int64_t rows_per_block = kThreads / lanes;
-    const int64_t blocks = (p.num_tokens * p.num_heads + rows_per_block - 1) / rows_per_block;
+    const int64_t blocks = ceil_div(p.num_tokens * p.num_heads, kThreads / lanes);
     launch_kernel("merge_attn_states",
                   vectors ? merge_attn_states_kernel<T, kWidth> : merge_attn_states_kernel<T, 1>,
                   dim3(grid_size("merge_attn_states", blocks)), dim3(kThreads), 0, stream, p,

@@ -22,7 +22,7 @@ constexpr bool kHasCodeForSm90a = true;
 #else
 constexpr bool kHasCodeForSm90a = false;
 #endif
-#if defined(VLLM_KERNELS_CODE_OTHER)
+#if defined(VLLM_KERNELS_CODE_OTHER) || defined(VLLM_KERNELS_BEFORE_HOPPER)
 constexpr bool kHasCodeForOthers = true;
 #else
 constexpr bool kHasCodeForOthers = false;

@@ -5,21 +5,12 @@
 #include <type_traits>
 
 #include "cuda/base/fp8.cuh"
+#include "cuda/base/int8.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/base/upcast.cuh"
 #include "cuda/base/vec.cuh"
 
 namespace vllm_kernels::cuda {
-
-__device__ __forceinline__ float stored_to_float(Fp8E4M3 x) {
-  return to_float(x);
-}
-__device__ __forceinline__ float stored_to_float(Fp8E5M2 x) {
-  return to_float(x);
-}
-__device__ __forceinline__ float stored_to_float(int8_t x) {
-  return static_cast<float>(x);
-}
 
 // Writes vec[i] * scale, rounded to Out. Where Out is Stored it copies the bits and ignores
 // `scale`.
@@ -31,7 +22,7 @@ __device__ __forceinline__ void store_dequantized(Out* to, const Elements<Stored
     *reinterpret_cast<Written*>(to) = vec;
   } else if constexpr (kWidth % 4 != 0) {
     static_assert(kWidth == 1);
-    *to = from_float<Out>(stored_to_float(vec[0]) * scale);
+    *to = from_float<Out>(to_float(vec[0]) * scale);
   } else {
     Written written;
 #pragma unroll

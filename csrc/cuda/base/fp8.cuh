@@ -32,24 +32,17 @@ __device__ __forceinline__ uint16_t quantize2(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kInterpretation<Fp8>);
 }
 
-template <>
-__device__ __forceinline__ Fp8E4M3 from_float<Fp8E4M3>(float x) {
-  Fp8E4M3 result;
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+template <typename Fp8>
+  requires kIsFp8<Fp8>
+__device__ __forceinline__ Fp8 from_float(float x) {
+  Fp8 result;
+  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kInterpretation<Fp8>);
   return result;
 }
-template <>
-__device__ __forceinline__ Fp8E5M2 from_float<Fp8E5M2>(float x) {
-  Fp8E5M2 result;
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
-  return result;
-}
-
-__device__ __forceinline__ float to_float(Fp8E4M3 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E4M3)));
-}
-__device__ __forceinline__ float to_float(Fp8E5M2 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
+template <typename Fp8>
+  requires kIsFp8<Fp8>
+__device__ __forceinline__ float to_float(Fp8 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, kInterpretation<Fp8>)));
 }
 
 }  // namespace vllm_kernels::cuda

@@ -14,6 +14,10 @@ __device__ __forceinline__ int8_t from_float<int8_t>(float x) {
   return static_cast<int8_t>(result);
 }
 
+__device__ __forceinline__ float to_float(int8_t x) {
+  return static_cast<float>(x);
+}
+
 // Quantizes four floats to four bytes; `a` is element 0.
 __device__ __forceinline__ uint32_t quantize4_int8(float a, float b, float c, float d) {
   uint32_t high, bytes;

@@ -90,6 +90,10 @@ void check_shared_memory(const char* op, const Choice& choice) {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 // Returns the number of CTAs as a grid dimension x, and throws if it is too large.
 inline unsigned grid_size(const char* op, int64_t blocks) {
   if (blocks > INT32_MAX) {

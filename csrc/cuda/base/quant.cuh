@@ -6,6 +6,7 @@
 #include "cuda/base/exact_division.cuh"
 #include "cuda/base/fp8.cuh"
 #include "cuda/base/int8.cuh"
+#include "cuda/base/reduce.cuh"
 #include "cuda/base/vec.cuh"
 #include "ops/quant.h"
 
@@ -38,15 +39,6 @@ __device__ __forceinline__ uint32_t magnitude_bits(const float (&values)[kWidth]
 #pragma unroll
   for (float value : values) largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
   return largest;
-}
-
-// Returns the maximum over groups of `lanes` neighbouring lanes; `lanes` is a power of two. All
-// lanes of the warp must call it.
-__device__ __forceinline__ uint32_t lanes_max(uint32_t value, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  return value;
 }
 
 template <typename Q, int kWidth>

@@ -14,6 +14,30 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+// The same over groups of `lanes` neighbouring lanes; `lanes` is a power of two. All lanes of the
+// warp must call it.
+template <typename Int>
+__device__ __forceinline__ float lanes_sum(float value, Int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+__device__ __forceinline__ uint32_t lanes_max(uint32_t value, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
 // Returns the sum over the CTA to every thread. A kernel may call it only once: there is one
 // barrier, so a second call would overwrite `partial` while other warps still read it.
 __device__ __forceinline__ float block_sum(float value) {
@@ -42,10 +66,7 @@ __device__ __forceinline__ float block_sum(float value) {
 // Returns the maximum over the CTA to every thread. A kernel may call it only once.
 __device__ __forceinline__ float block_max(float value) {
   __shared__ float partial[32];
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
+  value = warp_max(value);
   const int warps = (blockDim.x + kWarpSize - 1) / kWarpSize;
   if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
   __syncthreads();

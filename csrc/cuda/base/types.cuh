@@ -56,6 +56,12 @@ void dispatch_float(DType dtype, Body&& body) {
   }
 }
 
+// The same for a 16-bit dtype.
+template <typename Body>
+void dispatch_16_bit(DType dtype, Body&& body) {
+  dtype == DType::kFloat16 ? body(Half{}) : body(BFloat16{});
+}
+
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }

@@ -160,10 +160,15 @@ __device__ __forceinline__ void store_vec(T* row, int64_t i, int64_t size,
   }
 }
 
-// Whether every row starts at a multiple of 16 bytes. A null `base` (no tensor) counts as aligned.
+// Whether every row starts at a multiple of `width` elements of `bytes` bytes. A null `base` (no
+// tensor) counts as aligned.
+inline bool rows_aligned(const void* base, const Rows& rows, int64_t bytes, int64_t width) {
+  return reinterpret_cast<uintptr_t>(base) % (width * bytes) == 0 &&
+         rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
+}
+// The same, for a multiple of 16 bytes.
 inline bool rows_aligned16(const void* base, const Rows& rows, DType dtype) {
-  const int64_t width = 16 / size_of(dtype);
-  return aligned16(base) && rows.inner_stride % width == 0 && rows.outer_stride % width == 0;
+  return rows_aligned(base, rows, size_of(dtype), 16 / size_of(dtype));
 }
 
 }  // namespace vllm_kernels::cuda

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/base/fast_divmod.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/base/prefetch.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/base/vec.cuh"
@@ -145,10 +146,6 @@ inline bool inputs_aligned(const ReshapeAndCacheParams& p) {
   return aligned16(p.key) && aligned16(p.value) && p.key_token_stride % width == 0 &&
          p.key_head_stride % width == 0 && p.value_token_stride % width == 0 &&
          p.value_head_stride % width == 0;
-}
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
 }
 
 }  // namespace vllm_kernels::cuda

@@ -141,10 +141,7 @@ __global__ void __launch_bounds__(256)
       row.residual[i] = x;
     }
   }
-  float square = sum_of_squares(x);
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    square += __shfl_xor_sync(0xffffffffu, square, distance);
-  }
+  const float square = lanes_sum(sum_of_squares(x), lanes);
   if (inside) row.out[i] = normed(x, inverse_root(square, rows.inverse_size, p.epsilon), weight);
 }
 
@@ -211,8 +208,7 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     int lanes = 1;
     while (lanes < vectors) lanes *= 2;
     const int64_t rows_per_block = 256 / lanes;
-    return run(rms_norm_short_kernel<T, kAdd>, (rows + rows_per_block - 1) / rows_per_block, 256,
-               lanes);
+    return run(rms_norm_short_kernel<T, kAdd>, ceil_div(rows, rows_per_block), 256, lanes);
   }
   const int64_t widest = rows <= current_device_info().num_sms ? kMaxThreads<1> : 512;
   if (rows < 1024 && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);

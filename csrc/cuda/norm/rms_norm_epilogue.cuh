@@ -53,11 +53,7 @@ struct RmsNormEpilogueRows {
 };
 
 __device__ __forceinline__ float row_sum(float value) {
-  if (blockDim.x > kWarpSize) return block_sum(value);
-  for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return value;
+  return blockDim.x > kWarpSize ? block_sum(value) : lanes_sum(value, blockDim.x);
 }
 
 __device__ __forceinline__ uint32_t row_max(uint32_t value) {
@@ -73,28 +69,18 @@ struct RmsNormTile {
   __device__ __forceinline__ static int index(int first, int v) {
     return first + v * blockDim.x + threadIdx.x;
   }
-  __device__ __forceinline__ void load(const T* row, int first, int num_vecs, int64_t size) {
+  __device__ __forceinline__ static void load(Vec16<T> (&to)[kVecs], const T* row, int first,
+                                              int num_vecs, int64_t size) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
-      x[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
-    }
-  }
-  __device__ __forceinline__ void load_weight(const T* row, int first, int num_vecs, int64_t size) {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      const int i = index(first, v);
-      weight[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
+      to[v] = i < num_vecs ? load_vec<kAligned, kWidth>(row, i, size) : Vec16<T>{};
     }
   }
   // Adds the residual and stores the sum to it.
   __device__ __forceinline__ void add(T* residual, int first, int num_vecs, int64_t size) {
     Vec16<T> r[kVecs];
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      const int i = index(first, v);
-      r[v] = i < num_vecs ? load_vec<kAligned, kWidth>(residual, i, size) : Vec16<T>{};
-    }
+    load(r, residual, first, num_vecs, size);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const int i = index(first, v);
@@ -139,8 +125,8 @@ __global__ void __launch_bounds__(1024)
   RmsNormTile<T, kAligned, kVecs> tile;
   float square = 0.0f;
   for_each_tile([&](int first) {
-    tile.load(input, first, num_vecs, size);
-    if constexpr (kOneTile && kWeighted) tile.load_weight(weight, first, num_vecs, size);
+    tile.load(tile.x, input, first, num_vecs, size);
+    if constexpr (kOneTile && kWeighted) tile.load(tile.weight, weight, first, num_vecs, size);
     if (p.residual != nullptr) tile.add(residual, first, num_vecs, size);
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) square += sum_of_squares(tile.x[v]);
@@ -151,8 +137,8 @@ __global__ void __launch_bounds__(1024)
   const T* sums = p.residual != nullptr ? residual : input;
   const auto norm = [&](int first) {
     if constexpr (!kOneTile) {
-      tile.load(sums, first, num_vecs, size);
-      if constexpr (kWeighted) tile.load_weight(weight, first, num_vecs, size);
+      tile.load(tile.x, sums, first, num_vecs, size);
+      if constexpr (kWeighted) tile.load(tile.weight, weight, first, num_vecs, size);
     }
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -186,26 +172,23 @@ template <typename T, typename Epilogue>
 void launch_epilogue(const char* op, const RmsNormParams& p, const Epilogue& epilogue,
                      Stream stream) {
   constexpr int kWidth = kVecWidth<T>;
-  constexpr int64_t kOutBytes = kWidth * sizeof(typename Epilogue::template Out<T>);
-  const auto multiple = [](int64_t value, int64_t of) { return value % of == 0; };
-  const bool aligned = multiple(p.hidden_size, kWidth) && aligned16(p.weight) &&
+  using Out = typename Epilogue::template Out<T>;
+  const bool aligned = p.hidden_size % kWidth == 0 && aligned16(p.weight) &&
                        rows_aligned16(p.input, p.input_rows, p.dtype) &&
                        rows_aligned16(p.residual, p.residual_rows, p.dtype) &&
-                       multiple(reinterpret_cast<uintptr_t>(p.out), kOutBytes) &&
-                       multiple(p.out_rows.inner_stride, kWidth) &&
-                       multiple(p.out_rows.outer_stride, kWidth);
+                       rows_aligned(p.out, p.out_rows, sizeof(Out), kWidth);
 
   const int64_t rows = grid_size(op, p.input_rows.count);  // the kernel uses 32-bit row indices
-  const int64_t vecs = (p.hidden_size + kWidth - 1) / kWidth;
+  const int64_t vecs = ceil_div(p.hidden_size, kWidth);
   unsigned threads = 1, rows_per_block = 1;
   if (vecs <= kWarpSize) {  // several rows per CTA, such as heads
     while (threads < vecs) threads *= 2;
     rows_per_block = 256 / threads;
   } else {  // few rows: one Vec per thread; many rows: two
-    const int64_t wanted = rows < 1024 ? vecs : (vecs + 1) / 2;
+    const int64_t wanted = rows < 1024 ? vecs : ceil_div(vecs, 2);
     threads = static_cast<unsigned>(std::min<int64_t>((wanted + 31) / 32 * 32, 1024));
   }
-  const auto blocks = static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block);
+  const auto blocks = static_cast<unsigned>(ceil_div(rows, rows_per_block));
   launch_kernel(op,
                 !aligned              ? rms_norm_epilogue_kernel<T, Epilogue, false, 2, false>
                 : vecs <= threads     ? rms_norm_epilogue_kernel<T, Epilogue, true, 1, true>

@@ -29,20 +29,33 @@ struct ComputedScale {
   }
 };
 
+template <typename Q>
 struct QuantizedRow {
+  template <typename T>
+  using Out = Q;
   static constexpr Weighting kWeighting = Weighting::kWeight;
   QuantParams p;
 };
 
+// Its scales are computed, up to a bound.
+template <typename Q>
+struct BoundedRow : QuantizedRow<Q> {
+  float upper_bound = INFINITY;
+
+  __device__ __forceinline__ void prepare() {
+    if (this->p.upper_bound != nullptr) upper_bound = *this->p.upper_bound;
+  }
+};
+
 // Epilogue with a given scale for the tensor.
 template <typename Q>
-struct QuantByTensor : QuantizedRow {
-  template <typename T>
-  using Out = Q;
+struct QuantByTensor : QuantizedRow<Q> {
   static constexpr bool kScaleOfRow = false;
   MultiplyByInverse<Q> quantizer = {};
 
-  __device__ __forceinline__ void prepare() { quantizer = MultiplyByInverse<Q>::of(*p.scale); }
+  __device__ __forceinline__ void prepare() {
+    quantizer = MultiplyByInverse<Q>::of(*this->p.scale);
+  }
   template <typename T, int kWidth>
   __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t, int,
                                                  bool) const {
@@ -54,19 +67,13 @@ struct QuantByTensor : QuantizedRow {
 
 // Epilogue with one computed scale per row.
 template <typename Q>
-struct QuantByRow : QuantizedRow {
-  template <typename T>
-  using Out = Q;
+struct QuantByRow : BoundedRow<Q> {
   static constexpr bool kScaleOfRow = true;
-  float upper_bound = INFINITY;
   ComputedScale<Q> computed = {};
 
-  __device__ __forceinline__ void prepare() {
-    if (p.upper_bound != nullptr) upper_bound = *p.upper_bound;
-  }
   __device__ __forceinline__ void set_scale(uint32_t row, float magnitude, bool writes) {
-    computed = ComputedScale<Q>::of(magnitude, upper_bound);
-    if (writes) p.scales[row * p.scale_row_stride] = computed.scale;
+    computed = ComputedScale<Q>::of(magnitude, this->upper_bound);
+    if (writes) this->p.scales[row * this->p.scale_row_stride] = computed.scale;
   }
   template <typename T, int kWidth>
   __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t, int,
@@ -79,23 +86,18 @@ struct QuantByRow : QuantizedRow {
 
 // Epilogue with one computed scale per group. Each group lies in 8 to 32 neighbouring lanes.
 template <typename Q>
-struct QuantByGroup : QuantizedRow {
-  template <typename T>
-  using Out = Q;
+struct QuantByGroup : BoundedRow<Q> {
   static constexpr bool kScaleOfRow = false;
-  float upper_bound = INFINITY;
 
-  __device__ __forceinline__ void prepare() {
-    if (p.upper_bound != nullptr) upper_bound = *p.upper_bound;
-  }
   template <typename T, int kWidth>
   __device__ __forceinline__ Vec<Q, kWidth> done(const Vec<T, kWidth>& x, uint32_t row, int vec,
                                                  bool inside) const {
-    const int lanes = p.group_size / kWidth;
+    const int lanes = this->p.group_size / kWidth;
     const float magnitude = __uint_as_float(lanes_max(magnitude_bits(x), lanes));
-    const auto computed = ComputedScale<Q>::of(magnitude, upper_bound);
+    const auto computed = ComputedScale<Q>::of(magnitude, this->upper_bound);
     if (inside && vec % lanes == 0) {
-      p.scales[row * p.scale_row_stride + vec / lanes * p.scale_group_stride] = computed.scale;
+      this->p.scales[row * this->p.scale_row_stride + vec / lanes * this->p.scale_group_stride] =
+          computed.scale;
     }
     float values[kWidth];
     upcast(x, values);
@@ -114,9 +116,9 @@ void launch_as(const RmsNormQuantParams& p, Stream stream) {
         }
         return;
       case ScaleOf::kRow:
-        return launch_epilogue<T>(p.op, p.norm, QuantByRow<Q>{{p.quant}}, stream);
+        return launch_epilogue<T>(p.op, p.norm, QuantByRow<Q>{{{p.quant}}}, stream);
       case ScaleOf::kGroup:
-        return launch_epilogue<T>(p.op, p.norm, QuantByGroup<Q>{{p.quant}}, stream);
+        return launch_epilogue<T>(p.op, p.norm, QuantByGroup<Q>{{{p.quant}}}, stream);
     }
   });
 }

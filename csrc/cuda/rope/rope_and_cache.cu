@@ -171,7 +171,6 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, C, A, kWidth>)
 
 template <typename T, typename C, typename A, int kWidth>
 void launch_width(const RopeAndCacheParams& p, Stream stream) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const bool stores = p.stores;
   const int64_t stored = stores ? p.key.count + p.value.count : 0;
   const int64_t inplace = p.query.count + (stores ? 0 : p.key.count);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/base/prefetch.cuh"
+#include "cuda/base/reduce.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/norm/rms_norm_rows.cuh"
@@ -176,10 +177,7 @@ struct HeadVecs {
     for (int i = 0; i < kVecPairs; ++i) {
       square += sum_of_squares(vecs[i][0]) + sum_of_squares(vecs[i][1]);
     }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      square += __shfl_xor_sync(0xffffffffu, square, distance);
-    }
-    return cuda::inverse_root(square, __frcp_rn(head_size), epsilon);
+    return cuda::inverse_root(lanes_sum(square, lanes), __frcp_rn(head_size), epsilon);
   }
   __device__ __forceinline__ void norm(const VecPairs& vec_pairs, const T* weight, float inverse) {
     each(vec_pairs, [&](Vec<T, kWidth>& vec, int d) { vec = normed(vec, inverse, at(weight, d)); });

@@ -60,17 +60,14 @@ template <typename T, int kWidth, bool kNeox>
 void launch_width(const RotaryParams& p, Stream stream) {
   // Block shape: all chunks of as many heads as fit, divided evenly. 32 + 8 heads of 128 give 8 x
   // 40 threads.
-  const auto tiles = [](int64_t count, int64_t max_per_tile) {
-    return (count + max_per_tile - 1) / max_per_tile;
-  };
   const int64_t chunks = p.rotary_size / 2 / kWidth;
   const int64_t heads = p.query.count + p.key.count;
-  const int64_t z = tiles(chunks, kMaxThreads);
-  const int64_t block_x = tiles(chunks, z);
-  const int64_t y = tiles(heads, kMaxThreads / block_x);
+  const int64_t z = ceil_div(chunks, kMaxThreads);
+  const int64_t block_x = ceil_div(chunks, z);
+  const int64_t y = ceil_div(heads, kMaxThreads / block_x);
   const dim3 grid(grid_size("rotary_embedding", p.position_rows.count), static_cast<unsigned>(y),
                   static_cast<unsigned>(z));
-  const dim3 block(static_cast<unsigned>(block_x), static_cast<unsigned>(tiles(heads, y)));
+  const dim3 block(static_cast<unsigned>(block_x), static_cast<unsigned>(ceil_div(heads, y)));
   launch_kernel("rotary_embedding", rotary_embedding_kernel<T, kWidth, kNeox>, grid, block, 0,
                 stream, p, RowOffsets(p.position_rows), RowOffsets(p.query.tokens),
                 RowOffsets(p.key.tokens));

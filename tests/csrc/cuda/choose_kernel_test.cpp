@@ -1,4 +1,5 @@
-// choose_kernel() against a golden table of some 2,000 calls on four devices. No GPU.
+// choose_kernel() and choose_fused_decode() against a golden table: 500 calls on each of five
+// devices. No GPU.
 //
 // A call is drawn from the axes below by a fixed generator. To accept a wanted change of the
 // choice: UPDATE_GOLDEN=1 build/csrc_tests/choose_kernel_tests, then read the diff.
@@ -20,6 +21,7 @@ struct NamedDevice {
 };
 const NamedDevice kDevices[] = {
     {"A100", {.num_sms = 108, .architecture = 80, .shared_memory_per_block = 166912}},
+    {"L40S", {.num_sms = 142, .architecture = 89, .shared_memory_per_block = 101376}},
     {"H200",
      {.num_sms = 132, .architecture = 90, .shared_memory_per_block = 232448, .has_wgmma = true}},
     {"B200", {.num_sms = 148, .architecture = 100, .shared_memory_per_block = 232448}},
@@ -80,14 +82,16 @@ Call draw_call(Draw& draw) {
   kv.dtype = draw.of({p.dtype, p.dtype, DType::kFp8E4M3, DType::kFp8E5M2, DType::kInt8});
   kv.layout = draw.of({KvLayout::kVllm, KvLayout::kNHD, KvLayout::kHND});
   kv.head_size = draw.of({32, 64, 64, 80, 96, 112, 128, 128, 128, 160, 192, 256});
-  kv.block_size = draw.of({1, 8, 16, 16, 16, 32, 64, 128, 48});
+  kv.block_size = draw.of({1, 2, 4, 8, 16, 16, 16, 16, 32, 64, 128, 256});
   kv.num_kv_heads = draw.of({1, 2, 8, 8, 32});
   kv.num_blocks = draw.one_in(40) ? 0 : 1000;
   set_strides(kv);
   const bool unaligned_cache = draw.one_in(20);
-  if (unaligned_cache) kv.key_block_stride += 1;
-  kv.key = kv.value = const_cast<void*>(at(4096));
-  const int group = draw.of({1, 4, 4, 7, 8, 16});
+  const int fault = unaligned_cache ? draw.of({0, 1, 2}) : 0;
+  if (unaligned_cache) (fault == 0 ? kv.key_block_stride : kv.value_token_stride) += fault < 2;
+  kv.key = const_cast<void*>(at(4096));
+  kv.value = const_cast<void*>(at(4096 + (fault == 2 ? 8 : 0)));
+  const int group = draw.of({1, 4, 4, 7, 8, 16, 32, 71});
   p.num_heads = group * kv.num_kv_heads;
   p.num_seqs = draw.of({1, 2, 32, 256});
   p.max_query_len = draw.of({1, 1, 1, 2, 5, 8, 16, 40, 300, 4096});
@@ -116,7 +120,7 @@ Call draw_call(Draw& draw) {
        << kv.block_size << " head " << kv.head_size << " kv_heads " << kv.num_kv_heads << " group "
        << group << " seqs " << p.num_seqs << " query_len " << p.max_query_len
        << (ragged ? " ragged" : "") << (kv.num_blocks == 0 ? " empty" : "")
-       << (unaligned_cache ? " cache+1" : "") << (query_offset > 0 ? " query+" : "")
+       << (unaligned_cache ? " cache+" + std::to_string(fault) : "") << (query_offset > 0 ? " query+" : "")
        << (query_offset > 0 ? std::to_string(query_offset) : "")
        << (p.query_stride % 8 == 4 ? " query_stride+4" : "")
        << (reinterpret_cast<uintptr_t>(p.out) % 16 != 0 ? " out+8" : "")
@@ -133,14 +137,27 @@ std::string one_line(std::string text) {
   return text;
 }
 
+// What describe() leaves out.
+std::string shifts(const KernelChoice& choice) {
+  return " [" + std::to_string(choice.warp_shift) + "+" + std::to_string(choice.consumer_shift) +
+         " " + std::to_string(choice.combine_rows) + "]";
+}
+
 std::string table() {
   std::ostringstream lines;
   for (const NamedDevice& device : kDevices) {
     Draw draw(20261124);
     for (int i = 0; i < 500; ++i) {
       const Call call = draw_call(draw);
-      lines << device.name << " " << call.name << " -> "
-            << one_line(describe(choose_kernel(call.params, device.model), device.model)) << "\n";
+      const AttentionChoice choice = choose_kernel(call.params, device.model);
+      lines << device.name << " " << call.name << " -> " << one_line(describe(choice))
+            << shifts(choice.main);
+      if (call.params.max_query_len == 1 && call.params.kv.layout == KvLayout::kVllm) {
+        const int threads = (call.params.num_heads / call.params.kv.num_kv_heads + 2) * 16;
+        const KernelChoice fused = choose_fused_decode(call.params, device.model, threads);
+        lines << " fused: " << describe(fused) << shifts(fused);
+      }
+      lines << "\n";
     }
   }
   return lines.str();
@@ -171,7 +188,13 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
       const Call call = draw_call(draw);
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
-        EXPECT_LE(launch->shared_bytes, device.model.shared_memory_per_block) << call.name;
+        const int fixed = launch->kernel != AttentionKernel::kDecode ? 0
+                                                                     : decode_static_smem(
+                              size_of(call.params.kv.dtype), launch->padded_head_size,
+                              launch->multi_warp, false);
+        EXPECT_LE((launch->shared_bytes + fixed) * launch->ctas_per_sm,
+                  device.model.shared_memory_per_block)
+            << call.name;
         EXPECT_LE(launch->stages, kMaxPipelineStages) << call.name;
         const bool pipelined = launch->kernel == AttentionKernel::kDecode ||
                                launch->kernel == AttentionKernel::kDecodeWgmma;

@@ -6,11 +6,12 @@
 
 namespace vllm_kernels::cuda {
 
-// Packed query rows of a KV head up to which the decode kernels beat the prefill kernels: they
-// split a sequence over CTAs. (verify16_b32_4k: 64 rows, 141 us against 164 us.)
-constexpr int kDecodeRows = 32;
-// Without other sequences to fill the GPU they win up to twice as many rows.
-constexpr int kDecodeRowsAlone = 64;
+// Query rows (max_query_len * G) up to which the decode kernels take a whole batch: they split a
+// sequence over CTAs, prefill kernels do not. (verify16_b32_4k: 64 rows, 141 us against 164 us.)
+constexpr int kDecodeRows = 64;
+// Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. A
+// single token always counts. (docs/lab/prefill/mixed_batches.md)
+constexpr int kConcurrentDecodeRows = 32;
 
 // Packed query rows of a prefill work tile. Fewer such tiles than half of the SMs leave most of the
 // GPU idle; a split sequence does not. (1k_on_50k with 8 KV heads is the first row above it.)
@@ -44,9 +45,9 @@ constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 // SIMT: tokens of a split, at least, as in vLLM's paged_attention_v2.
 constexpr int kSimtSplitTokens = 512;
 
-// Query tokens of a sequence up to which the decode kernels take it beside a prefill launch.
-constexpr int decode_tokens(int group) {
-  return std::max(1, kDecodeRows / group);
+// Query tokens of a sequence up to which a concurrent decode launch takes it.
+constexpr int concurrent_decode_tokens(int group) {
+  return std::max(1, kConcurrentDecodeRows / group);
 }
 
 // Head sizes of layouts NHD and HND whose 16- or 8-bit rows are no whole lines of 128 bytes, and

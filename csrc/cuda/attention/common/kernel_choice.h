@@ -45,6 +45,25 @@ enum Obstacle : uint32_t {
   kSoftcapOrAlibiOn8Bit = 1 << 16,  // prefill sm90
   kHeadSizeOn8Bit = 1 << 17,        // prefill sm90: up to 192
   kLongSequences = 1 << 18,         // prefill sm80: 2^30 tokens
+  kFixedSplit = 1 << 19,            // prefill: the batch may not choose the kernel
+  kWgmmaHeadSize = 1 << 20,         // decode_wgmma: up to 128
+  kFusedCache = 1 << 21,            // fused decode: float16, bfloat16 or e4m3, layout vllm
+  kFusedPageSize = 1 << 22,         // fused decode: up to 16 tokens
+  kFusedHeadSize = 1 << 23,         // fused decode: up to 128
+  kFusedGroup = 1 << 24,            // fused decode: up to 8 query heads per KV head
+  kUnalignedProjection = 1 << 25,   // fused decode: vectors of 16 bytes
+};
+
+// Grid and splits of the SIMT kernel.
+struct SimtShape {
+  int head_chunks;   // CTAs for the query heads of a KV head
+  int max_splits;    // of a sequence
+  int split_tokens;  // of a split, a multiple of 32
+};
+
+struct Grid {
+  int64_t x = 0;
+  int y = 1, z = 1;
 };
 
 struct KernelChoice {
@@ -59,6 +78,8 @@ struct KernelChoice {
   int warp_shift = 0;      // decode: log2 of the query rows of a warp
   int combine_rows = 0;    // decode: rows of a warp that are combined at a time
   int shared_bytes = 0;    // dynamic
+  Grid grid;
+  SimtShape simt = {};
   uint32_t obstacles = kNoObstacle;
 
   int row_shift() const { return warp_shift + consumer_shift; }  // log2 of a work tile's rows
@@ -72,6 +93,8 @@ struct AttentionChoice {
   int min_query_len = 1;  // sequences of fewer query tokens are the concurrent launch's
 };
 
+// SIMT: query heads and warps of a CTA.
+constexpr int kSimtHeads = 8, kSimtWarps = 4;
 // Prefill sm90: 8-bit caches have heads up to this size.
 constexpr int kMaxHeadSize8Bit = 192;
 // Prefill sm80: tokens of a sequence.
@@ -137,8 +160,8 @@ constexpr int decode_stage_tokens(int element_bytes, int padded_head_size, bool 
 constexpr int decode_threads(int element_bytes, int padded_head_size, bool multi_warp) {
   return element_bytes == 1 && !multi_warp && padded_head_size <= 128 ? 384 : 256;
 }
-// Static shared memory of the decode kernels, as ptxas reports it (tools/check_resources.py
-// --static-smem compares). fused: with the new token's heads.
+// Static shared memory of the decode kernels, as ptxas reports it for sm_90a. fused: with the new
+// token's heads. A launcher throws if a kernel has more and the call no longer fits.
 constexpr int decode_static_smem(int element_bytes, int padded_head_size, bool multi_warp,
                                  bool fused) {
   const int own =

@@ -14,8 +14,8 @@ namespace vllm_kernels::cuda {
 // dimensions but the first.
 template <int kRank>
 CUtensorMap encode_tensor_map(
-    void* base, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
-    const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle,
+    void* base, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],
+    const int (&box)[kRank], CUtensorMapSwizzle swizzle,
     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -29,11 +29,16 @@ CUtensorMap encode_tensor_map(
           "cuTensorMapEncodeTiled");
     return reinterpret_cast<Encode>(function);
   }();
-  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  cuuint64_t map_sizes[kRank], map_strides[kRank];
+  cuuint32_t map_box[kRank], steps[kRank];
+  std::copy_n(sizes, kRank, map_sizes);
+  std::copy_n(strides, kRank - 1, map_strides);
+  std::copy_n(box, kRank, map_box);
+  std::fill_n(steps, kRank, 1);
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, map_sizes,
+                                 map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
                              std::to_string(static_cast<int>(result)));
@@ -48,31 +53,25 @@ inline CUtensorMap swizzled_row_map(
     const PagedKv& kv, void* base, int64_t token_stride, int64_t head_stride, int64_t block_stride,
     int tokens, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
     int line_shift = 0) {
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype);
   return encode_tensor_map<4>(
       base,
-      {unsign(kv.head_size * bytes / 2 << line_shift), unsign(kv.block_size >> line_shift),
-       unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-      {unsign(token_stride * bytes << line_shift), unsign(head_stride * bytes),
-       unsign(block_stride * bytes)},
-      {kColumnBytes / 2, static_cast<cuuint32_t>(tokens >> line_shift), 1, 1},
-      CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+      {kv.head_size * bytes / 2 << line_shift, kv.block_size >> line_shift, kv.num_kv_heads,
+       kv.num_blocks},
+      {token_stride * bytes << line_shift, head_stride * bytes, block_stride * bytes},
+      {kColumnBytes / 2, tokens >> line_shift, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
 // Form kPlainRows, layout NHD: a box is `tokens` full rows of one head, contiguous in shared
 // memory.
 inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), row_words = kv.head_size * bytes / 2;
   const auto map = [&](void* base, int64_t token_stride, int64_t head_stride,
                        int64_t block_stride) {
-    return encode_tensor_map<4>(
-        base,
-        {unsign(row_words), unsign(kv.block_size), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-        {unsign(token_stride * bytes), unsign(head_stride * bytes), unsign(block_stride * bytes)},
-        {static_cast<cuuint32_t>(row_words), static_cast<cuuint32_t>(tokens), 1, 1},
-        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+    return encode_tensor_map<4>(base, {row_words, kv.block_size, kv.num_kv_heads, kv.num_blocks},
+                                {token_stride * bytes, head_stride * bytes, block_stride * bytes},
+                                {row_words, tokens, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
   return {
       .key = map(kv.key, kv.key_token_stride, kv.key_head_stride, kv.key_block_stride),
@@ -82,25 +81,17 @@ inline KvTensorMaps plain_row_maps(const PagedKv& kv, int tokens) {
 // Form kPackedBoxes, layout vllm: a box is `tokens` tokens of one head. K is (token * 16 bytes,
 // chunk, KV head, page), V is (token, dimension, KV head, page).
 inline KvTensorMaps packed_box_maps(const PagedKv& kv, int tokens) {
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const int bytes = size_of(kv.dtype), chunks = kv.head_size * bytes / 16;
-  return {.key = encode_tensor_map<4>(
-              kv.key,
-              {unsign(kv.block_size * 8), unsign(chunks), unsign(kv.num_kv_heads),
-               unsign(kv.num_blocks)},
-              {unsign(kv.key_chunk_stride * bytes), unsign(kv.key_head_stride * bytes),
-               unsign(kv.key_block_stride * bytes)},
-              {static_cast<cuuint32_t>(tokens * 8), static_cast<cuuint32_t>(chunks), 1, 1},
-              CU_TENSOR_MAP_SWIZZLE_NONE),
-          .value = encode_tensor_map<4>(
-              kv.value,
-              {unsign(kv.block_size * bytes / 2), unsign(kv.head_size), unsign(kv.num_kv_heads),
-               unsign(kv.num_blocks)},
-              {unsign(kv.value_dim_stride * bytes), unsign(kv.value_head_stride * bytes),
-               unsign(kv.value_block_stride * bytes)},
-              {static_cast<cuuint32_t>(tokens * bytes / 2), static_cast<cuuint32_t>(kv.head_size),
-               1, 1},
-              CU_TENSOR_MAP_SWIZZLE_NONE)};
+  return {
+      .key = encode_tensor_map<4>(
+          kv.key, {kv.block_size * 8, chunks, kv.num_kv_heads, kv.num_blocks},
+          {kv.key_chunk_stride * bytes, kv.key_head_stride * bytes, kv.key_block_stride * bytes},
+          {tokens * 8, chunks, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
+      .value = encode_tensor_map<4>(
+          kv.value, {kv.block_size * bytes / 2, kv.head_size, kv.num_kv_heads, kv.num_blocks},
+          {kv.value_dim_stride * bytes, kv.value_head_stride * bytes,
+           kv.value_block_stride * bytes},
+          {tokens * bytes / 2, kv.head_size, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
 // The tensor maps for a pipeline with stages of kTokens tokens on the current device; empty where

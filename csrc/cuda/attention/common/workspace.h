@@ -1,6 +1,8 @@
 // Global-memory workspace of the decode and prefill kernels: the counter of the next work tile, and
 // the partials of split query tiles with their semaphores.
 #pragma once
+#include <algorithm>
+
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -29,6 +31,18 @@ constexpr int64_t kFlaggedStatsBytes = kFlaggedRows * 8;
 constexpr int64_t kFlaggedOutBytes = (int64_t{8} << 20) - kFlaggedStatsBytes;
 constexpr int64_t kDecodeOutBytes = kPagedAttentionWorkspaceBytes - kDecodeCounterBytes -
                                     kDecodeStatsBytes - kFlaggedStatsBytes - kFlaggedOutBytes;
+
+// Workspace slots for work tiles of 2^row_shift rows of `head_size` dimensions.
+inline int workspace_slots(int row_shift, int head_size) {
+  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
+                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
+}
+
+// Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
+inline bool may_flag_in_data(int ctas, int row_shift, int head_size) {
+  const int64_t rows = int64_t{ctas} << row_shift;
+  return rows <= kFlaggedRows && rows * head_size * 4 <= kFlaggedOutBytes;
+}
 
 // A zeroed workspace of kPagedAttentionWorkspaceBytes for one stream of the current device. It is
 // allocated at the stream's first call, also during graph capture, and lives as long as the

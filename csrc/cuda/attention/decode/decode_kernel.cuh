@@ -25,6 +25,7 @@
 // choices.
 #pragma once
 #include <algorithm>
+#include <stdexcept>
 
 #include "cuda/attention/common/combine.cuh"
 #include "cuda/attention/common/heuristics.h"
@@ -32,6 +33,7 @@
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/attention/common/tensor_maps.cuh"
+#include "cuda/attention/decode/decode.h"
 #include "cuda/attention/decode/decode_wgmma_kernel.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
@@ -465,8 +467,7 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
                           const DecodeWorkspace& workspace, void* stream, const More&... more) {
   constexpr int kTokens = 16 * kTokenTiles<Cache, kMaxHeadSize, kMultiWarp>;
   constexpr int kShift = kStageShift<kTokens>;
-  const int num_sms = current_device_info().num_sms;
-  const int ctas = num_sms * choice.ctas_per_sm, row_shift = choice.row_shift();
+  const int ctas = static_cast<int>(choice.grid.x);
   const int consumers = choice.warps >> choice.consumer_shift;
   DecodeShape shape;
   set_stage_layout<Cache, kMaxHeadSize, kTokens, kForm>(p.kv, shape.pipeline, shape.stage_layout);
@@ -476,16 +477,10 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
   shape.combine_rows = choice.combine_rows;
   shape.fours = FastDivisor(p.kv.head_size / 4);
   shape.cap = score_cap(p.softcap);
-  shape.work = {.group = p.num_heads / p.kv.num_kv_heads,
-                .row_shift = row_shift,
-                .stage_shift = kShift,
-                .min_split_stages = std::max(1, consumers >> (kShift - 4)),
-                .combine_share = consumers,
-                .slots = workspace_slots(row_shift, p.kv.head_size),
-                .may_flag_in_data = may_flag_in_data(ctas, row_shift, p.kv.head_size),
-                .max_split_share = kMaxSplitShare * choice.ctas_per_sm,
-                .group_divisor = FastDivisor(p.num_heads / p.kv.num_kv_heads)};
-  check_fixed_split(p, shape.work);
+  shape.work = work_shape(p, choice.row_shift(), kShift, ctas, p.kv.head_size);
+  shape.work.min_split_stages = std::max(1, consumers >> (kShift - 4));
+  shape.work.combine_share = consumers;
+  shape.work.max_split_share = kMaxSplitShare * choice.ctas_per_sm;
   check_shared_memory<kKernel>("paged_attention", choice);
   launch_kernel("paged_attention", kKernel, dim3(ctas), dim3(choice.warps * 32),
                 choice.shared_bytes, stream, p, shape,
@@ -493,11 +488,11 @@ void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& cho
                 more...);
 }
 
-// The instantiation that `choice` names, of one cache type.
+// The instantiation that `choice` names.
 template <typename Cache>
-void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
-                   const DecodeWorkspace& workspace, void* stream) {
-  const auto launch = [&](auto form, auto head_size, auto multi_warp) {
+void DecodeKernels<Cache>::launch(const PagedAttentionParams& p, const KernelChoice& choice,
+                                  const DecodeWorkspace& workspace, void* stream) {
+  const auto launch_one = [&](auto form, auto head_size, auto multi_warp) {
     constexpr KvForm kForm = decltype(form)::value;
     constexpr int kMaxHeadSize = decltype(head_size)::value;
     constexpr bool kMultiWarp = decltype(multi_warp)::value;
@@ -507,14 +502,18 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
   };
   const auto with_head_size = [&](auto form, auto head_size) {
     constexpr bool kWgmma = decltype(head_size)::value <= kWgmmaMaxHeadSize;
-    if (!choice.multi_warp) return launch(form, head_size, std::false_type{});
+    if (!choice.multi_warp) return launch_one(form, head_size, std::false_type{});
     if constexpr (kWgmma && kHasCodeForSm90a) {
       if (choice.kernel == AttentionKernel::kDecodeWgmma) {
         return launch_decode_wgmma<Cache, decltype(head_size)::value, decltype(form)::value>(
             p, choice, workspace, stream);
       }
     }
-    if constexpr (!kWgmma || kHasCodeForOthers) launch(form, head_size, std::true_type{});
+    if constexpr (!kWgmma || kHasCodeForOthers) {
+      launch_one(form, head_size, std::true_type{});
+    } else {
+      throw std::logic_error("paged_attention: the chosen decode kernel is not in this build");
+    }
   };
   const auto with_form = [&](auto form) {
     if (choice.padded_head_size == 64) return with_head_size(form, Constant<64>{});
@@ -522,7 +521,7 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
     with_head_size(form, Constant<256>{});
   };
   const auto plain_rows = [&](auto head_size) {
-    launch(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
+    launch_one(std::integral_constant<KvForm, KvForm::kPlainRows>{}, head_size, std::false_type{});
   };
   switch (choice.form) {
     case KvForm::kPackedPages:
@@ -536,6 +535,7 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
       if (choice.padded_head_size == 96) return plain_rows(Constant<96>{});
       if (choice.padded_head_size == 112) return plain_rows(Constant<112>{});
       if constexpr (sizeof(Cache) == 1) return plain_rows(Constant<192>{});
+      throw std::logic_error("paged_attention: no decode kernel has plain rows of this head size");
   }
 }
 

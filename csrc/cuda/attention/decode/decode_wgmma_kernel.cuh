@@ -378,23 +378,15 @@ void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choi
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kConsumers = wgmma_consumers(kMaxTiles);
-  const int group = p.num_heads / p.kv.num_kv_heads, row_shift = choice.row_shift();
   const int num_sms = current_device_info().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,
                                                              shape.stage_layout);
   shape.pipeline.stages = choice.stages;
-  shape.work = {.group = group,
-                .row_shift = row_shift,
-                .stage_shift = kStageShift<kStageTokens>,
-                .min_split_stages = kConsumers,
-                .combine_share = kConsumers,
-                .slots = workspace_slots(row_shift, kMaxHeadSize),
-                .may_flag_in_data = may_flag_in_data(num_sms, row_shift, kMaxHeadSize),
-                .max_split_share = kWgmmaMaxSplitShare,
-                .group_divisor = FastDivisor(group)};
-  check_fixed_split(p, shape.work);
+  shape.work = work_shape(p, choice.row_shift(), kStageShift<kStageTokens>, num_sms, kMaxHeadSize);
+  shape.work.min_split_stages = shape.work.combine_share = kConsumers;
+  shape.work.max_split_share = kWgmmaMaxSplitShare;
   check_shared_memory<kKernel>("paged_attention", choice);
   launch_kernel("paged_attention", kKernel, dim3(num_sms), dim3(cta_threads(kMaxTiles)),
                 choice.shared_bytes, stream, p, shape,

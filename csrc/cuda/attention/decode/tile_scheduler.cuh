@@ -23,10 +23,6 @@
 // Early reads: seq_lens and query_start_loc, where may_speculate(); validate() checks them after
 // the PDL wait.
 #pragma once
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
 #include "cuda/attention/common/workspace.h"
@@ -58,39 +54,9 @@ struct WorkShape {
 constexpr int kLengthClasses = 6, kShortestClass = 2;
 
 // Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
-__host__ __device__ inline int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
+__device__ __forceinline__ int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
   const int stages = p.fixed_split_size >> stage_shift;
   return stages > 0 ? stages : 1;
-}
-
-// Throws where splits of fixed_split_size may not all have a slot. The host does not know the
-// lengths, so it takes the bound from the block tables.
-inline void check_fixed_split(const PagedAttentionParams& p, const WorkShape& shape) {
-  if (p.fixed_split_size <= 0) return;
-  const int64_t tokens = std::min(p.max_seq_len, int64_t{p.max_blocks_per_seq} * p.kv.block_size);
-  const int64_t stages = (tokens >> shape.stage_shift) + 2;  // a window may begin inside of a stage
-  const int64_t step = fixed_split_stages(p, shape.stage_shift);
-  const int64_t m_blocks = ((int64_t{p.num_tokens} * shape.group) >> shape.row_shift) + p.num_seqs;
-  const int64_t num_splits = (stages + step - 1) / step * m_blocks * p.kv.num_kv_heads;
-  if (num_splits > shape.slots && stages > step) {
-    throw std::runtime_error(
-        "paged_attention: fixed_split_size: block_tables has room for sequences of " +
-        std::to_string(tokens) + " tokens, up to " + std::to_string(num_splits) +
-        " splits, and the workspace holds " + std::to_string(shape.slots) +
-        ": use a longer split, or slice block_tables to the longest sequence");
-  }
-}
-
-// Workspace slots for work tiles of 2^row_shift rows of `head_size` dimensions.
-inline int workspace_slots(int row_shift, int head_size) {
-  return static_cast<int>(std::min({int64_t{kMaxDecodeSlots}, (kDecodeStatsBytes / 8) >> row_shift,
-                                    (kDecodeOutBytes / (head_size * 4)) >> row_shift}));
-}
-
-// Whether the workspace has room for one flag-in-data partial per CTA (split_exchange.cuh).
-inline bool may_flag_in_data(int blocks, int row_shift, int head_size) {
-  const int64_t rows = int64_t{blocks} << row_shift;
-  return rows <= kFlaggedRows && rows * head_size * 4 <= kFlaggedOutBytes;
 }
 
 struct SequenceWork {
@@ -162,6 +128,18 @@ struct WorkTile {
   int stages;         // of this work tile
   SequenceWork sequence;
 };
+
+// What both decode kernels set alike. `padded`: head size of a partial's rows in the workspace.
+inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int stage_shift, int ctas,
+                            int padded) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  return {.group = group,
+          .row_shift = row_shift,
+          .stage_shift = stage_shift,
+          .slots = workspace_slots(row_shift, padded),
+          .may_flag_in_data = may_flag_in_data(ctas, row_shift, padded),
+          .group_divisor = FastDivisor(group)};
+}
 
 // The indices of a lane's sequences lane, lane + 32, ..., for batches of up to kKept rounds. With
 // several rounds, each sequence has one query token.
@@ -347,9 +325,6 @@ class TileScheduler {
   }
 
  private:
-  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
-    return (p.num_seqs + 31) / 32;
-  }
   // Whether rounds are read from kept_. (With a single round, work_ stays valid.)
   static __device__ __forceinline__ bool indices_cached(const PagedAttentionParams& p) {
     return kKept > 1 && !one_round(p) && keeps(p);
@@ -386,14 +361,6 @@ class TileScheduler {
       min_split_stages = kMinSplitTokens >> shape.stage_shift;
     }
     splits_per_stage_ = __fdividef(1.0f, fmaxf(ceilf(split), static_cast<float>(min_split_stages)));
-  }
-  static __device__ __forceinline__ uint32_t inclusive_sum(uint32_t sum, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    return sum;
   }
 
   Indices kept_;

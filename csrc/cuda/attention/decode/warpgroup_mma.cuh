@@ -291,7 +291,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                                              int first) {
     constexpr uint32_t kChunk = kUsed * 128;
     uint32_t a[kCount][kHalves][4];
-    const uint64_t columns = core_matrices(stored, kChunk, 128) + first * (2 * kChunk >> 4);
+    const uint64_t columns = matrix_descriptor(stored >> 4 & 0x3fff, kChunk, 128, Swizzle::kNone) +
+                             first * (2 * kChunk >> 4);
     warpgroup_fence_operand(out);
     constexpr int kLoads = Values<kCount>::kLoads,
                   kBatch = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
@@ -328,7 +329,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       for (int i = kCount * begin / kLoads; i < kCount * (begin + kBatch) / kLoads; ++i) {
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          wgmma<Element, kUsed>(out[h], a[i][h], descriptor_at(columns, i * 2 * kChunk), true);
+          wgmma<Element, false, kUsed>(out[h], a[i][h], descriptor_at(columns, i * 2 * kChunk),
+                                       true);
         }
       }
     }
@@ -413,7 +415,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     }
     float c[kUsed][4];
     uint32_t a[kSteps][4];
-    const uint64_t queries = core_matrices(query, kChunk, 128);
+    const uint64_t queries = matrix_descriptor(query >> 4 & 0x3fff, kChunk, 128, Swizzle::kNone);
     constexpr int kBatch = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
 #pragma unroll
     for (int first = 0; first < Keys::kLoads; first += kBatch) {
@@ -438,7 +440,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
       constexpr int kEach = kSteps / Keys::kLoads;
 #pragma unroll
       for (int k = first * kEach; k < (first + kBatch) * kEach; ++k) {
-        wgmma<Element, kUsed>(c, a[k], descriptor_at(queries, k * 2 * kChunk), k > 0);
+        wgmma<Element, false, kUsed>(c, a[k], descriptor_at(queries, k * 2 * kChunk), k > 0);
       }
     }
     wgmma_commit();

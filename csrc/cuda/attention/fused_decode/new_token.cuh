@@ -13,6 +13,7 @@
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/decode/tile_scheduler.cuh"
 #include "cuda/attention/decode/warp_mma.cuh"
+#include "cuda/base/reduce.cuh"
 #include "cuda/rope/rope_rows.cuh"
 #include "ops/fused_decode_attention.h"
 
@@ -291,10 +292,7 @@ class FusedNewToken {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum += query[j] * memory_.key[d + j];
       }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      }
+      sum = warp_sum(sum);
       if (lane == 0) {
         memory_.score[side][row] = adjusted_score(p, cap, work_tile.kv_head * group + row, 0,
                                                   sum * (p.scale * k_scale * kLog2E));

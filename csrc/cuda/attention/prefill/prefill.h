@@ -1,7 +1,8 @@
-// Launchers of the sm90 prefill kernels: one file per head size, so that they compile in parallel.
+// The launchers of the prefill kernels. sm90/instantiations/ has one small file per head size,
+// sm80/instantiations/ one per cache type, so that they compile in parallel.
 #pragma once
-#include <cstdint>
-
+#include "cuda/attention/common/kernel_choice.h"
+#include "cuda/base/launch.cuh"
 #include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
@@ -14,15 +15,33 @@ struct PrefillLaunch {
 
 // Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of
 // 16 tokens, or of a longer power of two (layout vllm: 8-bit caches only).
-void paged_attention_prefill_64(const PagedAttentionParams& params, const PrefillLaunch& launch,
-                                void* stream);
-void paged_attention_prefill_96(const PagedAttentionParams& params, const PrefillLaunch& launch,
-                                void* stream);
-void paged_attention_prefill_128(const PagedAttentionParams& params, const PrefillLaunch& launch,
-                                 void* stream);
-void paged_attention_prefill_192(const PagedAttentionParams& params, const PrefillLaunch& launch,
-                                 void* stream);
-void paged_attention_prefill_256(const PagedAttentionParams& params, const PrefillLaunch& launch,
-                                 void* stream);
+template <int kHeadSize>
+struct PrefillSm90Kernels {
+  static void launch(const PagedAttentionParams& params, const PrefillLaunch& launch, void* stream);
+};
+
+// T: type of query and cache. kCacheIs8Bit: any 8-bit cache, with any 16-bit query; T is Half.
+template <typename T, bool kCacheIs8Bit>
+struct PrefillSm80Kernels {
+  static void launch(const PagedAttentionParams& params, const KernelChoice& choice,
+                     const PrefillLaunch& launch, void* stream);
+};
+
+// Calls body(Constant<size>{}) with the head size of the instantiations.
+template <typename Body>
+void dispatch_prefill_head_size(int head_size, Body&& body) {
+  switch (head_size) {
+    case 64:
+      return body(Constant<64>{});
+    case 96:
+      return body(Constant<96>{});
+    case 128:
+      return body(Constant<128>{});
+    case 192:
+      return body(Constant<192>{});
+    default:
+      return body(Constant<256>{});
+  }
+}
 
 }  // namespace vllm_kernels::cuda

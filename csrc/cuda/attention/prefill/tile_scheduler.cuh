@@ -44,10 +44,6 @@ struct PrefillShape {
   float concurrent_ratio;  // see concurrent_ratio()
 };
 
-// K and V of a section of KV heads, in bytes.
-inline float section_bytes(const DeviceModel& device) {
-  return kSectionShareOfL2 * static_cast<float>(device.l2_bytes);
-}
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
 // lasts kConcurrentShare of the other's time:
 //   CTAs = ratio * (tokens that its work tiles see) / (tokens that the other launch reads)
@@ -62,6 +58,18 @@ inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& 
   const float compute_ns = cycles * 1e6f / device.clock_khz * rows * head_size;  // a visible token
   const float read_ns = 2 * head_size * element_bytes / bytes_per_ns;            // a token read
   return compute_ns / (kConcurrentShare * read_ns);
+}
+
+// What both prefill kernels set alike.
+inline PrefillShape prefill_shape(const PagedAttentionParams& p, int min_query_len) {
+  const int group = p.num_heads / p.kv.num_kv_heads;
+  const auto l2_bytes = static_cast<float>(current_device_info().l2_bytes);
+  return {.group = group,
+          .min_rows = min_query_len * group,
+          .softmax_scale_log2 = p.scale * kLog2E,
+          .window_right = std::min(p.window_right, kMaxWindowRight),
+          .group_divisor = FastDivisor(group),
+          .section_bytes = kSectionShareOfL2 * l2_bytes};
 }
 
 // Masked scores are -inf before the scaling, and -inf * 0 is NaN.
@@ -80,6 +88,15 @@ struct PrefillTile {
   int whole_begin, whole_end;  // tokens visible to every row
   int first_tile, tiles;
 };
+
+// The query token of row `row` in its sequence, and its head. Rows past the last count as the last.
+__device__ __forceinline__ int token_of_row(const PrefillShape& shape, const PrefillTile& work_tile,
+                                            int row, int& head) {
+  const int index = work_tile.first_row + min(row, work_tile.rows - 1);
+  const int token = static_cast<int>(shape.group_divisor.divide(index));
+  head = work_tile.kv_head * shape.group + index - token * shape.group;
+  return token;
+}
 
 // kTileRows: rows of a work tile, or 0 for shape.rows. kTokens: tokens of a KV tile.
 template <int kHeadSize, int kTileRows, int kTokens>
@@ -137,12 +154,7 @@ class PrefillTileScheduler {
       const int first =
           class_ + 1 < kPrefillClasses ? blocks_until(shape, until - class_tokens_) : 0;
       const uint32_t lane_tiles = (end - first) * heads;
-      uint32_t sum = lane_tiles;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
-        if (lane >= distance) sum += other;
-      }
+      const uint32_t sum = inclusive_sum(lane_tiles, lane);
       const uint32_t in_round = __shfl_sync(0xffffffffu, sum, 31);
       if (index - before_ >= in_round) {
         before_ += in_round;
@@ -197,9 +209,6 @@ class PrefillTileScheduler {
  private:
   static __device__ __forceinline__ int tile_rows(const PrefillShape& shape) {
     return kTileRows > 0 ? kTileRows : shape.rows;
-  }
-  static __device__ __forceinline__ int rounds_of(const PagedAttentionParams& p) {
-    return (p.num_seqs + 31) / 32;
   }
   __device__ __forceinline__ void load(const PagedAttentionParams& p, const PrefillShape& shape,
                                        int round, int lane) {

@@ -12,29 +12,18 @@
 #include <algorithm>
 
 #include "cuda/attention/common/combine.cuh"
-#include "cuda/attention/common/heuristics.h"
+#include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/fp8.cuh"
 #include "cuda/base/kv_element.cuh"
 #include "cuda/base/launch.cuh"
+#include "cuda/base/reduce.cuh"
 
 namespace vllm_kernels::cuda {
 
-constexpr int kSimtHeads = 8;
-constexpr int kSimtWarps = 4;
 constexpr int kSimtMaxHeadSize = 256;
 constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
-
-__device__ __forceinline__ float to_float(int8_t x) {
-  return static_cast<float>(x);
-}
-
-struct SimtShape {
-  int head_chunks;   // CTAs for the query heads of a KV head
-  int max_splits;    // of a sequence
-  int split_tokens;  // of a split, a multiple of 32
-};
 
 // The query heads of a CTA, all of one KV head.
 struct HeadRange {
@@ -110,12 +99,7 @@ struct SimtState {
 
   // Raises the row's maximum to this step's scores, one a lane; gives the lane's p.
   __device__ __forceinline__ float softmax_step(int head, float score) {
-    float largest = score;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-    }
-    const float updated = fmaxf(row_max[head], largest);
+    const float updated = fmaxf(row_max[head], warp_max(score));
     const float factor = exp2_approx(row_max[head] - updated);
     row_max[head] = updated;
     const float prob = exp2_approx(score - updated);
@@ -131,11 +115,7 @@ struct SimtState {
 #pragma unroll
     for (int head = 0; head < kSimtHeads; ++head) {
       if (head >= heads.count) break;
-      float total = sum[head];
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        total += __shfl_xor_sync(0xffffffffu, total, distance);
-      }
+      const float total = warp_sum(sum[head]);
       const int row = warp * heads.count + head;
       if (lane == 0) stats[row] = {row_max[head], total};
 #pragma unroll
@@ -334,50 +314,16 @@ __global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
   }
 }
 
-// Few CTAs: sequences are split, as far as the workspace has room. (With fixed_split_size the
-// result must not depend on the batch, so nothing is split.)
-inline SimtShape simt_shape(const PagedAttentionParams& p, int num_sms) {
-  const int group = p.num_heads / p.kv.num_kv_heads;
-  SimtShape shape = {.head_chunks = (group + kSimtHeads - 1) / kSimtHeads,
-                     .max_splits = 1,
-                     .split_tokens = INT32_MAX / 2};
-  const int64_t tiles = int64_t{p.num_tokens} * p.kv.num_kv_heads * shape.head_chunks;
-  const int64_t rows = int64_t{p.num_tokens} * p.num_heads;
-  constexpr int64_t kMaxGridY = 65535;
-  const int64_t room = std::min(
-      std::min(kDecodeStatsBytes / 8, kDecodeOutBytes / (p.kv.head_size * 4)) / rows, kMaxGridY);
-  if (tiles >= 4 * num_sms || tiles > kMaxDecodeSlots || p.fixed_split_size > 0 || room < 2) {
-    return shape;
-  }
-  const int64_t longest = p.sliding_window > 0 && p.window_right == 0
-                              ? std::min<int64_t>(p.max_seq_len, p.sliding_window)
-                              : p.max_seq_len;
-  const int64_t splits = std::min(room, (longest + kSimtSplitTokens - 1) / kSimtSplitTokens);
-  if (splits < 2) return shape;
-  const int64_t tokens = (longest + splits - 1) / splits;
-  shape.split_tokens = static_cast<int>((tokens + 31) / 32 * 32);
-  shape.max_splits = static_cast<int>((longest + shape.split_tokens - 1) / shape.split_tokens);
-  return shape;
-}
-
-template <typename Query, typename Cache>
-void launch_simt(const PagedAttentionParams& p, const DecodeWorkspace& workspace, void* stream) {
-  const SimtShape shape = simt_shape(p, current_device_info().num_sms);
-  const dim3 grid(grid_size("paged_attention", p.num_tokens), shape.max_splits,
-                  p.kv.num_kv_heads * shape.head_chunks);
-  const size_t loop = kSimtHeads * (p.kv.head_size + kSimtWarps * 32) * sizeof(float);
-  const size_t partials = kSimtWarps * kSimtHeads * (p.kv.head_size + 2) * sizeof(float);
-  launch_kernel("paged_attention", paged_attention_simt_kernel<Query, Cache>, grid,
-                dim3(kSimtWarps * 32), std::max(loop, partials), stream, p, shape, workspace);
-}
-
 // Any pair of types.
-inline void launch_simt(const PagedAttentionParams& p, const DecodeWorkspace& workspace,
-                        void* stream) {
+inline void launch_simt(const PagedAttentionParams& p, const KernelChoice& choice,
+                        const DecodeWorkspace& workspace, void* stream) {
+  const dim3 grid(grid_size("paged_attention", choice.grid.x), choice.grid.y, choice.grid.z);
   dispatch_float(p.dtype, [&](auto query) {
     using Query = decltype(query);
-    dispatch_cache<Query>(
-        p.kv.dtype, [&](auto cache) { launch_simt<Query, decltype(cache)>(p, workspace, stream); });
+    dispatch_cache<Query>(p.kv.dtype, [&](auto cache) {
+      launch_kernel("paged_attention", paged_attention_simt_kernel<Query, decltype(cache)>, grid,
+                    dim3(kSimtWarps * 32), choice.shared_bytes, stream, p, choice.simt, workspace);
+    });
   });
 }
 

@@ -15,7 +15,7 @@
 // The limit on Hopper is instruction issue. An mma holds its tensor core for 6 cycles, and any
 // other instruction that reads registers costs one more (benchmarks/probes/mma_sync.cu).
 #pragma once
-#include "cuda/attention/prefill/prefill_sm80.h"
+#include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/prefill/sm80/mainloop.cuh"
 #include "cuda/attention/prefill/sm80/producer.cuh"
 #include "cuda/base/launch.cuh"
@@ -393,23 +393,14 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
   using Config = Sm80Config<T, kHeadSize, kForm, kCacheIs8Bit>;
   constexpr auto kKernel = paged_attention_prefill_sm80_kernel<Config>;
   const PagedKv& kv = p.kv;
-  const int group = p.num_heads / kv.num_kv_heads;
   const bool rows = kv.layout != KvLayout::kVllm;
   const auto in_16_bytes = [&](int64_t stride) {
     return static_cast<uint32_t>(stride * size_of(kv.dtype) / 16);
   };
+  PrefillShape scheduler = prefill_shape(p, launch.min_query_len);
+  scheduler.rows = Config::kWarpRows * choice.warps;
   const Sm80Shape shape = {
-      .scheduler = {.group = group,
-                    .page_shift = 0,
-                    .min_rows = launch.min_query_len * group,
-                    .softmax_scale_log2 = p.scale * kLog2E,
-                    .window_right = std::min(p.window_right, kMaxWindowRight),
-                    .rows = Config::kWarpRows * choice.warps,
-                    .query_by_tma = false,
-                    .has_concurrent_launch = false,
-                    .group_divisor = FastDivisor(group),
-                    .section_bytes = section_bytes(current_device_info()),
-                    .concurrent_ratio = 0.0f},
+      .scheduler = scheduler,
       .cap = score_cap(p.softcap),
       .has_concurrent_launch = launch.has_concurrent_launch,
       .stages = choice.stages,
@@ -428,26 +419,19 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
                 dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 
-// Launches the kernel of the padded head size in `choice`.
-template <typename T, KvForm kForm, bool kCacheIs8Bit>
-void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choice,
-                         const PrefillLaunch& launch, void* stream) {
-  const auto with_head_size = [&](auto head_size) {
-    launch_prefill_sm80<T, decltype(head_size)::value, kForm, kCacheIs8Bit>(p, choice, launch,
-                                                                            stream);
-  };
-  switch (choice.padded_head_size) {
-    case 64:
-      return with_head_size(Constant<64>{});
-    case 96:
-      return with_head_size(Constant<96>{});
-    case 128:
-      return with_head_size(Constant<128>{});
-    case 192:
-      return with_head_size(Constant<192>{});
-    default:
-      return with_head_size(Constant<256>{});
-  }
+// Launches the kernel of the padded head size in `choice`, for the form of the cache.
+template <typename T, bool kCacheIs8Bit>
+void PrefillSm80Kernels<T, kCacheIs8Bit>::launch(const PagedAttentionParams& p,
+                                                 const KernelChoice& choice,
+                                                 const PrefillLaunch& launch, void* stream) {
+  dispatch_prefill_head_size(choice.padded_head_size, [&](auto head_size) {
+    constexpr int kHeadSize = decltype(head_size)::value;
+    constexpr KvForm kPages = KvForm::kPackedPages, kRows = KvForm::kSwizzledRows;
+    const auto kernel = p.kv.layout == KvLayout::kVllm
+                            ? launch_prefill_sm80<T, kHeadSize, kPages, kCacheIs8Bit>
+                            : launch_prefill_sm80<T, kHeadSize, kRows, kCacheIs8Bit>;
+    kernel(p, choice, launch, stream);
+  });
 }
 
 }  // namespace vllm_kernels::cuda

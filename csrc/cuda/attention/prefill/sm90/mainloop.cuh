@@ -19,7 +19,7 @@
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/attention/common/online_softmax.cuh"
 #include "cuda/attention/common/score_mod.cuh"
-#include "cuda/attention/common/wgmma_wide.cuh"
+#include "cuda/attention/common/wgmma.cuh"
 #include "cuda/attention/prefill/tile_scheduler.cuh"
 #include "cuda/base/quad.cuh"
 #include "cuda/base/upcast.cuh"
@@ -191,17 +191,17 @@ struct PrefillMma {
     warpgroup_fence_operand(scores);
     if (kQueryInRegisters) warpgroup_fence_operand(query);
     wgmma_fence();
-    const MatrixDescriptor query_rows(rows, 16, 1024, Swizzle::k128);
-    const auto columns = kRowForm ? MatrixDescriptor(key, 16, 1024, Swizzle::k128)
-                                  : MatrixDescriptor(key, 128, kBoxBytes / 2, Swizzle::kNone);
+    const DescriptorHalves query_rows(matrix_descriptor(rows >> 4, 16, 1024, Swizzle::k128));
+    const DescriptorHalves columns(
+        kRowForm ? matrix_descriptor(key >> 4, 16, 1024, Swizzle::k128)
+                 : matrix_descriptor(key >> 4, 128, kBoxBytes / 2, Swizzle::kNone));
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k) {
-      const uint64_t b = columns.offset_by(kRowForm ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
+      const uint64_t b = columns.at(kRowForm ? k / 4 * kColumnStep + k % 4 * 32 : k * 256);
       if constexpr (kQueryInRegisters) {
-        wgmma_registers<T, false>(scores, query[k], b, k > 0);
+        wgmma<T, false>(scores, query[k], b, k > 0);
       } else {
-        wgmma_shared<T, false>(scores, query_rows.offset_by(k / 4 * kQueryColumn + k % 4 * 32), b,
-                               k > 0);
+        wgmma<T, false>(scores, query_rows.at(k / 4 * kQueryColumn + k % 4 * 32), b, k > 0);
       }
     }
     wgmma_commit();
@@ -211,12 +211,12 @@ struct PrefillMma {
     warpgroup_fence_operand(probs);
     warpgroup_fence_operand(out);
     wgmma_fence();
-    const auto columns = kRowForm ? MatrixDescriptor(value, kColumnStep, 1024, Swizzle::k128)
-                                  : MatrixDescriptor(value, 16, 256, Swizzle::k32);
+    const DescriptorHalves columns(
+        kRowForm ? matrix_descriptor(value >> 4, kColumnStep, 1024, Swizzle::k128)
+                 : matrix_descriptor(value >> 4, 16, 256, Swizzle::k32));
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      wgmma_registers<T, kRowForm>(out, probs[box],
-                                   columns.offset_by(box * (kRowForm ? 2048 : kBoxBytes)), true);
+      wgmma<T, kRowForm>(out, probs[box], columns.at(box * (kRowForm ? 2048 : kBoxBytes)), true);
     }
     wgmma_commit();
   }

@@ -88,10 +88,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   float score_scale;  // scores to log2 units
   // The query token of row r in its sequence, and its head.
   const auto token_of_row = [&](const PrefillTile& work_tile, int r, int& head) {
-    const int index = work_tile.first_row + min(row + 8 * r, work_tile.rows - 1);
-    const int token = static_cast<int>(shape.group_divisor.divide(index));
-    head = work_tile.kv_head * shape.group + index - token * shape.group;
-    return token;
+    return cuda::token_of_row(shape, work_tile, row + 8 * r, head);
   };
   const auto release_query = [&] {
     barrier_arrive_warp(shared_address(&shared.query_empty[queries.index]), lane);
@@ -317,13 +314,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                               dequant_warp - kDequantWarps, lane);
       }
     };
-    if (p.kv.dtype == DType::kFp8E4M3) {
-      with_cache(Fp8E4M3{});
-    } else if (p.kv.dtype == DType::kFp8E5M2) {
-      with_cache(Fp8E5M2{});
-    } else {
-      with_cache(int8_t{});
-    }
+    dispatch_8_bit(p.kv.dtype, with_cache);
   };
   if (warp < kWarps) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Config::kTuning.consumer_registers));
@@ -351,15 +342,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <typename Config>
 PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
-  const auto unsign = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   PrefillMaps maps;
   if (shape.query_by_tma) {  // (dimension, head, token, 1): one box has all rows of a work tile
-    const auto heads = static_cast<cuuint32_t>(shape.group);
     maps.query = encode_tensor_map<4>(
-        const_cast<void*>(p.query),
-        {unsign(kv.head_size), unsign(p.num_heads), unsign(p.num_tokens), 1},
-        {unsign(kv.head_size * 2), unsign(p.query_stride * 2), unsign(p.query_stride * 2)},
-        {64, heads, Config::kRows / heads, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+        const_cast<void*>(p.query), {kv.head_size, p.num_heads, p.num_tokens, 1},
+        {kv.head_size * 2, p.query_stride * 2, p.query_stride * 2},
+        {64, shape.group, Config::kRows / shape.group, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   }
   if (Config::kCacheIs8Bit) return maps;
   if (kv.layout != KvLayout::kVllm) {
@@ -375,18 +363,15 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
     if (contiguous) maps.value_box = value_map(kPrefillBoxTokens);
     return maps;
   }
-  const auto chunks = static_cast<cuuint32_t>(kv.head_size / 8);
+  const int chunks = kv.head_size / 8;
   maps.key = encode_tensor_map<5>(
-      kv.key,
-      {64, chunks, unsign(kv.block_size / 8), unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-      {unsign(kv.key_chunk_stride * 2), 128, unsign(kv.key_head_stride * 2),
-       unsign(kv.key_block_stride * 2)},
+      kv.key, {64, chunks, kv.block_size / 8, kv.num_kv_heads, kv.num_blocks},
+      {kv.key_chunk_stride * 2, 128, kv.key_head_stride * 2, kv.key_block_stride * 2},
       {64, chunks, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const auto rows = static_cast<cuuint32_t>(kv.head_size / 4);
-  maps.value = encode_tensor_map<4>(
-      kv.value, {64, rows, unsign(kv.num_kv_heads), unsign(kv.num_blocks)},
-      {128, unsign(kv.value_head_stride * 2), unsign(kv.value_block_stride * 2)}, {64, rows, 1, 1},
-      CU_TENSOR_MAP_SWIZZLE_128B);
+  const int rows = kv.head_size / 4;
+  maps.value = encode_tensor_map<4>(kv.value, {64, rows, kv.num_kv_heads, kv.num_blocks},
+                                    {128, kv.value_head_stride * 2, kv.value_block_stride * 2},
+                                    {64, rows, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
   return maps;
 }
 
@@ -395,18 +380,11 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
                            void* stream) {
   using Config = PrefillConfig<T, kHeadSize, kForm, kAdjusts, kCacheIs8Bit>;
   constexpr auto kKernel = paged_attention_prefill_kernel<Config>;
-  const int group = p.num_heads / p.kv.num_kv_heads;
-  const PrefillShape shape = {
-      .group = group,
-      .page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1,
-      .min_rows = launch.min_query_len * group,
-      .softmax_scale_log2 = p.scale * kLog2E,
-      .window_right = std::min(p.window_right, kMaxWindowRight),
-      .query_by_tma = Config::kRows % group == 0,
-      .has_concurrent_launch = launch.has_concurrent_launch,
-      .group_divisor = FastDivisor(group),
-      .section_bytes = section_bytes(current_device_info()),
-      .concurrent_ratio = concurrent_ratio(p, current_device_info(), Config::kRows, kHeadSize)};
+  PrefillShape shape = prefill_shape(p, launch.min_query_len);
+  shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
+  shape.query_by_tma = Config::kRows % shape.group == 0;
+  shape.has_concurrent_launch = launch.has_concurrent_launch;
+  shape.concurrent_ratio = concurrent_ratio(p, current_device_info(), Config::kRows, kHeadSize);
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
   launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
@@ -414,7 +392,8 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
 }
 
 template <int kHeadSize>
-void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, void* stream) {
+void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p,
+                                           const PrefillLaunch& launch, void* stream) {
   const auto with_type = [&](auto tag) {
     using T = decltype(tag);
     const auto with_form = [&](auto form) {
@@ -435,7 +414,7 @@ void launch_prefill(const PagedAttentionParams& p, const PrefillLaunch& launch, 
       with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
     }
   };
-  p.dtype == DType::kFloat16 ? with_type(Half{}) : with_type(BFloat16{});
+  dispatch_16_bit(p.dtype, with_type);
 }
 
 }  // namespace vllm_kernels::cuda

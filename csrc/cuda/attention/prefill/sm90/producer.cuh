@@ -280,9 +280,8 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
 #pragma unroll 4
     for (int i = lane; i < Config::kRows * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
-      const int index = work_tile.first_row + min(row, work_tile.rows - 1);
-      const int token = static_cast<int>(shape.group_divisor.divide(index));
-      const int head = work_tile.kv_head * shape.group + index - token * shape.group;
+      int head;
+      const int token = token_of_row(shape, work_tile, row, head);
       copy16_async(query + chunk / 8 * (Config::kRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
                    static_cast<const T*>(p.query) +
                        static_cast<int64_t>(work_tile.first_query + token) * p.query_stride +

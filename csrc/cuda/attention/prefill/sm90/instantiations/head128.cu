@@ -1,11 +1,4 @@
 // The sm90 prefill kernels of head size 128, for wgmma (prefill_kernel.cuh).
 #include "cuda/attention/prefill/sm90/prefill_kernel.cuh"
 
-namespace vllm_kernels::cuda {
-
-void paged_attention_prefill_128(const PagedAttentionParams& p, const PrefillLaunch& launch,
-                                 void* stream) {
-  launch_prefill<128>(p, launch, stream);
-}
-
-}  // namespace vllm_kernels::cuda
+template struct vllm_kernels::cuda::PrefillSm90Kernels<128>;

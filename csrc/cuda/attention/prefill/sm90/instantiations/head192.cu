@@ -1,11 +1,4 @@
 // The sm90 prefill kernels of head size 192, for wgmma (prefill_kernel.cuh).
 #include "cuda/attention/prefill/sm90/prefill_kernel.cuh"
 
-namespace vllm_kernels::cuda {
-
-void paged_attention_prefill_192(const PagedAttentionParams& p, const PrefillLaunch& launch,
-                                 void* stream) {
-  launch_prefill<192>(p, launch, stream);
-}
-
-}  // namespace vllm_kernels::cuda
+template struct vllm_kernels::cuda::PrefillSm90Kernels<192>;
