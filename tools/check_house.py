@@ -47,8 +47,14 @@ ROOMS = {
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {
-    ("csrc/cuda/attention/decode/decode_kernel.cuh", "decode"): "one CTA, six states in registers; a struct is slower: docs/lab/decode/phases.md",
-    ("csrc/cuda/attention/prefill/sm90/prefill_kernel.cuh", "consume_tiles"): "a main loop: the order of wgmma, waits and softmax is the algorithm",
+    (
+        "csrc/cuda/attention/decode/decode_kernel.cuh",
+        "decode",
+    ): "one CTA, six states in registers; a struct is slower: docs/lab/decode/phases.md",
+    (
+        "csrc/cuda/attention/prefill/sm90/prefill_kernel.cuh",
+        "consume_tiles",
+    ): "a main loop: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
 INCLUDE = re.compile(r'#include "((?:cuda|cpu|ops)/[^"]+)"')

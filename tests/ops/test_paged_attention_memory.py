@@ -30,6 +30,20 @@ def test_strided_query_and_out(device, dtype, layout, queries):
     assert (out[:, :4] == 7).all() and (out[:, 12:] == 7).all()
 
 
+@pytest.mark.parametrize("queries", [None, [3, 1, 9], [5, 90, 200]], ids=["decode", "few", "many"])
+@pytest.mark.parametrize("offset, stride", [(1, 0), (0, 1), (3, 2)])
+def test_out_of_any_alignment(device, dtype, layout, queries, offset, stride):
+    """Base and token stride of out in elements, not in vectors."""
+    case = make_case(device, dtype, [5, 90, 200], queries, layout=layout)
+    row = case.query[0].numel() + stride
+    memory = torch.full((offset + len(case.query) * row,), NAN, device=device, dtype=dtype)
+    out = memory.as_strided(case.query.shape, (row, 64, 1), offset)
+    vllm_kernels.paged_attention(
+        *case.tensors(), **case.options, max_query_len=case.max_query_len, out=out
+    )
+    assert_right(case, out)
+
+
 @pytest.mark.parametrize("queries", [None, [3, 1, 9]], ids=["decode", "several"])
 def test_cache_slices_of_a_packed_tensor(device, dtype, layout, queries):
     case = make_case(device, dtype, [5, 90, 200], queries, layout=layout)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_attention_v1_v2_cases import NAN, make_case
+from paged_attention_v1_v2_cases import NAN, assert_right, make_case
 
 import vllm_kernels
 
@@ -23,6 +23,17 @@ def test_strided_query(device, dtype, version):
     call = vllm_kernels.paged_attention_v1 if version == 1 else vllm_kernels.paged_attention_v2
     call(out, *scratch, *replace(case, query=packed[:, :8]).arguments())
     assert torch.equal(out, want)
+
+
+def test_out_of_any_alignment(device, dtype, version):
+    case = make_case(device, dtype, [5, 90, 200])
+    memory = torch.full((case.query.numel() + 1,), NAN, device=device, dtype=dtype)
+    out = memory[1:].view(case.query.shape)
+    if version == 1:
+        vllm_kernels.paged_attention_v1(out, *case.arguments())
+    else:
+        vllm_kernels.paged_attention_v2(out, *case.scratch(), *case.arguments())
+    assert_right(case, out)
 
 
 def test_cache_slices_of_a_packed_tensor(device, dtype, version):

@@ -116,8 +116,8 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
-  const bool few_rows = p.max_query_len <= 1 || p.max_query_len * group <= kDecodeRows ||
-                        2 * tiles < device.num_sms;
+  const bool few_rows =
+      p.max_query_len <= 1 || p.max_query_len * group <= kDecodeRows || 2 * tiles < device.num_sms;
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 

@@ -78,11 +78,12 @@ Call draw_call(Draw& draw) {
   Call call;
   PagedAttentionParams& p = call.params;
   PagedKv& kv = p.kv;
-  p.dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kFloat16, DType::kFloat32});
+  p.dtype = draw.of({DType::kBFloat16, DType::kBFloat16, DType::kBFloat16, DType::kBFloat16,
+                     DType::kFloat16, DType::kFloat16, DType::kFloat16, DType::kFloat32});
   kv.dtype = draw.of({p.dtype, p.dtype, DType::kFp8E4M3, DType::kFp8E5M2, DType::kInt8});
   kv.layout = draw.of({KvLayout::kVllm, KvLayout::kNHD, KvLayout::kHND});
   kv.head_size = draw.of({32, 64, 64, 80, 96, 112, 128, 128, 128, 160, 192, 256});
-  kv.block_size = draw.of({1, 2, 4, 8, 16, 16, 16, 16, 32, 64, 128, 256});
+  kv.block_size = draw.of({1, 2, 4, 8, 16, 16, 16, 16, 16, 32, 32, 64, 128, 256});
   kv.num_kv_heads = draw.of({1, 2, 8, 8, 32});
   kv.num_blocks = draw.one_in(40) ? 0 : 1000;
   set_strides(kv);
@@ -94,7 +95,7 @@ Call draw_call(Draw& draw) {
   const int group = draw.of({1, 4, 4, 7, 8, 16, 32, 71});
   p.num_heads = group * kv.num_kv_heads;
   p.num_seqs = draw.of({1, 2, 32, 256});
-  p.max_query_len = draw.of({1, 1, 1, 2, 5, 8, 16, 40, 300, 4096});
+  p.max_query_len = draw.of({1, 1, 1, 2, 5, 8, 16, 40, 300, 300, 4096, 4096});
   const bool ragged = p.max_query_len > 1 && draw.one_in(3);
   p.num_tokens = p.num_seqs * p.max_query_len - (ragged ? p.max_query_len - 1 : 0);
   p.max_seq_len = 1 << 17;
@@ -120,7 +121,8 @@ Call draw_call(Draw& draw) {
        << kv.block_size << " head " << kv.head_size << " kv_heads " << kv.num_kv_heads << " group "
        << group << " seqs " << p.num_seqs << " query_len " << p.max_query_len
        << (ragged ? " ragged" : "") << (kv.num_blocks == 0 ? " empty" : "")
-       << (unaligned_cache ? " cache+" + std::to_string(fault) : "") << (query_offset > 0 ? " query+" : "")
+       << (unaligned_cache ? " cache+" + std::to_string(fault) : "")
+       << (query_offset > 0 ? " query+" : "")
        << (query_offset > 0 ? std::to_string(query_offset) : "")
        << (p.query_stride % 8 == 4 ? " query_stride+4" : "")
        << (reinterpret_cast<uintptr_t>(p.out) % 16 != 0 ? " out+8" : "")
@@ -188,10 +190,11 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
       const Call call = draw_call(draw);
       const AttentionChoice choice = choose_kernel(call.params, device.model);
       for (const KernelChoice* launch : {&choice.main, &choice.concurrent_decode}) {
-        const int fixed = launch->kernel != AttentionKernel::kDecode ? 0
-                                                                     : decode_static_smem(
-                              size_of(call.params.kv.dtype), launch->padded_head_size,
-                              launch->multi_warp, false);
+        const int fixed =
+            launch->kernel != AttentionKernel::kDecode
+                ? 0
+                : decode_static_smem(size_of(call.params.kv.dtype), launch->padded_head_size,
+                                     launch->multi_warp, false);
         EXPECT_LE((launch->shared_bytes + fixed) * launch->ctas_per_sm,
                   device.model.shared_memory_per_block)
             << call.name;

@@ -23,8 +23,8 @@ constexpr int kCtasPerSmOf8Bit = 2;
 // Stages of a warp's pipeline, at least: 3 hide the latency of a page, 2 suffice with two CTAs.
 constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
 
-// Decode, more query tiles than CTAs: tokens of a split, at least. Shorter ones cost more to combine
-// than they balance. (docs/lab/decode/tile_scheduling.md)
+// Decode, more query tiles than CTAs: tokens of a split, at least. Shorter ones cost more to
+// combine than they balance. (docs/lab/decode/tile_scheduling.md)
 constexpr int kMinSplitTokens = 1024;
 // A split is at most this share of an even share of the work of one CTA. (ragged128: shorter splits
 // balance; longer ones combine less.)

@@ -78,7 +78,7 @@ struct KernelChoice {
   int warp_shift = 0;      // decode: log2 of the query rows of a warp
   int combine_rows = 0;    // decode: rows of a warp that are combined at a time
   int shared_bytes = 0;    // dynamic
-  Grid grid;
+  Grid grid = {};
   SimtShape simt = {};
   uint32_t obstacles = kNoObstacle;
 

@@ -23,7 +23,7 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kSimtMaxHeadSize = 256;
-constexpr int kSimtCtasPerSm = 4;      // 128 registers: loads of other CTAs hide the latency of one
+constexpr int kSimtCtasPerSm = 4;  // 128 registers: loads of other CTAs hide the latency of one
 
 // The query heads of a CTA, all of one KV head.
 struct HeadRange {
