@@ -1,29 +1,29 @@
 """Continuous batching of a model of transformers over a paged KV cache::
 
 engine = Engine(model, tokenizer)
-for output in engine.generate(["The for statement", "A class"], SamplingParams(max_tokens=20)):
+params = SamplingParams(max_tokens=20)
+for output in engine.generate(["The for statement", "A class"], params):
     print(output.completions[0].text)
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count
-from numbers import Integral
 from reprlib import repr as short_repr
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vllm_kernels.engine.config import EngineConfig
 from vllm_kernels.engine.detokenizer import Detokenizer
 from vllm_kernels.engine.fused_llama import refuse_changing_rotary
 from vllm_kernels.engine.layer_groups import LayerGroups
@@ -49,7 +49,7 @@ from vllm_kernels.hf.attention_interface import (
     use_paged_attention,
 )
 from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_cache.tensors import KVCache, KVShape, free_memory
+from vllm_kernels.kv_cache.tensors import KVCache
 
 __all__ = ["Engine"]
 
@@ -134,30 +134,8 @@ class Engine:
         check: bool = True,
     ) -> None:
         refuse_no_model("Engine", model)
-        _refuse_sizes(
-            num_blocks=(num_blocks, None),
-            cache_bytes=(cache_bytes, None),
-            max_batch_tokens=(max_batch_tokens, 1),
-            max_length=(max_length, 8),
-        )
-        _refuse_sizes(False, host_bytes=(host_bytes, 0), max_batch_size=(max_batch_size, 1))
-        if model.training:
-            raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
-        other = ENGINES.get(model)
-        if other is not None and other() is not None:
-            raise ValueError("Engine: model: another engine has it: close() that one first")
-        if model.get_output_embeddings() is None:
-            raise NotImplementedError(
-                f"Engine: model: expected one with a language-model head, got "
-                f"{type(model).__name__}"
-            )
-        config = model.config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None) or 0
-        if max_length is None:
-            max_length = positions if positions > 0 else 4096
-        wanted_length = max_length
-        if max_batch_tokens is None:
-            max_batch_tokens = max(2048, max_batch_size)
+        config = EngineConfig.of(locals())
+        _refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
         self._requests: dict[int, Request] = {}
@@ -167,93 +145,69 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         # Streams, events and graphs are those of the current device.
         self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
-        self._overlap = on_gpu if overlap is None else overlap
-        self._pending: PendingTokens | None = (
-            None  # the last pass, if its tokens are not looked at yet
-        )
+        self._overlap = on_gpu if config.overlap is None else config.overlap
+        self._pending: PendingTokens | None = None  # the last pass, until its tokens are fetched
         self._undelivered: list[TokenOutput] = []  # what step() returns next
         # What stream() and generate() have still to look at, by the ids of their requests.
         self._queues: dict[int, deque[TokenOutput]] = {}
-
-        shape = kv_shape(model, block_size, layout, cache_dtype)
-        refuse_changing_rotary(model)
-        use_paged_attention(model)
-        try:
-            layers = layer_options(model, shape)
-            groups = LayerGroups.of([layer.sliding_window for layer in layers])
-            shape = replace(shape, num_layers=groups.num_tensors)
-            if num_blocks is None:
-                if cache_bytes is None:
-                    tokens = max_batch_size * max_length
-                    cache_bytes = _default_bytes(model.device, shape, tokens, len(groups.windows))
-                num_blocks = cache_bytes // shape.block_bytes
-            if num_blocks < 2:
-                raise ValueError(
-                    f"Engine: cache: expected at least 2 blocks of {shape.block_bytes:,} bytes, "
-                    f"got {num_blocks}"
-                )
-            max_length = min(max_length, num_blocks * block_size)
-            if max_length < 8:
-                raise ValueError(
-                    f"Engine: cache: expected room for at least 8 tokens, got {num_blocks} blocks "
-                    f"of {block_size}"
-                )
-            if positions > 0 and all(layer.alibi_slopes is None for layer in layers):
-                positions = _scaled_positions(config, positions)
-                if max_length > positions:
-                    warnings.warn(
-                        f"Engine: max_length: expected at most {positions} (the model's "
-                        f"max_position_embeddings), got {wanted_length}: what it writes behind "
-                        "those may be wrong, or fail",
-                        stacklevel=2,
-                    )
-            self.manager = KVCacheManager(
-                num_blocks,
-                block_size,
-                num_host_blocks=host_bytes // shape.block_bytes,
-                windows=groups.windows,
-                prefix_caching=prefix_caching,
-            )
-            self.cache = KVCache(
-                shape,
-                num_blocks,
-                device=model.device,
-                num_host_blocks=self.manager.num_host_blocks,
-                tensor_of_layer=groups.tensor_of_layer,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
-            with self._on_device:
-                self._packed = ModelRunner(
-                    model,
-                    self.cache,
-                    groups,
-                    max_batch_size=max_batch_size,
-                    max_batch_tokens=max_batch_tokens,
-                    max_length=max_length,
-                    cuda_graphs=on_gpu if cuda_graphs is None else cuda_graphs,
-                    cascade=cascade and any(layer.can_cascade for layer in layers),
-                    backend="inductor" if compile is True else compile or None,
-                    fused=fused,
-                )
-            self.scheduler = Scheduler(
-                self.manager,
-                self._packed.host_buffers,
-                max_batch_size=max_batch_size,
-                max_batch_tokens=max_batch_tokens,
-                max_length=max_length,
-                prefix_caching=prefix_caching,
-                may_cascade=self._packed.may_cascade,
-            )
-            if check:
+        with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
+            self._build(config, cleanup)
+            if config.check:
                 with self._on_device:
                     verify(self._packed, self.manager)
             ENGINES[model] = ref(self)
-        except BaseException:
-            if hasattr(self, "_packed"):
-                self._packed.close()
-            stop_paged_attention(model)
-            raise
+            self._cleanup = cleanup.pop_all()
+
+    def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
+        """Takes the model and makes all parts. ``cleanup`` gets the calls that undo this."""
+        model = self.model
+        shape = kv_shape(model, config.block_size, config.layout, config.cache_dtype)
+        refuse_changing_rotary(model)
+        cleanup.callback(ENGINES.pop, model, None)
+        use_paged_attention(model)
+        cleanup.callback(stop_paged_attention, model)
+        layers = layer_options(model, shape)
+        groups = LayerGroups.of([layer.sliding_window for layer in layers])
+        shape = replace(shape, num_layers=groups.num_tensors)
+        num_blocks = config.cache_blocks(model, shape, len(groups.windows))
+        limits = config.limits(model, num_blocks, layers)
+        self.manager = KVCacheManager(
+            num_blocks,
+            config.block_size,
+            num_host_blocks=config.host_bytes // shape.block_bytes,
+            windows=groups.windows,
+            prefix_caching=config.prefix_caching,
+        )
+        self.cache = KVCache(
+            shape,
+            num_blocks,
+            device=model.device,
+            num_host_blocks=self.manager.num_host_blocks,
+            tensor_of_layer=groups.tensor_of_layer,
+            k_scale=config.k_scale,
+            v_scale=config.v_scale,
+        )
+        cleanup.callback(self.cache.free)
+        on_gpu = model.device.type == "cuda"
+        with self._on_device:
+            self._packed = ModelRunner(
+                model,
+                self.cache,
+                groups,
+                **limits,
+                cuda_graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+                cascade=config.cascade and any(layer.can_cascade for layer in layers),
+                backend="inductor" if config.compile is True else config.compile or None,
+                fused=config.fused,
+            )
+        cleanup.callback(self._packed.close)
+        self.scheduler = Scheduler(
+            self.manager,
+            self._packed.host_buffers,
+            **limits,
+            prefix_caching=config.prefix_caching,
+            may_cascade=self._packed.may_cascade,
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -277,13 +231,8 @@ class Engine:
         afterwards."""
         if self.cache.is_freed:
             return
-        try:
-            self._packed.close()
-        finally:
-            self._pending = None
-            self.cache.free()
-            stop_paged_attention(self.model)
-            ENGINES.pop(self.model, None)
+        self._pending = None
+        self._cleanup.close()
 
     # Requests.
 
@@ -584,24 +533,17 @@ class Engine:
         return text, FinishReason.STOP if detokenizer.is_stopped else reason
 
 
-def _refuse_sizes(optional: bool = True, **sizes: tuple[object, int | None]) -> None:
-    """Refuses what is no integer (or None, where ``optional``), or below the least."""
-    for name, (size, least) in sizes.items():
-        if optional and size is None:
-            continue
-        if not isinstance(size, Integral):
-            raise TypeError(f"Engine: {name}: expected an integer, got {short_repr(size)}")
-        if least is not None and size < least:
-            raise ValueError(f"Engine: {name}: expected at least {least}, got {size}")
-
-
-def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:
-    """How large the cache is where the caller does not say."""
-    free = free_memory(device)
-    if device.type == "cuda":
-        return int(0.9 * free)
-    wanted = (tokens // shape.block_size + 1) * groups * shape.block_bytes
-    return min(wanted, free // 4)
+def _refuse_unserved(model: PreTrainedModel) -> None:
+    """Raises for a model that trains, that another engine has, or that gives no logits."""
+    if model.training:
+        raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
+    other = ENGINES.get(model)
+    if other is not None and other() is not None:
+        raise ValueError("Engine: model: another engine has it: close() that one first")
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(
+            f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
+        )
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -609,11 +551,3 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     if end is None:
         return frozenset()
     return frozenset([end] if isinstance(end, int) else end)
-
-
-def _scaled_positions(config: PreTrainedConfig, positions: int) -> int:
-    """The positions of a model whose rotary embeddings are stretched (linear, yarn): some configs
-    say how many there are then, others how many there were."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    before = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(before * (rope.get("factor") or 1)))

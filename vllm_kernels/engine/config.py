@@ -1,0 +1,151 @@
+"""The options of an engine, and the sizes that follow from them and from its model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral
+from reprlib import repr as short_repr
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vllm_kernels.hf.attention_interface import AttentionOptions
+from vllm_kernels.kv_cache.tensors import KVShape, free_memory
+
+__all__ = ["EngineConfig"]
+
+_MIN_LENGTH = 8
+# Options that are integers, and the smallest value of each. The cache checks the others.
+_SIZES = {
+    "num_blocks": None,
+    "cache_bytes": None,
+    "max_batch_tokens": 1,
+    "max_length": _MIN_LENGTH,
+    "host_bytes": 0,
+    "max_batch_size": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineConfig:
+    """The options of :class:`~vllm_kernels.engine.engine.Engine`, whose docstring explains them.
+
+    Raises:
+        TypeError: a size that is not an integer.
+        ValueError: a size that is too small.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    cache_bytes: int | None = None
+    host_bytes: int = 0
+    layout: str = "vllm"
+    cache_dtype: str = "auto"
+    k_scale: Tensor | float = 1.0
+    v_scale: Tensor | float = 1.0
+    max_batch_size: int = 64
+    max_batch_tokens: int | None = None
+    max_length: int | None = None
+    prefix_caching: bool = True
+    cuda_graphs: bool | None = None
+    cascade: bool = True
+    overlap: bool | None = None
+    compile: bool | str = False
+    fused: bool = True
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        for name, minimum in _SIZES.items():
+            size = getattr(self, name)
+            if size is None and getattr(EngineConfig, name) is None:  # None is the default
+                continue
+            if not isinstance(size, Integral):
+                raise TypeError(f"Engine: {name}: expected an integer, got {short_repr(size)}")
+            if minimum is not None and size < minimum:
+                raise ValueError(f"Engine: {name}: expected at least {minimum}, got {size}")
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> EngineConfig:
+        """Takes the options from the ``locals()`` of a function that has them as parameters."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    def cache_blocks(self, model: PreTrainedModel, shape: KVShape, groups: int) -> int:
+        """Blocks of the cache, for layers in ``groups`` that each have block tables.
+
+        Raises:
+            ValueError: there are fewer than 2.
+        """
+        num_blocks, cache_bytes = self.num_blocks, self.cache_bytes
+        if num_blocks is None:
+            if cache_bytes is None:
+                tokens = self.max_batch_size * self._wanted_length(model)
+                cache_bytes = _default_bytes(model.device, shape, tokens, groups)
+            num_blocks = cache_bytes // shape.block_bytes
+        if num_blocks < 2:
+            raise ValueError(
+                f"Engine: cache: expected at least 2 blocks of {shape.block_bytes:,} bytes, "
+                f"got {num_blocks}"
+            )
+        return num_blocks
+
+    def limits(
+        self, model: PreTrainedModel, num_blocks: int, layers: list[AttentionOptions]
+    ) -> dict[str, int]:
+        """Of a pass, and of a sequence in a cache of so many blocks, by the options' names.
+
+        Warns the caller of the engine's constructor if the model lacks positions. With ALiBi it
+        needs none.
+
+        Raises:
+            ValueError: sequences would have fewer than 8 tokens.
+        """
+        wanted = self._wanted_length(model)
+        length = min(wanted, num_blocks * self.block_size)
+        if length < _MIN_LENGTH:
+            raise ValueError(
+                f"Engine: cache: expected room for at least {_MIN_LENGTH} tokens, got "
+                f"{num_blocks} blocks of {self.block_size}"
+            )
+        positions = _positions(model, scaled=True)
+        if 0 < positions < length and all(layer.alibi_slopes is None for layer in layers):
+            warnings.warn(
+                f"Engine: max_length: expected at most {positions} (the model's "
+                f"max_position_embeddings), got {wanted}: what it writes behind those may be "
+                "wrong, or fail",
+                stacklevel=4,
+            )
+        size, tokens = self.max_batch_size, self.max_batch_tokens
+        tokens = max(2048, size) if tokens is None else tokens
+        return {"max_batch_size": size, "max_batch_tokens": tokens, "max_length": length}
+
+    def _wanted_length(self, model: PreTrainedModel) -> int:
+        """Tokens of a sequence, if the cache has room for them."""
+        return (_positions(model) or 4096) if self.max_length is None else self.max_length
+
+
+def _positions(model: PreTrainedModel, scaled: bool = False) -> int:
+    """The model's max_position_embeddings; 0: its config has none.
+
+    ``scaled``: after scaling of the rotary embeddings (linear, yarn). Some configs give the number
+    after it, others the number before.
+    """
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    if positions <= 0 or not scaled:
+        return max(positions, 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(before * (rope.get("factor") or 1)))
+
+
+def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:
+    """The size of the cache if the caller gives none."""
+    free = free_memory(device)
+    if device.type == "cuda":
+        return int(0.9 * free)
+    wanted = (tokens // shape.block_size + 1) * groups * shape.block_bytes
+    return min(wanted, free // 4)
