@@ -73,11 +73,10 @@ void launch(const CombineAttnPartialsParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int kWidth = kVecWidth<T>;
-    const auto aligned = [](int64_t stride) { return stride % kWidth == 0; };
-    const bool vectors = aligned(p.head_size) && aligned16(p.output) && aligned16(p.out_partial) &&
-                         aligned(p.output_token_stride) && aligned(p.output_head_stride) &&
-                         aligned(p.partial_stride) && aligned(p.token_stride) &&
-                         aligned(p.head_stride);
+    const bool vectors =
+        aligned16(p.output) && aligned16(p.out_partial) &&
+        multiples(kWidth, {p.head_size, p.output_token_stride, p.output_head_stride,
+                           p.partial_stride, p.token_stride, p.head_stride});
     const int steps = vectors ? p.head_size / kWidth : p.head_size;
     int lanes = 1;
     while (lanes < steps && lanes < 32) lanes *= 2;

@@ -69,10 +69,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool rows_aligned(const void* data, int64_t token_stride, int64_t head_stride, int64_t width) {
-  return aligned16(data) && token_stride % width == 0 && head_stride % width == 0;
-}
-
 }  // namespace
 
 void launch(const MergeAttnStatesParams& p, Stream stream) {
@@ -80,10 +76,10 @@ void launch(const MergeAttnStatesParams& p, Stream stream) {
     using T = decltype(tag);
     constexpr int kWidth = kVecWidth<T>;
     const bool vectors =
-        p.head_size % kWidth == 0 &&
-        rows_aligned(p.output, p.output_token_stride, p.output_head_stride, kWidth) &&
-        rows_aligned(p.prefix.data, p.prefix.token_stride, p.prefix.head_stride, kWidth) &&
-        rows_aligned(p.suffix.data, p.suffix.token_stride, p.suffix.head_stride, kWidth);
+        aligned16(p.output) && aligned16(p.prefix.data) && aligned16(p.suffix.data) &&
+        multiples(kWidth,
+                  {p.head_size, p.output_token_stride, p.output_head_stride, p.prefix.token_stride,
+                   p.prefix.head_stride, p.suffix.token_stride, p.suffix.head_stride});
     const int steps = vectors ? p.head_size / kWidth : p.head_size;
     int lanes = 1;
     while (lanes < steps && lanes < 32) lanes *= 2;

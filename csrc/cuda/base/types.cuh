@@ -4,7 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "ops/dtype.h"
 
@@ -60,6 +62,11 @@ void dispatch_float(DType dtype, Body&& body) {
 template <typename Body>
 void dispatch_16_bit(DType dtype, Body&& body) {
   dtype == DType::kFloat16 ? body(Half{}) : body(BFloat16{});
+}
+
+// Whether every value is a multiple of `of`.
+inline bool multiples(int64_t of, std::initializer_list<int64_t> values) {
+  return std::all_of(values.begin(), values.end(), [of](int64_t value) { return value % of == 0; });
 }
 
 inline bool aligned16(const void* pointer) {

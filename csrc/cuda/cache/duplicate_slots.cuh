@@ -9,6 +9,7 @@
 // The scan, as the writers use it: LaterSlots loads slots early, an Own* struct tests them,
 // find_duplicates() combines the CTA's threads. "Own" means: of this CTA's tokens.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/base/fast_divmod.cuh"
@@ -17,6 +18,17 @@
 namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
+
+// What one launch takes of a call, from token `first` on.
+inline ReshapeAndCacheParams slice_of(const ReshapeAndCacheParams& all, int64_t first) {
+  ReshapeAndCacheParams slice = all;
+  const int64_t size = size_of(all.dtype);
+  slice.num_tokens = std::min(kTokensPerLaunch, all.num_tokens - first);
+  slice.slot_mapping += first;
+  slice.key = static_cast<const char*>(all.key) + first * all.key_token_stride * size;
+  slice.value = static_cast<const char*>(all.value) + first * all.value_token_stride * size;
+  return slice;
+}
 
 // The functions below take as `p` any params struct with these members, or this struct.
 struct SlotMapping {

@@ -151,9 +151,8 @@ bool rows_aligned(const GatherCacheParams& p, int width) {
   const auto aligned_all = [&](const void* source, const void* rows,
                                std::initializer_list<int64_t> all) {
     const auto source_bytes = static_cast<uintptr_t>(width * size_of(kv.dtype));
-    bool aligned = reinterpret_cast<uintptr_t>(source) % source_bytes == 0 && aligned16(rows);
-    for (int64_t stride : all) aligned = aligned && stride % width == 0;
-    return aligned;
+    return reinterpret_cast<uintptr_t>(source) % source_bytes == 0 && aligned16(rows) &&
+           multiples(width, all);
   };
   const int64_t value_token = kv.layout == KvLayout::kVllm ? 0 : kv.value_token_stride;
   return kv.head_size % width == 0 &&
@@ -181,7 +180,7 @@ void launch_width(const GatherCacheParams& p, Stream stream) {
                          .per_token = kv.num_kv_heads * per_head,
                          .per_head = per_head};
   const auto blocks = [&](int rows) {
-    return static_cast<unsigned>((int64_t{p.tokens.num_rows} + rows - 1) / rows);
+    return static_cast<unsigned>(ceil_div(p.tokens.num_rows, rows));
   };
   launch_kernel(p.op, gather_rows_kernel<Out, Stored, kWidth>, dim3(blocks(tokens), num_tensors),
                 dim3(kThreads), 0, stream, p, row_vecs);

@@ -14,6 +14,19 @@
 
 namespace vllm_kernels::cuda {
 
+// The address `index` steps of `stride` bytes after `base`.
+template <typename T>
+__device__ __forceinline__ T* stepped(T* base, uint32_t index, uint32_t stride) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(base) + uint64_t{index} * stride);
+}
+
+// The address of page `block`. `stride` is in units of 16 bytes.
+template <typename T>
+__device__ __forceinline__ T* page(T* base, uint32_t block, uint32_t stride) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(base) + (uint64_t{block} * stride << 4));
+}
+
 // ReshapeAndCacheParams packed for the kernels. It takes few lines of the constant cache, and a
 // kernel of a few microseconds waits for each. Strides are 32-bit and in bytes; page strides are in
 // units of 16 bytes. Times a 32-bit index they take one instruction. A 64 x 64 bit product takes
@@ -95,20 +108,35 @@ struct CacheWrite {
   __device__ __forceinline__ Slot place(int32_t slot) const {
     return place_of(slot, by_block_size, block_size);
   }
+
+  // Element `d` of a KV head of a token: the given value,
+  template <typename T>
+  __device__ __forceinline__ const T* value_at(int token, int head, int d) const {
+    return stepped(stepped(static_cast<const T*>(value) + d, token, value_token), head, value_head);
+  }
+  // and its places in rows of a cache of C.
+  template <typename C>
+  __device__ __forceinline__ C* key_row(Slot at, int head, int d) const {
+    return stepped(stepped(page(static_cast<C*>(key_cache) + d, at.block, to_key_block), at.token,
+                           to_key_token),
+                   head, to_key_head);
+  }
+  template <typename C>
+  __device__ __forceinline__ C* value_row(Slot at, int head, int d) const {
+    return stepped(stepped(page(static_cast<C*>(value_cache) + d, at.block, to_value_block),
+                           at.token, to_value_token),
+                   head, to_value_head);
+  }
+  // A KV head of a page.
+  template <typename C>
+  __device__ __forceinline__ C* key_page(int32_t block, int head) const {
+    return stepped(page(static_cast<C*>(key_cache), block, to_key_block), head, to_key_head);
+  }
+  template <typename C>
+  __device__ __forceinline__ C* value_page(int32_t block, int head) const {
+    return stepped(page(static_cast<C*>(value_cache), block, to_value_block), head, to_value_head);
+  }
 };
-
-// The address `index` steps of `stride` bytes after `base`.
-template <typename T>
-__device__ __forceinline__ T* stepped(T* base, uint32_t index, uint32_t stride) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(base) + uint64_t{index} * stride);
-}
-
-// The address of page `block`. `stride` is in units of 16 bytes.
-template <typename T>
-__device__ __forceinline__ T* page(T* base, uint32_t block, uint32_t stride) {
-  return reinterpret_cast<T*>(reinterpret_cast<char*>(base) + (uint64_t{block} * stride << 4));
-}
 
 // The source of a writer's keys: here, the keys as given. (RotatedKeys of
 // cuda/rope/rotated_keys.cuh is the other one.) `load` only issues the loads of a token's key.
@@ -143,9 +171,9 @@ struct GivenKeys {
 // Whether 16-byte loads of key and value are aligned for every head.
 inline bool inputs_aligned(const ReshapeAndCacheParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
-  return aligned16(p.key) && aligned16(p.value) && p.key_token_stride % width == 0 &&
-         p.key_head_stride % width == 0 && p.value_token_stride % width == 0 &&
-         p.value_head_stride % width == 0;
+  return aligned16(p.key) && aligned16(p.value) &&
+         multiples(width, {p.key_token_stride, p.key_head_stride, p.value_token_stride,
+                           p.value_head_stride});
 }
 
 }  // namespace vllm_kernels::cuda

@@ -35,7 +35,7 @@ constexpr int kFewTokens = 1024;  // up to here a CTA takes one token
 // Loads the CTA's own slots into `list` [kMaxTokens] in shared memory. Returns a mask of the own
 // tokens whose slot a later token repeats. All threads of the CTA call it.
 __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p, int first,
-                                               int tokens, int32_t* list) {
+                                               int tokens, int32_t (&list)[kMaxTokens]) {
   __shared__ SlotFilter filter;
   __shared__ uint32_t own_duplicates;
   const int thread = threadIdx.x, threads = blockDim.x;
@@ -44,10 +44,7 @@ __device__ __forceinline__ uint32_t load_slots(const ConcatAndCacheMlaParams& p,
   later.load(p, from, threads);
   if (thread < 32) {
     const int32_t slot = thread < tokens ? slot_of(p, first + thread) : -1;
-    list[thread] = slot;
-    filter.fill(thread, slot);
-    const uint32_t duplicates = duplicates_in_warp(thread, slot);
-    if (thread == 0) own_duplicates = duplicates;
+    list_own(thread, slot, list, filter, own_duplicates);
   }
   __syncthreads();
   const OwnFiltered own{.filter = &filter, .list = {.slots = list, .end = tokens}};
@@ -234,12 +231,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool inputs_aligned(const ConcatAndCacheMlaParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
-  return aligned16(p.kv_c) && aligned16(p.k_pe) && p.kv_c_stride % width == 0 &&
-         p.k_pe_stride % width == 0;
-}
-
-unsigned blocks_of(int64_t rows, int each) {
-  return static_cast<unsigned>((rows + each - 1) / each);
+  return aligned16(p.kv_c) && aligned16(p.k_pe) && multiples(width, {p.kv_c_stride, p.k_pe_stride});
 }
 
 template <typename T>
@@ -247,7 +239,7 @@ void launch_ds_mla(const ConcatAndCacheMlaParams& p, Stream stream) {
   const int tokens = p.num_tokens <= kFewTokens ? 1 : kThreads / 32;
   const auto kernel = inputs_aligned(p) ? concat_and_cache_ds_mla_kernel<T, true>
                                         : concat_and_cache_ds_mla_kernel<T, false>;
-  launch_kernel("concat_and_cache_mla", kernel, dim3(blocks_of(p.num_tokens, tokens)),
+  launch_kernel("concat_and_cache_mla", kernel, dim3(ceil_div(p.num_tokens, tokens)),
                 dim3(32 * tokens), 0, stream, p, FastDivisor(p.block_size));
 }
 
@@ -257,7 +249,7 @@ void launch_entries(const ConcatAndCacheMlaParams& p, Stream stream) {
   const int tokens = p.num_tokens <= kFewTokens ? 1 : 4;
   const int threads = std::min(kThreads, (tokens * vecs_per_entry + 31) / 32 * 32);
   launch_kernel("concat_and_cache_mla", concat_and_cache_mla_kernel<T, C, kWidth>,
-                dim3(blocks_of(p.num_tokens, tokens)), dim3(threads), 0, stream, p,
+                dim3(ceil_div(p.num_tokens, tokens)), dim3(threads), 0, stream, p,
                 FastDivisor(p.block_size), FastDivisor(vecs_per_entry), vecs_per_entry, tokens);
 }
 
@@ -268,9 +260,9 @@ void launch_once(const ConcatAndCacheMlaParams& p, Stream stream) {
     dispatch_cache<T>(p.cache_dtype, [&](auto stored) {
       using C = decltype(stored);
       constexpr int kWidth = kVecWidth<C>;
-      const bool aligned = inputs_aligned(p) && aligned16(p.cache) &&
-                           p.kv_lora_rank % kWidth == 0 && p.pe_dim % kWidth == 0 &&
-                           p.block_stride % kWidth == 0 && p.token_stride % kWidth == 0;
+      const bool aligned =
+          inputs_aligned(p) && aligned16(p.cache) &&
+          multiples(kWidth, {p.kv_lora_rank, p.pe_dim, p.block_stride, p.token_stride});
       aligned ? launch_entries<T, C, kWidth>(p, stream) : launch_entries<T, C, 1>(p, stream);
     });
   });
@@ -290,8 +282,8 @@ void launch_concat(const ConcatMlaQParams& p, Stream stream) {
   if (count > INT32_MAX) {
     throw std::runtime_error("concat_mla_q: too many elements for one call: split it");
   }
-  const int64_t blocks = std::min<int64_t>((count + kThreads - 1) / kThreads,
-                                           int64_t{32} * current_device_info().num_sms);
+  const int64_t blocks =
+      std::min<int64_t>(ceil_div(count, kThreads), int64_t{32} * current_device_info().num_sms);
   launch_kernel("concat_mla_q", concat_mla_q_kernel<V>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kThreads), 0, stream, static_cast<const V*>(p.nope),
                 static_cast<const V*>(p.rope), static_cast<V*>(p.out), in_accesses(p.nope_rows),
@@ -315,7 +307,7 @@ void launch(const ConcatAndCacheMlaParams& params, Stream stream) {
 
 void launch(const UpconvertMlaParams& p, Stream stream) {
   // Enough CTAs to fill the device if one sequence had all rows; at least one CTA a sequence.
-  const int64_t wanted = std::min<int64_t>((p.num_rows + kThreads / 32 - 1) / (kThreads / 32),
+  const int64_t wanted = std::min<int64_t>(ceil_div(p.num_rows, kThreads / 32),
                                            int64_t{16} * current_device_info().num_sms);
   const int64_t splits = std::max<int64_t>(1, wanted / p.num_seqs);
   const unsigned blocks = grid_size("cp_gather_and_upconvert_fp8_kv_cache", splits * p.num_seqs);

@@ -62,14 +62,8 @@ void launch_once(const ReshapeAndCacheParams& p, Stream stream) {
 }  // namespace
 
 void launch(const ReshapeAndCacheParams& params, Stream stream) {
-  ReshapeAndCacheParams slice = params;
-  const int64_t size = size_of(params.dtype);
   for (int64_t done = 0; done < params.num_tokens; done += kTokensPerLaunch) {
-    slice.num_tokens = std::min(kTokensPerLaunch, params.num_tokens - done);
-    slice.slot_mapping = params.slot_mapping + done;
-    slice.key = static_cast<const char*>(params.key) + done * params.key_token_stride * size;
-    slice.value = static_cast<const char*>(params.value) + done * params.value_token_stride * size;
-    launch_once(slice, stream);
+    launch_once(slice_of(params, done), stream);
   }
 }
 

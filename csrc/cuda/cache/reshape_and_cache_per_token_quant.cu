@@ -152,8 +152,7 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
     const int d = min(chunk * kWidth, p.head_size - kWidth);
     const auto* key = reinterpret_cast<const Elements16<T>*>(
         stepped(stepped(static_cast<const T*>(p.key) + d, token, p.key_token), head, p.key_head));
-    const auto* value = reinterpret_cast<const Elements16<T>*>(stepped(
-        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+    const auto* value = reinterpret_cast<const Elements16<T>*>(p.value_at<T>(token, head, d));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) k[i] = key[i];
 #pragma unroll
@@ -194,26 +193,20 @@ __global__ void __launch_bounds__(kMaxThreads, sizeof(T) == 4 ? 1 : 2)
                      at.token] = v_scale.scale;
     }
     if (has_chunk) {
-      int8_t* key = stepped(page(static_cast<int8_t*>(p.key_cache), at.block, p.to_key_block), head,
-                            p.to_key_head);
-      key = stepped(stepped(key, at.token, p.to_key_token), chunk, p.to_key_chunk);
+      int8_t* key = stepped(p.key_page<int8_t>(at.block, head), at.token, p.to_key_token);
+      key = stepped(key, chunk, p.to_key_chunk);
       *reinterpret_cast<Elements16<int8_t>*>(key) = k_scale.quantize(k);
       int8_t* value = tile + row * pitch + chunk * kWidth;
       if constexpr (!kTransposed) {
-        value = stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
-                        p.to_value_head);
-        value = stepped(value, at.token, p.to_value_token) + chunk * kWidth;
+        value = stepped(p.value_page<int8_t>(at.block, head), at.token, p.to_value_token) +
+                chunk * kWidth;
       }
       *reinterpret_cast<Elements16<int8_t>*>(value) = v_scale.quantize(v);
     }
   }
   if constexpr (kTransposed) {
     __syncthreads();
-    const auto values_of = [&](Slot at) {
-      return stepped(page(static_cast<int8_t*>(p.value_cache), at.block, p.to_value_block), head,
-                     p.to_value_head) +
-             at.token;
-    };
+    const auto values_of = [&](Slot at) { return p.value_page<int8_t>(at.block, head) + at.token; };
     if (run && duplicates == 0 && tokens % 8 == 0 && p.block_size % tokens == 0 &&
         start % tokens == 0) {
       int8_t* values = values_of(p.place(own_slots[0]));
@@ -288,15 +281,12 @@ __global__ void __launch_bounds__(256) quantize_elements_kernel(Params p) {
 // Whether every 16-byte access of quantize_rows_kernel is aligned and its grid can be launched.
 bool rows_aligned(const ReshapeAndCacheParams& w) {
   const PagedKv& kv = w.kv;
-  const auto aligned = [](int64_t block, int64_t head, int64_t token) {
-    return block % kWidth == 0 && head % kWidth == 0 && token % kWidth == 0;
-  };
-  const bool transposed = kv.layout == KvLayout::kVllm;
-  return kv.head_size % kWidth == 0 && kv.head_size <= 32 * kWidth && CacheWrite::fits(w) &&
-         inputs_aligned(w) && aligned16(kv.key) && aligned16(kv.value) &&
-         aligned(kv.key_block_stride, kv.key_head_stride, kv.key_token_stride) &&
-         aligned(kv.value_block_stride, kv.value_head_stride,
-                 transposed ? 0 : kv.value_token_stride) &&
+  const int64_t value_token = kv.layout == KvLayout::kVllm ? 0 : kv.value_token_stride;
+  return kv.head_size <= 32 * kWidth && CacheWrite::fits(w) && inputs_aligned(w) &&
+         aligned16(kv.key) && aligned16(kv.value) &&
+         multiples(kWidth,
+                   {kv.head_size, kv.key_block_stride, kv.key_head_stride, kv.key_token_stride,
+                    kv.value_block_stride, kv.value_head_stride, value_token}) &&
          kv.num_kv_heads <= 65535;
 }
 
@@ -336,13 +326,8 @@ void launch_once(const Params& p, Stream stream) {
 
 void launch(const Params& params, Stream stream) {
   Params slice = params;
-  const ReshapeAndCacheParams& all = params.write;
-  const int64_t size = size_of(all.dtype);
-  for (int64_t done = 0; done < all.num_tokens; done += kTokensPerLaunch) {
-    slice.write.num_tokens = std::min(kTokensPerLaunch, all.num_tokens - done);
-    slice.write.slot_mapping = all.slot_mapping + done;
-    slice.write.key = static_cast<const char*>(all.key) + done * all.key_token_stride * size;
-    slice.write.value = static_cast<const char*>(all.value) + done * all.value_token_stride * size;
+  for (int64_t done = 0; done < params.write.num_tokens; done += kTokensPerLaunch) {
+    slice.write = slice_of(params.write, done);
     launch_once(slice, stream);
   }
 }

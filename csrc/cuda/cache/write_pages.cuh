@@ -140,16 +140,12 @@ struct PagesTarget {
 
   // Chunk `chunk` of K, for a token.
   __device__ __forceinline__ C* key(Slot at, int chunk) const {
-    return stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block), head,
-                           p.to_key_head),
-                   chunk, p.to_key_chunk) +
+    return stepped(p.key_page<C>(at.block, head), chunk, p.to_key_chunk) +
            static_cast<uint32_t>(at.token * kVecWidth<C>);
   }
   // Value 0 of the CTA's chunks, for a token.
   __device__ __forceinline__ C* values(Slot at) const {
-    return stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block), head,
-                           p.to_value_head),
-                   first_chunk * kVecWidth<C>, p.to_value_dim) +
+    return stepped(p.value_page<C>(at.block, head), first_chunk * kVecWidth<C>, p.to_value_dim) +
            static_cast<uint32_t>(at.token);
   }
 };
@@ -171,14 +167,6 @@ __device__ __forceinline__ void store_key(const PagesWrite& p, C* to, Keys& keys
   if (!p.values_only && keys.valid()) {
     *reinterpret_cast<Elements16<C>*>(to) = quantize<T, C>(k, k_scale);
   }
-}
-
-// The address of element `d` of a head of V.
-template <typename T>
-__device__ __forceinline__ const Elements16<T>* value_at(const PagesWrite& p, int token, int head,
-                                                         int d) {
-  return reinterpret_cast<const Elements16<T>*>(stepped(
-      stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
 }
 
 template <typename T, int kVectors>
@@ -298,7 +286,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const int num_tokens = p.num_tokens, token = min(first + row, num_tokens - 1);
   const int d = min(chunk * kWidth, p.head_size - kWidth);
   Elements16<T> k[kVectors], v[kVectors];
-  const Elements16<T>* value = value_at<T>(p, token, head, d);
+  const auto* value = reinterpret_cast<const Elements16<T>*>(p.value_at<T>(token, head, d));
   const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
   // Few tokens: prefetch before the PDL wait.
   if (!kRest && num_tokens <= 1024) {
@@ -413,10 +401,10 @@ struct PagesShape {
 // Whether every 16-byte access of write_pages is aligned and its grid can be launched.
 inline bool pages_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
-  return kv.block_size % 8 == 0 && kv.head_size % kv.x == 0 && inputs_aligned(p) &&
-         CacheWrite::fits(p) && aligned16(kv.key) && aligned16(kv.value) &&
-         kv.key_block_stride % kv.x == 0 && kv.key_head_stride % kv.x == 0 &&
-         kv.value_block_stride % kv.x == 0 && kv.value_head_stride % kv.x == 0 &&
+  return kv.block_size % 8 == 0 && inputs_aligned(p) && CacheWrite::fits(p) && aligned16(kv.key) &&
+         aligned16(kv.value) &&
+         multiples(kv.x, {kv.head_size, kv.key_block_stride, kv.key_head_stride,
+                          kv.value_block_stride, kv.value_head_stride}) &&
          int64_t{kv.num_kv_heads} * (kv.head_size / kv.x) <= 65535;
 }
 

@@ -57,8 +57,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   };
   const int num_tokens = p.num_tokens;
   const auto value_at = [&](int token, int d) {
-    return reinterpret_cast<const Elements16<T>*>(stepped(
-        stepped(static_cast<const T*>(p.value) + d, token, p.value_token), head, p.value_head));
+    return reinterpret_cast<const Elements16<T>*>(p.value_at<T>(token, head, d));
   };
   const auto token_of = [&](int j) { return min(first + j * p.rows + y, num_tokens - 1); };
   // Clamped instead of branching, so that all loads of the prologue are in flight together.
@@ -142,13 +141,8 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
     for (int j = 0; j < kEach; ++j) {
       if (slot[j] < 0 || (duplicates >> (j * p.rows + y) & 1)) continue;
       const Slot at = p.place(slot[j]);
-      C* key = stepped(stepped(page(static_cast<C*>(p.key_cache) + d, at.block, p.to_key_block),
-                               at.token, p.to_key_token),
-                       head, p.to_key_head);
-      C* value =
-          stepped(stepped(page(static_cast<C*>(p.value_cache) + d, at.block, p.to_value_block),
-                          at.token, p.to_value_token),
-                  head, p.to_value_head);
+      C* key = p.key_row<C>(at, head, d);
+      C* value = p.value_row<C>(at, head, d);
       if (keys[j].valid()) *reinterpret_cast<Elements16<C>*>(key) = quantize<T, C>(k[j], k_scale);
       *reinterpret_cast<Elements16<C>*>(value) = quantize<T, C>(v[j], v_scale);
     }
@@ -193,13 +187,11 @@ struct RowsShape {
 // Whether every 16-byte access of write_rows is aligned.
 inline bool rows_aligned(const ReshapeAndCacheParams& p) {
   const PagedKv& kv = p.kv;
-  const auto aligned = [&](int64_t block, int64_t token, int64_t head) {
-    return block % kv.x == 0 && token % kv.x == 0 && head % kv.x == 0;
-  };
-  return kv.head_size % kv.x == 0 && kv.num_kv_heads <= 65535 && CacheWrite::fits(p) &&
-         inputs_aligned(p) && aligned16(kv.key) && aligned16(kv.value) &&
-         aligned(kv.key_block_stride, kv.key_token_stride, kv.key_head_stride) &&
-         aligned(kv.value_block_stride, kv.value_token_stride, kv.value_head_stride);
+  return kv.num_kv_heads <= 65535 && CacheWrite::fits(p) && inputs_aligned(p) &&
+         aligned16(kv.key) && aligned16(kv.value) &&
+         multiples(kv.x,
+                   {kv.head_size, kv.key_block_stride, kv.key_token_stride, kv.key_head_stride,
+                    kv.value_block_stride, kv.value_token_stride, kv.value_head_stride});
 }
 
 }  // namespace vllm_kernels::cuda

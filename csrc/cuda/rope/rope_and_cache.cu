@@ -27,24 +27,20 @@ bool vecs_fit(const RopeAndCacheParams& p) {
   const int64_t width = 16 / size_of(p.dtype);
   const auto fits = [&](const ProjectedHeads& heads) {
     return aligned16(heads.data) && aligned16(heads.bias) && aligned16(heads.weight) &&
-           heads.token_stride % width == 0 && heads.head_stride % width == 0;
+           multiples(width, {heads.token_stride, heads.head_stride});
   };
   const auto aligned = [&](const void* data, DType dtype) {
     return reinterpret_cast<uintptr_t>(data) % (width * size_of(dtype)) == 0;
   };
   const PagedKv& kv = p.kv;
-  bool cache_fits = true;
-  for (const int64_t stride : {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride,
-                               kv.value_dim_stride == 1 ? kv.value_block_stride : 0,
-                               kv.value_dim_stride == 1 ? kv.value_head_stride : 0,
-                               kv.value_dim_stride == 1 ? kv.value_token_stride : 0}) {
-    cache_fits = cache_fits && stride % width == 0;
-  }
+  const bool cache_fits =
+      multiples(width, {kv.key_block_stride, kv.key_head_stride, kv.key_token_stride}) &&
+      (kv.value_dim_stride != 1 ||
+       multiples(width, {kv.value_block_stride, kv.value_head_stride, kv.value_token_stride}));
   return (p.cos_sin_dtype == p.dtype || p.cos_sin_dtype == DType::kFloat32) && fits(p.query) &&
-         fits(p.key) && fits(p.value) && p.head_size % width == 0 &&
-         p.rotary_size / 2 % width == 0 && aligned(p.cos_sin_cache, p.cos_sin_dtype) &&
-         p.cos_sin_stride % width == 0 && cache_fits && aligned(kv.key, kv.dtype) &&
-         aligned(kv.value, kv.dtype);
+         fits(p.key) && fits(p.value) && aligned(p.cos_sin_cache, p.cos_sin_dtype) &&
+         multiples(width, {p.head_size, p.rotary_size / 2, p.cos_sin_stride}) && cache_fits &&
+         aligned(kv.key, kv.dtype) && aligned(kv.value, kv.dtype);
 }
 
 namespace {

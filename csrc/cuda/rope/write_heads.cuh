@@ -44,8 +44,7 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   const int token = min(first + own, p.num_tokens - 1);
   const T* key =
       stepped(stepped(static_cast<const T*>(p.key), token, p.key_token), head, p.key_head);
-  const T* value =
-      stepped(stepped(static_cast<const T*>(p.value), token, p.value_token), head, p.value_head);
+  const T* value = p.value_at<T>(token, head, 0);
   // A few own slots are kept one a lane, more of them in shared memory.
   constexpr bool kFew = kOwn <= 4;
   const int own_index = kFew ? thread % kOwn : thread;
@@ -112,12 +111,8 @@ __device__ __forceinline__ void write_heads(const HeadsWrite& p, const Angles& a
   if (!inside || slot < 0 || (duplicates >> own & 1)) return;
   if (rotated) rotate_by(angles.is_neox, k.vecs[0], angle);
   const Slot at = p.place(slot);
-  C* key_to = stepped(stepped(page(static_cast<C*>(p.key_cache), at.block, p.to_key_block),
-                              at.token, p.to_key_token),
-                      head, p.to_key_head);
-  C* value_to = stepped(stepped(page(static_cast<C*>(p.value_cache), at.block, p.to_value_block),
-                                at.token, p.to_value_token),
-                        head, p.to_value_head);
+  C* key_to = p.key_row<C>(at, head, 0);
+  C* value_to = p.value_row<C>(at, head, 0);
   if (valid) {
     k.each(vec_pairs, [&](const Vec<T, kWidth>& vec, int d) {
       *reinterpret_cast<Elements<C, kWidth>*>(key_to + d) = round_to<C>(vec, k_scale);

@@ -31,9 +31,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   const int token = min(first + row, num_tokens - 1);
   const auto* key = stepped(stepped(static_cast<const T*>(p.key) + x * kWidth, token, p.key_token),
                             head, p.key_head);
-  const auto* value =
-      stepped(stepped(static_cast<const T*>(p.value) + x * kWidth, token, p.value_token), head,
-              p.value_head);
+  const auto* value = p.value_at<T>(token, head, x * kWidth);
   const int64_t* slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
   if (num_tokens <= 1024) {  // few tokens: prefetch before the PDL wait
     prefetch_l2(key);
@@ -68,17 +66,13 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
   if (valid) {
     rotate_vecs<true>(k, angle.cosines, angle.sines);
     const Slot at = p.place(start + row);
-    T* to = stepped(stepped(page(static_cast<T*>(p.key_cache), at.block, p.to_key_block), head,
-                            p.to_key_head),
-                    x, p.to_key_chunk) +
+    T* to = stepped(p.key_page<T>(at.block, head), x, p.to_key_chunk) +
             static_cast<uint32_t>(at.token * kWidth);
     *reinterpret_cast<Vec16<T>*>(to) = k[0];
     *reinterpret_cast<Vec16<T>*>(stepped(to, kLanes, p.to_key_chunk)) = k[1];
   }
   const auto values_of = [&](Slot at) {
-    return stepped(page(static_cast<T*>(p.value_cache), at.block, p.to_value_block), head,
-                   p.to_value_head) +
-           static_cast<uint32_t>(at.token);
+    return p.value_page<T>(at.block, head) + static_cast<uint32_t>(at.token);
   };
   if (start % kRun == 0) {
     tile.template store_run<kThreads>(values_of(p.place(start)), p.to_value_dim, 2 * kHalf, thread);
