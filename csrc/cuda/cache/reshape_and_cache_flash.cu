@@ -79,14 +79,14 @@ void launch_rows(const ReshapeAndCacheParams& p, Stream stream) {
       constexpr int kEach = std::min<int>(2, 4 * sizeof(C) / sizeof(T));  // limited by registers
       const RowsShape shape(p, kEach);
       const int rows = shape.write.rows;
-      auto kernel =
-          shape.threads == 128 ? p.num_tokens > 512 ? write_rows_kernel<T, C, 128, 1, 1>
-                                                    : write_rows_kernel<T, C, 128, 1, 1, kIs8Bit<C>>
-          : shape.threads == 64
-              ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32> : write_rows_kernel<T, C, 64, 1, 4>
-          : rows > 4 ? write_rows_kernel<T, C, 256, 1, 32>
-          : rows > 1 ? write_rows_kernel<T, C, 256, 1, 4>
-                     : write_rows_kernel<T, C, 256, 1, 1>;
+      auto kernel = shape.threads == 128  ? p.num_tokens > kFewRowTokens
+                                                ? write_rows_kernel<T, C, 128, 1, 1>
+                                                : write_rows_kernel<T, C, 128, 1, 1, kIs8Bit<C>>
+                    : shape.threads == 64 ? rows > 4 ? write_rows_kernel<T, C, 64, 1, 32>
+                                                     : write_rows_kernel<T, C, 64, 1, 4>
+                    : rows > 4            ? write_rows_kernel<T, C, 256, 1, 32>
+                    : rows > 1            ? write_rows_kernel<T, C, 256, 1, 4>
+                                          : write_rows_kernel<T, C, 256, 1, 1>;
       if constexpr (kEach > 1) {
         if (shape.each > 1) kernel = write_rows_kernel<T, C, 256, kEach, 4>;
       }

@@ -17,17 +17,11 @@
 #include "cuda/base/types.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/cache/duplicate_slots.cuh"
+#include "cuda/cache/heuristics.h"
 #include "cuda/cache/kv_writer.cuh"
 #include "ops/reshape_and_cache.h"
 
 namespace vllm_kernels::cuda {
-
-// Up to kFewTokens tokens, a CTA stores scattered tokens from the values it has loaded. To get
-// enough CTAs, a CTA then takes at most kFewChunks chunks of a head. kFewBlocks CTAs share its
-// tokens.
-constexpr int kFewTokens = 64;
-constexpr int kFewChunks = 4;
-constexpr int kFewBlocks = 4;
 
 // Resident CTAs an SM (of 256 threads), for __launch_bounds__: as many as registers allow. One
 // CTA's memory accesses then overlap another's instructions.
@@ -289,7 +283,7 @@ __device__ __forceinline__ bool write_pages(const PagesWrite& p, Keys keys, int 
   const auto* value = reinterpret_cast<const Elements16<T>*>(p.value_at<T>(token, head, d));
   const int64_t* lane_slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
   // Few tokens: prefetch before the PDL wait.
-  if (!kRest && num_tokens <= 1024) {
+  if (!kRest && num_tokens <= kPrefetchTokens) {
     keys.prefetch(token, head, d);
     prefetch_l2(value);
     prefetch_l2(lane_slot_at);

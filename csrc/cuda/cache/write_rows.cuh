@@ -13,6 +13,7 @@
 #include "cuda/base/types.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/cache/duplicate_slots.cuh"
+#include "cuda/cache/heuristics.h"
 #include "cuda/cache/kv_writer.cuh"
 #include "ops/reshape_and_cache.h"
 
@@ -171,7 +172,7 @@ struct RowsShape {
                          kv.key_head_stride == kv.head_size && kv.value_head_stride == kv.head_size;
     write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
     const int chunks = write.row_size / kv.x;
-    const bool many = p.num_tokens > 1024 && max_each > 0;
+    const bool many = p.num_tokens > kManyTokens && max_each > 0;
     threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
     write.lanes = std::min(chunks, threads);
     write.by_lanes = FastDivisor(write.lanes);

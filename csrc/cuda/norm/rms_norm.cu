@@ -12,6 +12,7 @@
 #include "cuda/base/reduce.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
+#include "cuda/norm/heuristics.h"
 #include "cuda/norm/rms_norm_rows.cuh"
 
 namespace vllm_kernels::cuda {
@@ -210,8 +211,9 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     const int64_t rows_per_block = 256 / lanes;
     return run(rms_norm_short_kernel<T, kAdd>, ceil_div(rows, rows_per_block), 256, lanes);
   }
-  const int64_t widest = rows <= current_device_info().num_sms ? kMaxThreads<1> : 512;
-  if (rows < 1024 && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
+  const int64_t widest =
+      rows <= current_device_info().num_sms ? kMaxThreads<1> : kThreadsOfSharedSm;
+  if (rows < kManyRows && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
   if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
   if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);
   run(rms_norm_long_kernel<T, kAdd, kWidth>, rows, 1024);

@@ -185,7 +185,7 @@ void launch_epilogue(const char* op, const RmsNormParams& p, const Epilogue& epi
     while (threads < vecs) threads *= 2;
     rows_per_block = 256 / threads;
   } else {  // few rows: one Vec per thread; many rows: two
-    const int64_t wanted = rows < 1024 ? vecs : ceil_div(vecs, 2);
+    const int64_t wanted = rows < kManyRows ? vecs : ceil_div(vecs, 2);
     threads = static_cast<unsigned>(std::min<int64_t>((wanted + 31) / 32 * 32, 1024));
   }
   const auto blocks = static_cast<unsigned>(ceil_div(rows, rows_per_block));

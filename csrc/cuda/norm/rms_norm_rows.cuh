@@ -1,17 +1,19 @@
 // Steps on Vecs of a row that all RMS norm kernels share.
 #pragma once
+#include "cuda/base/launch.cuh"
 #include "cuda/base/prefetch.cuh"
 #include "cuda/base/vec.cuh"
+#include "cuda/norm/heuristics.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cuda {
 
-// Whether a CTA prefetches its row into L2 before the PDL wait. With more rows or bytes than this
-// memory is busy anyway, and the prefetch took up to 15% longer.
+// Whether a CTA prefetches its row into L2 before the PDL wait.
 inline bool prefetches_early(const RmsNormParams& p) {
   const int64_t arrays = p.residual == nullptr ? 1 : 2;
   const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
-  return p.input_rows.count <= 512 && bytes <= 6'000'000;
+  return p.input_rows.count <= kPrefetchRows &&
+         bytes <= kPrefetchShareOfL2 * current_device_info().l2_bytes;
 }
 
 // Prefetches `bytes` of each array into L2, one lane per array. `bytes` and the addresses are

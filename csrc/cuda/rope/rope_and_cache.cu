@@ -19,6 +19,7 @@
 #include "cuda/base/launch.cuh"
 #include "cuda/base/prefetch.cuh"
 #include "cuda/launchers.h"
+#include "cuda/rope/heuristics.h"
 #include "cuda/rope/rope_rows.cuh"
 
 namespace vllm_kernels::cuda {
@@ -174,7 +175,7 @@ void launch_width(const RopeAndCacheParams& p, Stream stream) {
   const int64_t lanes = std::min(32u, std::bit_ceil(num_pairs));
   int64_t rows = kThreads / lanes;  // of a CTA
   constexpr bool kMayBeFew = kWidth > 1;
-  const bool few = kMayBeFew && p.num_tokens <= 256 && stored * lanes % 32 == 0;
+  const bool few = kMayBeFew && p.num_tokens <= kFewRopeTokens && stored * lanes % 32 == 0;
   RowBlocks blocks;
   if (stored > 0) {
     if (!few) {  // whole warps, of at most kOwnTokens tokens

@@ -12,6 +12,7 @@
 #include "cuda/base/launch.cuh"
 #include "cuda/cache/write_pages.cuh"
 #include "cuda/cache/write_rows.cuh"
+#include "cuda/rope/heuristics.h"
 #include "cuda/rope/rope_queries.cuh"
 #include "cuda/rope/rope_rows.cuh"
 #include "cuda/rope/rotated_keys.cuh"
@@ -65,7 +66,7 @@ void launch_writers(const RopeAndCacheParams& p, Stream stream) {
   const ReshapeAndCacheParams write = as_write(p);
   // `threads` and `grid` are the writer's.
   const auto run = [&](auto kernel, int threads, dim3 grid, const auto& plan) {
-    const Queries queries(p, threads, p.num_tokens > 1024, grid);
+    const Queries queries(p, threads, p.num_tokens > kManyRopeTokens, grid);
     launch_kernel(p.op, kernel, grid, dim3(threads), 0, stream, queries, plan);
   };
   const PagesShape pages(write, kRun, true);

@@ -33,7 +33,7 @@ __device__ __forceinline__ bool write_run(const PagesWrite& p, const Angles& ang
                             head, p.key_head);
   const auto* value = p.value_at<T>(token, head, x * kWidth);
   const int64_t* slot_at = p.slot_mapping + min(first + slot_lane, num_tokens - 1);
-  if (num_tokens <= 1024) {  // few tokens: prefetch before the PDL wait
+  if (num_tokens <= kPrefetchTokens) {  // few tokens: prefetch before the PDL wait
     prefetch_l2(key);
     prefetch_l2(key + kHalf);
     prefetch_l2(value);

@@ -5,6 +5,7 @@
 // from the warps of a CTA (shared memory) or from the CTAs of a split query tile (workspace, once a
 // semaphore says so, or as flag-in-data: split_exchange.cuh).
 #pragma once
+#include "cuda/attention/common/online_softmax.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
 #include "cuda/base/ptx.cuh"
 #include "cuda/base/types.cuh"
@@ -27,8 +28,7 @@ struct RowState {
   }
   // Makes the state relative to `updated`, which is at least row_max.
   __device__ __forceinline__ void raise(float updated) {
-    const float factor = exp2_approx(row_max - updated);
-    row_max = updated;
+    const float factor = update_row_max(row_max, updated);
     sum = __fmul_rn(sum, factor);
     out = {__fmul_rn(out.x, factor), __fmul_rn(out.y, factor), __fmul_rn(out.z, factor),
            __fmul_rn(out.w, factor)};

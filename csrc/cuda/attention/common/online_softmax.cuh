@@ -1,5 +1,7 @@
-// Online softmax: the threshold above which all attention kernels rescale.
+// Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the steps of one row that all
+// attention kernels share. Loops over fragments and reductions over lanes stay in the kernels.
 #pragma once
+#include "cuda/base/ptx.cuh"
 
 namespace vllm_kernels::cuda {
 
@@ -7,5 +9,16 @@ namespace vllm_kernels::cuda {
 // more than this (log2 units). row_max need only keep p from overflow and underflow, and p up to
 // 2^8 does neither in fp16.
 constexpr float kRescaleThreshold = 8.0f;
+
+__device__ __forceinline__ bool exceeds_row_max(float score, float row_max) {
+  return score > row_max + kRescaleThreshold;
+}
+
+// Sets row_max to `updated`, which is no less. Returns the factor for earlier sums and outputs.
+__device__ __forceinline__ float update_row_max(float& row_max, float updated) {
+  const float factor = exp2_approx(row_max - updated);
+  row_max = updated;
+  return factor;
+}
 
 }  // namespace vllm_kernels::cuda

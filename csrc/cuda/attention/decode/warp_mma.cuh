@@ -237,8 +237,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         for (int distance = 4; distance < 32; distance *= 2) {
           updated = fmaxf(updated, __shfl_xor_sync(0xffffffffu, updated, distance));
         }
-        factor[j] = exp2_approx(row_max[tile][j] - updated);
-        row_max[tile][j] = updated;
+        factor[j] = update_row_max(row_max[tile][j], updated);
         sum[tile][j] *= factor[j];
       }
 #pragma unroll
@@ -287,7 +286,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         if constexpr (kDepth == 2) {
           largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
         }
-        higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
+        higher = higher || exceeds_row_max(largest[tile][j], row_max[tile][j]);
       }
     }
     // Most steps do not raise row_max and need only this vote.

@@ -235,8 +235,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         const float4 warp_maxima = load_shared<float4>(scratch + row_of(lane, t, j) * 16);
         const float updated = fmaxf(row_max[t][j], fmaxf(fmaxf(warp_maxima.x, warp_maxima.y),
                                                          fmaxf(warp_maxima.z, warp_maxima.w)));
-        const float factor = exp2_approx(row_max[t][j] - updated);
-        row_max[t][j] = updated;
+        const float factor = update_row_max(row_max[t][j], updated);
         sum[t][j] *= factor;
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {

@@ -100,8 +100,7 @@ struct SimtState {
   // Raises the row's maximum to this step's scores, one a lane; gives the lane's p.
   __device__ __forceinline__ float softmax_step(int head, float score) {
     const float updated = fmaxf(row_max[head], warp_max(score));
-    const float factor = exp2_approx(row_max[head] - updated);
-    row_max[head] = updated;
+    const float factor = update_row_max(row_max[head], updated);
     const float prob = exp2_approx(score - updated);
     sum[head] = sum[head] * factor + prob;
 #pragma unroll

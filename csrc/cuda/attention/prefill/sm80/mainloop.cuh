@@ -184,7 +184,7 @@ struct Sm80Mma {
           lane_max = fmaxf(lane_max, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
         }
         local_max[tile][r] = lane_max * score_scale(tile, r);
-        exceeds |= local_max[tile][r] > row_max[tile][r] + kRescaleThreshold;
+        exceeds |= exceeds_row_max(local_max[tile][r], row_max[tile][r]);
       }
     }
     // Most KV tiles raise no row_max and need only this vote.
@@ -315,8 +315,7 @@ struct Sm80Mma {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float new_max = quad_max(fmaxf(row_max[tile][r], local_max[tile][r]));
-        factor[r] = exp2_approx(row_max[tile][r] - new_max);
-        row_max[tile][r] = new_max;
+        factor[r] = update_row_max(row_max[tile][r], new_max);
         sum[tile][r] *= factor[r];
       }
 #pragma unroll

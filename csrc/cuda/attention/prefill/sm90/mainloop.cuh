@@ -259,10 +259,9 @@ struct PrefillMma {
     for (int r = 0; r < 2; ++r) {
       float tile_max = fmaxf(local_max[r][0], local_max[r][1]);
       tile_max = quad_max(tile_max) * score_scale;
-      const bool raises = tile_max > row_max[r] + kRescaleThreshold;
+      const bool raises = exceeds_row_max(tile_max, row_max[r]);
       const float new_max = raises ? tile_max : row_max[r];
-      factor[r] = exp2_approx(row_max[r] - new_max);
-      row_max[r] = new_max;
+      factor[r] = update_row_max(row_max[r], new_max);
       raised |= raises;
       float sums[2] = {sum[r] * factor[r], 0.0f};
 #pragma unroll
