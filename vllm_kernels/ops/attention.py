@@ -60,11 +60,13 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Decode attention over a paged KV cache, one pass over each sequence.
+    """Decode attention over a paged KV cache, by the kernels of :func:`paged_attention`.
 
     ``out[s, h] = softmax(scale * q[s, h] . K) V`` over the ``seq_lens[s]`` tokens that
     ``block_tables[s]`` names (Kwon et al. 2023, arXiv:2309.06180; vLLM's op of the same name).
     A sequence of length 0 gives 0. Every page is read once per KV head, not once per query head.
+    On CUDA the stream's workspace of 40 MiB holds partials, and a result may vary with the batch by
+    rounding.
 
     Args:
         out: [num_seqs, num_heads, head_size], contiguous, written.
