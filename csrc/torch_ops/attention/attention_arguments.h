@@ -66,8 +66,8 @@ int32_t number_of_tokens(const Expect& expect, int64_t value, int64_t low, const
 int32_t window_of(int64_t sliding_window);
 
 // Sets sliding_window and fixed_split_size.
-void read_decode_numbers(const Expect& expect, PagedAttentionParams& params, int64_t sliding_window,
-                         int64_t fixed_split_size);
+void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
+                           int64_t sliding_window, int64_t fixed_split_size);
 
 // PagedAttentionParams::window_right of -1 (all) or a number of tokens.
 int32_t right_window(const Expect& expect, int64_t window_right);

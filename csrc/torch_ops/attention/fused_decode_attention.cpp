@@ -83,7 +83,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   PagedAttentionParams attention =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   attention.kv = kv;
-  read_decode_numbers(expect, attention, sliding_window, fixed_split_size);
+  read_window_and_split(expect, attention, sliding_window, fixed_split_size);
   queries.out = expect.tensor("out", out).same_dtype(x);
   queries.out.shape({&num_seqs, &queries.num_heads, &sizes.head_size}).written();
   require_contiguous_heads(queries.out, num_seqs);

@@ -39,7 +39,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
   params.kv_ready = kv_ready;
-  read_decode_numbers(expect, params, sliding_window, fixed_split_size);
+  read_window_and_split(expect, params, sliding_window, fixed_split_size);
   params.window_right = right_window(expect, window_right);
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
@@ -198,8 +198,8 @@ int32_t number_of_tokens(const Expect& expect, int64_t value, int64_t low, const
   return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
 }
 
-void read_decode_numbers(const Expect& expect, PagedAttentionParams& params, int64_t sliding_window,
-                         int64_t fixed_split_size) {
+void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
+                           int64_t sliding_window, int64_t fixed_split_size) {
   params.sliding_window = window_of(number_of_tokens(
       expect, sliding_window, 0, "sliding_window: expected a number of tokens >= 0 (0: none)"));
   params.fixed_split_size = number_of_tokens(

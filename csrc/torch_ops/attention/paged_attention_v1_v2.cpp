@@ -89,7 +89,7 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
   Argument v = expect.tensor("value_cache", value_cache);
   Argument k = expect.tensor("key_cache", key_cache);
   PagedAttentionParams params{};
-  params.kv = vllm_layout(k, v, stored, kv_cache_dtype, sizes);
+  params.kv = cache_of_dtype(k, v, stored, kv_cache_dtype, KvLayout::kVllm, sizes);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
   set_scales(params.kv, ks, vs);
   params.scale = static_cast<float>(scale);

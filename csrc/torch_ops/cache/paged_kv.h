@@ -23,23 +23,21 @@ enum class Int8Cache : uint8_t { kRefused, kTaken };
 DType cache_dtype(const Expect& expect, std::string_view text, DType model,
                   std::string_view name = "kv_cache_dtype", Int8Cache int8 = Int8Cache::kRefused);
 
-// Layout vllm: key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and value_cache
-// [num_blocks, num_kv_heads, head_size, block_size]. The page of a head is contiguous; the two
-// outer strides are free. head_size and num_kv_heads may be bound already.
-PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                    std::string_view kv_cache_dtype, CacheSizes& sizes);
-
-// Layout NHD: key_cache and value_cache [num_blocks, block_size, num_kv_heads, head_size]. The
-// three outer strides are free.
-PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                     std::string_view kv_cache_dtype, CacheSizes& sizes);
+// Caches of the dtype that a kv_cache_dtype string names. head_size and num_kv_heads may be bound
+// already.
+//   vllm      key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x], value_cache
+//             [num_blocks, num_kv_heads, head_size, block_size]. The page of a head is contiguous;
+//             the two outer strides are free.
+//   NHD, HND  both [num_blocks, block_size, num_kv_heads, head_size], or with the two middle
+//             dimensions swapped. The three outer strides are free.
+PagedKv cache_of_dtype(Argument& key_cache, Argument& value_cache, DType dtype,
+                       std::string_view kv_cache_dtype, KvLayout layout, CacheSizes& sizes);
 
 // Parses "vllm", "NHD" or "HND".
 KvLayout cache_layout(const Expect& expect, std::string_view text);
 
 // Caches of a model with the dtype of `query`; their own dtype is read from the tensors. A page has
-// 1, 2, 4, ... or 256 tokens. The free strides are as above; with HND those of [num_blocks,
-// num_kv_heads, block_size].
+// 1, 2, 4, ... or 256 tokens.
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes);
 

@@ -60,8 +60,7 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
       cache_dtype(expect, kv_cache_dtype, tokens.key.dtype(), "kv_cache_dtype", Int8Cache::kTaken);
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
-  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(
-      kc, vc, stored, kv_cache_dtype, tokens.sizes);
+  PagedKv kv = cache_of_dtype(kc, vc, stored, kv_cache_dtype, layout, tokens.sizes);
   kc.written();
   vc.written();
   const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
