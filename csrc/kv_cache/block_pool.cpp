@@ -12,14 +12,6 @@ namespace {
 
 constexpr int32_t kUnlinked = -1;
 
-int64_t checked(const char* argument, int64_t value, int64_t min, int64_t max) {
-  if (value < min || value > max) {
-    throw InvalidArgument(
-        concat("BlockPool: ", argument, ": expected ", min, " to ", max, ", got ", value));
-  }
-  return value;
-}
-
 void require(bool condition, const char* what, int64_t block) {
   if (!condition) throw IntegrityError(concat("BlockPool: ", what, ", at block ", block));
 }
@@ -27,10 +19,10 @@ void require(bool condition, const char* what, int64_t block) {
 }  // namespace
 
 BlockPool::BlockPool(int64_t num_blocks, int64_t max_references, bool null_block)
-    : num_blocks_(
-          static_cast<int32_t>(checked("num_blocks", num_blocks, null_block ? 2 : 1, kMaxBlocks))),
+    : num_blocks_(static_cast<int32_t>(
+          checked("BlockPool", "num_blocks", num_blocks, null_block ? 2 : 1, kMaxBlocks))),
       first_(null_block ? 1 : 0),
-      max_references_(checked("max_references", max_references, 1, kMaxReferences)),
+      max_references_(checked("BlockPool", "max_references", max_references, 1, kMaxReferences)),
       blocks_(num_blocks + 2) {
   reset();
 }

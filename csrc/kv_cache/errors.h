@@ -71,4 +71,29 @@ std::string concat(const Values&... values) {
   return stream.str();
 }
 
+// Checks that several files share. They throw InvalidArgument.
+
+// Returns a value from min to max.
+inline int64_t checked(const char* call, const char* argument, int64_t value, int64_t min,
+                       int64_t max) {
+  if (value < min || value > max) {
+    throw InvalidArgument(
+        concat(call, ": ", argument, ": expected ", min, " to ", max, ", got ", value));
+  }
+  return value;
+}
+
+// An array of one element a sequence.
+inline void check_size(const char* call, const char* argument, size_t num_sequences, size_t size) {
+  if (num_sequences == size) return;
+  throw InvalidArgument(concat(call, ": ", argument, ": expected ", num_sequences,
+                               " elements (as sequence_ids), got ", size));
+}
+
+// The caller's room for copies.
+inline void check_copies(const char* call, int64_t needed, size_t room) {
+  if (needed <= static_cast<int64_t>(room)) return;
+  throw InvalidArgument(concat(call, ": copies: expected room for ", needed, " pairs, got ", room));
+}
+
 }  // namespace vllm_kernels::kv_cache

@@ -22,23 +22,10 @@ std::atomic<uint32_t> process_generation{0};
 [[maybe_unused]] const int fork_handler =
     pthread_atfork(nullptr, nullptr, [] { ++process_generation; });
 
-void check_tokens(const char* call, int64_t num_tokens) {
-  if (num_tokens < 0 || num_tokens > kMaxTokens) {
-    throw InvalidArgument(
-        concat(call, ": num_tokens: expected 0 to ", kMaxTokens, ", got ", num_tokens));
-  }
-}
-
-int64_t checked(const char* argument, int64_t value, int64_t min, int64_t max) {
-  if (value < min || value > max) {
-    throw InvalidArgument(
-        concat("KVCacheManager: ", argument, ": expected ", min, " to ", max, ", got ", value));
-  }
-  return value;
-}
+constexpr char kManager[] = "KVCacheManager";
 
 int64_t checked_block_size(int64_t num_blocks, int64_t block_size) {
-  checked("block_size", block_size, 1, kMaxTokens);
+  checked(kManager, "block_size", block_size, 1, kMaxTokens);
   int64_t slots = 0;
   if (num_blocks > 0 && __builtin_mul_overflow(num_blocks, block_size, &slots)) {
     throw InvalidArgument(concat("KVCacheManager: num_blocks * block_size: expected an int64, got ",
@@ -48,8 +35,10 @@ int64_t checked_block_size(int64_t num_blocks, int64_t block_size) {
 }
 
 const std::vector<int64_t>& checked_windows(const std::vector<int64_t>& windows) {
-  checked("windows (their number)", static_cast<int64_t>(windows.size()), 1, 1024);
-  for (const int64_t window : windows) checked("windows", window, kFullAttention, kMaxTokens);
+  checked(kManager, "windows (their number)", static_cast<int64_t>(windows.size()), 1, 1024);
+  for (const int64_t window : windows) {
+    checked(kManager, "windows", window, kFullAttention, kMaxTokens);
+  }
   return windows;
 }
 
@@ -83,18 +72,19 @@ KVCacheManager::KVCacheManager(const Options& options)
                        : -1),
       windows_(checked_windows(options.windows)),
       has_windows_(any_window(windows_)),
-      watermark_blocks_(checked("watermark_blocks", options.watermark_blocks, 0, kMaxBlocks)),
+      watermark_blocks_(
+          checked(kManager, "watermark_blocks", options.watermark_blocks, 0, kMaxBlocks)),
       record_events_(options.events),
       pool_(options.num_blocks, options.max_references, options.null_block || has_windows_),
       process_(process_generation) {
-  checked("num_host_blocks", options.num_host_blocks, 0, kMaxBlocks);
-  checked("hash_bits", options.hash_bits, 1, 128);
+  checked(kManager, "num_host_blocks", options.num_host_blocks, 0, kMaxBlocks);
+  checked(kManager, "hash_bits", options.hash_bits, 1, 128);
   if (options.num_host_blocks > 0) {
     checked_block_size(options.num_host_blocks, options.block_size);
     host_pool_.emplace(options.num_host_blocks, options.max_references);
   }
   if (options.prefix_caching) {
-    checked("block_size (with prefix_caching)", block_size_, 1, kMaxHashedBlock);
+    checked(kManager, "block_size (with prefix_caching)", block_size_, 1, kMaxHashedBlock);
     cache_.emplace(block_size_, num_groups(), options.hash_key ? *options.hash_key : random_key(),
                    options.hash_bits);
   }
@@ -124,10 +114,7 @@ const KVCacheManager::Sequence& KVCacheManager::find(const char* call, int64_t i
 }
 
 void KVCacheManager::check_group(const char* call, int64_t group) const {
-  if (group < 0 || group >= num_groups()) {
-    throw InvalidArgument(
-        concat(call, ": group: expected 0 to ", num_groups() - 1, ", got ", group));
-  }
+  checked(call, "group", group, 0, num_groups() - 1);
 }
 
 void KVCacheManager::check_new(const char* call, const char* argument, int64_t id) const {
@@ -219,7 +206,7 @@ void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> 
 }
 
 bool KVCacheManager::can_allocate(int64_t num_tokens) const {
-  check_tokens("can_allocate", num_tokens);
+  checked("can_allocate", "num_tokens", num_tokens, 0, kMaxTokens);
   const auto guard = lock();
   const int64_t needed = blocks_for(num_tokens) * num_groups();
   return needed + watermark(needed) <= pool_.num_free();
@@ -234,10 +221,7 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
   check_items("allocate", keys.multimodal, kMaxTokens);
   const auto extras = make_extras(keys);
   const auto guard = lock();
-  if (ids.size() != num_tokens.size()) {
-    throw InvalidArgument(concat("allocate: num_tokens: expected ", ids.size(),
-                                 " elements (as sequence_ids), got ", num_tokens.size()));
-  }
+  check_size("allocate", "num_tokens", ids.size(), num_tokens.size());
   // The caller's arrays are read once, because another thread may write to them meanwhile.
   std::vector<Sequence> added(ids.size());
   std::vector<int64_t> sorted(ids.size());
@@ -245,7 +229,7 @@ void KVCacheManager::allocate(std::span<const int64_t> ids, std::span<const int6
   for (size_t i = 0; i < added.size(); ++i) {
     const int64_t id = added[i].id = sorted[i] = ids[i];
     const int64_t tokens = added[i].num_tokens = num_tokens[i];
-    check_tokens("allocate", tokens);
+    checked("allocate", "num_tokens", tokens, 0, kMaxTokens);
     check_items("allocate", keys.multimodal, tokens);
     check_new("allocate", "sequence", id);
     if (__builtin_add_overflow(needed, blocks_for(tokens) * num_groups(), &needed)) {
@@ -341,10 +325,7 @@ KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
 
 void KVCacheManager::reorder(std::span<const int64_t> ids, std::span<const int64_t> parents) {
   const auto guard = lock();
-  if (ids.size() != parents.size()) {
-    throw InvalidArgument(concat("reorder: parents: expected ", ids.size(),
-                                 " elements (as sequence_ids), got ", parents.size()));
-  }
+  check_size("reorder", "parents", ids.size(), parents.size());
   BatchPlan& plan = plan_batch("reorder", ids, nullptr, {});
   for (size_t i = 0; i < parents.size(); ++i) {
     const int32_t parent = position_of("reorder", parents[i]);
@@ -482,9 +463,8 @@ void KVCacheManager::truncate(std::span<const int64_t> ids, std::span<const int6
                               std::span<const int64_t> num_computed) {
   const auto guard = lock();
   BatchPlan& plan = plan_batch("truncate", ids, "num_tokens", num_tokens);
-  if (!num_computed.empty() && num_computed.size() != ids.size()) {
-    throw InvalidArgument(concat("truncate: num_computed: expected ", ids.size(),
-                                 " elements (as sequence_ids), got ", num_computed.size()));
+  if (!num_computed.empty()) {
+    check_size("truncate", "num_computed", ids.size(), num_computed.size());
   }
   plan.num_computed.assign(num_computed.begin(), num_computed.end());
   for (const int64_t computed : plan.num_computed) {

@@ -268,7 +268,6 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void check_group(const char* call, int64_t group) const;
   void check_new(const char* call, const char* argument, int64_t id) const;
   void check_visible(const Sequence& sequence, int64_t num_tokens) const;
-  void check_lookahead(const char* call, int64_t lookahead) const;
   [[noreturn]] void refuse_tokens(const char* call, const Sequence& sequence, int64_t num_tokens,
                                   bool have_slots) const;
   void check_shared_fills(const char* call, std::span<const int32_t> tokens, BatchPlan& plan) const;
@@ -325,7 +324,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
   // Prefixes.
   std::shared_ptr<const std::vector<BlockExtra>> make_extras(const PrefixKeys& keys) const;
-  static const PrefixCache::Extra* extra_of(const std::vector<BlockExtra>* extras,
+  static const PrefixCache::Extra& extra_of(const std::vector<BlockExtra>* extras,
                                             int64_t index) noexcept;
   const PrefixLookup& look_up(int32_t root, std::span<const int32_t> tokens,
                               const std::vector<BlockExtra>* extras) const;

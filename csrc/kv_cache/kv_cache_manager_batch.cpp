@@ -69,6 +69,18 @@ void check_apart(const BatchBuffers& first, const BatchBuffers& second) {
   }
 }
 
+// Sorts `blocks`, and calls use(block, how often it occurs) for each.
+template <typename Use>
+void for_each_block(std::vector<int32_t>& blocks, const Use& use) {
+  std::sort(blocks.begin(), blocks.end());
+  size_t first = 0;  // of the run with the same block
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (i + 1 < blocks.size() && blocks[i + 1] == blocks[i]) continue;
+    use(blocks[i], static_cast<int64_t>(i + 1 - first));
+    first = i + 1;
+  }
+}
+
 }  // namespace
 
 void check_buffers(const BatchBuffers& buffers) {
@@ -129,7 +141,7 @@ int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64
                              const AppendOptions& options) {
   const auto guard = lock();
   BatchPlan& plan = plan_batch("step", ids, "num_tokens", num_tokens);
-  check_lookahead("step", options.lookahead);
+  checked("step", "lookahead", options.lookahead, 0, kMaxTokens);
   check_room("step", buffers, plan, &options);
   plan_append("step", copies.size(), options, plan);
   const int64_t num_copies = commit_append(options, copies, plan);
@@ -142,10 +154,7 @@ int64_t KVCacheManager::step(std::span<const int64_t> ids, std::span<const int64
 BatchPlan& KVCacheManager::plan_batch(const char* call, std::span<const int64_t> ids,
                                       const char* counts_name, std::span<const int64_t> counts,
                                       Where where) {
-  if (counts_name != nullptr && ids.size() != counts.size()) {
-    throw InvalidArgument(concat(call, ": ", counts_name, ": expected ", ids.size(),
-                                 " elements (as sequence_ids), got ", counts.size()));
-  }
+  if (counts_name != nullptr) check_size(call, counts_name, ids.size(), counts.size());
   std::vector<BatchItem>& items = plan_.items;
   items.resize(ids.size());
   ++batch_number_;
@@ -179,18 +188,11 @@ inline void KVCacheManager::prefetch_last_block(const BatchPlan& plan, size_t it
   __builtin_prefetch(blocks.data() + blocks.size() - 1);
 }
 
-void KVCacheManager::check_lookahead(const char* call, int64_t lookahead) const {
-  if (lookahead < 0 || lookahead > kMaxTokens) {
-    throw InvalidArgument(
-        concat(call, ": lookahead: expected 0 to ", kMaxTokens, ", got ", lookahead));
-  }
-}
-
 // --- the plan of an append ---
 
 void KVCacheManager::plan_append(const char* call, size_t copies_room, const AppendOptions& options,
                                  BatchPlan& plan) {
-  check_lookahead(call, options.lookahead);
+  checked(call, "lookahead", options.lookahead, 0, kMaxTokens);
   if (options.tokens) plan_tokens(call, *options.tokens, false, plan);
   const int64_t new_entries = count_new_entries(call, options, plan);
   const int64_t freed = count_freed(plan);
@@ -199,10 +201,7 @@ void KVCacheManager::plan_append(const char* call, size_t copies_room, const App
 
   const int64_t free = pool_.num_free() + freed;
   if (plan.num_blocks > free) throw OutOfBlocks(call, plan.num_blocks, free);
-  if (copies > static_cast<int64_t>(copies_room)) {
-    throw InvalidArgument(
-        concat(call, ": copies: expected room for ", copies, " pairs, got ", copies_room));
-  }
+  check_copies(call, copies, copies_room);
   reserve_append(options, plan);
 }
 
@@ -237,16 +236,10 @@ int64_t KVCacheManager::count_new_entries(const char* call, const AppendOptions&
 // Every appending holder of a shared tail gets a copy. The exception is a last holder: once all
 // others have their copies, the block is its own.
 int64_t KVCacheManager::count_copies(BatchPlan& plan) const {
-  std::vector<int32_t>& tails = plan.shared_tails;
-  std::sort(tails.begin(), tails.end());
   int64_t copies = 0;
-  size_t first = 0;  // of the run with the same block
-  for (size_t i = 0; i < tails.size(); ++i) {
-    if (i + 1 < tails.size() && tails[i + 1] == tails[i]) continue;
-    const auto appending = static_cast<int64_t>(i + 1 - first);
-    copies += appending < pool_.references(tails[i]) ? appending : appending - 1;
-    first = i + 1;
-  }
+  for_each_block(plan.shared_tails, [&](int32_t block, int64_t appending) {
+    copies += appending < pool_.references(block) ? appending : appending - 1;
+  });
   return copies;
 }
 
@@ -263,15 +256,10 @@ inline void KVCacheManager::find_out_of_window(const Sequence& sequence, BatchPl
 
 // Blocks out of their window that become free: no sequence outside the batch holds them.
 int64_t KVCacheManager::count_freed(BatchPlan& plan) const {
-  std::vector<int32_t>& blocks = plan.out_of_window;
-  std::sort(blocks.begin(), blocks.end());
   int64_t freed = 0;
-  size_t first = 0;  // of the run with the same block
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    if (i + 1 < blocks.size() && blocks[i + 1] == blocks[i]) continue;
-    freed += static_cast<int64_t>(i + 1 - first) == pool_.references(blocks[i]);
-    first = i + 1;
-  }
+  for_each_block(plan.out_of_window, [&](int32_t block, int64_t leaving) {
+    freed += leaving == pool_.references(block);
+  });
   return freed;
 }
 

@@ -13,12 +13,15 @@ namespace vllm_kernels::kv_cache {
 namespace {
 
 constexpr int32_t kNone = PrefixCache::kNone;
+const PrefixCache::Extra kNoExtra;
 constexpr int64_t kHashedAtOnce = 64;  // blocks, before the first of them is looked for
 
-void check_size(const char* call, size_t size) {
+// Checks a prompt's tokens and the items within them.
+void check_prompt(const char* call, size_t size, const PrefixKeys& keys) {
   if (size > static_cast<size_t>(kMaxTokens)) {
     throw InvalidArgument(concat(call, ": tokens: expected at most ", kMaxTokens, ", got ", size));
   }
+  check_items(call, keys.multimodal, static_cast<int64_t>(size));
 }
 
 }  // namespace
@@ -52,13 +55,13 @@ std::shared_ptr<const std::vector<KVCacheManager::BlockExtra>> KVCacheManager::m
   return extras;
 }
 
-const PrefixCache::Extra* KVCacheManager::extra_of(const std::vector<BlockExtra>* extras,
+const PrefixCache::Extra& KVCacheManager::extra_of(const std::vector<BlockExtra>* extras,
                                                    int64_t index) noexcept {
-  if (extras == nullptr) return nullptr;
+  if (extras == nullptr) return kNoExtra;
   const auto found = std::lower_bound(
       extras->begin(), extras->end(), index,
       [](const BlockExtra& extra, int64_t wanted) { return extra.index < wanted; });
-  return found == extras->end() || found->index != index ? nullptr : &found->bytes;
+  return found == extras->end() || found->index != index ? kNoExtra : found->bytes;
 }
 
 // Fills lookup.nodes with the nodes of the leading blocks of `tokens`, as far as there are any.
@@ -77,15 +80,13 @@ void KVCacheManager::walk(int32_t root, std::span<const int32_t> tokens,
   while (static_cast<int64_t>(nodes.size()) < blocks) {
     const int64_t end = std::min(blocks, static_cast<int64_t>(hashes.size()) + kHashedAtOnce);
     for (auto i = static_cast<int64_t>(hashes.size()); i < end; ++i) {
-      const PrefixCache::Extra* extra = extra_of(extras, i);
-      hash = cache_->hash(hash, tokens.data() + i * block_size_, extra ? extra->get() : nullptr);
+      hash = cache_->hash(hash, tokens.data() + i * block_size_, extra_of(extras, i).get());
       hashes.push_back(hash);
       cache_->prefetch(hash);
     }
     for (auto i = static_cast<int64_t>(nodes.size()); i < end; ++i) {
-      const PrefixCache::Extra* extra = extra_of(extras, i);
-      node = cache_->find(node, hashes[i], tokens.data() + i * block_size_,
-                          extra ? extra->get() : nullptr);
+      node =
+          cache_->find(node, hashes[i], tokens.data() + i * block_size_, extra_of(extras, i).get());
       if (node == kNone) return;
       nodes.push_back(node);
     }
@@ -148,8 +149,7 @@ const PrefixLookup& KVCacheManager::look_up(int32_t root, std::span<const int32_
 }
 
 int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
-  check_size("match", tokens.size());
-  check_items("match", keys.multimodal, static_cast<int64_t>(tokens.size()));
+  check_prompt("match", tokens.size(), keys);
   const auto extras = make_extras(keys);
   const auto guard = lock();
   if (!cache_) return 0;
@@ -158,8 +158,7 @@ int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys&
 }
 
 bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
-  check_size("can_allocate", tokens.size());
-  check_items("can_allocate", keys.multimodal, static_cast<int64_t>(tokens.size()));
+  check_prompt("can_allocate", tokens.size(), keys);
   const auto extras = make_extras(keys);
   const auto guard = lock();
   int64_t needed = blocks_for(static_cast<int64_t>(tokens.size())) * num_groups();
@@ -173,8 +172,7 @@ bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixK
 
 int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, int64_t num_new,
                                  const PrefixKeys& keys) {
-  check_size("allocate", tokens.size());
-  check_items("allocate", keys.multimodal, static_cast<int64_t>(tokens.size()));
+  check_prompt("allocate", tokens.size(), keys);
   auto extras = make_extras(keys);
   const auto guard = lock();
   check_new("allocate", "sequence", id);
@@ -261,16 +259,13 @@ void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64
     count -= used;
 
     const int64_t index = sequence.num_hashed;
-    const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), index);
-    const std::string* bytes = extra ? extra->get() : nullptr;
+    const PrefixCache::Extra& extra = extra_of(sequence.extras.get(), index);
     const Hash hash = index - first < static_cast<int64_t>(hashes.size())
                           ? hashes[index - first]
-                          : cache_->hash(cache_->hash_of(sequence.node), block, bytes);
-    int32_t node = parent_is_new ? kNone : cache_->find(sequence.node, hash, block, bytes);
+                          : cache_->hash(cache_->hash_of(sequence.node), block, extra.get());
+    int32_t node = parent_is_new ? kNone : cache_->find(sequence.node, hash, block, extra.get());
     parent_is_new = node == kNone;
-    if (parent_is_new) {
-      node = cache_->add(sequence.node, hash, block, extra ? *extra : PrefixCache::Extra());
-    }
+    if (parent_is_new) node = cache_->add(sequence.node, hash, block, extra);
     cache_->hold(node);
     cache_->drop(sequence.node);
     sequence.node = node;
@@ -513,9 +508,9 @@ void KVCacheManager::hash_first_blocks(std::span<const int32_t> tokens, BatchPla
     const int32_t* appended = tokens.data() + fill.first_token;
     block.assign(tail.begin(), tail.end());
     block.insert(block.end(), appended, appended + block_size_ - tail.size());
-    const PrefixCache::Extra* extra = extra_of(sequence.extras.get(), sequence.num_hashed);
+    const PrefixCache::Extra& extra = extra_of(sequence.extras.get(), sequence.num_hashed);
     plan.first_hashes.push_back(
-        cache_->hash(cache_->hash_of(sequence.node), block.data(), extra ? extra->get() : nullptr));
+        cache_->hash(cache_->hash_of(sequence.node), block.data(), extra.get()));
     cache_->prefetch(plan.first_hashes.back());
     const int64_t entry = sequence.num_hashed * num_groups();
     if (entry < static_cast<int64_t>(sequence.blocks.size())) {
@@ -555,17 +550,14 @@ int64_t KVCacheManager::num_common_prefix_blocks(std::span<const int64_t> ids,
 void KVCacheManager::evict_blocks(std::span<const int64_t> blocks) {
   const auto guard = lock();
   const int64_t first = pool_.has_null_block() ? 1 : 0;
-  std::vector<int32_t> checked;
-  checked.reserve(blocks.size());
+  std::vector<int32_t> wanted;
+  wanted.reserve(blocks.size());
   for (const int64_t block : blocks) {
-    if (block < first || block >= pool_.num_blocks()) {
-      throw InvalidArgument(concat("evict_blocks: blocks: expected ", first, " to ",
-                                   pool_.num_blocks() - 1, ", got ", block));
-    }
-    checked.push_back(static_cast<int32_t>(block));
+    wanted.push_back(static_cast<int32_t>(
+        checked("evict_blocks", "blocks", block, first, pool_.num_blocks() - 1)));
   }
   reserve_events(0, static_cast<int64_t>(blocks.size()));
-  for (const int32_t block : checked) unregister_block(block);
+  for (const int32_t block : wanted) unregister_block(block);
 }
 
 void KVCacheManager::reset_prefix_cache() {

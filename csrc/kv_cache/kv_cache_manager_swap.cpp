@@ -11,13 +11,6 @@ namespace {
 
 constexpr int32_t kNone = PrefixCache::kNone;
 
-void check_copies(const char* call, size_t needed, size_t room) {
-  if (needed > room) {
-    throw InvalidArgument(
-        concat(call, ": copies: expected room for ", needed, " pairs, got ", room));
-  }
-}
-
 }  // namespace
 
 int64_t KVCacheManager::num_table_entries(std::span<const int64_t> ids) const {
@@ -56,10 +49,9 @@ int64_t KVCacheManager::swap_out(std::span<const int64_t> ids, std::span<BlockCo
   const BatchPlan& plan = plan_batch("swap_out", ids, nullptr, {});
   const std::vector<int32_t> blocks = blocks_of(plan);
   const int64_t free = host_pool_ ? host_pool_->num_free() : 0;
-  if (static_cast<int64_t>(blocks.size()) > free) {
-    throw OutOfBlocks("swap_out: host", static_cast<int64_t>(blocks.size()), free);
-  }
-  check_copies("swap_out", blocks.size(), copies.size());
+  const auto needed = static_cast<int64_t>(blocks.size());
+  if (needed > free) throw OutOfBlocks("swap_out: host", needed, free);
+  check_copies("swap_out", needed, copies.size());
   std::vector<bool> claimed(blocks.size());  // a table already owns the first reference
 
   for (size_t i = 0; i < blocks.size(); ++i) copies[i] = {blocks[i], host_pool_->take()};
@@ -81,7 +73,7 @@ int64_t KVCacheManager::swap_out(std::span<const int64_t> ids, std::span<BlockCo
     sequence.swapped = true;
     ++sequence.edits;
   }
-  return static_cast<int64_t>(blocks.size());
+  return needed;
 }
 
 // The host blocks of the batch, ascending, each once. A swap's destination is the cached block with
@@ -148,10 +140,10 @@ int64_t KVCacheManager::swap_in(std::span<const int64_t> ids, std::span<BlockCop
   int64_t needed;
   std::vector<Swap> swaps = plan_swap_in(plan, needed);
   if (needed > pool_.num_free()) throw OutOfBlocks("swap_in", needed, pool_.num_free());
-  const auto to_copy = static_cast<size_t>(std::count_if(
-      swaps.begin(), swaps.end(), [](const Swap& swap) { return swap.destination == kNone; }));
+  const int64_t to_copy = std::count_if(swaps.begin(), swaps.end(),
+                                        [](const Swap& swap) { return swap.destination == kNone; });
   check_copies("swap_in", to_copy, copies.size());
-  reserve_events(static_cast<int64_t>(to_copy), static_cast<int64_t>(to_copy));
+  reserve_events(to_copy, to_copy);
 
   // Cached blocks first, so that none of them is taken for the rest.
   for (const Swap& swap : swaps) {

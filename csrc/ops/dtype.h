@@ -19,21 +19,9 @@ constexpr int size_of(DType dtype) {
 }
 
 constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFp8E4M3:
-      return "float8_e4m3fn";
-    case DType::kFp8E5M2:
-      return "float8_e5m2";
-    case DType::kInt8:
-      return "int8";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"float32",       "float16",     "bfloat16",
+                                    "float8_e4m3fn", "float8_e5m2", "int8"};
+  return kNames[static_cast<int>(dtype)];
 }
 
 }  // namespace vllm_kernels

@@ -437,44 +437,30 @@ void bind_steps(Class& manager) {
           py::arg("tokens") = py::none(), py::arg("lookahead") = 0);
 }
 
-void bind_swapping(Class& manager) {
-  manager
-      .def(
-          "can_swap_out",
-          [](KVCacheManager& self, py::handle sequence_ids) {
-            const Int64Input ids(sequence_ids, "can_swap_out: sequence_ids");
-            const ReleasedGil released;
-            return self.can_swap_out(ids.values());
-          },
-          py::arg("sequence_ids"))
-      .def(
-          "can_swap_in",
-          [](KVCacheManager& self, py::handle sequence_ids) {
-            const Int64Input ids(sequence_ids, "can_swap_in: sequence_ids");
-            const ReleasedGil released;
-            return self.can_swap_in(ids.values());
-          },
-          py::arg("sequence_ids"))
-      .def(
-          "swap_out",
-          [](KVCacheManager& self, py::handle sequence_ids) {
-            const Int64Input ids(sequence_ids, "swap_out: sequence_ids");
-            const int64_t room = self.num_table_entries(ids.values());
-            return collect_copies(room, [&](std::span<BlockCopy> copies) {
-              return self.swap_out(ids.values(), copies);
-            });
-          },
-          py::arg("sequence_ids"))
-      .def(
-          "swap_in",
-          [](KVCacheManager& self, py::handle sequence_ids) {
-            const Int64Input ids(sequence_ids, "swap_in: sequence_ids");
-            const int64_t room = self.num_table_entries(ids.values());
-            return collect_copies(room, [&](std::span<BlockCopy> copies) {
-              return self.swap_in(ids.values(), copies);
-            });
-          },
-          py::arg("sequence_ids"));
+using CanSwap = bool (KVCacheManager::*)(std::span<const int64_t>);
+using Swap = int64_t (KVCacheManager::*)(std::span<const int64_t>, std::span<BlockCopy>);
+
+void bind_can_swap(Class& manager, const std::string& name, CanSwap can_swap) {
+  manager.def(
+      name.c_str(),
+      [can_swap, argument = name + ": sequence_ids"](KVCacheManager& self, py::handle object) {
+        const Int64Input ids(object, argument.c_str());
+        const ReleasedGil released;
+        return (self.*can_swap)(ids.values());
+      },
+      py::arg("sequence_ids"));
+}
+
+void bind_swap(Class& manager, const std::string& name, Swap swap) {
+  manager.def(
+      name.c_str(),
+      [swap, argument = name + ": sequence_ids"](KVCacheManager& self, py::handle object) {
+        const Int64Input ids(object, argument.c_str());
+        const int64_t room = self.num_table_entries(ids.values());
+        return collect_copies(
+            room, [&](std::span<BlockCopy> copies) { return (self.*swap)(ids.values(), copies); });
+      },
+      py::arg("sequence_ids"));
 }
 
 void bind_manager(py::module_& module) {
@@ -498,7 +484,10 @@ void bind_manager(py::module_& module) {
   bind_one_sequence(manager);
   bind_batches(manager);
   bind_steps(manager);
-  bind_swapping(manager);
+  bind_can_swap(manager, "can_swap_out", &KVCacheManager::can_swap_out);
+  bind_can_swap(manager, "can_swap_in", &KVCacheManager::can_swap_in);
+  bind_swap(manager, "swap_out", &KVCacheManager::swap_out);
+  bind_swap(manager, "swap_in", &KVCacheManager::swap_in);
   manager
       .def(
           "num_common_prefix_blocks",

@@ -1,145 +1,122 @@
 // The schema of every op of torch.ops.vllm_kernels: the table of contents. `!` marks the tensors
 // that an op writes. The implementations register in the other files of this folder, once for CPU
-// and once for CUDA. vllm_kernels/ops.py has the typed calls and the docstrings.
+// and once for CUDA. vllm_kernels/ops has the typed calls and the docstrings.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+
+namespace {
+
+// All of these return "()", which is left out.
+constexpr const char* kSchemas[] = {
+    // --- norms
+    "rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon)",
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon)",
+    "rms_norm_weightless(Tensor! out, Tensor input, float epsilon)",
+    "fused_add_rms_norm_weightless(Tensor! input, Tensor! residual, float epsilon)",
+    "gemma_rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon)",
+    "gemma_fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon)",
+
+    // --- norms with 8-bit results
+    "rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor weight, Tensor scale, "
+    "float epsilon)",
+    "fused_add_rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor! residual, "
+    "Tensor weight, Tensor scale, float epsilon)",
+    "rms_norm_dynamic_per_token_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+    "float epsilon, Tensor? scale_ub=None, Tensor!? residual=None)",
+    "rms_norm_per_block_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
+    "float epsilon, Tensor? scale_ub, Tensor!? residual, int group_size, bool is_scale_transposed)",
+
+    // --- rotary and activations
+    "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
+    "Tensor cos_sin_cache, bool is_neox)",
+    "silu_and_mul(Tensor! out, Tensor input)",
+    "mul_and_silu(Tensor! out, Tensor input)",
+    "gelu_and_mul(Tensor! out, Tensor input)",
+    "gelu_tanh_and_mul(Tensor! out, Tensor input)",
+    "silu_and_mul_split(Tensor! out, Tensor gate, Tensor up)",
+    "fatrelu_and_mul(Tensor! out, Tensor input, float threshold)",
+    "silu_and_mul_with_clamp(Tensor! out, Tensor input, float limit)",
+    "swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0)",
+    "silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale)",
+    "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
+    "Tensor? scale_ub=None, bool is_scale_transposed=False)",
+    "gelu_new(Tensor! out, Tensor input)",
+    "gelu_fast(Tensor! out, Tensor input)",
+    "gelu_quick(Tensor! out, Tensor input)",
+
+    // --- cache
+    "reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+    "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale)",
+    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
+    "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale)",
+    "reshape_and_cache_per_token_quant(Tensor key, Tensor value, Tensor! key_cache, "
+    "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
+    "str layout)",
+    "cp_gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
+    "int batch_size, Tensor? seq_starts=None)",
+    "gather_and_maybe_dequant_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
+    "Tensor cu_seq_lens, Tensor token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, "
+    "Tensor? seq_starts=None)",
+    "gather_paged_kv(Tensor! key, Tensor! value, Tensor key_cache, Tensor value_cache, "
+    "Tensor block_tables, Tensor cu_seq_lens, Tensor? seq_starts, Tensor? k_scale, "
+    "Tensor? v_scale, str layout)",
+    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, "
+    "str kv_cache_dtype, Tensor scale)",
+    "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
+    "Tensor seq_lens, Tensor workspace_starts, int batch_size)",
+    "concat_mla_q(Tensor ql_nope, Tensor q_pe, Tensor! q_out)",
+    "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping)",
+    "copy_blocks_mla(Tensor(a!)[] kv_caches, Tensor block_mapping)",
+    "swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping)",
+    "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\")",
+
+    // --- a layer's heads between its QKV product and attention
+    "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
+    "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
+    "bool is_neox, Tensor position_ids)",
+    "rope_and_cache(Tensor positions, Tensor! query, Tensor key, Tensor value, "
+    "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
+    "Tensor slot_mapping, str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, float epsilon=1e-6)",
+
+    // --- attention
+    "paged_attention_v1(Tensor! out, Tensor query, Tensor key_cache, Tensor value_cache, "
+    "int num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, int block_size, "
+    "int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, "
+    "int tp_rank=0, int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
+    "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0)",
+    "paged_attention_v2(Tensor! out, Tensor! exp_sums, Tensor! max_logits, Tensor! tmp_out, "
+    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, "
+    "Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, "
+    "str kv_cache_dtype, Tensor k_scale, Tensor v_scale, int tp_rank=0, "
+    "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
+    "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0)",
+    "paged_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key_cache, "
+    "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
+    "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
+    "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
+    "int fixed_split_size=0, bool kv_ready=False, int window_right=0)",
+    "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
+    "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
+    "Tensor? v_scale, int max_query_len, Tensor!? workspace=None)",
+    "fused_decode_attention(Tensor! out, Tensor! qkv, Tensor? bias, Tensor positions, "
+    "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
+    "Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, float scale, str layout=\"vllm\", "
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "float epsilon=1e-6, Tensor? alibi_slopes=None, int sliding_window=0, float softcap=0.0, "
+    "Tensor? sinks=None, Tensor!? workspace=None, int fixed_split_size=0)",
+    "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
+    "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse)",
+    "combine_attn_partials(Tensor! output, Tensor!? output_lse, Tensor out_partial, "
+    "Tensor lse_partial)",
+};
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
-  // --- norms
-  library.def("rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
-  library.def(
-      "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()");
-  library.def("rms_norm_weightless(Tensor! out, Tensor input, float epsilon) -> ()");
-  library.def(
-      "fused_add_rms_norm_weightless(Tensor! input, Tensor! residual, float epsilon) -> ()");
-  library.def("gemma_rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon) -> ()");
-  library.def(
-      "gemma_fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> "
-      "()");
-
-  // --- norms with 8-bit results
-  library.def(
-      "rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor weight, Tensor scale, "
-      "float epsilon) -> ()");
-  library.def(
-      "fused_add_rms_norm_static_fp8_quant(Tensor! out, Tensor input, Tensor! residual, "
-      "Tensor weight, Tensor scale, float epsilon) -> ()");
-  library.def(
-      "rms_norm_dynamic_per_token_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
-      "float epsilon, Tensor? scale_ub=None, Tensor!? residual=None) -> ()");
-  library.def(
-      "rms_norm_per_block_quant(Tensor! out, Tensor input, Tensor weight, Tensor! scales, "
-      "float epsilon, Tensor? scale_ub, Tensor!? residual, int group_size, "
-      "bool is_scale_transposed) -> ()");
-
-  // --- rotary and activations
-  library.def(
-      "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
-      "Tensor cos_sin_cache, bool is_neox) -> ()");
-  library.def("silu_and_mul(Tensor! out, Tensor input) -> ()");
-  library.def("mul_and_silu(Tensor! out, Tensor input) -> ()");
-  library.def("gelu_and_mul(Tensor! out, Tensor input) -> ()");
-  library.def("gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()");
-  library.def("silu_and_mul_split(Tensor! out, Tensor gate, Tensor up) -> ()");
-  library.def("fatrelu_and_mul(Tensor! out, Tensor input, float threshold) -> ()");
-  library.def("silu_and_mul_with_clamp(Tensor! out, Tensor input, float limit) -> ()");
-  library.def(
-      "swigluoai_and_mul(Tensor! out, Tensor input, float alpha=1.702, float limit=7.0) -> ()");
-  library.def("silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale) -> ()");
-  library.def(
-      "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
-      "Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()");
-  library.def("gelu_new(Tensor! out, Tensor input) -> ()");
-  library.def("gelu_fast(Tensor! out, Tensor input) -> ()");
-  library.def("gelu_quick(Tensor! out, Tensor input) -> ()");
-
-  // --- cache
-  library.def(
-      "reshape_and_cache(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
-      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
-  library.def(
-      "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache, "
-      "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()");
-  library.def(
-      "reshape_and_cache_per_token_quant(Tensor key, Tensor value, Tensor! key_cache, "
-      "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
-      "str layout) -> ()");
-  library.def(
-      "cp_gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
-      "int batch_size, Tensor? seq_starts=None) -> ()");
-  library.def(
-      "gather_and_maybe_dequant_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
-      "Tensor cu_seq_lens, Tensor token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, "
-      "Tensor? seq_starts=None) -> ()");
-  library.def(
-      "gather_paged_kv(Tensor! key, Tensor! value, Tensor key_cache, Tensor value_cache, "
-      "Tensor block_tables, Tensor cu_seq_lens, Tensor? seq_starts, Tensor? k_scale, "
-      "Tensor? v_scale, str layout) -> ()");
-  library.def(
-      "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, "
-      "str kv_cache_dtype, Tensor scale) -> ()");
-  library.def(
-      "cp_gather_and_upconvert_fp8_kv_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
-      "Tensor seq_lens, Tensor workspace_starts, int batch_size) -> ()");
-  library.def("concat_mla_q(Tensor ql_nope, Tensor q_pe, Tensor! q_out) -> ()");
-  library.def(
-      "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> "
-      "()");
-  library.def("copy_blocks_mla(Tensor(a!)[] kv_caches, Tensor block_mapping) -> ()");
-  library.def("swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping) -> ()");
-  library.def(
-      "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\") -> ()");
-
-  // --- a layer's heads between its QKV product and attention
-  library.def(
-      "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
-      "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "
-      "bool is_neox, Tensor position_ids) -> ()");
-  library.def(
-      "rope_and_cache(Tensor positions, Tensor! query, Tensor key, Tensor value, "
-      "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
-      "Tensor slot_mapping, str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, "
-      "Tensor? q_weight=None, Tensor? k_weight=None, float epsilon=1e-6) -> ()");
-
-  // --- attention
-  library.def(
-      "paged_attention_v1(Tensor! out, Tensor query, Tensor key_cache, Tensor value_cache, "
-      "int num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, int block_size, "
-      "int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, "
-      "int tp_rank=0, int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
-      "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
-  library.def(
-      "paged_attention_v2(Tensor! out, Tensor! exp_sums, Tensor! max_logits, Tensor! tmp_out, "
-      "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, "
-      "Tensor block_tables, Tensor seq_lens, int block_size, int max_seq_len, "
-      "Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, Tensor v_scale, int tp_rank=0, "
-      "int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
-      "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()");
-  library.def(
-      "paged_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key_cache, "
-      "Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor? query_start_loc, "
-      "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
-      "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
-      "int fixed_split_size=0, bool kv_ready=False, int window_right=0) -> ()");
-  library.def(
-      "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
-      "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
-      "Tensor? v_scale, int max_query_len, Tensor!? workspace=None) -> ()");
-  library.def(
-      "fused_decode_attention(Tensor! out, Tensor! qkv, Tensor? bias, Tensor positions, "
-      "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
-      "Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, float scale, "
-      "str layout=\"vllm\", Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_weight=None, "
-      "Tensor? k_weight=None, float epsilon=1e-6, Tensor? alibi_slopes=None, "
-      "int sliding_window=0, float softcap=0.0, Tensor? sinks=None, Tensor!? workspace=None, "
-      "int fixed_split_size=0) -> ()");
-  library.def(
-      "merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, "
-      "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse) -> ()");
-  library.def(
-      "combine_attn_partials(Tensor! output, Tensor!? output_lse, Tensor out_partial, Tensor "
-      "lse_partial) -> "
-      "()");
+  for (const char* schema : kSchemas) library.def((std::string(schema) + " -> ()").c_str());
 
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");

@@ -13,7 +13,7 @@ void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 // Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. It throws no
 // finding of check mode: the caller does, before its first launch.
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
-                            const Argument* workspace);
+                            void* workspace);
 
 // CPU: tells which kernel runs; true where the call is only explained (ops/report.h).
 bool report_cpu_kernel(const char* op, const char* kernel);
@@ -24,61 +24,62 @@ bool report_cpu_kernel(const char* op, const char* kernel);
 struct Queries {
   Argument query;
   Argument out;
-  std::optional<Argument> lse;               // [num_tokens, num_heads]
-  const int32_t* query_start_loc = nullptr;  // [num_seqs + 1]
+  std::optional<Argument> lse;  // [num_tokens, num_heads]
   Size num_tokens{"num_tokens"};
   Size num_heads{"num_heads"};
   Size num_seqs{"num_seqs"};
 };
+// `written` gets out and lse.
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size);
+                     const Tensor& query, Size& head_size, Arguments& written);
 
-// Null: one query token a sequence. `read` gets it where it is given.
-void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_start_loc,
-                          int64_t max_query_len, Arguments& read);
+// Sets query_start_loc and max_query_len. Null: one query token a sequence. `read` gets it where it
+// is given.
+void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries& queries,
+                          const Tensor* query_start_loc, int64_t max_query_len, Arguments& read);
+
+// Packs `queries`. Called after read_query_start_loc().
+void set_queries(PagedAttentionParams& params, const Queries& queries);
 
 // Heads and head sizes of the query and of `kv`, which comes from the argument `source`.
 void check_sizes(const Queries& queries, const PagedKv& kv, const char* source);
 
-// What is written lies apart from what is read (`others`), and from what else is written.
-void require_apart(const Expect& expect, const Queries& queries,
-                   const std::optional<Argument>& scratch, Arguments& others);
-
 // Heads [num_tokens, num_heads, head_size] of which only the stride of the tokens is free.
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens);
 
-// Of the cache; `named` is the argument to name where it does not fit.
-void check_head_size(const Argument& named, const PagedKv& kv);
+// Of a cache of this dtype; `named` is the argument to name where it does not fit.
+void check_head_size(const Argument& named, int64_t head_size, DType dtype);
 
-void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
-                   int64_t fixed_split_size);
-
-void check_query_len(const Expect& expect, int64_t max_query_len);
-
-// PagedAttentionParams::window_right of -1 (all) or a number of tokens.
-int32_t right_window(const Expect& expect, int64_t window_right);
-
-// Numbers of tokens whose size beyond 2^31 does not matter.
-int32_t at_most_int32(int64_t value);
-
-// PagedAttentionParams::sliding_window; beyond 2^30 tokens its size does not matter.
-int32_t window_of(int64_t sliding_window);
+// What changes the scores: scale, softcap, ALiBi and sinks. `read` gets the tensors that are given.
+PagedAttentionParams read_scores(Expect& expect, Size& num_heads, double scale, double softcap,
+                                 const std::optional<Tensor>& alibi_slopes,
+                                 const std::optional<Tensor>& sinks, Arguments& read);
 
 // float32 [num_heads], or null; `read` gets it where it is given.
 const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
                            Size& num_heads, Arguments& read);
 
-// uint8, and on CUDA large enough.
-std::optional<Argument> read_workspace(Expect& expect, const std::optional<Tensor>& workspace);
+// A number of tokens; its size beyond 2^31 does not matter. Below `low` it throws `expected`.
+int32_t number_of_tokens(const Expect& expect, int64_t value, int64_t low, const char* expected);
 
-struct Pages {
-  Argument tables;  // [num_seqs, max_blocks_per_seq] int32
-  Argument lens;    // [num_seqs] int32
-  int32_t max_blocks;
-};
+// PagedAttentionParams::sliding_window; beyond 2^30 tokens its size does not matter.
+int32_t window_of(int64_t sliding_window);
 
-// Looked at last: with shapes, strides and query_start_loc (or null) known to be right.
-Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens, Size& num_seqs,
-                 const PagedKv& kv, const int32_t* query_start_loc, int32_t sliding_window);
+// Sets sliding_window and fixed_split_size.
+void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
+                           int64_t sliding_window, int64_t fixed_split_size);
+
+// PagedAttentionParams::window_right of -1 (all) or a number of tokens.
+int32_t right_window(const Expect& expect, int64_t window_right);
+
+// uint8, and on CUDA large enough; or null. `written` gets it where it is given.
+void* read_workspace(Expect& expect, const std::optional<Tensor>& workspace, Arguments& written);
+
+// Sets block_tables [num_seqs, max_blocks_per_seq] and seq_lens [num_seqs], both int32, and
+// max_seq_len, cut to what block_tables has. Called last: it reads values, by the kv,
+// query_start_loc and sliding_window of `params`.
+void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& block_tables,
+                const Tensor& seq_lens, Size& num_seqs, Arguments& read,
+                int64_t max_seq_len = INT64_MAX);
 
 }  // namespace vllm_kernels

@@ -1,7 +1,12 @@
-// Binding of merge_attn_states: prefix and suffix [num_tokens, num_heads, head_size] -> output of
-// that shape. An lse is [num_heads, num_tokens]. ops/merge_attn_states.h has the formula.
+// Bindings of the ops that combine attention results over disjoint sets of keys. Their formulas are
+// in the headers of csrc/ops.
+//   merge_attn_states      prefix and suffix [num_tokens, num_heads, head_size] -> output of that
+//                          shape; an lse is [num_heads, num_tokens]
+//   combine_attn_partials  out_partial [num_partials, num_tokens, num_heads, head_size] -> output
+//                          [num_tokens, num_heads, head_size]
 #include "ops/merge_attn_states.h"
 
+#include "ops/combine_attn_partials.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 
@@ -31,15 +36,12 @@ void merge_attn_states(const Tensor& output, const std::optional<Tensor>& output
     const Argument ol = read_lse("output_lse", *output_lse).written();
     expect.same_or_apart(ol, pl);
     expect.same_or_apart(ol, sl);
-    expect.apart(ol, o);
-    expect.apart(ol, p);
-    expect.apart(ol, s);
+    expect.apart(ol, {o, p, s});
     out_lse = ol.as<float>();
   }
   expect.same_or_apart(o, p);
   expect.same_or_apart(o, s);
-  expect.apart(o, pl);
-  expect.apart(o, sl);
+  expect.apart(o, {pl, sl});
   if (num_tokens == 0 || num_heads == 0) return;
 
   const MergeAttnStatesParams params{.output = o.mutable_data(),
@@ -57,9 +59,59 @@ void merge_attn_states(const Tensor& output, const std::optional<Tensor>& output
   launch(params, output);
 }
 
+void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& output_lse,
+                           const Tensor& out_partial, const Tensor& lse_partial) {
+  Expect expect("combine_attn_partials");
+  Size num_partials("num_partials"), num_tokens("num_tokens"), num_heads("num_heads");
+  Size head_size("head_size");
+  const Argument p = expect.tensor("out_partial", out_partial)
+                         .floating()
+                         .shape({&num_partials, &num_tokens, &num_heads, &head_size})
+                         .inner_contiguous();
+  const Argument o = expect.tensor("output", output)
+                         .same_dtype(p)
+                         .shape({&num_tokens, &num_heads, &head_size})
+                         .inner_contiguous()
+                         .written();
+  const Argument l = expect.tensor("lse_partial", lse_partial)
+                         .float32()
+                         .shape({&num_partials, &num_tokens, &num_heads})
+                         .contiguous();
+  if (num_partials > INT32_MAX) p.fail("expected num_partials < 2^31, got shape " + p.shape_text());
+  expect.apart(o, {p, l});
+  float* out_lse = nullptr;
+  if (output_lse) {
+    const Argument ol = expect.tensor("output_lse", *output_lse)
+                            .float32()
+                            .shape({&num_tokens, &num_heads})
+                            .contiguous()
+                            .written();
+    expect.apart(ol, {o, p, l});
+    out_lse = ol.as<float>();
+  }
+  if (num_tokens == 0 || num_heads == 0) return;
+
+  const CombineAttnPartialsParams params{.output = o.mutable_data(),
+                                         .output_token_stride = o.stride(0),
+                                         .output_head_stride = o.stride(1),
+                                         .output_lse = out_lse,
+                                         .out_partial = p.data(),
+                                         .partial_stride = p.stride(0),
+                                         .token_stride = p.stride(1),
+                                         .head_stride = p.stride(2),
+                                         .lse_partial = l.as<const float>(),
+                                         .num_tokens = num_tokens,
+                                         .num_partials = static_cast<int32_t>(num_partials),
+                                         .num_heads = static_cast<int32_t>(num_heads),
+                                         .head_size = static_cast<int32_t>(head_size),
+                                         .dtype = p.dtype()};
+  launch(params, output);
+}
+
 }  // namespace
 }  // namespace vllm_kernels
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("merge_attn_states", TORCH_BOX(&vllm_kernels::merge_attn_states));
+  library.impl("combine_attn_partials", TORCH_BOX(&vllm_kernels::combine_attn_partials));
 }

@@ -23,7 +23,8 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
                      bool kv_ready, int64_t window_right) {
   Expect expect("paged_attention");
   CacheSizes sizes;
-  Queries queries = read_queries(expect, out, lse, query, sizes.head_size);
+  Arguments read, written;
+  Queries queries = read_queries(expect, out, lse, query, sizes.head_size, written);
   const KvLayout kv_layout = cache_layout(expect, layout);
   Argument k = expect.tensor("key_cache", key_cache);
   Argument v = expect.tensor("value_cache", value_cache);
@@ -33,54 +34,22 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
               kv_layout == KvLayout::kNHD   ? "dimension 2 of key_cache in layout \"NHD\""
               : kv_layout == KvLayout::kHND ? "dimension 1 of key_cache in layout \"HND\""
                                             : "key_cache");
-  Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
-  check_numbers(expect, sliding_window, softcap, fixed_split_size);
-  check_query_len(expect, max_query_len);
-  const int32_t right = right_window(expect, window_right);
-  const float* slopes =
-      read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads, read);
-  const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
-  const std::optional<Argument> scratch = read_workspace(expect, workspace);
-  read_query_start_loc(expect, queries, query_start_loc ? &*query_start_loc : nullptr,
-                       max_query_len, read);
-  const int32_t window = window_of(sliding_window);
-  const Pages pages = read_pages(expect, block_tables, seq_lens, queries.num_seqs, kv,
-                                 queries.query_start_loc, window);
-  read.add(queries.query, k, v, pages.tables, pages.lens);
-  require_apart(expect, queries, scratch, read);
+  PagedAttentionParams params =
+      read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
+  params.kv = kv;
+  params.kv_ready = kv_ready;
+  read_window_and_split(expect, params, sliding_window, fixed_split_size);
+  params.window_right = right_window(expect, window_right);
+  void* scratch = read_workspace(expect, workspace, written);
+  read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
+  read_pages(expect, params, block_tables, seq_lens, queries.num_seqs, read);
+  read.add(queries.query, k, v);
+  expect.apart(written, read);
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
-
-  const int32_t longest = query_start_loc ? at_most_int32(max_query_len) : 1;
-  const PagedAttentionParams params{
-      .out = queries.out.mutable_data(),
-      .query = queries.query.data(),
-      .query_stride = queries.query.stride(0),
-      .kv = kv,
-      .block_tables = pages.tables.as<const int32_t>(),
-      .block_table_stride = pages.tables.stride(0),
-      .max_blocks_per_seq = pages.max_blocks,
-      .seq_lens = pages.lens.as<const int32_t>(),
-      .alibi_slopes = slopes,
-      .num_seqs = static_cast<int32_t>(queries.num_seqs),
-      .num_heads = static_cast<int32_t>(queries.num_heads),
-      .max_seq_len = static_cast<int64_t>(pages.max_blocks) * kv.block_size,
-      .scale = static_cast<float>(scale),
-      .dtype = queries.query.dtype(),
-      .sparse = {},
-      .query_start_loc = queries.query_start_loc,
-      .num_tokens = static_cast<int32_t>(queries.num_tokens),
-      .max_query_len = longest,
-      .out_stride = queries.out.stride(0),
-      .lse = queries.lse ? queries.lse->as<float>() : nullptr,
-      .sinks = sink_logits,
-      .sliding_window = window,
-      .window_right = longest <= 1 ? 0 : right,  // nothing comes after a sequence's last token
-      .softcap = static_cast<float>(softcap),
-      .fixed_split_size = at_most_int32(fixed_split_size),
-      .kv_ready = kv_ready};
+  set_queries(params, queries);
   raise_bad_index();
-  launch_paged_attention(params, query, scratch ? &*scratch : nullptr);
+  launch_paged_attention(params, query, scratch);
 }
 
 }  // namespace
@@ -89,11 +58,14 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
-                            const Argument* workspace) {
-  const int32_t device = query.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  cuda::launch_paged_attention(params, workspace == nullptr ? nullptr : workspace->mutable_data(),
-                               current_stream(device));
+                            void* workspace) {
+  run_on_stream(
+      query, [&](cuda::Stream stream) { cuda::launch_paged_attention(params, workspace, stream); });
+}
+
+void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  raise_bad_index();
+  launch_paged_attention(params, query, nullptr);
 }
 #else
 bool report_cpu_kernel(const char* op, const char* kernel) {
@@ -102,24 +74,34 @@ bool report_cpu_kernel(const char* op, const char* kernel) {
   });
 }
 
-void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query,
-                            const Argument*) {
-  const PagedAttentionParams params = cpu::tighten_bounds(given);
-  if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
-  if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
-    return;
-  cpu::PagedAttentionPlan plan =
-      cpu::plan_paged_attention(params, torch::stable::get_num_threads());
+// In two launches where several threads share a tile: partials, then their combination.
+template <typename Combine, typename Plan>
+void launch_plan(Plan plan, const Tensor& query) {
   if (plan.tasks == 1) return launch(plan, query);
   const std::unique_ptr<float[]> partials(new float[2 * plan.tasks * plan.partial_size()]);
   plan.partials = partials.get();
   launch(plan, query);
-  launch(cpu::PagedAttentionCombine{plan}, query);
+  launch(Combine{plan}, query);
+}
+
+void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  if (report_cpu_kernel("paged_attention", "decode")) return;
+  launch_plan<cpu::DecodeCombine>(cpu::plan_decode(params, torch::stable::get_num_threads()),
+                                  query);
+}
+
+void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
+  const PagedAttentionParams params = cpu::tighten_bounds(given);
+  if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
+  if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
+    return;
+  launch_plan<cpu::PagedAttentionCombine>(
+      cpu::plan_paged_attention(params, torch::stable::get_num_threads()), query);
 }
 #endif
 
 Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tensor>& lse,
-                     const Tensor& query, Size& head_size) {
+                     const Tensor& query, Size& head_size, Arguments& written) {
   Queries queries;
   Size &num_tokens = queries.num_tokens, &num_heads = queries.num_heads;
   queries.query =
@@ -127,19 +109,18 @@ Queries read_queries(Expect& expect, const Tensor& out, const std::optional<Tens
   require_contiguous_heads(queries.query, num_tokens);
   queries.out = expect.tensor("out", out).same_dtype(queries.query).same_shape(queries.query);
   require_contiguous_heads(queries.out, num_tokens);
-  queries.out.written();
+  written.add(queries.out.written());
   if (lse) {
-    queries.lse = expect.tensor("lse", *lse)
-                      .float32()
-                      .shape({&num_tokens, &num_heads})
-                      .contiguous()
-                      .written();
+    queries.lse = expect.tensor("lse", *lse).float32().shape({&num_tokens, &num_heads});
+    written.add(queries.lse->contiguous().written());
   }
   return queries;
 }
 
-void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_start_loc,
-                          int64_t max_query_len, Arguments& read) {
+void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries& queries,
+                          const Tensor* query_start_loc, int64_t max_query_len, Arguments& read) {
+  const int32_t longest =
+      number_of_tokens(expect, max_query_len, 0, "max_query_len: expected a length >= 0");
   if (query_start_loc == nullptr) {
     queries.num_seqs =
         Size("num_seqs = num_tokens", queries.num_tokens, "query, without query_start_loc");
@@ -153,8 +134,23 @@ void read_query_start_loc(Expect& expect, Queries& queries, const Tensor* query_
               {.noun = "a token of query, at most max_query_len past the one before,",
                .high = queries.num_tokens + 1,
                .max_increase = max_query_len});
-  queries.query_start_loc = starts.as<const int32_t>();
+  params.query_start_loc = starts.as<const int32_t>();
+  params.max_query_len = longest;
   read.add(starts);
+}
+
+void set_queries(PagedAttentionParams& params, const Queries& queries) {
+  params.out = queries.out.mutable_data();
+  params.query = queries.query.data();
+  params.query_stride = queries.query.stride(0);
+  params.num_seqs = static_cast<int32_t>(queries.num_seqs);
+  params.num_heads = static_cast<int32_t>(queries.num_heads);
+  params.dtype = queries.query.dtype();
+  params.num_tokens = static_cast<int32_t>(queries.num_tokens);
+  params.out_stride = queries.out.stride(0);
+  params.lse = queries.lse ? queries.lse->as<float>() : nullptr;
+  // Nothing comes after a sequence's last token.
+  if (params.max_query_len <= 1) params.window_right = 0;
 }
 
 void check_sizes(const Queries& queries, const PagedKv& kv, const char* source) {
@@ -164,18 +160,7 @@ void check_sizes(const Queries& queries, const PagedKv& kv, const char* source) 
         "expected num_heads to be a multiple of num_kv_heads = " + std::to_string(kv.num_kv_heads) +
         " (from " + source + "), got shape " + queries.query.shape_text());
   }
-  check_head_size(queries.query, kv);
-}
-
-void require_apart(const Expect& expect, const Queries& queries,
-                   const std::optional<Argument>& scratch, Arguments& others) {
-  expect.apart(queries.out, others);
-  others.add(queries.out);
-  if (queries.lse) {
-    expect.apart(*queries.lse, others);
-    others.add(*queries.lse);
-  }
-  if (scratch) expect.apart(*scratch, others);
+  check_head_size(queries.query, kv.head_size, kv.dtype);
 }
 
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {
@@ -186,45 +171,46 @@ void require_contiguous_heads(const Argument& heads, const Size& num_tokens) {
   }
 }
 
-void check_head_size(const Argument& named, const PagedKv& kv) {
-  const int32_t step = size_of(kv.dtype) == 1 ? 16 : 8;
-  if (kv.head_size < 32 || kv.head_size > 256 || kv.head_size % step != 0) {
+void check_head_size(const Argument& named, int64_t head_size, DType dtype) {
+  const int64_t step = size_of(dtype) == 1 ? 16 : 8;
+  if (head_size < 32 || head_size > 256 || head_size % step != 0) {
     named.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) + " for a " +
-               name_of(kv.dtype) + " cache, got " + std::to_string(kv.head_size));
+               name_of(dtype) + " cache, got " + std::to_string(head_size));
   }
 }
 
-void check_numbers(const Expect& expect, int64_t sliding_window, double softcap,
-                   int64_t fixed_split_size) {
-  if (sliding_window < 0) {
-    expect.fail("sliding_window: expected a number of tokens >= 0 (0: none), got " +
-                std::to_string(sliding_window));
-  }
+PagedAttentionParams read_scores(Expect& expect, Size& num_heads, double scale, double softcap,
+                                 const std::optional<Tensor>& alibi_slopes,
+                                 const std::optional<Tensor>& sinks, Arguments& read) {
   if (!(softcap >= 0.0) || std::isinf(softcap)) {
     expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
   }
-  if (fixed_split_size < 0) {
-    expect.fail("fixed_split_size: expected a number of tokens >= 0 (0: as suits the batch), got " +
-                std::to_string(fixed_split_size));
-  }
+  PagedAttentionParams params{};
+  params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap);
+  params.alibi_slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, read);
+  params.sinks = read_per_head(expect, "sinks", sinks, num_heads, read);
+  return params;
 }
 
-void check_query_len(const Expect& expect, int64_t max_query_len) {
-  if (max_query_len < 0) {
-    expect.fail("max_query_len: expected a length >= 0, got " + std::to_string(max_query_len));
-  }
+int32_t number_of_tokens(const Expect& expect, int64_t value, int64_t low, const char* expected) {
+  if (value < low) expect.fail(std::string(expected) + ", got " + std::to_string(value));
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
+                           int64_t sliding_window, int64_t fixed_split_size) {
+  params.sliding_window = window_of(number_of_tokens(
+      expect, sliding_window, 0, "sliding_window: expected a number of tokens >= 0 (0: none)"));
+  params.fixed_split_size = number_of_tokens(
+      expect, fixed_split_size, 0,
+      "fixed_split_size: expected a number of tokens >= 0 (0: as suits the batch)");
 }
 
 int32_t right_window(const Expect& expect, int64_t window_right) {
-  if (window_right < -1) {
-    expect.fail("window_right: expected a number of tokens >= 0 (-1: all), got " +
-                std::to_string(window_right));
-  }
-  return window_right < 0 ? std::numeric_limits<int32_t>::max() : at_most_int32(window_right);
-}
-
-int32_t at_most_int32(int64_t value) {
-  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+  const int32_t tokens = number_of_tokens(
+      expect, window_right, -1, "window_right: expected a number of tokens >= 0 (-1: all)");
+  return tokens < 0 ? std::numeric_limits<int32_t>::max() : tokens;
 }
 
 int32_t window_of(int64_t sliding_window) {
@@ -241,8 +227,8 @@ const float* read_per_head(Expect& expect, const char* name, const std::optional
   return argument.as<const float>();
 }
 
-std::optional<Argument> read_workspace(Expect& expect, const std::optional<Tensor>& workspace) {
-  if (!workspace) return std::nullopt;
+void* read_workspace(Expect& expect, const std::optional<Tensor>& workspace, Arguments& written) {
+  if (!workspace) return nullptr;
   const Argument scratch = expect.tensor("workspace", *workspace).uint8().contiguous();
   constexpr int64_t bytes = kPagedAttentionWorkspaceBytes;
   if (!kOnCpu &&
@@ -252,25 +238,37 @@ std::optional<Argument> read_workspace(Expect& expect, const std::optional<Tenso
                  "shape " +
                  scratch.shape_text());
   }
-  return scratch;
+  written.add(scratch);
+  return scratch.mutable_data();
 }
 
-Pages read_pages(Expect& expect, const Tensor& block_tables, const Tensor& seq_lens, Size& num_seqs,
-                 const PagedKv& kv, const int32_t* query_start_loc, int32_t sliding_window) {
+void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& block_tables,
+                const Tensor& seq_lens, Size& num_seqs, Arguments& read, int64_t max_seq_len) {
   Size max_blocks("max_blocks_per_seq");
   const Argument tables = expect.tensor("block_tables", block_tables)
                               .int32()
                               .shape({&num_seqs, &max_blocks})
                               .inner_contiguous();
   const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
-  check_index(expect, lens,
-              {.noun = "a length that fits block_tables", .high = max_blocks * kv.block_size + 1});
-  check_index(expect, tables, {.noun = "a block", .high = kv.num_blocks},
-              {.row_lengths = lens,
-               .tokens_per_column = kv.block_size,
-               .query_start_loc = query_start_loc,
-               .sliding_window = sliding_window});
-  return {.tables = tables, .lens = lens, .max_blocks = static_cast<int32_t>(max_blocks)};
+  if (max_blocks > INT32_MAX) {
+    tables.fail("expected max_blocks_per_seq < 2^31, got shape " + tables.shape_text());
+  }
+  const int64_t table_tokens = max_blocks * params.kv.block_size;
+  params.block_tables = tables.as<const int32_t>();
+  params.block_table_stride = tables.stride(0);
+  params.max_blocks_per_seq = static_cast<int32_t>(max_blocks);
+  params.seq_lens = lens.as<const int32_t>();
+  params.max_seq_len = std::min(max_seq_len, table_tokens);
+  check_index(expect, lens, {.noun = "a length that fits block_tables", .high = table_tokens + 1});
+  if (max_seq_len < table_tokens) {
+    check_index(expect, lens, {.noun = "a length up to max_seq_len", .high = max_seq_len + 1});
+  }
+  check_index(expect, tables, {.noun = "a block", .high = params.kv.num_blocks},
+              {.tokens_per_column = params.kv.block_size,
+               .row_lengths = params.seq_lens,
+               .query_start_loc = params.query_start_loc,
+               .sliding_window = params.sliding_window});
+  read.add(tables, lens);
 }
 
 }  // namespace vllm_kernels

@@ -2,33 +2,12 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
-#include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
 
 namespace vllm_kernels {
-
-#if defined(VLLM_KERNELS_DEVICE_CUDA)
-void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  raise_bad_index();
-  launch_paged_attention(params, query, nullptr);
-}
-#else
-// In two launches where several threads share a tile: partials, then their combination.
-void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  if (report_cpu_kernel("paged_attention", "decode")) return;
-  cpu::DecodePlan plan = cpu::plan_decode(params, torch::stable::get_num_threads());
-  if (plan.tasks == 1) return launch(plan, query);
-  const std::unique_ptr<float[]> partials(new float[2 * plan.tasks * plan.partial_size()]);
-  plan.partials = partials.get();
-  launch(plan, query);
-  launch(cpu::DecodeCombine{plan}, query);
-}
-#endif
-
 namespace {
 
 constexpr int64_t kPartitionSize = 512;  // tokens, as in vLLM's v2
@@ -58,6 +37,22 @@ bool head_offsets_fit(const BlockSparse& sparse, int64_t num_heads) {
          product <= int64_t{1} << 30;
 }
 
+void check_sparse(const Expect& expect, const BlockSparse& sparse, int64_t block_size,
+                  int64_t num_heads) {
+  if (!sparse.on()) return;
+  if (sparse.block_size <= 0 || sparse.block_size % block_size != 0) {
+    expect.fail("blocksparse_block_size: expected a multiple of block_size = " +
+                std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
+  }
+  if (!head_offsets_fit(sparse, num_heads)) {
+    expect.fail(
+        "blocksparse_head_sliding_step: expected (tp_rank + 1) * num_heads * |step| <= 2^30, got "
+        "tp_rank = " +
+        std::to_string(sparse.tp_rank) + ", num_heads = " + std::to_string(num_heads) +
+        ", step = " + std::to_string(sparse.head_sliding_step));
+  }
+}
+
 // What v1 and v2 share: every argument but the scratch. (A failing check builds its message itself:
 // Expect::that() would have it built by every call.)
 // `touched` gets all of these tensors.
@@ -67,7 +62,9 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
                           const Tensor& seq_lens, int64_t block_size, int64_t max_seq_len,
                           const std::optional<Tensor>& alibi_slopes, const Text& kv_cache_dtype,
                           const Tensor& k_scale, const Tensor& v_scale, const BlockSparse& sparse) {
-  Size num_seqs("num_seqs"), num_heads("num_heads"), max_blocks("max_blocks_per_seq");
+  Queries queries;
+  queries.num_tokens = Size("num_seqs");
+  Size &num_seqs = queries.num_tokens, &num_heads = queries.num_heads;
   CacheSizes sizes;
   sizes.num_kv_heads = Size("num_kv_heads", num_kv_heads, "num_kv_heads");
   sizes.block_size = Size("block_size", block_size, "block_size");
@@ -81,79 +78,35 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
   if (block_size != 8 && block_size != 16 && block_size != 32) {
     expect.fail("block_size: expected 8, 16 or 32, got " + std::to_string(block_size));
   }
-  const DType dtype = q.dtype();
-  const DType stored = cache_dtype(expect, kv_cache_dtype, dtype);
-  const int64_t step = size_of(stored) == 1 ? 16 : 8;
-  if (sizes.head_size < 32 || sizes.head_size > 256 || sizes.head_size % step != 0) {
-    q.fail("expected a head_size of 32 to 256 in steps of " + std::to_string(step) + " for a " +
-           name_of(stored) + " cache, got " + std::to_string(sizes.head_size));
-  }
+  const DType stored = cache_dtype(expect, kv_cache_dtype, q.dtype());
+  check_head_size(q, sizes.head_size, stored);
   if (q.stride(2) != 1 || (num_heads > 1 && q.stride(1) != sizes.head_size)) {
     q.fail("expected contiguous heads (only the stride of num_seqs is free), got shape " +
            q.shape_text() + " with stride " + std::to_string(q.stride(1)) + " between heads");
   }
-  const Argument o = expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
+  queries.query = q;
+  queries.out = expect.tensor("out", out).same_dtype(q).same_shape(q).contiguous();
   Argument v = expect.tensor("value_cache", value_cache);
   Argument k = expect.tensor("key_cache", key_cache);
-  PagedKv kv = vllm_layout(k, v, stored, kv_cache_dtype, sizes);
+  PagedAttentionParams params{};
+  params.kv = cache_of_dtype(k, v, stored, kv_cache_dtype, KvLayout::kVllm, sizes);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
-  set_scales(kv, ks, vs);
-  const Argument tables = expect.tensor("block_tables", block_tables)
-                              .int32()
-                              .shape({&num_seqs, &max_blocks})
-                              .inner_contiguous();
-  const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
-  const float* slopes = nullptr;
-  if (alibi_slopes) {
-    const Argument a =
-        expect.tensor("alibi_slopes", *alibi_slopes).float32().shape({&num_heads}).contiguous();
-    touched.add(a);
-    slopes = a.as<const float>();
-  }
+  set_scales(params.kv, ks, vs);
+  params.scale = static_cast<float>(scale);
+  params.alibi_slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, touched);
   if (max_seq_len < 0) {
     expect.fail("max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));
   }
-  if (max_blocks > INT32_MAX) {
-    tables.fail("expected max_blocks_per_seq < 2^31, got shape " + tables.shape_text());
-  }
-  const int64_t table_tokens = max_blocks * block_size;
-  max_seq_len = std::min({max_seq_len, table_tokens, int64_t{INT32_MAX}});
-  if (sparse.on() && (sparse.block_size <= 0 || sparse.block_size % block_size != 0)) {
-    expect.fail("blocksparse_block_size: expected a multiple of block_size = " +
-                std::to_string(block_size) + ", got " + std::to_string(sparse.block_size));
-  }
-  if (sparse.on() && !head_offsets_fit(sparse, num_heads)) {
-    expect.fail(
-        "blocksparse_head_sliding_step: expected (tp_rank + 1) * num_heads * |step| <= 2^30, got "
-        "tp_rank = " +
-        std::to_string(sparse.tp_rank) + ", num_heads = " + std::to_string(num_heads) +
-        ", step = " + std::to_string(sparse.head_sliding_step));
-  }
-  touched.add(q, k, v, tables, lens, ks, vs);
-  expect.apart(o, touched);
-  touched.add(o);
-  check_index(expect, lens, {.noun = "a length that fits block_tables", .high = table_tokens + 1});
-  check_index(expect, lens, {.noun = "a length up to max_seq_len", .high = max_seq_len + 1});
-  check_index(expect, tables, {.noun = "a block", .high = sizes.num_blocks},
-              {.row_lengths = lens, .tokens_per_column = kv.block_size});
-
-  return {.out = o.mutable_data(),
-          .query = q.data(),
-          .query_stride = q.stride(0),
-          .kv = kv,
-          .block_tables = tables.as<const int32_t>(),
-          .block_table_stride = tables.stride(0),
-          .max_blocks_per_seq = static_cast<int32_t>(max_blocks),
-          .seq_lens = lens.as<const int32_t>(),
-          .alibi_slopes = slopes,
-          .num_seqs = static_cast<int32_t>(num_seqs),
-          .num_heads = static_cast<int32_t>(num_heads),
-          .max_seq_len = max_seq_len,
-          .scale = static_cast<float>(scale),
-          .dtype = dtype,
-          .sparse = sparse,
-          .num_tokens = static_cast<int32_t>(num_seqs),
-          .out_stride = num_heads * sizes.head_size};
+  check_sparse(expect, sparse, block_size, num_heads);
+  params.sparse = sparse;
+  read_pages(expect, params, block_tables, seq_lens, num_seqs, touched,
+             std::min<int64_t>(max_seq_len, INT32_MAX));
+  touched.add(q, k, v, ks, vs);
+  expect.apart(queries.out, touched);
+  touched.add(queries.out);
+  queries.num_seqs = num_seqs;
+  set_queries(params, queries);
+  return params;
 }
 
 void paged_attention_v1(const Tensor& out, const Tensor& query, const Tensor& key_cache,
@@ -194,23 +147,20 @@ void paged_attention_v2(const Tensor& out, const Tensor& exp_sums, const Tensor&
   Size num_heads("num_heads", params.num_heads, "query");
   Size head_size("head_size", params.kv.head_size, "query");
   Size partitions("max_num_partitions");
-  const Argument sums = expect.tensor("exp_sums", exp_sums)
-                            .float32()
-                            .shape({&num_seqs, &num_heads, &partitions})
-                            .contiguous();
-  const Argument maxima = expect.tensor("max_logits", max_logits)
-                              .float32()
-                              .shape({&num_seqs, &num_heads, &partitions})
-                              .contiguous();
+  const auto read_float32 = [&](const char* name, const Tensor& tensor) {
+    return expect.tensor(name, tensor)
+        .float32()
+        .shape({&num_seqs, &num_heads, &partitions})
+        .contiguous();
+  };
+  const Argument sums = read_float32("exp_sums", exp_sums);
+  const Argument maxima = read_float32("max_logits", max_logits);
   const Argument o = expect.tensor("out", out);
   const Argument partial = expect.tensor("tmp_out", tmp_out)
                                .same_dtype(o)
                                .shape({&num_seqs, &num_heads, &partitions, &head_size})
                                .contiguous();
-  for (const Argument* scratch : {&sums, &maxima, &partial}) {
-    expect.apart(*scratch, touched);
-    touched.add(*scratch);
-  }
+  expect.apart({sums, maxima, partial}, touched);
   const int64_t needed =
       std::max<int64_t>(1, max_seq_len / kPartitionSize + (max_seq_len % kPartitionSize != 0));
   if (partitions < needed) {

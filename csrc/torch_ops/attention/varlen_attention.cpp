@@ -12,11 +12,9 @@ namespace {
 // Converts window_left to PagedAttentionParams::sliding_window. window_left counts tokens before
 // the query token, -1: all. sliding_window includes the query token's own position, 0: all.
 int32_t left_window(const Expect& expect, int64_t window_left) {
-  if (window_left < -1) {
-    expect.fail("window_left: expected a number of tokens >= 0 (-1: all), got " +
-                std::to_string(window_left));
-  }
-  return window_left < 0 ? 0 : window_of(at_most_int32(window_left) + int64_t{1});
+  const int32_t tokens = number_of_tokens(
+      expect, window_left, -1, "window_left: expected a number of tokens >= 0 (-1: all)");
+  return tokens < 0 ? 0 : window_of(tokens + int64_t{1});
 }
 
 // key_start_loc [num_seqs + 1]: the first key of each sequence, then the end; ascending.
@@ -41,51 +39,29 @@ void varlen_attention(const Tensor& out, const std::optional<Tensor>& lse, const
                       int64_t max_query_len, const std::optional<Tensor>& workspace) {
   Expect expect("varlen_attention");
   Size head_size("head_size");
-  Queries queries = read_queries(expect, out, lse, query, head_size);
+  Arguments read, written;
+  Queries queries = read_queries(expect, out, lse, query, head_size, written);
   Argument k = expect.tensor("key", key);
   Argument v = expect.tensor("value", value);
   PagedKv kv = contiguous_kv(queries.query, k, v, head_size);
-  const int64_t num_keys = k.size(0);
   check_sizes(queries, kv, "key");
-  Arguments read;
   set_scales(expect, kv, k_scale, v_scale, read);
-  check_numbers(expect, 0, softcap, 0);
-  check_query_len(expect, max_query_len);
-  const int32_t left = left_window(expect, window_left);
-  const int32_t right = right_window(expect, window_right);
-  const float* slopes =
-      read_per_head(expect, "alibi_slopes", alibi_slopes, queries.num_heads, read);
-  const float* sink_logits = read_per_head(expect, "sinks", sinks, queries.num_heads, read);
-  const std::optional<Argument> scratch = read_workspace(expect, workspace);
-  read_query_start_loc(expect, queries, &query_start_loc, max_query_len, read);
-  const Argument key_starts = read_key_start_loc(expect, key_start_loc, queries, num_keys);
-  read.add(queries.query, k, v, key_starts);
-  require_apart(expect, queries, scratch, read);
-  if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
-
-  PagedAttentionParams params{};
-  params.out = queries.out.mutable_data();
-  params.query = queries.query.data();
-  params.query_stride = queries.query.stride(0);
+  PagedAttentionParams params =
+      read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
-  params.alibi_slopes = slopes;
-  params.num_seqs = static_cast<int32_t>(queries.num_seqs);
-  params.num_heads = static_cast<int32_t>(queries.num_heads);
-  params.max_seq_len = num_keys;
-  params.scale = static_cast<float>(scale);
-  params.dtype = queries.query.dtype();
-  params.query_start_loc = queries.query_start_loc;
-  params.num_tokens = static_cast<int32_t>(queries.num_tokens);
-  params.max_query_len = at_most_int32(max_query_len);
-  params.out_stride = queries.out.stride(0);
-  params.lse = queries.lse ? queries.lse->as<float>() : nullptr;
-  params.sinks = sink_logits;
-  params.sliding_window = left;
-  params.window_right = params.max_query_len <= 1 ? 0 : right;
-  params.softcap = static_cast<float>(softcap);
+  params.max_seq_len = k.size(0);
+  params.sliding_window = left_window(expect, window_left);
+  params.window_right = right_window(expect, window_right);
+  void* scratch = read_workspace(expect, workspace, written);
+  read_query_start_loc(expect, params, queries, &query_start_loc, max_query_len, read);
+  const Argument key_starts = read_key_start_loc(expect, key_start_loc, queries, k.size(0));
   params.key_start_loc = key_starts.as<const int32_t>();
+  read.add(queries.query, k, v, key_starts);
+  expect.apart(written, read);
+  if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
+  set_queries(params, queries);
   raise_bad_index();
-  launch_paged_attention(params, query, scratch ? &*scratch : nullptr);
+  launch_paged_attention(params, query, scratch);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The checks of check.h, and the text of their errors.
 #include "torch_ops/base/check.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace vllm_kernels {
@@ -15,38 +16,37 @@ std::string list_text(std::span<const int64_t> values) {
   return text + "]";
 }
 
+struct TorchDtype {
+  int32_t (*type)();
+  const char* name;
+  std::optional<DType> known;
+};
+constexpr TorchDtype kTorchDtypes[] = {
+    {aoti_torch_dtype_float32, "float32", DType::kFloat32},
+    {aoti_torch_dtype_float16, "float16", DType::kFloat16},
+    {aoti_torch_dtype_bfloat16, "bfloat16", DType::kBFloat16},
+    {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn", DType::kFp8E4M3},
+    {aoti_torch_dtype_float8_e5m2, "float8_e5m2", DType::kFp8E5M2},
+    {aoti_torch_dtype_int8, "int8", DType::kInt8},
+    {aoti_torch_dtype_float64, "float64", {}},
+    {aoti_torch_dtype_uint8, "uint8", {}},
+    {aoti_torch_dtype_int16, "int16", {}},
+    {aoti_torch_dtype_int32, "int32", {}},
+    {aoti_torch_dtype_int64, "int64", {}},
+    {aoti_torch_dtype_bool, "bool", {}},
+};
+
 std::string dtype_text(int32_t scalar_type) {
-  struct Named {
-    int32_t (*type)();
-    const char* name;
-  };
-  static constexpr Named kNames[] = {
-      {aoti_torch_dtype_float32, "float32"},
-      {aoti_torch_dtype_float16, "float16"},
-      {aoti_torch_dtype_bfloat16, "bfloat16"},
-      {aoti_torch_dtype_float64, "float64"},
-      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
-      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
-      {aoti_torch_dtype_uint8, "uint8"},
-      {aoti_torch_dtype_int8, "int8"},
-      {aoti_torch_dtype_int16, "int16"},
-      {aoti_torch_dtype_int32, "int32"},
-      {aoti_torch_dtype_int64, "int64"},
-      {aoti_torch_dtype_bool, "bool"},
-  };
-  for (const Named& named : kNames) {
-    if (named.type() == scalar_type) return named.name;
+  for (const TorchDtype& dtype : kTorchDtypes) {
+    if (dtype.type() == scalar_type) return dtype.name;
   }
   return "torch scalar type " + std::to_string(scalar_type);
 }
 
 std::optional<DType> known_dtype(int32_t scalar_type) {
-  if (scalar_type == aoti_torch_dtype_float32()) return DType::kFloat32;
-  if (scalar_type == aoti_torch_dtype_float16()) return DType::kFloat16;
-  if (scalar_type == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
-  if (scalar_type == aoti_torch_dtype_float8_e4m3fn()) return DType::kFp8E4M3;
-  if (scalar_type == aoti_torch_dtype_float8_e5m2()) return DType::kFp8E5M2;
-  if (scalar_type == aoti_torch_dtype_int8()) return DType::kInt8;
+  for (const TorchDtype& dtype : kTorchDtypes) {
+    if (dtype.type() == scalar_type) return dtype.known;
+  }
   return std::nullopt;
 }
 
@@ -75,12 +75,6 @@ std::string Argument::shape_text() const {
   return list_text(sizes());
 }
 
-int64_t Argument::numel() const {
-  int64_t product = 1;
-  for (int64_t size : sizes()) product *= size;
-  return product;
-}
-
 DType Argument::dtype() const {
   const std::optional<DType> dtype = known_dtype(scalar_type_);
   if (!dtype) fail("expected a floating dtype, got " + dtype_text(scalar_type_));
@@ -103,25 +97,17 @@ Argument& Argument::same_dtype(const Argument& as) {
   return *this;
 }
 
-Argument& Argument::float32() {
-  if (scalar_type_ != aoti_torch_dtype_float32()) {
-    fail("expected float32, got " + dtype_text(scalar_type_) + "; cast it with .float()");
+Argument& Argument::exactly(int32_t scalar_type, const char* hint) {
+  if (scalar_type_ != scalar_type) {
+    fail("expected " + dtype_text(scalar_type) + ", got " + dtype_text(scalar_type_) + hint);
   }
   return *this;
 }
 
-Argument& Argument::int32() {
-  if (scalar_type_ != aoti_torch_dtype_int32()) {
-    fail("expected int32, got " + dtype_text(scalar_type_) + "; cast it with .int()");
-  }
-  return *this;
-}
-
-Argument& Argument::int64() {
-  if (scalar_type_ != aoti_torch_dtype_int64()) {
-    fail("expected int64, got " + dtype_text(scalar_type_) + "; cast it with .long()");
-  }
-  return *this;
+const char* Argument::uint8_hint() const {
+  return scalar_type_ == aoti_torch_dtype_uint8()
+             ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
+             : "";
 }
 
 Argument& Argument::cache_dtype(DType dtype, std::string_view text, std::string_view name) {
@@ -139,17 +125,7 @@ Argument& Argument::cache_of(const Argument& model) {
   const std::optional<DType> got = known_dtype(scalar_type_);
   if (!got || (scalar_type_ != model.scalar_type_ && size_of(*got) != 1)) {
     fail("expected " + dtype_text(model.scalar_type_) + " (from " + model.name_ +
-         "), float8_e4m3fn, float8_e5m2 or int8, got " + dtype_text(scalar_type_) +
-         (scalar_type_ == aoti_torch_dtype_uint8()
-              ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
-              : ""));
-  }
-  return *this;
-}
-
-Argument& Argument::uint8() {
-  if (scalar_type_ != aoti_torch_dtype_uint8()) {
-    fail("expected uint8, got " + dtype_text(scalar_type_));
+         "), float8_e4m3fn, float8_e5m2 or int8, got " + dtype_text(scalar_type_) + uint8_hint());
   }
   return *this;
 }
@@ -161,17 +137,7 @@ Argument& Argument::one_of(std::initializer_list<DType> dtypes) {
     if (got == dtype) return *this;
     expected += (expected.empty() ? "" : " or ") + std::string(name_of(dtype));
   }
-  fail("expected " + expected + ", got " + dtype_text(scalar_type_) +
-       (scalar_type_ == aoti_torch_dtype_uint8()
-            ? "; say what its bytes are with .view(torch.float8_e4m3fn)"
-            : ""));
-}
-
-Argument& Argument::int8() {
-  if (scalar_type_ != aoti_torch_dtype_int8()) {
-    fail("expected int8, got " + dtype_text(scalar_type_));
-  }
-  return *this;
+  fail("expected " + expected + ", got " + dtype_text(scalar_type_) + uint8_hint());
 }
 
 Argument& Argument::rank(int64_t low, int64_t high) {
@@ -215,12 +181,15 @@ Argument& Argument::at(int64_t dimension, Size& wanted) {
 }
 
 Argument& Argument::same_shape(const Argument& as) {
-  bool same = dim() == as.dim();
-  for (int64_t d = 0; same && d < dim(); ++d) same = size(d) == as.size(d);
-  if (!same) {
+  if (!std::ranges::equal(sizes(), as.sizes())) {
     fail("expected shape " + as.shape_text() + " (from " + as.name_ + "), got shape " +
          shape_text());
   }
+  return *this;
+}
+
+Argument& Argument::one_element() {
+  if (numel() != 1) fail("expected one element, got shape " + shape_text());
   return *this;
 }
 
@@ -279,6 +248,11 @@ Argument& Argument::written() {
 
 void Expect::fail(const std::string& message) const {
   throw std::runtime_error(std::string(op_) + ": " + message);
+}
+
+void Expect::not_negative(const char* name, double value) const {
+  if (value >= 0) return;
+  fail(std::string(name) + ": expected a number >= 0, got " + std::to_string(value));
 }
 
 Argument Expect::tensor_on_any_device(const char* name, const Tensor& tensor) {
@@ -390,8 +364,23 @@ void Expect::apart(const Argument& out, const Argument& input) const {
   }
 }
 
-void Expect::apart(const Argument& out, const Arguments& others) const {
-  for (const Argument& other : others) apart(out, other);
+void Expect::apart(const Arguments& written, const Arguments& read) const {
+  for (const Argument& one : written) {
+    for (const Argument& other : read) apart(one, other);
+    for (const Argument& other : written) {
+      if (&other == &one) break;
+      apart(one, other);
+    }
+  }
+}
+
+const void* read_vector(Expect& expect, const char* name, const Tensor* tensor, const Argument& as,
+                        Size& size, Arguments& read) {
+  if (tensor == nullptr) return nullptr;
+  const Argument vector =
+      expect.tensor(name, *tensor).same_dtype(as).shape({&size}).inner_contiguous();
+  read.add(vector);
+  return vector.data();
 }
 
 }  // namespace vllm_kernels

@@ -5,7 +5,9 @@
 #include <array>
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -29,6 +31,10 @@ struct Size {
   operator int64_t() const { return value; }
 };
 
+inline int64_t product(std::span<const int64_t> sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies());
+}
+
 // A tensor argument, its metadata read once. The checks return *this.
 class Argument {
  public:
@@ -37,7 +43,7 @@ class Argument {
   int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }
   int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
-  int64_t numel() const;
+  int64_t numel() const { return product(sizes()); }
   std::span<const int64_t> sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
   std::span<const int64_t> strides() const { return {strides_, static_cast<size_t>(dim_)}; }
   DType dtype() const;  // after a dtype check
@@ -57,22 +63,23 @@ class Argument {
   // --- checks on the element type
   Argument& floating();  // float32, float16 or bfloat16
   Argument& same_dtype(const Argument& as);
-  Argument& float32();
-  Argument& int32();
-  Argument& int64();
+  Argument& float32() { return exactly(aoti_torch_dtype_float32(), "; cast it with .float()"); }
+  Argument& int32() { return exactly(aoti_torch_dtype_int32(), "; cast it with .int()"); }
+  Argument& int64() { return exactly(aoti_torch_dtype_int64(), "; cast it with .long()"); }
+  Argument& int8() { return exactly(aoti_torch_dtype_int8(), ""); }
+  Argument& uint8() { return exactly(aoti_torch_dtype_uint8(), ""); }
   // `dtype`; an 8-bit one may also be stored as uint8
   Argument& cache_dtype(DType dtype, std::string_view text,
                         std::string_view name = "kv_cache_dtype");
   Argument& cache_of(const Argument& model);  // the dtype of `model`, or an 8-bit one
-  Argument& uint8();
   Argument& one_of(std::initializer_list<DType> dtypes);
-  Argument& int8();
 
   // --- checks on the shape
   Argument& rank(int64_t low, int64_t high);
   Argument& shape(std::initializer_list<Size*> dims);  // exact rank
   Argument& at(int64_t dimension, Size& size);         // negative: counted from the end
   Argument& same_shape(const Argument& as);
+  Argument& one_element();
 
   // --- checks on the memory
   Argument& inner_contiguous();  // last stride 1
@@ -85,6 +92,8 @@ class Argument {
 
  private:
   friend class Expect;
+  Argument& exactly(int32_t scalar_type, const char* hint);
+  const char* uint8_hint() const;
   [[noreturn]] void fail_size(int64_t dimension, const Size& wanted) const;
 
   // Set by Expect. No default values: an unused Arguments array then costs nothing.
@@ -102,6 +111,10 @@ class Argument {
 // Tensors that a call reads or writes, for overlap checks.
 class Arguments {
  public:
+  template <std::same_as<Argument>... Some>
+  Arguments(const Some&... arguments) {
+    add(arguments...);
+  }
   template <std::same_as<Argument>... Some>
   void add(const Some&... arguments) {
     ((arguments_.at(count_++) = arguments), ...);
@@ -131,7 +144,9 @@ class Expect {
   void same_or_apart(const Argument& out, const Argument& input) const;
   // Requires that they do not overlap.
   void apart(const Argument& out, const Argument& input) const;
-  void apart(const Argument& out, const Arguments& others) const;
+  // The same for every written tensor and all others. Of two written ones, the message names the
+  // later one first.
+  void apart(const Arguments& written, const Arguments& read) const;
   // Whether two tensors may share an element. Slices of one packed tensor do not.
   bool overlap(const Argument& out, const Argument& input) const;
 
@@ -139,6 +154,7 @@ class Expect {
   void that(bool condition, const std::string& message) const {
     if (!condition) fail(message);
   }
+  void not_negative(const char* name, double value) const;
   [[noreturn]] void fail(const std::string& message) const;
   const char* op() const { return op_; }
 
@@ -148,5 +164,9 @@ class Expect {
   int32_t device_type_ = -1;
   int32_t device_index_ = -1;
 };
+
+// `tensor` or null, [size] of the dtype of `as`. `read` gets it where it is given.
+const void* read_vector(Expect& expect, const char* name, const Tensor* tensor, const Argument& as,
+                        Size& size, Arguments& read);
 
 }  // namespace vllm_kernels

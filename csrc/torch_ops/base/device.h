@@ -27,14 +27,20 @@ inline cuda::Stream current_stream(int32_t device) {
   return stream;
 }
 
+// Calls `run` with the current stream of the tensor's device, which it makes the current device.
+template <typename OnDevice, typename Run>
+void run_on_stream(const OnDevice& tensor, const Run& run) {
+  const int32_t device = tensor.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  run(current_stream(device));
+}
+
 // Launches on the current stream of the tensor's device. In check mode it throws earlier findings
 // first.
 template <typename Params>
 void launch(const Params& params, const Tensor& on) {
   if (cuda::check_mode()) raise_bad_index();
-  const int32_t device = on.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  cuda::launch(params, current_stream(device));
+  run_on_stream(on, [&](cuda::Stream stream) { cuda::launch(params, stream); });
 }
 
 #define VLLM_KERNELS_DISPATCH_KEY CUDA

@@ -23,25 +23,11 @@ namespace {
   throw std::runtime_error(text);
 }
 
-IndexCheckParams pack(const Expect& expect, const Argument& values, const IndexBounds& bounds) {
-  const bool flat = values.dim() == 1;
-  return {.op = expect.op(),
-          .argument = values.name(),
-          .bounds = bounds,
-          .values = values.data(),
-          .is_int64 = values.is_int64(),
-          .one_dimensional = flat,
-          .rows = values.size(0),
-          .columns = flat ? 1 : values.size(1),
-          .row_stride = flat ? 1 : values.stride(0)};
-}
-
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 
 void scan(const IndexCheckParams& params, const Argument& values) {
   if (!cuda::check_mode()) return;
-  const torch::stable::accelerator::DeviceGuard guard(values.device_index());
-  cuda::scan_indices(params, current_stream(values.device_index()));
+  run_on_stream(values, [&](cuda::Stream stream) { cuda::scan_indices(params, stream); });
 }
 
 #else
@@ -70,29 +56,25 @@ void scan(const IndexCheckParams& params, const Argument&) {
 
 }  // namespace
 
-void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds) {
-  scan(pack(expect, values, bounds), values);
-}
-
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used) {
-  IndexCheckParams params = pack(expect, values, bounds);
-  params.row_lengths = used.row_lengths.as<const int32_t>();
-  params.tokens_per_column = used.tokens_per_column;
-  params.query_start_loc = used.query_start_loc;
-  params.sliding_window = used.sliding_window;
-  scan(params, values);
-}
-
-void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
-                 const GatheredColumns& used) {
-  IndexCheckParams params = pack(expect, values, bounds);
-  params.rows = used.rows;
-  params.row_lengths = used.row_lengths;
-  params.tokens_per_column = used.tokens_per_column;
-  params.cumulative_lengths = used.cumulative_lengths;
-  params.row_starts = used.row_starts;
-  scan(params, values);
+  const bool flat = values.dim() == 1;
+  scan({.op = expect.op(),
+        .argument = values.name(),
+        .bounds = bounds,
+        .values = values.data(),
+        .is_int64 = values.is_int64(),
+        .one_dimensional = flat,
+        .rows = used.rows.value_or(values.size(0)),
+        .columns = flat ? 1 : values.size(1),
+        .row_stride = flat ? 1 : values.stride(0),
+        .row_lengths = used.row_lengths,
+        .tokens_per_column = used.tokens_per_column,
+        .query_start_loc = used.query_start_loc,
+        .sliding_window = used.sliding_window,
+        .cumulative_lengths = used.cumulative_lengths,
+        .row_starts = used.row_starts},
+       values);
 }
 
 void raise_bad_index() {

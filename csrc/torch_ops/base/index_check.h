@@ -1,25 +1,23 @@
 // Checks of index tensors (slots, positions, lengths, block tables): one call per argument.
 #pragma once
+#include <optional>
+
 #include "ops/index_check.h"
 #include "torch_ops/base/check.h"
 
 namespace vllm_kernels {
 
-// Check only the columns of tokens that some query token of the row sees. Block tables hold garbage
-// past a row's length, and before a sliding window.
+// Check only the columns of some tokens of each row: block tables hold garbage in the others.
+//   row_lengths         those that some query token of the row sees, also in a sliding window
+//   cumulative_lengths  those that a gather reads
+// Without both, all columns are checked.
 struct UsedColumns {
-  const Argument& row_lengths;               // [rows] int32, in tokens
-  int32_t tokens_per_column;                 // block_size
-  const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
-  int32_t sliding_window = 0;                // 0: none
-};
-
-// Check only the columns of tokens that a gather reads. The table may have more rows.
-struct GatheredColumns {
-  int64_t rows;
-  int32_t tokens_per_column;                    // block_size
-  const int32_t* row_lengths = nullptr;         // [rows]; either this,
-  const int32_t* cumulative_lengths = nullptr;  // [rows + 1]; or this
+  std::optional<int64_t> rows = std::nullopt;   // the table may have more; none: all
+  int32_t tokens_per_column = 1;                // block_size
+  const int32_t* row_lengths = nullptr;         // [rows] tokens
+  const int32_t* query_start_loc = nullptr;     // [rows + 1], or null: one query token a row
+  int32_t sliding_window = 0;                   // 0: none
+  const int32_t* cumulative_lengths = nullptr;  // [rows + 1] tokens
   const int32_t* row_starts = nullptr;          // [rows], or null; with cumulative_lengths
 };
 
@@ -28,11 +26,8 @@ struct GatheredColumns {
 //         reshape_and_cache: slot_mapping[5] = 999: expected -1 (skipped) or a slot in [0, 512)
 //   CUDA  does nothing: the kernel contains bad values. With VLLM_KERNELS_CHECK=1 it enqueues a
 //         scan. The next op, or vllm_kernels.check(), throws its finding in the same words.
-void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds);
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
-                 const UsedColumns& used);
-void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
-                 const GatheredColumns& used);
+                 const UsedColumns& used = {});
 
 // Throws what finished scans of earlier CUDA ops have found, without a sync. launch() calls it.
 void raise_bad_index();

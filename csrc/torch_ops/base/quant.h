@@ -5,25 +5,22 @@
 
 namespace vllm_kernels {
 
-// The tensors that a call reads and writes. `apart` requires each written one apart from all
-// others.
-struct ReadAndWritten {
-  Arguments read, written;
-  void apart(const Expect& expect) const;
+// The scales of an 8-bit result, as the op's arguments give them.
+struct ScaleArguments {
+  ScaleOf scale_of;
+  // kTensor: `scale`, one float32. The op writes the others, `scales`, float32: kRow: one a row,
+  // such as [rows, 1]; kGroup: [rows, groups].
+  const Tensor& scales;
+  const Tensor* scale_ub = nullptr;  // kRow, kGroup; or null
+  int64_t group_size = 0;            // kGroup
+  bool is_scale_transposed = false;  // kGroup: stride 1 between rows, else between groups
 };
 
-// scale: one float32, which the caller gives.
-QuantParams given_scale(Expect& expect, const Argument& out, const Tensor& scale,
-                        ReadAndWritten& arguments);
+// Checks the dtype of an 8-bit result: e4m3, or with computed scales also int8.
+Argument& quantized_dtype(Argument& out, ScaleOf scale_of);
 
-// scales: one float32 a row, such as [rows, 1]; the op writes it.
-QuantParams row_scales(Expect& expect, const Argument& out, const Tensor& scales,
-                       const std::optional<Tensor>& scale_ub, ReadAndWritten& arguments);
-
-// scales: [rows, groups] float32; the op writes it. is_scale_transposed: stride 1 between rows,
-// else between groups.
-QuantParams group_scales(Expect& expect, const Argument& out, const Tensor& scales,
-                         const std::optional<Tensor>& scale_ub, int64_t group_size,
-                         bool is_scale_transposed, ReadAndWritten& arguments);
+// Checks the scales of `out`, and adds them to the tensors read or written.
+QuantParams read_scales(Expect& expect, const ScaleArguments& given, const Argument& out,
+                        Arguments& read, Arguments& written);
 
 }  // namespace vllm_kernels

@@ -29,6 +29,10 @@ class Tensor {
   std::unique_ptr<AtenTensorOpaque, Delete> handle_;
 };
 
+inline const Tensor* or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? &*tensor : nullptr;
+}
+
 // A `str`. The stable header's std::string leaks its buffer on every call.
 struct Text {
   std::string value;

@@ -1,5 +1,5 @@
-// Bindings of cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv. paged_tokens.h
-// checks the tables, paged_kv.h the caches. ops/gather_cache.h has the rules.
+// Bindings of cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv.
+// paged_kv.h checks the caches. ops/gather_cache.h has the rules.
 #include "ops/gather_cache.h"
 
 #include <algorithm>
@@ -8,10 +8,90 @@
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
-#include "torch_ops/cache/paged_tokens.h"
 
 namespace vllm_kernels {
 namespace {
+
+// block_table int32 [>= num_seqs, blocks_per_seq]; cu_seq_lens int32 [num_seqs + 1]; seq_starts
+// int32 [num_seqs] or none. num_seqs comes from cu_seq_lens; a `batch_size` that is given must
+// agree.
+class GatherTables {
+ public:
+  GatherTables(Expect& expect, const char* table_name, const Tensor& block_table,
+               const Tensor& cu_seq_lens, const std::optional<Tensor>& seq_starts,
+               std::optional<int64_t> batch_size = std::nullopt)
+      : expect_(expect),
+        table_(expect.tensor(table_name, block_table).int32().rank(2, 2).inner_contiguous()),
+        ends_(expect.tensor("cu_seq_lens", cu_seq_lens).int32().rank(1, 1).contiguous()),
+        num_seqs_(ends_.size(0) - 1) {
+    if (batch_size && *batch_size != num_seqs_) {
+      ends_.fail("expected batch_size + 1 = " + std::to_string(*batch_size + 1) +
+                 " elements, got shape " + ends_.shape_text());
+    }
+    if (num_seqs_ < 0) ends_.fail("expected num_seqs + 1 elements, got shape [0]");
+    if (table_.size(0) < num_seqs_) {
+      table_.fail("expected at least num_seqs = " + std::to_string(num_seqs_) +
+                  " (from cu_seq_lens) rows, got shape " + table_.shape_text());
+    }
+    if (seq_starts) {
+      Size seqs("num_seqs", num_seqs_, "cu_seq_lens");
+      starts_ = expect.tensor("seq_starts", *seq_starts).int32().shape({&seqs}).contiguous();
+    }
+  }
+
+  Arguments read() const {
+    Arguments all(table_, ends_);
+    if (starts_) all.add(*starts_);
+    return all;
+  }
+  bool any() const { return num_seqs_ > 0; }
+
+  // Packs the tables and checks their values (check_index). A sequence longer than its block table
+  // is an error on the CPU. On CUDA its rows past the table are filled with zeros.
+  PagedTokens pack(int64_t num_blocks, int64_t block_size, int64_t num_rows) const {
+    constexpr int64_t kMaxRows = INT32_MAX - 64;
+    expect_.that(num_rows <= kMaxRows && table_.size(1) <= INT32_MAX,
+                 "expected fewer than 2^31 - 64 rows and as many blocks a sequence, got " +
+                     std::to_string(num_rows) + " and " + std::to_string(table_.size(1)));
+    const int64_t capacity = table_.size(1) * block_size;  // tokens of a sequence
+    const PagedTokens tokens{.block_table = table_.as<const int32_t>(),
+                             .block_table_stride = table_.stride(0),
+                             .blocks_per_seq = static_cast<int32_t>(table_.size(1)),
+                             .cu_seq_lens = ends_.as<const int32_t>(),
+                             .seq_starts = starts_ ? starts_->as<const int32_t>() : nullptr,
+                             .num_seqs = static_cast<int32_t>(num_seqs_),
+                             .num_rows = static_cast<int32_t>(num_rows),
+                             .num_blocks = num_blocks,
+                             .block_size = static_cast<int32_t>(block_size)};
+    check_index(expect_, ends_,
+                {.noun = "a row", .low = 0, .high = num_rows + 1, .max_increase = capacity});
+    if (starts_)
+      check_index(expect_, *starts_, {.noun = "a token", .low = 0, .high = capacity + 1});
+    if constexpr (kOnCpu) {
+      for (int64_t seq = 0; starts_ && seq < num_seqs_; ++seq) {
+        const int64_t length = tokens.cu_seq_lens[seq + 1] - tokens.cu_seq_lens[seq];
+        if (length == 0 || tokens.seq_starts[seq] + length <= capacity) continue;
+        expect_.fail("seq_starts[" + std::to_string(seq) +
+                     "] = " + std::to_string(tokens.seq_starts[seq]) + ": expected at most " +
+                     std::to_string(capacity - length) + ", for the sequence has " +
+                     std::to_string(length) + " tokens and its blocks " + std::to_string(capacity));
+      }
+    }
+    check_index(expect_, table_, {.noun = "a block", .low = 0, .high = num_blocks},
+                {.rows = num_seqs_,
+                 .tokens_per_column = tokens.block_size,
+                 .cumulative_lengths = tokens.cu_seq_lens,
+                 .row_starts = tokens.seq_starts});
+    return tokens;
+  }
+
+ private:
+  const Expect& expect_;
+  Argument table_;
+  Argument ends_;
+  std::optional<Argument> starts_;
+  int64_t num_seqs_;
+};
 
 // The elements of an entry: the dimensions from outer_dims on, which must be contiguous.
 int64_t entry_elements(const Argument& argument, int64_t outer_dims) {
@@ -67,8 +147,9 @@ void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& b
   GatherCacheParams params =
       entries(expect, src, out, DType::kInt8, DType::kInt8, src.element_size());
   GatherTables tables(expect, "block_table", block_table, cu_seq_lens, seq_starts, batch_size);
-  tables.apart_from(out);
-  expect.apart(out, src);
+  Arguments read = tables.read();
+  read.add(src);
+  expect.apart(out, read);
   if (out.numel() == 0 || !tables.any()) return;
   params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
   launch(params, src_cache);
@@ -86,8 +167,7 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
       cache_dtype(expect, kv_cache_dtype, out.dtype(), "kv_cache_dtype", Int8Cache::kTaken);
   src.cache_dtype(stored, kv_cache_dtype);
   GatherCacheParams params = entries(expect, src, out, stored, out.dtype(), 1);
-  const Argument s = expect.tensor("scale", scale).float32();
-  if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
+  const Argument s = expect.tensor("scale", scale).float32().one_element();
   params.kv.k_scale = s.as<const float>();
   const Argument seqs = expect.tensor("token_to_seq", token_to_seq).int32().rank(1, 1).contiguous();
   expect.that(num_tokens >= 0 && num_tokens <= out.size(0) && num_tokens <= seqs.size(0),
@@ -95,16 +175,15 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
                   std::to_string(std::min(out.size(0), seqs.size(0))) +
                   "] (rows of dst, elements of token_to_seq), got " + std::to_string(num_tokens));
   GatherTables tables(expect, "block_table", block_table, cu_seq_lens, seq_starts);
-  tables.apart_from(out);
-  expect.apart(out, src);
-  expect.apart(out, seqs);
-  expect.apart(out, s);
+  Arguments read = tables.read();
+  read.add(src, seqs, s);
+  expect.apart(out, read);
   if (out.numel() == 0 || num_tokens == 0 || !tables.any()) return;
   params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
   params.tokens.num_rows = static_cast<int32_t>(num_tokens);
   params.tokens.token_to_seq = seqs.as<const int32_t>();
   check_index(expect, seqs, {.noun = "a sequence", .low = 0, .high = params.tokens.num_seqs},
-              GatheredColumns{.rows = num_tokens, .tokens_per_column = 1});
+              {.rows = num_tokens});
   launch(params, src_cache);
 }
 
@@ -178,16 +257,11 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
                            .dtype = k.dtype()};
   expect.that(params.kv.num_blocks * params.kv.block_size <= INT32_MAX,
               "key_cache: expected num_blocks * block_size < 2^31, got shape " + kc.shape_text());
-  Arguments scales;
-  set_gather_scales(expect, params, sizes, k_scale, v_scale, scales);
   GatherTables tables(expect, "block_tables", block_tables, cu_seq_lens, seq_starts);
-  for (const Argument* rows : {&k, &v}) {
-    tables.apart_from(*rows);
-    expect.apart(*rows, kc);
-    expect.apart(*rows, vc);
-    expect.apart(*rows, scales);
-  }
-  expect.apart(k, v);
+  Arguments read = tables.read();
+  read.add(kc, vc);
+  set_gather_scales(expect, params, sizes, k_scale, v_scale, read);
+  expect.apart({v, k}, read);
   if (k.numel() == 0 || !tables.any()) return;
   params.tokens = tables.pack(params.kv.num_blocks, params.kv.block_size, num_rows);
   launch(params, key);

@@ -6,7 +6,6 @@
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
-#include "torch_ops/cache/slots.h"
 
 namespace vllm_kernels {
 namespace {
@@ -54,9 +53,8 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& 
   cache.written();
   if (block_size < 1) cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
   const Argument slots = read_slots(expect, slot_mapping, num_tokens);
-  const Argument s = expect.tensor("scale", scale).float32();
-  if (s.numel() != 1) s.fail("expected one element, got shape " + s.shape_text());
-  for (const Argument& read : {latent, rope, slots, s}) expect.apart(cache, read);
+  const Argument s = expect.tensor("scale", scale).float32().one_element();
+  expect.apart(cache, {latent, rope, slots, s});
   const int64_t num_slots = count_slots(cache, num_blocks, block_size);
   if (slots.numel() == 0) return;
   check_slots(expect, slots, num_slots);
@@ -107,7 +105,7 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
   const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().shape({&seqs}).contiguous();
   const Argument starts =
       expect.tensor("workspace_starts", workspace_starts).int32().shape({&seqs}).contiguous();
-  for (const Argument& read : {src, table, lengths, starts}) expect.apart(out, read);
+  expect.apart(out, {src, table, lengths, starts});
   if (out.numel() == 0 || batch_size == 0 || block_size < 1) return;
   const int64_t capacity = table.size(1) * block_size;
   check_index(expect, lengths, {.noun = "a length that fits block_table", .high = capacity + 1});
@@ -124,9 +122,9 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
     }
   }
   check_index(expect, table, {.noun = "a block", .low = 0, .high = num_blocks},
-              GatheredColumns{.rows = batch_size,
-                              .tokens_per_column = static_cast<int32_t>(block_size),
-                              .row_lengths = counts});
+              {.rows = batch_size,
+               .tokens_per_column = static_cast<int32_t>(block_size),
+               .row_lengths = counts});
   const UpconvertMlaParams params{.cache = src.data(),
                                   .block_stride = src.stride(0),
                                   .token_stride = src.stride(1),
@@ -162,8 +160,7 @@ void concat_mla_q(const Tensor& ql_nope, const Tensor& q_pe, const Tensor& q_out
                            .shape({&num_tokens, &num_heads, &width})
                            .inner_contiguous()
                            .written();
-  expect.apart(out, nope);
-  expect.apart(out, rope);
+  expect.apart(out, {nope, rope});
   if (out.numel() == 0) return;
   const int64_t size = out.element_size();
   const ConcatMlaQParams params{.nope = nope.data(),

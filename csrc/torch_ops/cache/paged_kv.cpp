@@ -124,6 +124,11 @@ PagedKv row_pages(Argument& key, Argument& value, DType dtype, KvLayout layout, 
   return kv;
 }
 
+PagedKv pages(Argument& key, Argument& value, DType dtype, KvLayout layout, CacheSizes& sizes) {
+  return layout == KvLayout::kVllm ? vllm_pages(key, value, dtype, sizes)
+                                   : row_pages(key, value, dtype, layout, sizes);
+}
+
 }  // namespace
 
 PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size) {
@@ -159,18 +164,11 @@ DType cache_dtype(const Expect& expect, std::string_view text, DType model, std:
   expect.fail(std::string(name) + ": expected " + known + ", got \"" + std::string(text) + "\"");
 }
 
-PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                    std::string_view kv_cache_dtype, CacheSizes& sizes) {
+PagedKv cache_of_dtype(Argument& key_cache, Argument& value_cache, DType dtype,
+                       std::string_view kv_cache_dtype, KvLayout layout, CacheSizes& sizes) {
   value_cache.cache_dtype(dtype, kv_cache_dtype);
   key_cache.cache_dtype(dtype, kv_cache_dtype);
-  return vllm_pages(key_cache, value_cache, dtype, sizes);
-}
-
-PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                     std::string_view kv_cache_dtype, CacheSizes& sizes) {
-  key_cache.cache_dtype(dtype, kv_cache_dtype);
-  value_cache.cache_dtype(dtype, kv_cache_dtype);
-  return row_pages(key_cache, value_cache, dtype, KvLayout::kNHD, sizes);
+  return pages(key_cache, value_cache, dtype, layout, sizes);
 }
 
 KvLayout cache_layout(const Expect& expect, std::string_view text) {
@@ -183,8 +181,7 @@ KvLayout cache_layout(const Expect& expect, std::string_view text) {
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
                     CacheSizes& sizes) {
   require_layout(key_cache, layout);
-  return layout == KvLayout::kVllm ? vllm_pages(key_cache, value_cache, dtype, sizes)
-                                   : row_pages(key_cache, value_cache, dtype, layout, sizes);
+  return pages(key_cache, value_cache, dtype, layout, sizes);
 }
 
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
@@ -222,24 +219,16 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
 }
 
 void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
-  for (Argument* s : {&k_scale, &v_scale}) {
-    s->float32();
-    if (s->numel() != 1) s->fail("expected one element, got shape " + s->shape_text());
-  }
-  kv.k_scale = k_scale.as<const float>();
-  kv.v_scale = v_scale.as<const float>();
+  kv.k_scale = k_scale.float32().one_element().as<const float>();
+  kv.v_scale = v_scale.float32().one_element().as<const float>();
 }
 
 void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
-  int64_t elements = 0;
-  for (Argument* s : {&k_scale, &v_scale}) {
-    s->float32().contiguous();
-    check_scale_size(kv, *s, elements);
-    elements = s->numel();
-  }
+  check_scale_size(kv, k_scale.float32().contiguous(), 0);
+  check_scale_size(kv, v_scale.float32().contiguous(), k_scale.numel());
   kv.k_scale = k_scale.as<const float>();
   kv.v_scale = v_scale.as<const float>();
-  kv.scale_stride = elements > 1 ? 1 : 0;
+  kv.scale_stride = k_scale.numel() > 1 ? 1 : 0;
 }
 
 }  // namespace vllm_kernels

@@ -5,6 +5,7 @@
 
 #include "ops/paged_kv.h"
 #include "torch_ops/base/check.h"
+#include "torch_ops/base/index_check.h"
 
 namespace vllm_kernels {
 
@@ -22,23 +23,21 @@ enum class Int8Cache : uint8_t { kRefused, kTaken };
 DType cache_dtype(const Expect& expect, std::string_view text, DType model,
                   std::string_view name = "kv_cache_dtype", Int8Cache int8 = Int8Cache::kRefused);
 
-// Layout vllm: key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x] and value_cache
-// [num_blocks, num_kv_heads, head_size, block_size]. The page of a head is contiguous; the two
-// outer strides are free. head_size and num_kv_heads may be bound already.
-PagedKv vllm_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                    std::string_view kv_cache_dtype, CacheSizes& sizes);
-
-// Layout NHD: key_cache and value_cache [num_blocks, block_size, num_kv_heads, head_size]. The
-// three outer strides are free.
-PagedKv flash_layout(Argument& key_cache, Argument& value_cache, DType dtype,
-                     std::string_view kv_cache_dtype, CacheSizes& sizes);
+// Caches of the dtype that a kv_cache_dtype string names. head_size and num_kv_heads may be bound
+// already.
+//   vllm      key_cache [num_blocks, num_kv_heads, head_size / x, block_size, x], value_cache
+//             [num_blocks, num_kv_heads, head_size, block_size]. The page of a head is contiguous;
+//             the two outer strides are free.
+//   NHD, HND  both [num_blocks, block_size, num_kv_heads, head_size], or with the two middle
+//             dimensions swapped. The three outer strides are free.
+PagedKv cache_of_dtype(Argument& key_cache, Argument& value_cache, DType dtype,
+                       std::string_view kv_cache_dtype, KvLayout layout, CacheSizes& sizes);
 
 // Parses "vllm", "NHD" or "HND".
 KvLayout cache_layout(const Expect& expect, std::string_view text);
 
 // Caches of a model with the dtype of `query`; their own dtype is read from the tensors. A page has
-// 1, 2, 4, ... or 256 tokens. The free strides are as above; with HND those of [num_blocks,
-// num_kv_heads, block_size].
+// 1, 2, 4, ... or 256 tokens.
 PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_cache,
                     KvLayout layout, CacheSizes& sizes);
 
@@ -60,5 +59,32 @@ void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
 
 // The same, or both [num_kv_heads].
 void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+
+// --- for every op that writes tokens into a paged cache
+
+// slot_mapping: int64 [n], n <= num_tokens.
+inline Argument read_slots(Expect& expect, const Tensor& slot_mapping, const Size& num_tokens) {
+  const Argument slots =
+      expect.tensor("slot_mapping", slot_mapping).int64().rank(1, 1).inner_contiguous();
+  if (slots.numel() > num_tokens) {
+    slots.fail("expected at most num_tokens = " + std::to_string(num_tokens.value) + " (from " +
+               num_tokens.source + ") slots, got shape " + slots.shape_text());
+  }
+  return slots;
+}
+
+// The number of slots of a cache. Kernels number slots in 31 bits.
+inline int64_t count_slots(const Argument& cache, int64_t num_blocks, int64_t block_size) {
+  const int64_t num_slots = num_blocks * block_size;
+  if (num_slots > INT32_MAX) {
+    cache.fail("expected num_blocks * block_size < 2^31, got " + std::to_string(num_slots));
+  }
+  return num_slots;
+}
+
+inline void check_slots(const Expect& expect, const Argument& slots, int64_t num_slots) {
+  check_index(expect, slots,
+              {.noun = "a slot", .low = 0, .high = num_slots, .skip = true, .unique = true});
+}
 
 }  // namespace vllm_kernels

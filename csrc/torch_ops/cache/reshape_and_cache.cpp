@@ -1,13 +1,12 @@
 // Bindings of reshape_and_cache, reshape_and_cache_flash and reshape_and_cache_per_token_quant: key
-// and value [num_tokens, num_kv_heads, head_size] into a paged cache. paged_kv.h checks the caches,
-// slots.h the slots.
+// and value [num_tokens, num_kv_heads, head_size] into a paged cache. paged_kv.h checks the caches
+// and the slots.
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/cache/paged_kv.h"
-#include "torch_ops/cache/slots.h"
 
 namespace vllm_kernels {
 namespace {
@@ -61,21 +60,13 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
       cache_dtype(expect, kv_cache_dtype, tokens.key.dtype(), "kv_cache_dtype", Int8Cache::kTaken);
   Argument kc = expect.tensor("key_cache", key_cache);
   Argument vc = expect.tensor("value_cache", value_cache);
-  PagedKv kv = (layout == KvLayout::kVllm ? vllm_layout : flash_layout)(
-      kc, vc, stored, kv_cache_dtype, tokens.sizes);
+  PagedKv kv = cache_of_dtype(kc, vc, stored, kv_cache_dtype, layout, tokens.sizes);
   kc.written();
   vc.written();
   const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
   set_head_scales(kv, ks, vs);
-  for (const Argument* cache : {&kc, &vc}) {
-    expect.apart(*cache, tokens.key);
-    expect.apart(*cache, tokens.value);
-    expect.apart(*cache, slots);
-    expect.apart(*cache, ks);
-    expect.apart(*cache, vs);
-  }
-  expect.apart(kc, vc);
+  expect.apart({vc, kc}, {tokens.key, tokens.value, slots, ks, vs});
   const ReshapeAndCacheParams params = tokens.pack(kc, kv, slots);
   if (params.num_tokens > 0) launch(params, key);
 }
@@ -106,8 +97,6 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   Argument kc = expect.tensor("key_cache", key_cache).int8();
   Argument vc = expect.tensor("value_cache", value_cache).int8();
   const PagedKv kv = cache_pages(kc, vc, DType::kInt8, kv_layout, sizes);
-  Arguments all;
-  all.add(tokens.key, tokens.value);
   const auto scales = [&](const char* name, const Tensor& tensor) {
     return expect.tensor(name, tensor)
         .float32()
@@ -117,11 +106,7 @@ void reshape_and_cache_per_token_quant(const Tensor& key, const Tensor& value,
   };
   const Argument ks = scales("key_scales", key_scales), vs = scales("value_scales", value_scales);
   const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
-  all.add(slots);
-  for (const Argument& out : {kc.written(), vc.written(), ks, vs}) {
-    expect.apart(out, all);
-    all.add(out);
-  }
+  expect.apart({kc.written(), vc.written(), ks, vs}, {tokens.key, tokens.value, slots});
   const ReshapeAndCachePerTokenQuantParams params{.write = tokens.pack(kc, kv, slots),
                                                   .key_scales = ks.as<float>(),
                                                   .value_scales = vs.as<float>(),

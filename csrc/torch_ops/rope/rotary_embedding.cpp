@@ -4,8 +4,7 @@
 
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
-#include "torch_ops/base/index_check.h"
-#include "torch_ops/rope/rotary_embedding.h"
+#include "torch_ops/rope/rope_and_cache.h"
 
 namespace vllm_kernels {
 namespace {
@@ -59,17 +58,16 @@ void rotary_embedding(const Tensor& positions, const Tensor& query,
                       .is_neox = is_neox,
                       .dtype = q.dtype(),
                       .cache_dtype = c.dtype()};
-  expect.apart(q, t);
-  expect.apart(q, c);
+  Arguments written;
   if (key.has_value()) {
     Argument k = expect.tensor("key", *key).same_dtype(q);
     params.key = heads_of(expect, k, t, head_size);
-    expect.apart(k, t);
-    expect.apart(k, c);
-    expect.apart(q, k);
+    written.add(k);
   }
+  written.add(q);
+  expect.apart(written, {t, c});
   if (t.numel() == 0 || params.query.count + params.key.count == 0) return;
-  check_index(expect, t, {.noun = "a position", .low = 0, .high = params.max_position});
+  check_positions(expect, t, c);
   launch(params, query);
 }
 
