@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import calls
 
 __all__ = [
     "fatrelu_and_mul",
@@ -22,6 +22,8 @@ __all__ = [
     "swigluoai_and_mul",
 ]
 
+call = calls(__all__)
+
 
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
     """SwiGLU's product: ``out = round(silu(gate)) * up`` (Shazeer 2020, arXiv:2002.05202).
@@ -35,8 +37,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("silu_and_mul", out, input)
-    library_ops.silu_and_mul.default(out, input)
+    call.silu_and_mul(out, input)
 
 
 def mul_and_silu(out: Tensor, input: Tensor) -> None:
@@ -44,8 +45,7 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("mul_and_silu", out, input)
-    library_ops.mul_and_silu.default(out, input)
+    call.mul_and_silu(out, input)
 
 
 def gelu_and_mul(out: Tensor, input: Tensor) -> None:
@@ -53,8 +53,7 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("gelu_and_mul", out, input)
-    library_ops.gelu_and_mul.default(out, input)
+    call.gelu_and_mul(out, input)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
@@ -62,8 +61,7 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("gelu_tanh_and_mul", out, input)
-    library_ops.gelu_tanh_and_mul.default(out, input)
+    call.gelu_tanh_and_mul(out, input)
 
 
 def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
@@ -77,8 +75,7 @@ def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("silu_and_mul_split", out, gate, up)
-    library_ops.silu_and_mul_split.default(out, gate, up)
+    call.silu_and_mul_split(out, gate, up)
 
 
 def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
@@ -87,8 +84,7 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     (Kurtz et al. 2020, ICML.) vLLM's op of the same name, but for a NaN gate, which stays one.
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("fatrelu_and_mul", out, input)
-    library_ops.fatrelu_and_mul.default(out, input, threshold)
+    call.fatrelu_and_mul(out, input, threshold)
 
 
 def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
@@ -97,8 +93,7 @@ def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
     vLLM's op of the same name, but for NaNs, which stay NaNs. ``limit`` >= 0 bounds in float32.
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("silu_and_mul_with_clamp", out, input)
-    library_ops.silu_and_mul_with_clamp.default(out, input, limit)
+    call.silu_and_mul_with_clamp(out, input, limit)
 
 
 def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
@@ -117,8 +112,7 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("swigluoai_and_mul", out, input)
-    library_ops.swigluoai_and_mul.default(out, input, alpha, limit)
+    call.swigluoai_and_mul(out, input, alpha, limit)
 
 
 def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
@@ -134,12 +128,7 @@ def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("silu_and_mul_quant", input, scale)
-    try:
-        library_ops.silu_and_mul_quant.default(out, input, scale)
-    except RuntimeError:
-        refuse_numbers("silu_and_mul_quant", scale=scale)
-        raise
+    call.silu_and_mul_quant(out, input, scale)
 
 
 def silu_and_mul_per_block_quant(
@@ -170,14 +159,7 @@ def silu_and_mul_per_block_quant(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("silu_and_mul_per_block_quant", input, scale_ub)
-    try:
-        library_ops.silu_and_mul_per_block_quant.default(
-            out, input, scales, group_size, scale_ub, is_scale_transposed
-        )
-    except RuntimeError:
-        refuse_numbers("silu_and_mul_per_block_quant", scale_ub=scale_ub)
-        raise
+    call.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
 
 
 def gelu_new(out: Tensor, input: Tensor) -> None:
@@ -192,17 +174,14 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("gelu_new", out, input)
-    library_ops.gelu_new.default(out, input)
+    call.gelu_new(out, input)
 
 
 def gelu_fast(out: Tensor, input: Tensor) -> None:
     """The function of ``gelu_new``, under the other name that Hugging Face models give it."""
-    inference_only("gelu_fast", out, input)
-    library_ops.gelu_fast.default(out, input)
+    call.gelu_fast(out, input)
 
 
 def gelu_quick(out: Tensor, input: Tensor) -> None:
     """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``."""
-    inference_only("gelu_quick", out, input)
-    library_ops.gelu_quick.default(out, input)
+    call.gelu_quick(out, input)

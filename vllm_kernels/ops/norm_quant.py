@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import calls
 
 __all__ = [
     "fused_add_rms_norm_static_fp8_quant",
@@ -25,6 +25,8 @@ __all__ = [
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
 ]
+
+call = calls(__all__)
 
 
 def rms_norm_static_fp8_quant(
@@ -42,12 +44,7 @@ def rms_norm_static_fp8_quant(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("rms_norm_static_fp8_quant", input, weight, scale)
-    try:
-        library_ops.rms_norm_static_fp8_quant.default(out, input, weight, scale, epsilon)
-    except RuntimeError:
-        refuse_numbers("rms_norm_static_fp8_quant", scale=scale)
-        raise
+    call.rms_norm_static_fp8_quant(out, input, weight, scale, epsilon)
 
 
 def fused_add_rms_norm_static_fp8_quant(
@@ -58,14 +55,7 @@ def fused_add_rms_norm_static_fp8_quant(
     ``input`` stays as it is. Its shape and dtype are those of ``residual``, which is written; the
     rest as ``rms_norm_static_fp8_quant``.
     """
-    inference_only("fused_add_rms_norm_static_fp8_quant", input, residual, weight, scale)
-    try:
-        library_ops.fused_add_rms_norm_static_fp8_quant.default(
-            out, input, residual, weight, scale, epsilon
-        )
-    except RuntimeError:
-        refuse_numbers("fused_add_rms_norm_static_fp8_quant", scale=scale)
-        raise
+    call.fused_add_rms_norm_static_fp8_quant(out, input, residual, weight, scale, epsilon)
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -94,14 +84,7 @@ def rms_norm_dynamic_per_token_quant(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("rms_norm_dynamic_per_token_quant", input, weight, scale_ub, residual)
-    try:
-        library_ops.rms_norm_dynamic_per_token_quant.default(
-            out, input, weight, scales, epsilon, scale_ub, residual
-        )
-    except RuntimeError:
-        refuse_numbers("rms_norm_dynamic_per_token_quant", scale_ub=scale_ub)
-        raise
+    call.rms_norm_dynamic_per_token_quant(out, input, weight, scales, epsilon, scale_ub, residual)
 
 
 def rms_norm_per_block_quant(
@@ -129,11 +112,6 @@ def rms_norm_per_block_quant(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("rms_norm_per_block_quant", input, weight, scale_ub, residual)
-    try:
-        library_ops.rms_norm_per_block_quant.default(
-            out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
-        )
-    except RuntimeError:
-        refuse_numbers("rms_norm_per_block_quant", scale_ub=scale_ub)
-        raise
+    call.rms_norm_per_block_quant(
+        out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
+    )
