@@ -72,8 +72,7 @@ def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
         gate, up: [..., d], of one dtype: float32, float16 or bfloat16. Rows may be strided, each
             tensor's in its own way.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
     call.silu_and_mul_split(out, gate, up)
 
@@ -109,8 +108,7 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
         alpha: not NaN.
         limit: >= 0.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
     call.swigluoai_and_mul(out, input, alpha, limit)
 
@@ -125,8 +123,7 @@ def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
         input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
         scale: float32 of one element, on the device of ``input``.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
     call.silu_and_mul_quant(out, input, scale)
 
@@ -156,8 +153,7 @@ def silu_and_mul_per_block_quant(
         scale_ub: float32 of one element: no scale exceeds it. For float8_e4m3fn only.
         is_scale_transposed: which dimension of ``scales`` has stride 1: the last, or the first.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
     call.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
 
@@ -171,8 +167,7 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
         out: [..., d], written; may be ``input`` itself. Rows may be strided.
         input: [..., d], float32, float16 or bfloat16. Rows may be strided.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
     call.gelu_new(out, input)
 

@@ -352,22 +352,13 @@ def varlen_attention(
             product need no copy). num_heads is a multiple of num_kv_heads.
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
             last one ends. Query tokens that no sequence owns are left as they are.
-        scale: of the product; head_size ** -0.5 by default.
         causal: whether keys after a query token's position are invisible to it.
         window: (left, right): visible keys before and after the position; -1: all.
-        alibi_slopes: [num_heads] float32.
-        softcap: bound on the scaled product; 0: none.
-        sinks: [num_heads] float32.
-        k_scale, v_scale: for 8-bit keys and values, which stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
-        max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
-            kernel by it.
-        out: like query, written; the stride between tokens is free. None: a new tensor.
-        return_lse: whether to return the log-sum-exp as well.
-        workspace: as :func:`paged_attention` has it.
+        k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
+        scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace: likewise.
 
     Returns:
-        out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
+        out, or (out, lse), as :func:`paged_attention` does.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
@@ -460,14 +451,11 @@ def fused_decode_attention(
         block_tables: [num_seqs, max_blocks_per_seq] int32.
         seq_lens: [num_seqs] int32, in tokens, the new one included. On CUDA a call whose seq_lens
             change while it runs may not end.
-        scale: of the product; head_size ** -0.5 by default.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
         epsilon: of the norm, >= 0.
-        alibi_slopes, sliding_window, softcap, sinks, layout, workspace, fixed_split_size: as
-            :func:`paged_attention` has them.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
+        scale, alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, workspace,
+            fixed_split_size: as :func:`paged_attention` has them.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
 

@@ -57,13 +57,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
 def rms_norm_weightless(out: Tensor, input: Tensor, epsilon: float) -> None:
     """``out = round(x / sqrt(mean(x²) + epsilon))``, row by row: vLLM's op of the same name.
 
-    Args:
-        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        epsilon: >= 0.
-
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Shapes and errors as ``rms_norm``, without a weight.
     """
     call.rms_norm_weightless(out, input, epsilon)
 
@@ -82,14 +76,7 @@ def gemma_rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -
     All in float32 and rounded once, as in Hugging Face's ``GemmaRMSNorm``, whose weights are stored
     as their difference from 1.
 
-    Args:
-        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        weight: [hidden_size], dtype of ``input``.
-        epsilon: >= 0.
-
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Shapes and errors as ``rms_norm``.
     """
     call.gemma_rms_norm(out, input, weight, epsilon)
 

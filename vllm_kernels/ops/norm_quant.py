@@ -73,16 +73,13 @@ def rms_norm_dynamic_per_token_quant(
 
     Args:
         out: [..., hidden_size], float8_e4m3fn or int8, written. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        weight: [hidden_size], dtype of ``input``.
+        input, weight, epsilon: as ``rms_norm_static_fp8_quant``.
         scales: float32, contiguous, an element a row ([rows, 1] or the like), written.
-        epsilon: >= 0.
         scale_ub: float32 of one element: a row's magnitude counts as at most this (larger elements
             saturate). For float8_e4m3fn only.
         residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``rms_norm_static_fp8_quant``.
     """
     call.rms_norm_dynamic_per_token_quant(out, input, weight, scales, epsilon, scale_ub, residual)
 
@@ -109,8 +106,7 @@ def rms_norm_per_block_quant(
         group_size: 64 or 128.
         is_scale_transposed: which dimension of ``scales`` has stride 1.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``rms_norm_static_fp8_quant``.
     """
     call.rms_norm_per_block_quant(
         out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed

@@ -212,11 +212,15 @@ def gather_and_maybe_dequant_cache(
     return out
 
 
-def _rows_of_pages(cache: Tensor, layout: str, is_key: bool) -> Tensor:
-    """[blocks, block, heads, D], whatever the layout."""
-    if layout == "vllm":
-        return cache.permute(0, 3, 1, 2, 4).flatten(3) if is_key else cache.permute(0, 3, 1, 2)
-    return cache.transpose(1, 2) if layout == "HND" else cache
+def token_rows(cache: Tensor, layout: str) -> Tensor:
+    """[num_blocks, ...] -> [num_blocks, block_size, num_kv_heads, head_size]."""
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(1, 2)
+    if cache.dim() == 5:  # [blocks, heads, D/x, slots, x]
+        return cache.permute(0, 3, 1, 2, 4).flatten(3)
+    return cache.permute(0, 3, 1, 2)
 
 
 def gather_paged_kv(
@@ -234,8 +238,8 @@ def gather_paged_kv(
 ) -> tuple[Tensor, Tensor]:
     """key and value afterwards."""
 
-    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None, is_key: bool) -> Tensor:
-        pages = _rows_of_pages(cache, layout, is_key)
+    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+        pages = token_rows(cache, layout)
         if scale is not None and scale.dim() == 3:  # a scale a token and head
             scale = scale.transpose(1, 2)[..., None]
         elif scale is not None:
@@ -243,8 +247,7 @@ def gather_paged_kv(
         wide = pages if scale is None else _dequantized(pages, scale)
         return _gather(wide, rows, block_tables, cu_seq_lens, seq_starts)
 
-    keys = gathered(key, key_cache, k_scale, True)
-    return keys, gathered(value, value_cache, v_scale, False)
+    return gathered(key, key_cache, k_scale), gathered(value, value_cache, v_scale)
 
 
 def concat_and_cache_mla(
