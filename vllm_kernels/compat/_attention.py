@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_kernels.compat._cache import append, lengths_of, new_tokens, pages_of, rotated
+from vllm_kernels.compat._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
 from vllm_kernels.compat._checks import (
     check_given_integers,
     check_integers,
@@ -25,7 +25,8 @@ from vllm_kernels.compat._checks import (
 )
 from vllm_kernels.compat._options import Options, floats
 from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops import paged_attention, varlen_attention
+from vllm_kernels.ops._common import inference_only
 
 
 def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:
@@ -113,19 +114,24 @@ def ragged(
     value_size = v.shape[-1]
     q, k, v = _of_one_size(q, k, v)
     q, k, v = _contiguous_heads(q), rows_contiguous(k), rows_contiguous(v)
-    out, lse = _results(q, options)
-    sinks = floats(options.sinks)
-    left, right = options.sides()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lses = []
+    sinks, window = floats(options.sinks), options.sides()
     starts_q, starts_k = cu_seqlens_q, cu_seqlens_k
     for rows, mine in options.rows(cu_seqlens_q.numel() - 1):
         if rows is not None:
             ends = slice(rows.start, rows.stop + 1)
             starts_q, starts_k = cu_seqlens_q[ends], cu_seqlens_k[ends]
-        library_ops.varlen_attention.default(
-            out, lse, q, k, v, starts_q, starts_k, scale, mine["alibi_slopes"], left, right,
-            options.softcap, sinks, *_scales(k, mine), int(max_seqlen_q), None,
+        k_scale, v_scale = _scales(k, mine)
+        result = varlen_attention(
+            q, k, v, starts_q, starts_k, scale=scale, causal=False, window=window,
+            alibi_slopes=mine["alibi_slopes"], softcap=options.softcap, sinks=sinks,
+            k_scale=k_scale, v_scale=v_scale, max_query_len=int(max_seqlen_q), out=out,
+            return_lse=options.returns_lse,
         )  # fmt: skip
-    return _first(out, value_size), lse
+        if options.returns_lse:
+            lses.append(result[1])
+    return _first(out, value_size), _whole(lses, cu_seqlens_q) if lses else None
 
 
 def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -151,10 +157,17 @@ def _first(rows: Tensor, head_size: int) -> Tensor:
     return rows if rows.shape[-1] == head_size else rows[..., :head_size]
 
 
-def _results(q: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Room for out like q [T, H, D], and for lse [T, H] where it is wanted."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
+def _whole(lses: list[Tensor], starts: Tensor | None) -> Tensor:
+    """[T, H] of all calls. Without starts a call has its own sequences' rows, else all rows, of
+    which those of its sequence count."""
+    if len(lses) == 1:
+        return lses[0]
+    if starts is None:
+        return torch.cat(lses)
+    seqs, whole = token_seqs(starts, len(lses[0]))[:, None], lses[0]
+    for seq, lse in enumerate(lses):
+        whole = torch.where(seqs == seq, lse, whole)
+    return whole
 
 
 def _by_head(lse: Tensor | None) -> Tensor | None:
@@ -202,11 +215,12 @@ def paged(
     elif q.dtype.itemsize == 1:
         seqs = torch.arange(batch, device=q.device)
     q = _contiguous_heads(_dequantized(q, options.q_descale, seqs))
-    out, lse = _results(q, options)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lses = []
     sinks = floats(options.sinks)
     left, right = options.sides()
     for rows, mine in options.rows(batch):
-        query, target, target_lse = q, out, lse
+        query, target = q, out
         tables, lens, starts = table, seq_lens, cu_seqlens_q
         if rows is not None:
             tables, lens = table[rows], seq_lens[rows]
@@ -214,13 +228,72 @@ def paged(
                 starts = cu_seqlens_q[rows.start : rows.stop + 1]
             else:
                 query, target = q[rows], out[rows]
-                target_lse = None if lse is None else lse[rows]
-        library_ops.paged_attention.default(
-            target, target_lse, query, k_cache, v_cache, tables, lens, starts,
-            options.score_scale(q), mine["alibi_slopes"], left + 1, options.softcap, sinks,
-            *_scales(k_cache, mine), "NHD", int(max_seqlen_q), None, 0, False, right,
+        k_scale, v_scale = _scales(k_cache, mine)
+        result = paged_attention(
+            query, k_cache, v_cache, tables, lens, scale=options.score_scale(q),
+            query_start_loc=starts, max_query_len=int(max_seqlen_q),
+            alibi_slopes=mine["alibi_slopes"], sliding_window=left + 1, softcap=options.softcap,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, layout="NHD", out=target,
+            return_lse=options.returns_lse, causal=False, window_right=right,
         )  # fmt: skip
-    return out, lse
+        if options.returns_lse:
+            lses.append(result[1])
+    return out, _whole(lses, cu_seqlens_q) if lses else None
+
+
+def _even_starts(batch: int, length: int, device: torch.device) -> Tensor:
+    """[batch + 1] int32, of sequences of one length."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def _check_new_given(
+    name: str, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None
+) -> None:
+    if (k is None) != (v is None):
+        raise RuntimeError(f"{name}: expected k and v together, got one of them")
+    if k is not None:
+        check_tensors(name, k=k, v=v)
+        if cache_seqlens is None:
+            raise RuntimeError(
+                f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
+            )
+
+
+def _query_starts(
+    name: str,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    starts_new: Tensor | None,
+    max_len: int | None,
+) -> tuple[int, Tensor | None, int]:
+    """Sequences, their starts (None: one token each), and a bound on their lengths."""
+    if cu_seqlens_q is not None:
+        batch = sequences(name, cu_seqlens_q, cu_seqlens_k_new=starts_new)
+        return batch, int32(cu_seqlens_q), max_len or q.shape[0]
+    batch, length = q.shape[:2]
+    return batch, None if length == 1 else _even_starts(batch, length, q.device), length
+
+
+def _rotate(
+    new: NewTokens,
+    tokens: Tensor,
+    starts: Tensor | None,
+    lengths: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    interleaved: bool,
+    options: Options,
+) -> Tensor:
+    """Rotates the new keys, and returns the rotated query tokens [T, H, D]. lengths: before."""
+    before, table = lengths.long().clamp_min(0), torch.cat(rotary, dim=-1)
+    new.key = rotated(new.key, new.positions(before), table, interleaved)
+    position = before
+    if starts is not None:
+        seqs = token_seqs(starts, tokens.shape[0])
+        position = before[seqs]
+        if options.causal or options.sides() != (-1, -1):
+            index = torch.arange(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+            position = position + index - starts[seqs]
+    return rotated(tokens, position, table, interleaved)
 
 
 def with_cache(
@@ -243,15 +316,8 @@ def with_cache(
 ) -> tuple[Tensor, Tensor | None]:
     """q [B, S, H, D] -> (out like q, lse [B, H, S]); with cu_seqlens_q q [T, H, D], lse [H, T]."""
     name = options.function
-    if (k is None) != (v is None):
-        raise RuntimeError(f"{name}: expected k and v together, got one of them")
     check_tensors(name, q=q, k_cache=k_cache, v_cache=v_cache)
-    if k is not None:
-        check_tensors(name, k=k, v=v)
-        if cache_seqlens is None:
-            raise RuntimeError(
-                f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
-            )
+    _check_new_given(name, k, v, cache_seqlens)
     check_given_integers(
         name, cache_seqlens=None if isinstance(cache_seqlens, int) else cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
@@ -262,19 +328,7 @@ def with_cache(
     check_shapes(name, q, k_cache, v_cache, 3 if packed else 4, lead, ("k_cache", "v_cache"))
     tokens = q if packed else q.flatten(0, 1)
     starts_new = cu_seqlens_k_new if packed and k is not None else None
-    if packed:
-        batch = sequences(name, cu_seqlens_q, cu_seqlens_k_new=starts_new)
-        starts = int32(cu_seqlens_q)
-        longest = max_seqlen_q or q.shape[0]
-    else:
-        batch, longest = q.shape[:2]
-        starts = None
-        if longest == 0:
-            starts = torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
-        elif longest > 1:
-            starts = torch.arange(
-                0, (batch + 1) * longest, longest, dtype=torch.int32, device=q.device
-            )
+    batch, starts, longest = _query_starts(name, q, cu_seqlens_q, starts_new, max_seqlen_q)
     check_rows(
         name, batch, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -283,14 +337,11 @@ def with_cache(
         name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch, table_name
     )
     if k is not None:
-        check_new(
-            name, k, v, batch, starts_new is not None, k_cache, options.k_descale, options.v_descale
-        )
+        check_new(name, k, v, batch, starts_new is not None, k_cache, options)
         if block_table is not None and block_table.shape[1] == 0:
             raise wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
-    turns = any(table is not None for table in rotary)
-    if turns:
+    if turns := any(table is not None for table in rotary):
         check_rotary(name, *rotary, k, q.shape[-1], capacity)
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
@@ -298,16 +349,7 @@ def with_cache(
     check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
         if turns:
-            before, table = lengths.long().clamp_min(0), torch.cat(rotary, dim=-1)
-            new.key = rotated(new.key, new.positions(before), table, rotary_interleaved)
-            position = before
-            if starts is not None:
-                seqs = token_seqs(starts, tokens.shape[0])
-                position = before[seqs]
-                if options.causal or options.sides() != (-1, -1):
-                    index = torch.arange(tokens.shape[0], dtype=torch.int64, device=q.device)
-                    position = position + index - starts[seqs]
-            tokens = rotated(tokens, position, table, rotary_interleaved)
+            tokens = _rotate(new, tokens, starts, lengths, rotary, rotary_interleaved, options)
         lengths = append(new, target, lengths, options)
     else:
         lengths = lengths.clamp_min(0)
@@ -322,10 +364,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     check_tensors(options.function, q=q, k=k, v=v)
     check_shapes(options.function, q, k, v, rank=4)
     (batch, length), keys = q.shape[:2], k.shape[1]
-    starts = [
-        torch.arange(batch + 1, dtype=torch.int32, device=q.device) * count
-        for count in (length, keys)
-    ]
+    starts = [_even_starts(batch, count, q.device) for count in (length, keys)]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out, lse = ragged(*rows, *starts, length, options)
     return _by_batch(out, lse, batch, length)

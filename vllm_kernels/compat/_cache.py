@@ -50,7 +50,32 @@ def pages_of(
         raise wrong(function, "k_cache", want, k_cache)
     if length == 0:
         raise wrong(function, "k_cache", "rows of at least one token", k_cache)
+    row = _row_tokens(function, k_cache, v_cache)
     page = 1 if cache_leftpad is not None else 256
+    while length % page or row % page:  # torch.compile traces it, and no gcd
+        page //= 2
+    blocks = ((rows - 1) * row + length) // page if rows else 0
+    views = [
+        cache.as_strided(
+            (blocks, page, *cache.shape[2:]), (page * cache.stride(1), *cache.stride()[1:])
+        )
+        for cache in (k_cache, v_cache)
+    ]  # fmt: skip
+    device = k_cache.device
+    index = cache_batch_idx
+    if index is None:
+        index = torch.arange(batch, dtype=torch.int32, device=device)
+    first = index.int() * (row // page)
+    if cache_leftpad is not None:
+        first = first + cache_leftpad.int()
+    columns = torch.arange(length // page, dtype=torch.int32, device=device)
+    target = Pages(k_cache, v_cache, index.int()[:, None])
+    return target, Pages(*views, first[:, None] + columns)
+
+
+def _row_tokens(function: str, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Tokens from one row of both caches [rows, length, Hk, D] to the next."""
+    rows, length = k_cache.shape[:2]
     steps = []
     for cache in (k_cache, v_cache):
         row, token = cache.stride()[:2]
@@ -62,25 +87,7 @@ def pages_of(
         steps.append(row // token if rows > 1 else length)
     if steps[0] != steps[1]:
         raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
-    while length % page or steps[0] % page:  # torch.compile traces it, and no gcd
-        page //= 2
-    blocks = ((rows - 1) * steps[0] + length) // page if rows else 0
-    views = [
-        cache.as_strided(
-            (blocks, page, *cache.shape[2:]), (page * cache.stride(1), *cache.stride()[1:])
-        )
-        for cache in (k_cache, v_cache)
-    ]  # fmt: skip
-    device = k_cache.device
-    index = cache_batch_idx
-    if index is None:
-        index = torch.arange(batch, dtype=torch.int32, device=device)
-    first = index.int() * (steps[0] // page)
-    if cache_leftpad is not None:
-        first = first + cache_leftpad.int()
-    columns = torch.arange(length // page, dtype=torch.int32, device=device)
-    target = Pages(k_cache, v_cache, index.int()[:, None])
-    return target, Pages(*views, first[:, None] + columns)
+    return steps[0]
 
 
 def lengths_of(

@@ -3,8 +3,13 @@ of its argument. Texts are made only where they are raised."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm_kernels.compat._options import Options
 
 
 def refuse(function: str, **unsupported: object) -> None:
@@ -132,8 +137,7 @@ def check_new(
     batch: int,
     packed: bool,
     k_cache: Tensor,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
+    options: Options,
 ) -> None:
     """Of tokens that are put into a cache."""
     rank = 3 if packed else 4
@@ -144,7 +148,7 @@ def check_new(
         raise wrong(function, "k", want, k)
     if v.shape != k.shape:
         raise wrong(function, "v", f"shape {list(k.shape)} (from k)", v)
-    for name, rows, descale in (("k", k, k_descale), ("v", v, v_descale)):
+    for name, rows, descale in (("k", k, options.k_descale), ("v", v, options.v_descale)):
         if rows.dtype == k_cache.dtype:
             continue
         if rows.dtype.itemsize == 1 or k_cache.dtype.itemsize != 1:

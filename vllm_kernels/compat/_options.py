@@ -9,6 +9,8 @@ from torch import Tensor
 
 from vllm_kernels.compat._checks import wrong
 
+_PLAIN: dict[str, Tensor | None] = {"alibi_slopes": None, "k_scale": None, "v_scale": None}
+
 
 @dataclass
 class Options:
@@ -33,6 +35,11 @@ class Options:
             raise RuntimeError(
                 f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
             )
+        # Whether there are no slopes, sinks and descales. Asked several times a call.
+        self.is_plain = (
+            self.alibi_slopes is None and self.sinks is None and self.q_descale is None
+            and self.k_descale is None and self.v_descale is None
+        )  # fmt: skip
         if self.is_plain:
             return
         for name, shape in (
@@ -45,14 +52,6 @@ class Options:
                 raise RuntimeError(
                     f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
                 )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there are no slopes, sinks and descales."""
-        return (
-            self.alibi_slopes is None and self.sinks is None and self.q_descale is None
-            and self.k_descale is None and self.v_descale is None
-        )  # fmt: skip
 
     def check(self, batch: int, num_heads: int, num_kv_heads: int) -> None:
         """Slopes and descales are for so many sequences and heads."""
@@ -83,7 +82,7 @@ class Options:
     def rows(self, batch: int) -> Iterator[tuple[slice | None, dict[str, Tensor | None]]]:
         """Sequences whose slopes and scales are one argument: all at once (None), or one by one."""
         if self.is_plain:
-            yield None, dict.fromkeys(("alibi_slopes", "k_scale", "v_scale"))
+            yield None, _PLAIN
             return
         values = {
             "alibi_slopes": self.alibi_slopes,

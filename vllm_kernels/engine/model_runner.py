@@ -58,7 +58,7 @@ def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptio
     cache = Cache(layers=[PagedLayer(recorder, config, index) for index in layers])
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
-        positions = {"position_ids": token} if _takes_positions(model) else {}
+        positions = {"position_ids": token} if takes_positions(model) else {}
         model(input_ids=token, past_key_values=cache, use_cache=True, **positions)
     missing = [layer for layer in layers if layer not in recorder.options]
     if missing:
@@ -166,7 +166,7 @@ class ModelRunner:
             windows = [groups.windows[group] for group in groups.group_of_layer]
             self._llama = FusedLlama(model, self.pages, windows, max_length)
         self._cascades = cascade and self._pays(max_batch_size, blocks)
-        self._takes_positions = _takes_positions(model)
+        self._takes_positions = takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
         # By the sequences of a pass, and whether they attend to common blocks together.
@@ -380,6 +380,6 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_batch_size)
 
 
-def _takes_positions(model: PreTrainedModel) -> bool:
+def takes_positions(model: PreTrainedModel) -> bool:
     """Whether a model wants to be told positions; those with ALiBi do not."""
     return "position_ids" in inspect.signature(model.forward).parameters

@@ -6,7 +6,6 @@ keeps beside its keys): so an engine compares before it serves.
 
 from __future__ import annotations
 
-import inspect
 import time
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.model_runner import ModelRunner, takes_positions
 from vllm_kernels.engine.request import Request, SamplingParams, Sequence
 from vllm_kernels.engine.scheduler import Plan
 from vllm_kernels.hf.attention_interface import stop_paged_attention, use_paged_attention
@@ -141,6 +140,6 @@ def _pass(
 def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """[vocabulary], after the last of ``tokens``."""
     options = {"use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if takes_positions(model):
         options["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
     return model(input_ids=tokens[None].to(model.device), **options).logits[0, -1].float()

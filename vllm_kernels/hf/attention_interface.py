@@ -273,20 +273,7 @@ def _attention(
             f"none: {_without_cache(module)}"
         )
     _refuse_unserved(module, query, attention_mask, dropout, kwargs)
-    pages = layer.pages
-    shape = pages.shape
-    if query.dtype != shape.dtype:
-        raise NotImplementedError(
-            f"vllm_kernels attention: query: expected {shape.dtype} (from PagedCache), "
-            f"got {query.dtype}"
-        )
-    for name, heads in (("key", key), ("value", value)):
-        if (heads.shape[1], heads.shape[3]) != (shape.num_kv_heads, shape.head_size):
-            raise NotImplementedError(
-                f"vllm_kernels attention: {type(module).__name__} {layer.index}: {name}: expected "
-                f"{shape.num_kv_heads} heads of size {shape.head_size} (from the model's config), "
-                f"got {heads.shape[1]} of size {heads.shape[3]}"
-            )
+    _refuse_other_shapes(module, layer, query, key, value)
     window = sliding_window or 0
     masked = getattr(attention_mask, _WINDOW, 0)
     if window != masked:  # the model and its mask disagree
@@ -301,7 +288,26 @@ def _attention(
         alibi_slopes=alibi_slopes,
     )
     call = LayerCall(layer.index, query, key, value, attention_mask, options)
-    return pages.forward(call), None
+    return layer.pages.forward(call), None
+
+
+def _refuse_other_shapes(
+    module: nn.Module, layer: PagedLayer, query: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """Raises NotImplementedError for a dtype or heads that are not those of the cache."""
+    shape = layer.pages.shape
+    if query.dtype != shape.dtype:
+        raise NotImplementedError(
+            f"vllm_kernels attention: query: expected {shape.dtype} (from PagedCache), "
+            f"got {query.dtype}"
+        )
+    for name, heads in (("key", key), ("value", value)):
+        if (heads.shape[1], heads.shape[3]) != (shape.num_kv_heads, shape.head_size):
+            raise NotImplementedError(
+                f"vllm_kernels attention: {type(module).__name__} {layer.index}: {name}: expected "
+                f"{shape.num_kv_heads} heads of size {shape.head_size} (from the model's config), "
+                f"got {heads.shape[1]} of size {heads.shape[3]}"
+            )
 
 
 def _without_cache(module: nn.Module) -> str:

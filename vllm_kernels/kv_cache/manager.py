@@ -140,31 +140,26 @@ class KVCacheManager:
         hash_key: bytes | None = None,
         hash_bits: int = 128,
     ) -> None:
+        integers = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_host_blocks": num_host_blocks,
+            "watermark_blocks": watermark_blocks,
+            "max_references": max_references,
+            "hash_bits": hash_bits,
+        }
         try:
             self.windows = tuple(window or 0 for window in windows)
             self._native = _C.KVCacheManager(
-                num_blocks,
-                block_size,
-                num_host_blocks=num_host_blocks,
-                watermark_blocks=watermark_blocks,
+                **integers,
                 windows=list(self.windows),
                 prefix_caching=prefix_caching,
                 null_block=bool(null_block),
                 events=events,
-                max_references=max_references,
                 hash_key=hash_key,
-                hash_bits=hash_bits,
             )
         except TypeError:
-            _refuse_kinds(
-                windows,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_host_blocks=num_host_blocks,
-                watermark_blocks=watermark_blocks,
-                max_references=max_references,
-                hash_bits=hash_bits,
-            )
+            _refuse_kinds(windows, **integers)
             raise
         if null_block is False and self._native.has_null_block:
             raise InvalidArgument(

@@ -261,11 +261,10 @@ class KVCache:
             *self._pages(layer),
             slot_mapping,
             self.shape.layout,
-            self._k_scales[layer] if self._is_quantized else None,
-            self._v_scales[layer] if self._is_quantized else None,
-            q_weight,
-            k_weight,
-            epsilon,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            epsilon=epsilon,
+            **self._scales_of(layer),
         )
 
     def decode(
@@ -299,9 +298,8 @@ class KVCache:
             k_weight=k_weight,
             epsilon=epsilon,
             sliding_window=sliding_window,
-            k_scale=self._k_scales[layer] if self._is_quantized else None,
-            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
+            **self._scales_of(layer),
         )
 
     def attend(
@@ -334,9 +332,8 @@ class KVCache:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
-            k_scale=self._k_scales[layer] if self._is_quantized else None,
-            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
+            **self._scales_of(layer),
             out=out,
         )
         assert isinstance(result, Tensor)
@@ -364,9 +361,8 @@ class KVCache:
             plan,
             scale=scale,
             softcap=softcap,
-            k_scale=self._k_scales[layer] if self._is_quantized else None,
-            v_scale=self._v_scales[layer] if self._is_quantized else None,
             layout=self.shape.layout,
+            **self._scales_of(layer),
             out=out,
         )
         assert isinstance(result, Tensor)
@@ -404,6 +400,12 @@ class KVCache:
                 f"KVCache: layer: expected 0 to {len(self.key_caches) - 1}, got {layer}"
             )
         return self.key_caches[layer], self.value_caches[layer]
+
+    def _scales_of(self, layer: int) -> dict[str, Tensor]:
+        """Of an 8-bit cache; others have none."""
+        if not self._is_quantized:
+            return {}
+        return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
 
     def _swaps(self, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For every tensor: it, its blocks on the host, and the pairs."""

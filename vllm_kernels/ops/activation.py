@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import calls
 
 __all__ = [
     "fatrelu_and_mul",
@@ -22,6 +22,8 @@ __all__ = [
     "swigluoai_and_mul",
 ]
 
+call = calls(__all__)
+
 
 def silu_and_mul(out: Tensor, input: Tensor) -> None:
     """SwiGLU's product: ``out = round(silu(gate)) * up`` (Shazeer 2020, arXiv:2002.05202).
@@ -35,8 +37,7 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("silu_and_mul", out, input)
-    library_ops.silu_and_mul.default(out, input)
+    call.silu_and_mul(out, input)
 
 
 def mul_and_silu(out: Tensor, input: Tensor) -> None:
@@ -44,8 +45,7 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("mul_and_silu", out, input)
-    library_ops.mul_and_silu.default(out, input)
+    call.mul_and_silu(out, input)
 
 
 def gelu_and_mul(out: Tensor, input: Tensor) -> None:
@@ -53,8 +53,7 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("gelu_and_mul", out, input)
-    library_ops.gelu_and_mul.default(out, input)
+    call.gelu_and_mul(out, input)
 
 
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
@@ -62,8 +61,7 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
 
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("gelu_tanh_and_mul", out, input)
-    library_ops.gelu_tanh_and_mul.default(out, input)
+    call.gelu_tanh_and_mul(out, input)
 
 
 def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
@@ -74,11 +72,9 @@ def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
         gate, up: [..., d], of one dtype: float32, float16 or bfloat16. Rows may be strided, each
             tensor's in its own way.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
-    inference_only("silu_and_mul_split", out, gate, up)
-    library_ops.silu_and_mul_split.default(out, gate, up)
+    call.silu_and_mul_split(out, gate, up)
 
 
 def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
@@ -87,8 +83,7 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     (Kurtz et al. 2020, ICML.) vLLM's op of the same name, but for a NaN gate, which stays one.
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("fatrelu_and_mul", out, input)
-    library_ops.fatrelu_and_mul.default(out, input, threshold)
+    call.fatrelu_and_mul(out, input, threshold)
 
 
 def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
@@ -97,8 +92,7 @@ def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
     vLLM's op of the same name, but for NaNs, which stay NaNs. ``limit`` >= 0 bounds in float32.
     Shapes and errors as ``silu_and_mul``.
     """
-    inference_only("silu_and_mul_with_clamp", out, input)
-    library_ops.silu_and_mul_with_clamp.default(out, input, limit)
+    call.silu_and_mul_with_clamp(out, input, limit)
 
 
 def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
@@ -114,11 +108,9 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
         alpha: not NaN.
         limit: >= 0.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
-    inference_only("swigluoai_and_mul", out, input)
-    library_ops.swigluoai_and_mul.default(out, input, alpha, limit)
+    call.swigluoai_and_mul(out, input, alpha, limit)
 
 
 def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
@@ -131,15 +123,9 @@ def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
         input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
         scale: float32 of one element, on the device of ``input``.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
-    inference_only("silu_and_mul_quant", input, scale)
-    try:
-        library_ops.silu_and_mul_quant.default(out, input, scale)
-    except RuntimeError:
-        refuse_numbers("silu_and_mul_quant", scale=scale)
-        raise
+    call.silu_and_mul_quant(out, input, scale)
 
 
 def silu_and_mul_per_block_quant(
@@ -167,17 +153,9 @@ def silu_and_mul_per_block_quant(
         scale_ub: float32 of one element: no scale exceeds it. For float8_e4m3fn only.
         is_scale_transposed: which dimension of ``scales`` has stride 1: the last, or the first.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
-    inference_only("silu_and_mul_per_block_quant", input, scale_ub)
-    try:
-        library_ops.silu_and_mul_per_block_quant.default(
-            out, input, scales, group_size, scale_ub, is_scale_transposed
-        )
-    except RuntimeError:
-        refuse_numbers("silu_and_mul_per_block_quant", scale_ub=scale_ub)
-        raise
+    call.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
 
 
 def gelu_new(out: Tensor, input: Tensor) -> None:
@@ -189,20 +167,16 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
         out: [..., d], written; may be ``input`` itself. Rows may be strided.
         input: [..., d], float32, float16 or bfloat16. Rows may be strided.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``silu_and_mul``.
     """
-    inference_only("gelu_new", out, input)
-    library_ops.gelu_new.default(out, input)
+    call.gelu_new(out, input)
 
 
 def gelu_fast(out: Tensor, input: Tensor) -> None:
     """The function of ``gelu_new``, under the other name that Hugging Face models give it."""
-    inference_only("gelu_fast", out, input)
-    library_ops.gelu_fast.default(out, input)
+    call.gelu_fast(out, input)
 
 
 def gelu_quick(out: Tensor, input: Tensor) -> None:
     """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``."""
-    inference_only("gelu_quick", out, input)
-    library_ops.gelu_quick.default(out, input)
+    call.gelu_quick(out, input)

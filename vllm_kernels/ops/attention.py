@@ -9,8 +9,9 @@ from torch.compiler import is_dynamo_compiling
 from vllm_kernels import _C
 from vllm_kernels.ops._common import (
     ONE_OR_EACH_HEAD,
+    calls,
+    entry_points,
     inference_only,
-    library_ops,
     refuse_numbers,
 )
 
@@ -25,18 +26,14 @@ __all__ = [
     "varlen_attention",
 ]
 
-# The op's __call__ only calls its `_op`, and costs 0.3 us: called directly, once a layer and token.
-# torch.compile knows the op, not its `_op`.
-_traced_v1 = library_ops.paged_attention_v1.default
-_traced_v2 = library_ops.paged_attention_v2.default
-_traced = library_ops.paged_attention.default
-_traced_varlen = library_ops.varlen_attention.default
-_traced_fused = library_ops.fused_decode_attention.default
-_direct_v1 = getattr(_traced_v1, "_op", _traced_v1)
-_direct_v2 = getattr(_traced_v2, "_op", _traced_v2)
-_direct = getattr(_traced, "_op", _traced)
-_direct_varlen = getattr(_traced_varlen, "_op", _traced_varlen)
-_direct_fused = getattr(_traced_fused, "_op", _traced_fused)
+call = calls(["merge_attn_states", "combine_attn_partials"])
+
+# Called directly, once a layer and token: a function of `call` costs up to 0.3 us more.
+_traced_v1, _direct_v1 = entry_points("paged_attention_v1")
+_traced_v2, _direct_v2 = entry_points("paged_attention_v2")
+_traced, _direct = entry_points("paged_attention")
+_traced_varlen, _direct_varlen = entry_points("varlen_attention")
+_traced_fused, _direct_fused = entry_points("fused_decode_attention")
 
 
 def paged_attention_v1(
@@ -357,22 +354,13 @@ def varlen_attention(
             product need no copy). num_heads is a multiple of num_kv_heads.
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
             last one ends. Query tokens that no sequence owns are left as they are.
-        scale: of the product; head_size ** -0.5 by default.
         causal: whether keys after a query token's position are invisible to it.
         window: (left, right): visible keys before and after the position; -1: all.
-        alibi_slopes: [num_heads] float32.
-        softcap: bound on the scaled product; 0: none.
-        sinks: [num_heads] float32.
-        k_scale, v_scale: for 8-bit keys and values, which stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
-        max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
-            kernel by it.
-        out: like query, written; the stride between tokens is free. None: a new tensor.
-        return_lse: whether to return the log-sum-exp as well.
-        workspace: as :func:`paged_attention` has it.
+        k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
+        scale, alibi_slopes, softcap, sinks, max_query_len, out, return_lse, workspace: likewise.
 
     Returns:
-        out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
+        out, or (out, lse), as :func:`paged_attention` does.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
@@ -465,14 +453,11 @@ def fused_decode_attention(
         block_tables: [num_seqs, max_blocks_per_seq] int32.
         seq_lens: [num_seqs] int32, in tokens, the new one included. On CUDA a call whose seq_lens
             change while it runs may not end.
-        scale: of the product; head_size ** -0.5 by default.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
         epsilon: of the norm, >= 0.
-        alibi_slopes, sliding_window, softcap, sinks, layout, workspace, fixed_split_size: as
-            :func:`paged_attention` has them.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
+        scale, alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, workspace,
+            fixed_split_size: as :func:`paged_attention` has them.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
 
@@ -563,13 +548,7 @@ def merge_attn_states(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only(
-        "merge_attn_states", output, prefix_output, prefix_lse, suffix_output, suffix_lse,
-        output_lse,
-    )  # fmt: skip
-    library_ops.merge_attn_states.default(
-        output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse
-    )
+    call.merge_attn_states(output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
 
 
 def combine_attn_partials(
@@ -595,5 +574,4 @@ def combine_attn_partials(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("combine_attn_partials", output, out_partial, lse_partial, output_lse)
-    library_ops.combine_attn_partials.default(output, output_lse, out_partial, lse_partial)
+    call.combine_attn_partials(output, output_lse, out_partial, lse_partial)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import (
-    ONE_OR_EACH_HEAD,
-    inference_only,
-    library_ops,
-    refuse_numbers,
-)
+from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
     "concat_and_cache_mla",
@@ -26,6 +21,13 @@ __all__ = [
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
 ]
+
+call = calls(
+    __all__,
+    reshape_and_cache=ONE_OR_EACH_HEAD,
+    reshape_and_cache_flash=ONE_OR_EACH_HEAD,
+    gather_paged_kv="one element, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]",
+)
 
 
 def reshape_and_cache(
@@ -68,14 +70,9 @@ def reshape_and_cache(
             a slot below -1 or past the cache, before anything is written; on CUDA such a token is
             left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
     """
-    inference_only("reshape_and_cache", key, value, key_cache, value_cache, k_scale, v_scale)
-    try:
-        library_ops.reshape_and_cache.default(
-            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-        )
-    except RuntimeError:
-        refuse_numbers("reshape_and_cache", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    call.reshape_and_cache(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
 
 
 def reshape_and_cache_flash(
@@ -97,16 +94,9 @@ def reshape_and_cache_flash(
             ``cache.transpose(1, 2)``, at the same speed. (Nothing can tell that the view was
             forgotten where block_size = num_kv_heads.)
     """
-    inference_only("reshape_and_cache_flash", key, value, key_cache, value_cache, k_scale, v_scale)
-    try:
-        library_ops.reshape_and_cache_flash.default(
-            key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-        )
-    except RuntimeError:
-        refuse_numbers(
-            "reshape_and_cache_flash", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale
-        )
-        raise
+    call.reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
+    )
 
 
 def reshape_and_cache_per_token_quant(
@@ -140,11 +130,7 @@ def reshape_and_cache_per_token_quant(
     Raises:
         RuntimeError: as :func:`reshape_and_cache`.
     """
-    inference_only(
-        "reshape_and_cache_per_token_quant",
-        key, value, key_cache, value_cache, key_scales, value_scales,
-    )  # fmt: skip
-    library_ops.reshape_and_cache_per_token_quant.default(
+    call.reshape_and_cache_per_token_quant(
         key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout
     )
 
@@ -182,10 +168,7 @@ def cp_gather_cache(
             On CUDA the rows of such tokens are zeros, and bad values are reported with
             VLLM_KERNELS_CHECK=1 (but for a start and a length that are too long only together).
     """
-    inference_only("cp_gather_cache", src_cache, dst)
-    library_ops.cp_gather_cache.default(
-        src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts
-    )
+    call.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 
 def gather_and_maybe_dequant_cache(
@@ -217,15 +200,10 @@ def gather_and_maybe_dequant_cache(
         RuntimeError: as :func:`cp_gather_cache`. On CUDA the row of a sequence out of range is
             zeros.
     """
-    inference_only("gather_and_maybe_dequant_cache", src_cache, dst, scale)
-    try:
-        library_ops.gather_and_maybe_dequant_cache.default(
-            src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype,
-            scale, seq_starts,
-        )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("gather_and_maybe_dequant_cache", scale=scale)
-        raise
+    call.gather_and_maybe_dequant_cache(
+        src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype,
+        scale, seq_starts,
+    )  # fmt: skip
 
 
 def gather_paged_kv(
@@ -265,16 +243,10 @@ def gather_paged_kv(
     Raises:
         RuntimeError: as :func:`cp_gather_cache`.
     """
-    inference_only("gather_paged_kv", key, value, key_cache, value_cache, k_scale, v_scale)
-    try:
-        library_ops.gather_paged_kv.default(
-            key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale,
-            v_scale, layout,
-        )  # fmt: skip
-    except RuntimeError:
-        shapes = "one element, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]"
-        refuse_numbers("gather_paged_kv", shapes, k_scale=k_scale, v_scale=v_scale)
-        raise
+    call.gather_paged_kv(
+        key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale,
+        v_scale, layout,
+    )  # fmt: skip
 
 
 def concat_and_cache_mla(
@@ -309,14 +281,7 @@ def concat_and_cache_mla(
     Raises:
         RuntimeError: as :func:`reshape_and_cache`.
     """
-    inference_only("concat_and_cache_mla", kv_c, k_pe, kv_cache, scale)
-    try:
-        library_ops.concat_and_cache_mla.default(
-            kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale
-        )
-    except RuntimeError:
-        refuse_numbers("concat_and_cache_mla", scale=scale)
-        raise
+    call.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
 
 def cp_gather_and_upconvert_fp8_kv_cache(
@@ -348,8 +313,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
             a block, a length or a row out of range, before anything is written. On CUDA the row of
             a bad block is zeros, and tokens that would go past dst are left out.
     """
-    inference_only("cp_gather_and_upconvert_fp8_kv_cache", src_cache, dst)
-    library_ops.cp_gather_and_upconvert_fp8_kv_cache.default(
+    call.cp_gather_and_upconvert_fp8_kv_cache(
         src_cache, dst, block_table, seq_lens, workspace_starts, batch_size
     )
 
@@ -369,8 +333,7 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("concat_mla_q", ql_nope, q_pe, q_out)
-    library_ops.concat_mla_q.default(ql_nope, q_pe, q_out)
+    call.concat_mla_q(ql_nope, q_pe, q_out)
 
 
 def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
@@ -402,14 +365,14 @@ def copy_blocks(
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         _refuse_one_tensor("copy_blocks", name, caches)
     inference_only("copy_blocks", *key_caches, *value_caches)
-    library_ops.copy_blocks.default(key_caches, value_caches, block_mapping)
+    call.copy_blocks(key_caches, value_caches, block_mapping)
 
 
 def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
     """:func:`copy_blocks` for caches that hold keys and values together, one a layer."""
     _refuse_one_tensor("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
-    library_ops.copy_blocks_mla.default(kv_caches, block_mapping)
+    call.copy_blocks_mla(kv_caches, block_mapping)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
@@ -442,8 +405,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     Raises:
         RuntimeError: also for a block out of range, before anything is copied.
     """
-    inference_only("swap_blocks", src, dst)
-    library_ops.swap_blocks.default(src, dst, block_mapping)
+    call.swap_blocks(src, dst, block_mapping)
 
 
 def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
@@ -460,5 +422,4 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("convert_fp8", output, input)
-    library_ops.convert_fp8.default(output, input, scale, kv_dtype)
+    call.convert_fp8(output, input, scale, kv_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,16 +182,7 @@ def cascade_attention(
             query, key_cache, value_cache, block_tables, seq_lens, out=out, return_lse=return_lse,
             **own, **shared,
         )  # fmt: skip
-    if is_count and not 0 < num_common_blocks <= block_tables.shape[1]:
-        raise RuntimeError(
-            f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
-            f"columns of block_tables), got {num_common_blocks}"
-        )
-    if plan is not None and plan.seq_lens.shape[0] - plan.num_splits != block_tables.shape[0]:
-        raise RuntimeError(
-            f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
-            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.num_splits}"
-        )
+    _refuse_other_plans(plan, num_common_blocks, block_tables)
     num_tokens, num_heads, _ = query.shape
     if plan is None:
         plan = cascade_plan(
@@ -203,9 +195,55 @@ def cascade_attention(
             query_start_loc=query_start_loc,
             num_tokens=num_tokens,
         )
+    partials = query.new_empty(plan.num_splits + 1, *query.shape)
+    lses = _both_levels(query, key_cache, value_cache, plan, partials, own, shared)
+    if out is None:
+        out = torch.empty_like(partials[0])
+    lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
+    combine_attn_partials(out, partials, lses.view(plan.num_splits + 1, num_tokens, num_heads), lse)
+    return out if lse is None else (out, lse)
+
+
+def _refuse_other_plans(
+    plan: CascadePlan | None, num_common_blocks: int | Tensor | CascadePlan, block_tables: Tensor
+) -> None:
+    """Raises RuntimeError for a plan or a number that does not fit the tables."""
+    is_count = plan is None and not isinstance(num_common_blocks, Tensor)
+    if is_count and not 0 < num_common_blocks <= block_tables.shape[1]:
+        raise RuntimeError(
+            f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
+            f"columns of block_tables), got {num_common_blocks}"
+        )
+    if plan is not None and plan.seq_lens.shape[0] - plan.num_splits != block_tables.shape[0]:
+        raise RuntimeError(
+            f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
+            f"block_tables), got one of {plan.seq_lens.shape[0] - plan.num_splits}"
+        )
+
+
+def _both_levels(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: CascadePlan,
+    partials: Tensor,
+    own: dict[str, Any],
+    shared: dict[str, Any],
+) -> Tensor:
+    """Writes partials [num_splits + 1, num_tokens, num_heads, head_size]: the common tokens' in
+    splits, then each sequence's own. Returns their lse [(num_splits + 1) * num_tokens, num_heads].
+
+    Args:
+        own: arguments of :func:`paged_attention` for the sequences' own tokens.
+        shared: for all.
+    """
     num_splits = plan.num_splits
-    partials = query.new_empty(num_splits + 1, *query.shape)
-    if query_start_loc is None and sinks is None and query.device.type in ONE_MIXED_BATCH:
+    num_tokens = len(query)
+    if (
+        own["query_start_loc"] is None
+        and own["sinks"] is None
+        and query.device.type in ONE_MIXED_BATCH
+    ):
         # One query token is the last of its sequence: causal or not, the result is the same.
         _, lses = paged_attention(
             query.repeat(num_splits + 1, 1, 1), key_cache, value_cache, plan.block_tables,
@@ -224,8 +262,4 @@ def cascade_attention(
             plan.seq_lens[num_splits:], out=partials[num_splits], return_lse=True, **own, **shared,
         )  # fmt: skip
         lses = torch.cat([common_lses, own_lses])
-    if out is None:
-        out = torch.empty_like(partials[0])
-    lse = torch.empty_like(lses[:num_tokens]) if return_lse else None
-    combine_attn_partials(out, partials, lses.view(num_splits + 1, num_tokens, num_heads), lse)
-    return out if lse is None else (out, lse)
+    return lses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops
+from vllm_kernels.ops._common import calls
 
 __all__ = [
     "fused_add_rms_norm",
@@ -14,6 +14,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_weightless",
 ]
+
+call = calls(__all__)
 
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -31,8 +33,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("rms_norm", out, input, weight)
-    library_ops.rms_norm.default(out, input, weight, epsilon)
+    call.rms_norm(out, input, weight, epsilon)
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -50,23 +51,15 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("fused_add_rms_norm", input, residual, weight)
-    library_ops.fused_add_rms_norm.default(input, residual, weight, epsilon)
+    call.fused_add_rms_norm(input, residual, weight, epsilon)
 
 
 def rms_norm_weightless(out: Tensor, input: Tensor, epsilon: float) -> None:
     """``out = round(x / sqrt(mean(x²) + epsilon))``, row by row: vLLM's op of the same name.
 
-    Args:
-        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        epsilon: >= 0.
-
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Shapes and errors as ``rms_norm``, without a weight.
     """
-    inference_only("rms_norm_weightless", out, input)
-    library_ops.rms_norm_weightless.default(out, input, epsilon)
+    call.rms_norm_weightless(out, input, epsilon)
 
 
 def fused_add_rms_norm_weightless(input: Tensor, residual: Tensor, epsilon: float) -> None:
@@ -74,8 +67,7 @@ def fused_add_rms_norm_weightless(input: Tensor, residual: Tensor, epsilon: floa
 
     Shapes and errors as ``fused_add_rms_norm``.
     """
-    inference_only("fused_add_rms_norm_weightless", input, residual)
-    library_ops.fused_add_rms_norm_weightless.default(input, residual, epsilon)
+    call.fused_add_rms_norm_weightless(input, residual, epsilon)
 
 
 def gemma_rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -84,17 +76,9 @@ def gemma_rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -
     All in float32 and rounded once, as in Hugging Face's ``GemmaRMSNorm``, whose weights are stored
     as their difference from 1.
 
-    Args:
-        out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        weight: [hidden_size], dtype of ``input``.
-        epsilon: >= 0.
-
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Shapes and errors as ``rms_norm``.
     """
-    inference_only("gemma_rms_norm", out, input, weight)
-    library_ops.gemma_rms_norm.default(out, input, weight, epsilon)
+    call.gemma_rms_norm(out, input, weight, epsilon)
 
 
 def gemma_fused_add_rms_norm(
@@ -104,5 +88,4 @@ def gemma_fused_add_rms_norm(
 
     Shapes and errors as ``fused_add_rms_norm``.
     """
-    inference_only("gemma_fused_add_rms_norm", input, residual, weight)
-    library_ops.gemma_fused_add_rms_norm.default(input, residual, weight, epsilon)
+    call.gemma_fused_add_rms_norm(input, residual, weight, epsilon)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import inference_only, library_ops, refuse_numbers
+from vllm_kernels.ops._common import calls
 
 __all__ = [
     "fused_add_rms_norm_static_fp8_quant",
@@ -25,6 +25,8 @@ __all__ = [
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
 ]
+
+call = calls(__all__)
 
 
 def rms_norm_static_fp8_quant(
@@ -42,12 +44,7 @@ def rms_norm_static_fp8_quant(
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
     """
-    inference_only("rms_norm_static_fp8_quant", input, weight, scale)
-    try:
-        library_ops.rms_norm_static_fp8_quant.default(out, input, weight, scale, epsilon)
-    except RuntimeError:
-        refuse_numbers("rms_norm_static_fp8_quant", scale=scale)
-        raise
+    call.rms_norm_static_fp8_quant(out, input, weight, scale, epsilon)
 
 
 def fused_add_rms_norm_static_fp8_quant(
@@ -58,14 +55,7 @@ def fused_add_rms_norm_static_fp8_quant(
     ``input`` stays as it is. Its shape and dtype are those of ``residual``, which is written; the
     rest as ``rms_norm_static_fp8_quant``.
     """
-    inference_only("fused_add_rms_norm_static_fp8_quant", input, residual, weight, scale)
-    try:
-        library_ops.fused_add_rms_norm_static_fp8_quant.default(
-            out, input, residual, weight, scale, epsilon
-        )
-    except RuntimeError:
-        refuse_numbers("fused_add_rms_norm_static_fp8_quant", scale=scale)
-        raise
+    call.fused_add_rms_norm_static_fp8_quant(out, input, residual, weight, scale, epsilon)
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -83,25 +73,15 @@ def rms_norm_dynamic_per_token_quant(
 
     Args:
         out: [..., hidden_size], float8_e4m3fn or int8, written. Rows may be strided.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
-        weight: [hidden_size], dtype of ``input``.
+        input, weight, epsilon: as ``rms_norm_static_fp8_quant``.
         scales: float32, contiguous, an element a row ([rows, 1] or the like), written.
-        epsilon: >= 0.
         scale_ub: float32 of one element: a row's magnitude counts as at most this (larger elements
             saturate). For float8_e4m3fn only.
         residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``rms_norm_static_fp8_quant``.
     """
-    inference_only("rms_norm_dynamic_per_token_quant", input, weight, scale_ub, residual)
-    try:
-        library_ops.rms_norm_dynamic_per_token_quant.default(
-            out, input, weight, scales, epsilon, scale_ub, residual
-        )
-    except RuntimeError:
-        refuse_numbers("rms_norm_dynamic_per_token_quant", scale_ub=scale_ub)
-        raise
+    call.rms_norm_dynamic_per_token_quant(out, input, weight, scales, epsilon, scale_ub, residual)
 
 
 def rms_norm_per_block_quant(
@@ -126,14 +106,8 @@ def rms_norm_per_block_quant(
         group_size: 64 or 128.
         is_scale_transposed: which dimension of ``scales`` has stride 1.
 
-    Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+    Errors as ``rms_norm_static_fp8_quant``.
     """
-    inference_only("rms_norm_per_block_quant", input, weight, scale_ub, residual)
-    try:
-        library_ops.rms_norm_per_block_quant.default(
-            out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
-        )
-    except RuntimeError:
-        refuse_numbers("rms_norm_per_block_quant", scale_ub=scale_ub)
-        raise
+    call.rms_norm_per_block_quant(
+        out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed
+    )

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import (
-    ONE_OR_EACH_HEAD,
-    inference_only,
-    library_ops,
-    refuse_numbers,
-)
+from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls
 
 __all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
+
+call = calls(__all__, rope_and_cache=ONE_OR_EACH_HEAD)
 
 
 def rotary_embedding(
@@ -42,8 +39,7 @@ def rotary_embedding(
         RuntimeError: naming the argument, what was expected and what was given. A position outside
             of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
     """
-    inference_only("rotary_embedding", query, key, cos_sin_cache)
-    library_ops.rotary_embedding.default(positions, query, key, head_size, cos_sin_cache, is_neox)
+    call.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 def fused_qk_norm_rope(
@@ -78,8 +74,7 @@ def fused_qk_norm_rope(
         RuntimeError: naming the argument, what was expected and what was given. A position outside
             of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
     """
-    inference_only("fused_qk_norm_rope", qkv, q_weight, k_weight, cos_sin_cache)
-    library_ops.fused_qk_norm_rope.default(
+    call.fused_qk_norm_rope(
         qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight,
         cos_sin_cache, is_neox, position_ids,
     )  # fmt: skip
@@ -131,15 +126,7 @@ def rope_and_cache(
             out of range is an error on a CPU. On a GPU a position out of range leaves the token's
             query unchanged and its key unstored, a slot out of range stores nothing.
     """
-    inference_only(
-        "rope_and_cache", query, key, value, cos_sin_cache, key_cache, value_cache, q_weight,
-        k_weight,
+    call.rope_and_cache(
+        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
+        slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
     )  # fmt: skip
-    try:
-        library_ops.rope_and_cache.default(
-            positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
-            slot_mapping, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
-        )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("rope_and_cache", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise

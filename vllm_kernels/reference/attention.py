@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from vllm_kernels.reference.cache import FP8
+from vllm_kernels.reference.cache import FP8, token_rows
 from vllm_kernels.reference.rotary import rope_and_cache
 
+Keys: TypeAlias = Callable[[int, int, int], tuple[Tensor, Tensor]]
 MAX_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once
-
-
-def _dequantized(cache: Tensor, kv_cache_dtype: str, scale: Tensor | float) -> Tensor:
-    """The values of the stored elements, in float64."""
-    if kv_cache_dtype != "auto":
-        cache = cache.view(FP8[kv_cache_dtype]).float()
-    return cache.double() * float(scale)
 
 
 def _visible_tokens(
@@ -68,51 +63,25 @@ def naive_paged_attention(
     query [num_seqs, num_heads, head_size], key_cache [num_blocks, num_kv_heads, head_size / x,
     block_size, x], value_cache [num_blocks, num_kv_heads, head_size, block_size] -> out, float64.
     """
-    _, num_heads, head_size = query.shape
-    group = num_heads // num_kv_heads
-    lengths = seq_lens.tolist()
-    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
-    for seq, length in enumerate(lengths):
-        if length == 0:
-            continue
-        pages = block_tables[seq, : -(-length // block_size)].long()
-        # [pages, heads, D/x, slots, x] and [pages, heads, D, slots] -> [heads, tokens, D]
-        key = _dequantized(
-            key_cache[pages].permute(1, 0, 3, 2, 4).contiguous(), kv_cache_dtype, k_scale
-        )
-        key = key.reshape(num_kv_heads, -1, head_size)[:, :length]
-        value = _dequantized(
-            value_cache[pages].permute(1, 0, 3, 2).contiguous(), kv_cache_dtype, v_scale
-        )
-        value = value.reshape(num_kv_heads, -1, head_size)[:, :length]
-        grouped = query[seq].double().view(num_kv_heads, group, head_size)
-        logits = scale * grouped @ key.transpose(1, 2)  # [num_kv_heads, group, tokens]
-        if alibi_slopes is not None:
-            distance = torch.arange(length, device=query.device) - length + 1
-            logits += alibi_slopes.double().view(num_kv_heads, group, 1) * distance
-        if blocksparse_vert_stride > 1:
-            visible = _visible_tokens(
-                length, num_heads, num_kv_heads, tp_rank, blocksparse_local_blocks,
-                blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
-            )  # fmt: skip
-            logits.masked_fill_(~visible.view_as(logits).to(query.device), float("-inf"))
-        largest = logits.amax(-1, keepdim=True)
-        weights = (logits - largest.masked_fill(largest == float("-inf"), 0)).exp()
-        total = weights.sum(-1, keepdim=True)
-        attended = torch.where(total == 0, 0.0, weights @ value / total)
-        out[seq] = attended.view(num_heads, head_size)
+    if kv_cache_dtype != "auto":
+        key_cache, value_cache = (x.view(FP8[kv_cache_dtype]) for x in (key_cache, value_cache))
+
+    def hidden(seq_len: int, first: int, end: int) -> Tensor | None:
+        if blocksparse_vert_stride <= 1:
+            return None
+        visible = _visible_tokens(
+            seq_len, query.shape[1], num_kv_heads, tp_rank, blocksparse_local_blocks,
+            blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+        )  # fmt: skip
+        return ~visible[:, None, first:end].to(query.device)
+
+    k_scale, v_scale = (torch.as_tensor(x, device=query.device) for x in (k_scale, v_scale))
+    keys_of = _paged_keys(key_cache, value_cache, block_tables, k_scale, v_scale, "vllm")
+    out, _ = _attention(
+        query, list(range(len(query) + 1)), seq_lens.tolist(), keys_of, scale, (-1, 0),
+        alibi_slopes, 0.0, None, hidden,
+    )  # fmt: skip
     return out
-
-
-def token_rows(cache: Tensor, layout: str) -> Tensor:
-    """[num_blocks, ...] -> [num_blocks, block_size, num_kv_heads, head_size]."""
-    if layout == "NHD":
-        return cache
-    if layout == "HND":
-        return cache.transpose(1, 2)
-    if cache.dim() == 5:  # [blocks, heads, D/x, slots, x]
-        return cache.permute(0, 3, 1, 2, 4).flatten(3)
-    return cache.permute(0, 3, 1, 2)
 
 
 def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None) -> Tensor:
@@ -122,6 +91,28 @@ def _head_tokens(cache: Tensor, layout: str, pages: Tensor, scale: Tensor | None
 
 def _scaled(tokens: Tensor, scale: Tensor | None) -> Tensor:
     return tokens if scale is None else tokens * scale.double().reshape(-1, 1, 1)
+
+
+def _paged_keys(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    layout: str,
+) -> Keys:
+    block_size = token_rows(value_cache[:0], layout).shape[1]
+
+    def keys_of(seq: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        read = slice(first // block_size, -(-end // block_size))  # no other page
+        pages = block_tables[seq, read].long()
+        inside = slice(first - read.start * block_size, end - read.start * block_size)
+        return (
+            _head_tokens(key_cache, layout, pages, k_scale)[:, inside],
+            _head_tokens(value_cache, layout, pages, v_scale)[:, inside],
+        )
+
+    return keys_of
 
 
 def paged_attention(
@@ -148,18 +139,8 @@ def paged_attention(
     Shapes and meaning as the op's; out [num_tokens, num_heads, head_size], lse [num_tokens,
     num_heads]. Tokens that no sequence owns give 0 and -inf.
     """
-    block_size = token_rows(value_cache[:0], layout).shape[1]
+    keys_of = _paged_keys(key_cache, value_cache, block_tables, k_scale, v_scale, layout)
     right = 0 if causal else window_right
-
-    def keys_of(seq: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        read = slice(first // block_size, -(-end // block_size))  # no other page
-        pages = block_tables[seq, read].long()
-        inside = slice(first - read.start * block_size, end - read.start * block_size)
-        return (
-            _head_tokens(key_cache, layout, pages, k_scale)[:, inside],
-            _head_tokens(value_cache, layout, pages, v_scale)[:, inside],
-        )
-
     starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()
     return _attention(
         query, starts, seq_lens.tolist(), keys_of, scale, (sliding_window - 1, right),
@@ -200,19 +181,31 @@ def varlen_attention(
     )  # fmt: skip
 
 
+def _outside(distance: Tensor, left: int, right: int) -> Tensor:
+    """Whether tokens at this distance from the query token are outside of its window."""
+    unseen = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        unseen |= distance < -left
+    if right >= 0:
+        unseen |= distance > right
+    return unseen
+
+
 def _attention(
     query: Tensor,
     starts: list[int],
     lens: list[int],
-    keys_of: Callable[[int, int, int], tuple[Tensor, Tensor]],
+    keys_of: Keys,
     scale: float | None,
     window: tuple[int, int],
     alibi_slopes: Tensor | None,
     softcap: float,
     sinks: Tensor | None,
+    hidden: Callable[[int, int, int], Tensor | None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor]:
     """keys_of(seq, first, end): those tokens' keys and values, [num_kv_heads, tokens, head_size].
 
+    hidden(seq_len, first, end): those of them that are not visible, [num_heads, 1, tokens].
     window: visible tokens before and after a query token's position; negative: all.
     """
     num_tokens, num_heads, head_size = query.shape
@@ -242,12 +235,10 @@ def _attention(
         distance = seen - position[:, None]  # [tokens, seen]
         if alibi_slopes is not None:
             logits = logits - alibi_slopes.double()[:, None, None] * distance.abs()
-        if len(tokens) > 1:  # one query token: all are visible
-            unseen = torch.zeros_like(distance, dtype=torch.bool)
-            if left >= 0:
-                unseen |= distance < -left
-            if right >= 0:
-                unseen |= distance > right
+        unseen = hidden(length, first, end)
+        if len(tokens) > 1:  # one query token: all of the window are visible
+            unseen = _outside(distance, left, right)
+        if unseen is not None:
             logits = logits.masked_fill(unseen, -torch.inf)
         if sinks is not None:  # a logit without a value
             sink = sinks.double()[:, None, None].expand(-1, len(tokens), 1)

@@ -53,6 +53,25 @@ def _last_of_each_slot(slot_mapping: Tensor, block_size: int) -> tuple[Tensor, T
     return tokens, slots // block_size, slots % block_size
 
 
+def _put(cache: Tensor, rows: Tensor, slot_mapping: Tensor, layout: str) -> Tensor:
+    """One cache afterwards; rows [tokens, heads, head_size] of its dtype."""
+    out = cache.clone()
+    stored = out
+    if cache.dtype.itemsize == 1:  # torch indexes no float8
+        stored, rows = out.view(torch.uint8), rows.view(torch.uint8)
+    block_size = cache.shape[{"vllm": 3, "HND": 2, "NHD": 1}[layout]]
+    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
+    if layout == "NHD":
+        stored[blocks, places] = rows[tokens]
+    elif layout == "HND":
+        stored[blocks, :, places] = rows[tokens]
+    elif cache.dim() == 5:  # K [blocks, heads, D/x, block, x]
+        stored[blocks, :, :, places] = rows[tokens].unflatten(-1, (-1, cache.shape[4]))
+    else:
+        stored[blocks, :, :, places] = rows[tokens]
+    return out
+
+
 def reshape_and_cache(
     key: Tensor,
     value: Tensor,
@@ -64,14 +83,9 @@ def reshape_and_cache(
     v_scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The caches afterwards. K [blocks, heads, D/x, block, x], V [blocks, heads, D, block]."""
-    keys, values = key_cache.clone(), value_cache.clone()
-    block_size, x = key_cache.shape[3:]
-    k = _to_store(key, kv_cache_dtype, k_scale, key_cache).unflatten(-1, (-1, x))
+    k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
     v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
-    keys[blocks, :, :, places] = k[tokens]
-    values[blocks, :, :, places] = v[tokens]
-    return keys, values
+    return tuple(_put(*x, slot_mapping, "vllm") for x in ((key_cache, k), (value_cache, v)))
 
 
 def reshape_and_cache_flash(
@@ -85,14 +99,9 @@ def reshape_and_cache_flash(
     v_scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The caches afterwards. K, V [blocks, block, heads, D]."""
-    keys, values = key_cache.clone(), value_cache.clone()
-    block_size = key_cache.shape[1]
     k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
     v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    tokens, blocks, places = _last_of_each_slot(slot_mapping, block_size)
-    keys[blocks, places] = k[tokens]
-    values[blocks, places] = v[tokens]
-    return keys, values
+    return tuple(_put(*x, slot_mapping, "NHD") for x in ((key_cache, k), (value_cache, v)))
 
 
 def write_tokens(
@@ -102,7 +111,6 @@ def write_tokens(
 
     rows [tokens, heads, head_size]; scale one element, one a head, or None for 1.
     """
-    out = cache.clone()
     if cache.dtype.itemsize == 1:
         largest = torch.iinfo if cache.dtype == torch.int8 else torch.finfo
         limits = largest(cache.dtype)
@@ -110,18 +118,7 @@ def write_tokens(
         quotient = rows.float() / divisor.to(rows.device).reshape(-1, 1)
         quotient = quotient.round() if cache.dtype == torch.int8 else quotient
         rows = quotient.clamp(limits.min, limits.max)
-    rows = rows.to(cache.dtype)
-    block_size = cache.shape[{"vllm": 3, "HND": 2, "NHD": 1}[layout]]
-    for token, block, place in zip(*_last_of_each_slot(slot_mapping, block_size)):
-        if layout == "NHD":
-            out[block, place] = rows[token]
-        elif layout == "HND":
-            out[block, :, place] = rows[token]
-        elif cache.dim() == 5:  # K [blocks, heads, D/x, block, x]
-            out[block, :, :, place] = rows[token].unflatten(-1, (-1, cache.shape[4]))
-        else:
-            out[block, :, :, place] = rows[token]
-    return out
+    return _put(cache, rows.to(cache.dtype), slot_mapping, layout)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,16 +140,8 @@ def reshape_and_cache_per_token_quant(
     """The caches and scales afterwards."""
     k, k_scales = quantize_rows(key)
     v, v_scales = quantize_rows(value)
-    one = torch.ones(1)
-    if layout == "vllm":
-        keys, values = reshape_and_cache(
-            k, v, key_cache, value_cache, slot_mapping, "auto", one, one
-        )
-    else:
-        swap = layout == "HND"
-        pages = [c.transpose(1, 2) if swap else c for c in (key_cache, value_cache)]
-        written = reshape_and_cache_flash(k, v, *pages, slot_mapping, "auto", one, one)
-        keys, values = (c.transpose(1, 2) if swap else c for c in written)
+    keys = _put(key_cache, k, slot_mapping, layout)
+    values = _put(value_cache, v, slot_mapping, layout)
     key_scales, value_scales = key_scales.clone(), value_scales.clone()
     tokens, blocks, places = _last_of_each_slot(slot_mapping, key_scales.size(-1))
     key_scales[blocks, :, places] = k_scales[tokens]
@@ -212,11 +201,15 @@ def gather_and_maybe_dequant_cache(
     return out
 
 
-def _rows_of_pages(cache: Tensor, layout: str, is_key: bool) -> Tensor:
-    """[blocks, block, heads, D], whatever the layout."""
-    if layout == "vllm":
-        return cache.permute(0, 3, 1, 2, 4).flatten(3) if is_key else cache.permute(0, 3, 1, 2)
-    return cache.transpose(1, 2) if layout == "HND" else cache
+def token_rows(cache: Tensor, layout: str) -> Tensor:
+    """[num_blocks, ...] -> [num_blocks, block_size, num_kv_heads, head_size]."""
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(1, 2)
+    if cache.dim() == 5:  # [blocks, heads, D/x, slots, x]
+        return cache.permute(0, 3, 1, 2, 4).flatten(3)
+    return cache.permute(0, 3, 1, 2)
 
 
 def gather_paged_kv(
@@ -234,8 +227,8 @@ def gather_paged_kv(
 ) -> tuple[Tensor, Tensor]:
     """key and value afterwards."""
 
-    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None, is_key: bool) -> Tensor:
-        pages = _rows_of_pages(cache, layout, is_key)
+    def gathered(rows: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
+        pages = token_rows(cache, layout)
         if scale is not None and scale.dim() == 3:  # a scale a token and head
             scale = scale.transpose(1, 2)[..., None]
         elif scale is not None:
@@ -243,8 +236,7 @@ def gather_paged_kv(
         wide = pages if scale is None else _dequantized(pages, scale)
         return _gather(wide, rows, block_tables, cu_seq_lens, seq_starts)
 
-    keys = gathered(key, key_cache, k_scale, True)
-    return keys, gathered(value, value_cache, v_scale, False)
+    return gathered(key, key_cache, k_scale), gathered(value, value_cache, v_scale)
 
 
 def concat_and_cache_mla(
