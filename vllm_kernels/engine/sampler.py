@@ -25,12 +25,12 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         int64 [len(sequences)], on the device of ``logits``.
     """
     params = [sequence.request.params for sequence in sequences]
-    penalised = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
+    penalized = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
     random = [i for i, p in enumerate(params) if not p.is_greedy]
-    if penalised:
+    if penalized:
         logits = logits.float().clone()
-        for i in penalised:
-            _penalise(logits[i], sequences[i].tokens, params[i].repetition_penalty)
+        for i in penalized:
+            _penalize(logits[i], sequences[i].tokens, params[i].repetition_penalty)
     tokens = logits.argmax(-1)
     # Apart, so that what a row draws does not depend on the others' parameters.
     for restricted in (False, True):
@@ -42,7 +42,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     return tokens
 
 
-def _penalise(logits: Tensor, tokens: list[int], penalty: float) -> None:
+def _penalize(logits: Tensor, tokens: list[int], penalty: float) -> None:
     """In place, once for each distinct token. logits: [vocabulary]."""
     seen = upload(sorted(set(tokens)), logits.device)
     values = logits[seen]
