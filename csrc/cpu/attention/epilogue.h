@@ -25,7 +25,7 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
     auto* row = static_cast<decltype(tag)*>(to) + element;
     int d = 0;
     for (; d + kLanes <= count; d += kLanes) store(row + d, load(from + d) * scale);
-    if (d < count) store_partial(row + d, load_partial(from + d, count - d) * scale, count - d);
+    if (d < count) store(row + d, load(from + d, count - d) * scale, count - d);
   });
 }
 

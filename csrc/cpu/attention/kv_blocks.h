@@ -29,7 +29,7 @@ template <typename T>
 inline void upcast(const T* from, int count, float* to) {  // pads with zeros to whole vectors
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  if (i < count) store(to + i, load_partial(from + i, count - i));
+  if (i < count) store(to + i, load(from + i, count - i));
 }
 
 // The buffers of one task: K or V of the current KV block.
@@ -234,7 +234,7 @@ class KvBlockLoader {
       }
       const int rest = kv_.head_size - d;
       if (rest > 0) {
-        store(to + d, join_pair(load_partial(first + d, rest), load_partial(second + d, rest)));
+        store(to + d, join_pair(load(first + d, rest), load(second + d, rest)));
       }
     }
   }
@@ -245,7 +245,7 @@ class KvBlockLoader {
   static void upcast_column(const Cache* from, int slots, float* to) {
     int i = 0;
     for (; i + kLanes <= slots; i += kLanes) store(to + i, load(from + i));
-    if (i < slots) store_partial(to + i, load_partial(from + i, slots - i), slots - i);
+    if (i < slots) store(to + i, load(from + i, slots - i), slots - i);
   }
 
   const PagedAttentionParams& p_;

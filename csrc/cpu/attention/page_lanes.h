@@ -176,7 +176,7 @@ struct KeyLanes<BFloat16> {
 
   static void pack(const float* chunk, int, float* packed) {  // exact: the query was bfloat16
     BFloat16 row[kLanes];
-    store(row, load_partial(chunk, kChunk));
+    store(row, load(chunk, kChunk));
     store_raw(packed, load_raw<__m128i>(row));
   }
   static void load_operands(const BFloat16* from, Operand* operands) {

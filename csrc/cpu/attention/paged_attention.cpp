@@ -456,8 +456,8 @@ __attribute__((noinline)) void run_task(const PagedAttentionPlan& plan, int64_t 
   if constexpr (kPairs<Cache>) release_amx_tiles();
 }
 
-int64_t num_tasks(const PagedAttentionPlan& plan) {
-  return plan.tasks;
+Loop loop_of(const PagedAttentionPlan& plan) {
+  return {.count = plan.tasks};
 }
 
 void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
@@ -480,7 +480,7 @@ void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionPlan, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(PagedAttentionPlan, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -11,8 +11,8 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-int64_t num_tasks(const PagedAttentionCombine& combine) {
-  return combine.plan.tasks;
+Loop loop_of(const PagedAttentionCombine& combine) {
+  return {.count = combine.plan.tasks};
 }
 
 // Combines the tile that begins in `task` and ends in a later one.
@@ -55,7 +55,7 @@ void run(const PagedAttentionCombine& combine, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionCombine, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(PagedAttentionCombine, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -129,7 +129,7 @@ class DecodeTask {
         const int count = H * head_size_;
         int i = 0;
         for (; i + kLanes <= count; i += kLanes) store(rows + i, load(query + i));
-        if (i < count) store_partial(rows + i, load_partial(query + i, count - i), count - i);
+        if (i < count) store(rows + i, load(query + i, count - i), count - i);
       });
       if constexpr (kTokenRows) {
         for (int i = 0; i < H; ++i) {
@@ -396,8 +396,8 @@ void run_task(const DecodePlan& plan, int64_t task) {
   run_task<Cache, true>(plan, task);
 }
 
-int64_t num_tasks(const DecodePlan& plan) {
-  return plan.tasks;
+Loop loop_of(const DecodePlan& plan) {
+  return {.count = plan.tasks};
 }
 
 #if defined(__AVX512BF16__)
@@ -431,10 +431,8 @@ void run(const DecodePlan& plan, int64_t begin, int64_t end) {
 
 // --- combine -------------------------------------------------------------------------------------
 
-constexpr int64_t kCombinesPerTask = 8;
-
-int64_t num_combine_tasks(const DecodeCombine& combine) {
-  return ceil_div(combine.plan.tasks, kCombinesPerTask);
+Loop combine_loop(const DecodeCombine& combine) {
+  return {.count = combine.plan.tasks, .per_task = 8};
 }
 
 // Combines the tile that begins in `task` and ends in a later one. There may be none.
@@ -478,15 +476,14 @@ void combine_tile(const DecodePlan& plan, int64_t task) {
 
 void run_combine(const DecodeCombine& combine, int64_t begin, int64_t end) {
   const DecodePlan& plan = combine.plan;
-  for (int64_t task = begin * kCombinesPerTask; task < end * kCombinesPerTask; ++task) {
+  for (int64_t task = begin; task < end; ++task) {
     if (task + 1 < plan.tasks) combine_tile(plan, task);
   }
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodePlan, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodeCombine, vllm_kernels::cpu::num_combine_tasks,
-                        vllm_kernels::cpu::run_combine)
+VLLM_KERNELS_CPU_KERNEL(DecodePlan, loop_of, run)
+VLLM_KERNELS_CPU_KERNEL(DecodeCombine, combine_loop, run_combine)
+
+}  // namespace vllm_kernels::cpu

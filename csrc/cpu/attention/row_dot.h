@@ -76,7 +76,7 @@ struct FloatTokenLanes {
   static constexpr int kPair = 1;  // tokens of V that one multiply_add() takes
 
   static Operand load(const T* from) { return cpu::load(from); }
-  static Operand load(const T* from, int count) { return load_partial(from, count); }
+  static Operand load(const T* from, int count) { return cpu::load(from, count); }
   static Operand query(const float* row, int d) { return cpu::load(row + d); }
   static Operand prob(const float* probs, int token) { return splat(probs[token]); }
   static Vec multiply_add(Operand key, Operand query, Vec sum) {
@@ -86,7 +86,7 @@ struct FloatTokenLanes {
   static void pack_query(const float* row, int count, float* to) {
     int d = 0;
     for (; d + kLanes <= count; d += kLanes) store(to + d, cpu::load(row + d));
-    if (d < count) store(to + d, load_partial(row + d, count - d));
+    if (d < count) store(to + d, cpu::load(row + d, count - d));
   }
   static Vec round(Vec prob) { return prob; }
   static void pack(const Vec* probs, Operand* to) { to[0] = probs[0]; }
@@ -163,7 +163,7 @@ struct TokenLanes<BFloat16> {
     for (int d = 0; d < (count + kStep - 1) / kStep * kStep; d += kLanes) {
       const int rest = count - d;
       store(elements + d, rest >= kLanes ? cpu::load(row + d)
-                          : rest > 0     ? load_partial(row + d, rest)
+                          : rest > 0     ? cpu::load(row + d, rest)
                                          : Vec{});
     }
   }
