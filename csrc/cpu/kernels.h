@@ -108,7 +108,6 @@ VLLM_KERNELS_DECLARE(DecodeCombine)
 template <>
 constexpr bool kHasBf16Kernel<DecodePlan> = true;
 VLLM_KERNELS_DECLARE_AT(DecodePlan, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(DecodeCombine, avx512_bf16)
 #endif
 VLLM_KERNELS_DECLARE(PagedAttentionPlan)
 VLLM_KERNELS_DECLARE(PagedAttentionCombine)

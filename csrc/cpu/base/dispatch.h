@@ -35,6 +35,13 @@ inline void dispatch_8_bit(DType dtype, Body&& body) {
   }
 }
 
+// Calls body(C{}) with the storage type of a cache of any dtype.
+template <typename Body>
+inline void dispatch_cache(DType cache, Body&& body) {
+  if (size_of(cache) == 1) return dispatch_8_bit(cache, body);
+  dispatch_float(cache, body);
+}
+
 // Calls body(C{}) with the storage type of a cache of a model of type T: T or an 8-bit type.
 template <typename T, typename Body>
 inline void dispatch_cache(DType cache, Body&& body) {

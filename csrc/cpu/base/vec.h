@@ -293,6 +293,12 @@ inline void for_each_vector(int64_t begin, int64_t end, const Body& body) {
   if (i < end) body(i, end - i);
 }
 
+// Upcasts a row, padded with zeros to whole vectors.
+template <typename T>
+inline void upcast(const T* from, int64_t n, float* to) {
+  for_each_vector(0, n, [&](int64_t i, auto count) { store(to + i, load(from + i, count)); });
+}
+
 // to[i] = f(from[i]...) for n elements, in pairs of vectors.
 template <typename T, typename F, typename... From>
 inline void map_elements(T* to, int64_t n, const F& f, const From*... from) {
