@@ -33,6 +33,28 @@ struct Kernel {
   void (*run)(const Params&, int64_t begin, int64_t end);
 };
 
+// How a launch is cut into tasks. It has `count` independent iterations, over rows for example, and
+// a task is `per_task` of them.
+struct Loop {
+  int64_t count;
+  int64_t per_task = 1;
+};
+
+// The kernel of a loop. run_range(params, first, last) runs iterations [first, last).
+template <typename Params, Loop (*loop_of)(const Params&),
+          void (*run_range)(const Params&, int64_t first, int64_t last)>
+struct LoopKernel {
+  static int64_t num_tasks(const Params& p) {
+    const Loop loop = loop_of(p);
+    return (loop.count + loop.per_task - 1) / loop.per_task;
+  }
+  static void run(const Params& p, int64_t begin, int64_t end) {
+    const Loop loop = loop_of(p);
+    const int64_t last = end * loop.per_task;
+    run_range(p, begin * loop.per_task, last < loop.count ? last : loop.count);
+  }
+};
+
 // Each level's object files define their own specialisation. avx512_bf16 has one only for kernels
 // that gain from bf16 dot products. avx512_amx has one only for kernels that gain from AMX. Other
 // kernels run at the level below.
@@ -86,7 +108,6 @@ VLLM_KERNELS_DECLARE(DecodeCombine)
 template <>
 constexpr bool kHasBf16Kernel<DecodePlan> = true;
 VLLM_KERNELS_DECLARE_AT(DecodePlan, avx512_bf16)
-VLLM_KERNELS_DECLARE_AT(DecodeCombine, avx512_bf16)
 #endif
 VLLM_KERNELS_DECLARE(PagedAttentionPlan)
 VLLM_KERNELS_DECLARE(PagedAttentionCombine)
@@ -126,12 +147,12 @@ Kernel<Params> kernel() {
   return kernel_at<Params, Level::baseline>();
 }
 
-}  // namespace vllm_kernels::cpu
-
 // Stands at the end of csrc/cpu/<room>/<op>.cpp, which is compiled once per level.
-#define VLLM_KERNELS_CPU_KERNEL(Params, num_tasks, run)                                      \
-  template <>                                                                                \
-  vllm_kernels::cpu::Kernel<Params>                                                          \
-  vllm_kernels::cpu::kernel_at<Params, vllm_kernels::cpu::Level::VLLM_KERNELS_CPU_LEVEL>() { \
-    return {num_tasks, run};                                                                 \
+#define VLLM_KERNELS_CPU_KERNEL(Params, loop_of, run_range)           \
+  template <>                                                         \
+  Kernel<Params> kernel_at<Params, Level::VLLM_KERNELS_CPU_LEVEL>() { \
+    using Tasks = LoopKernel<Params, loop_of, run_range>;             \
+    return {Tasks::num_tasks, Tasks::run};                            \
   }
+
+}  // namespace vllm_kernels::cpu

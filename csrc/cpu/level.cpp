@@ -83,19 +83,8 @@ Level level() {
 }
 
 const char* level_name(Level level) {
-  switch (level) {
-    case Level::baseline:
-      return "baseline";
-    case Level::avx2:
-      return "avx2";
-    case Level::avx512:
-      return "avx512";
-    case Level::avx512_bf16:
-      return "avx512_bf16";
-    case Level::avx512_amx:
-      return "avx512_amx";
-  }
-  return "unknown";
+  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"};
+  return kNames[static_cast<int>(level)];
 }
 
 }  // namespace vllm_kernels::cpu

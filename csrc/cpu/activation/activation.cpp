@@ -3,8 +3,7 @@
 // A row is cut into chunks of up to kChunk elements. A task is a range of chunks.
 #include "ops/activation.h"
 
-#include "cpu/base/dispatch.h"
-#include "cpu/base/vec_math.h"
+#include "cpu/activation/activation_rows.h"
 #include "cpu/kernels.h"
 
 namespace vllm_kernels::cpu {
@@ -26,86 +25,49 @@ inline Vec activate(Vec x) {
   }
 }
 
-// f(gate), or the rounded f(gate) times up.
-template <Activation kActivation, bool kGated, typename T>
-inline Vec gated(Vec gate, Vec up) {
-  const Vec value = activate<kActivation>(gate);
-  return kGated ? round_to<T>(value) * up : value;
-}
-
-template <Activation kActivation, bool kGated, typename T>
+// out = f(gate), or the rounded f(gate) times up.
+template <Activation kActivation, typename T>
 void activate_row(T* out, const T* gate, const T* up, int64_t n) {
-  constexpr auto f = gated<kActivation, kGated, T>;
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    const VecPair x = load_pair(gate + i);
-    const VecPair y = kGated ? load_pair(up + i) : VecPair{};
-    store_pair(out + i, {f(x.a, y.a), f(x.b, y.b)});
-  }
-  for (; i < n; i += kLanes) {
-    const int64_t count = n - i < kLanes ? n - i : kLanes;
-    const Vec y = kGated ? load_partial(up + i, count) : Vec{};
-    store_partial(out + i, f(load_partial(gate + i, count), y), count);
+  if (up == nullptr) {
+    map_elements(out, n, [](Vec x) { return activate<kActivation>(x); }, gate);
+  } else {
+    const auto gated = [](Vec x, Vec y) { return round_to<T>(activate<kActivation>(x)) * y; };
+    map_elements(out, n, gated, gate, up);
   }
 }
 
-constexpr int64_t kChunk = 4096;
-
-struct RowChunks {
-  int64_t per_row;
-  int64_t count;
-  int64_t per_task;
-  explicit RowChunks(const ActivationParams& p) {
-    per_row = ceil_div(p.width, kChunk);
-    count = per_row * p.input_rows.count;
-    const int64_t elements = p.width < kChunk ? p.width : kChunk;
-    per_task = rows_per_task(3 * elements * size_of(p.dtype));
-  }
-};
-
-int64_t num_tasks(const ActivationParams& p) {
-  const RowChunks chunks(p);
-  return ceil_div(chunks.count, chunks.per_task);
+Loop loop_of(const ActivationParams& p) {
+  return chunk_loop(p.input_rows.count, p.width, p.dtype);
 }
 
 template <Activation kActivation, typename T>
-void run_chunks(const ActivationParams& p, const RowChunks& chunks, int64_t begin, int64_t end) {
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
-    const int64_t row = chunk / chunks.per_row;
-    const int64_t first = chunk % chunks.per_row * kChunk;
-    const int64_t n = p.width - first < kChunk ? p.width - first : kChunk;
+void run_chunks(const ActivationParams& p, int64_t begin, int64_t end) {
+  for_each_chunk(p.width, begin, end, [&](int64_t row, int64_t first, int64_t n) {
     const int64_t from = p.input_rows.offset(row) + first;
-    T* out = static_cast<T*>(p.out) + p.out_rows.offset(row) + first;
-    const T* gate = static_cast<const T*>(p.gate) + from;
-    if (p.up == nullptr) {
-      activate_row<kActivation, false, T>(out, gate, nullptr, n);
-    } else {
-      activate_row<kActivation, true, T>(out, gate, static_cast<const T*>(p.up) + from, n);
-    }
-  }
+    const T* up = p.up == nullptr ? nullptr : static_cast<const T*>(p.up) + from;
+    activate_row<kActivation>(static_cast<T*>(p.out) + p.out_rows.offset(row) + first,
+                              static_cast<const T*>(p.gate) + from, up, n);
+  });
 }
 
 void run(const ActivationParams& p, int64_t begin, int64_t end) {
-  const RowChunks chunks(p);
-  begin *= chunks.per_task;
-  end = end * chunks.per_task < chunks.count ? end * chunks.per_task : chunks.count;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
     switch (p.activation) {
       case Activation::kSilu:
-        return run_chunks<Activation::kSilu, T>(p, chunks, begin, end);
+        return run_chunks<Activation::kSilu, T>(p, begin, end);
       case Activation::kGelu:
-        return run_chunks<Activation::kGelu, T>(p, chunks, begin, end);
+        return run_chunks<Activation::kGelu, T>(p, begin, end);
       case Activation::kGeluTanh:
-        return run_chunks<Activation::kGeluTanh, T>(p, chunks, begin, end);
+        return run_chunks<Activation::kGeluTanh, T>(p, begin, end);
       case Activation::kGeluQuick:
-        return run_chunks<Activation::kGeluQuick, T>(p, chunks, begin, end);
+        return run_chunks<Activation::kGeluQuick, T>(p, begin, end);
     }
   });
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::ActivationParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(ActivationParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -1,9 +1,9 @@
 // silu_and_mul_split, fatrelu_and_mul, silu_and_mul_with_clamp and swigluoai_and_mul.
 //   gate, up, out [rows, width]; swigluoai_and_mul reads gate and up interleaved
-// A row is cut into chunks of up to kGatedChunk elements. A task is a range of chunks.
+// A row is cut into chunks of up to kChunk elements. A task is a range of chunks.
 #include "ops/activation_gated.h"
 
-#include "cpu/activation/activation_gated.h"
+#include "cpu/activation/activation_rows.h"
 #include "cpu/kernels.h"
 
 namespace vllm_kernels::cpu {
@@ -16,24 +16,20 @@ void run_chunk(const GatedParams& p, int64_t row, int64_t first, int64_t n) {
   const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + from;
   const T* up = static_cast<const T*>(p.up) + p.up_rows.offset(row) + from;
   T* out = static_cast<T*>(p.out) + p.out_rows.offset(row) + first;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store(out + i, gated_product<kFunction, kRounds, T>(p, load_gated<kFunction>(gate, up, i)));
-  }
-  if (i < n) {
-    const GateAndUp x = load_gated_partial<kFunction>(gate, up, i, n - i);
-    store_partial(out + i, gated_product<kFunction, kRounds, T>(p, x), n - i);
-  }
+  for_each_vector(0, n, [&](int64_t i, auto count) {
+    const GateAndUp x = load_gated<kFunction>(gate, up, i, count);
+    store(out + i, gated_product<kFunction, kRounds, T>(p, x), count);
+  });
 }
 
-int64_t num_tasks(const GatedParams& p) {
-  return GatedChunks(p).num_tasks();
+Loop loop_of(const GatedParams& p) {
+  return chunk_loop(p.gate_rows.count, p.width, p.dtype);
 }
 
 void run(const GatedParams& p, int64_t begin, int64_t end) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    GatedChunks(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+    for_each_chunk(p.width, begin, end, [&](int64_t row, int64_t first, int64_t n) {
       switch (p.function) {
         case Gated::kSilu:
           return run_chunk<Gated::kSilu, T>(p, row, first, n);
@@ -49,7 +45,7 @@ void run(const GatedParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::GatedParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(GatedParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

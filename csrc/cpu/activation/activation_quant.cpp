@@ -1,8 +1,8 @@
 // silu_and_mul_quant and silu_and_mul_per_block_quant: silu_and_mul with an 8-bit result. The scale
 // is given, or computed per group of a row.
 //   gate, up, out [rows, width]
-// A row is cut into chunks of up to kGatedChunk elements. A task is a range of chunks.
-#include "cpu/activation/activation_gated.h"
+// A row is cut into chunks of up to kChunk elements. A task is a range of chunks.
+#include "cpu/activation/activation_rows.h"
 #include "cpu/base/quant.h"
 #include "cpu/kernels.h"
 #include "ops/activation_gated.h"
@@ -15,17 +15,10 @@ template <typename T>
 void quant_chunk(Fp8E4M3* out, const GatedParams& p, const T* gate, const T* up, float scale,
                  int64_t n) {
   const MultiplyByInverse quantizer(scale);
-  const auto quantized = [&](GateAndUp x) {
-    return quantizer(gated_product<Gated::kSilu, true, T>(p, x));
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store(out + i, quantized(load_gated<Gated::kSilu>(gate, up, i)));
-  }
-  if (i < n) {
-    const GateAndUp x = load_gated_partial<Gated::kSilu>(gate, up, i, n - i);
-    store_partial(out + i, quantized(x), n - i);
-  }
+  for_each_vector(0, n, [&](int64_t i, auto count) {
+    const GateAndUp x = load_gated<Gated::kSilu>(gate, up, i, count);
+    store(out + i, quantizer(gated_product<Gated::kSilu, true, T>(p, x)), count);
+  });
 }
 
 // A group has 64 or 128 elements and its own scale. `scale` is the first group's.
@@ -39,7 +32,7 @@ void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* g
   for (int64_t first = 0; first < n; first += q.group_size) {
     VecUint largest = {};
     for (int v = 0; v < vectors; ++v) {
-      const GateAndUp x = load_gated<Gated::kSilu>(gate, up, first + v * kLanes);
+      const GateAndUp x = load_gated<Gated::kSilu>(gate, up, first + v * kLanes, WholeVector{});
       values[v] = gated_product<Gated::kSilu, false, T>(p, x);
       largest = larger_bits(largest, magnitude_bits(values[v]));
     }
@@ -51,8 +44,8 @@ void quant_groups(Q* out, const GatedParams& p, const QuantParams& q, const T* g
   }
 }
 
-int64_t num_tasks(const GatedQuantParams& p) {
-  return GatedChunks(p.gated).num_tasks();
+Loop loop_of(const GatedQuantParams& p) {
+  return chunk_loop(p.gated.gate_rows.count, p.gated.width, p.gated.dtype);
 }
 
 void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
@@ -60,7 +53,7 @@ void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
   const QuantParams& q = params.quant;
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    GatedChunks(p).for_each(p, begin, end, [&](int64_t row, int64_t first, int64_t n) {
+    for_each_chunk(p.width, begin, end, [&](int64_t row, int64_t first, int64_t n) {
       const T* gate = static_cast<const T*>(p.gate) + p.gate_rows.offset(row) + first;
       const T* up = static_cast<const T*>(p.up) + p.up_rows.offset(row) + first;
       const int64_t to = p.out_rows.offset(row) + first;
@@ -78,7 +71,7 @@ void run(const GatedQuantParams& params, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::GatedQuantParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(GatedQuantParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

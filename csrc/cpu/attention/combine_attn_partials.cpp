@@ -52,42 +52,27 @@ PartialWeights weights_of_partials(const PartialRows<T>& rows) {
 
 template <typename T>
 void combine_row(T* out, const PartialRows<T>& rows, int64_t n, const PartialWeights& weights) {
-  const auto combined = [&](auto load_at) {
+  for_each_vector(0, n, [&](int64_t i, auto count) {
     Vec sum{};
     for (int32_t partial = 0; partial < rows.count; ++partial) {
       // A partial of weight 0 may hold anything, even NaN, and counts as 0.
       const float weight = weights.of(rows.lse(partial));
-      if (weight != 0.0f) {
-        sum = sum + load_at(rows.first + partial * rows.stride) * splat(weight);
-      }
+      if (weight == 0.0f) continue;
+      sum = sum + load(rows.first + partial * rows.stride + i, count) * splat(weight);
     }
-    return sum;
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    store(out + i, combined([&](const T* row) { return load(row + i); }));
-  }
-  if (i < n) {
-    store_partial(out + i, combined([&](const T* row) { return load_partial(row + i, n - i); }),
-                  n - i);
-  }
+    store(out + i, sum, count);
+  });
 }
 
-int64_t tokens_per_task(const CombineAttnPartialsParams& p) {
-  return rows_per_task((int64_t{p.num_partials} + 1) * p.num_heads * p.head_size *
-                       size_of(p.dtype));
+Loop loop_of(const CombineAttnPartialsParams& p) {
+  const int64_t elements = (int64_t{p.num_partials} + 1) * p.num_heads * p.head_size;
+  return {.count = p.num_tokens, .per_task = rows_per_task(elements * size_of(p.dtype))};
 }
 
-int64_t num_tasks(const CombineAttnPartialsParams& p) {
-  return ceil_div(p.num_tokens, tokens_per_task(p));
-}
-
-void run(const CombineAttnPartialsParams& p, int64_t begin, int64_t end) {
-  const int64_t step = tokens_per_task(p);
-  const int64_t last = end * step < p.num_tokens ? end * step : p.num_tokens;
+void run(const CombineAttnPartialsParams& p, int64_t first, int64_t last) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    for (int64_t token = begin * step; token < last; ++token) {
+    for (int64_t token = first; token < last; ++token) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         const int64_t row = token * p.num_heads + head;
         const PartialRows<T> rows = {.first = static_cast<const T*>(p.out_partial) +
@@ -107,7 +92,7 @@ void run(const CombineAttnPartialsParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::CombineAttnPartialsParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(CombineAttnPartialsParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

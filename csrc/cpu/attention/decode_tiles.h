@@ -25,8 +25,15 @@ struct Split {
   int32_t first_head;
   int32_t heads;
   int32_t seq_len;
-  int32_t begin, end;  // tokens
+  int32_t begin, end;            // tokens
+  int64_t tile_begin, tile_end;  // grains
   bool starts_tile, ends_tile;
+
+  // None if the sequence has no query token.
+  TileRows rows(const PagedAttentionParams& p) const {
+    const int32_t token = query_token(p, seq);
+    return {token, first_head, heads, token < 0 ? 0 : heads};
+  }
 };
 
 // The splits of grains [begin, end), in order.
@@ -55,6 +62,8 @@ class SplitIterator {
     split.seq_len = visible_.end;
     split.begin = visible_.begin + static_cast<int32_t>(grain * plan_.grain_tokens);
     split.end = min_int32(visible_.end, visible_.begin + last * plan_.grain_tokens);
+    split.tile_begin = seq_first_grain_ + tile * tile_grains_;
+    split.tile_end = split.tile_begin + tile_grains_;
     split.starts_tile = grain == 0;
     split.ends_tile = last == tile_grains_;
     grain_ += last - grain;
@@ -120,7 +129,6 @@ class PageBlockIterator {
   bool next(PageBlock& block) {
     if (!more_) return false;
     const PagedKv& kv = p_.kv;
-    const int64_t element = size_of(kv.dtype);
     block.split = split_;
     block.starts_split = token_ == split_.begin;
     const int32_t* table = p_.block_tables + split_.seq * p_.block_table_stride;
@@ -138,12 +146,10 @@ class PageBlockIterator {
       }
       const int32_t count = min_int32(kv.block_size, end_token - token_);
       if (!p_.sparse.on() || visible_to_any_head(p_, split_, token_)) {
-        const int64_t page = table[token_ / kv.block_size];
+        const KvAddress page = address(table, token_, 0);
         block.position[pages] = token_;
-        block.key[pages] =
-            static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, 0, 0);
-        block.value[pages] = static_cast<const char*>(kv.value) +
-                             element * kv.value_offset(page, split_.kv_head, 0, 0);
+        block.key[pages] = page.key;
+        block.value[pages] = page.value;
         ++pages;
         tokens += count;
       }
@@ -165,23 +171,31 @@ class PageBlockIterator {
   }
 
  private:
+  struct KvAddress {
+    const char *key, *value;
+  };
+  // Of a slot of the page that has `token`.
+  KvAddress address(const int32_t* table, int32_t token, int32_t slot) const {
+    const PagedKv& kv = p_.kv;
+    const int64_t page = table[token / kv.block_size], element = size_of(kv.dtype);
+    return {
+        static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, slot, 0),
+        static_cast<const char*>(kv.value) +
+            element * kv.value_offset(page, split_.kv_head, slot, 0)};
+  }
+
   // Prefetches one line of each virtual page that the split reads next. All of them miss the TLB.
   // Issued in a burst, the page walks overlap. Later prefetches would pay for them one by one.
   void warm_tlb(const int32_t* table) {
     const PagedKv& kv = p_.kv;
-    const int64_t element = size_of(kv.dtype);
     warmed_ = min_int32(split_.end, int64_t{token_} + kTlbTokens);
     if (kv.layout != KvLayout::kVllm) return;
-    const int64_t bytes = element * kv.head_size * kv.block_size;
+    const int64_t bytes = size_of(kv.dtype) * kv.head_size * kv.block_size;
     for (int32_t token = token_; token < warmed_; token += kv.block_size) {
-      const int64_t page = table[token / kv.block_size];
-      const char* key =
-          static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, 0, 0);
-      const char* value = static_cast<const char*>(kv.value) +
-                          element * kv.value_offset(page, split_.kv_head, 0, 0);
+      const KvAddress page = address(table, token, 0);
       for (int64_t at = 0; at < bytes; at += kVirtualPageBytes) {
-        __builtin_prefetch(key + at, 0, 2);
-        __builtin_prefetch(value + at, 0, 2);
+        __builtin_prefetch(page.key + at, 0, 2);
+        __builtin_prefetch(page.value + at, 0, 2);
       }
     }
   }
@@ -191,18 +205,14 @@ class PageBlockIterator {
     const PagedKv& kv = p_.kv;
     const int64_t element = size_of(kv.dtype);
     const int32_t slot = token_ % kv.block_size;
-    const int64_t page = table[token_ / kv.block_size];
     end = min_int32(end, int64_t{token_} - slot + kv.block_size);
-    const char* key =
-        static_cast<const char*>(kv.key) + element * kv.key_offset(page, split_.kv_head, slot, 0);
-    const char* value = static_cast<const char*>(kv.value) +
-                        element * kv.value_offset(page, split_.kv_head, slot, 0);
+    KvAddress at = address(table, token_, slot);
     for (; token_ < end; ++token_, ++pages) {
       block.position[pages] = token_;
-      block.key[pages] = key;
-      block.value[pages] = value;
-      key += element * kv.key_token_stride;
-      value += element * kv.value_token_stride;
+      block.key[pages] = at.key;
+      block.value[pages] = at.value;
+      at.key += element * kv.key_token_stride;
+      at.value += element * kv.value_token_stride;
     }
     return pages;
   }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/attention/paged_attention_decode.h"
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec_math.h"
 #include "ops/paged_attention.h"
@@ -23,20 +24,9 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
                       int count) {
   dispatch_float(dtype, [&](auto tag) {
     auto* row = static_cast<decltype(tag)*>(to) + element;
-    int d = 0;
-    for (; d + kLanes <= count; d += kLanes) store(row + d, load(from + d) * scale);
-    if (d < count) store_partial(row + d, load_partial(from + d, count - d) * scale, count - d);
+    for_each_vector(0, count,
+                    [&](int64_t d, auto n) { store(row + d, load(from + d, n) * scale, n); });
   });
-}
-
-// The dequantization scales of a KV head; 1 for caches without scales.
-inline float key_scale(const PagedKv& kv, int32_t kv_head) {
-  const bool scaled = size_of(kv.dtype) == 1 && kv.k_scale != nullptr;
-  return scaled ? kv.k_scale[kv_head * kv.scale_stride] : 1.0f;
-}
-inline float value_scale(const PagedKv& kv, int32_t kv_head) {
-  const bool scaled = size_of(kv.dtype) == 1 && kv.v_scale != nullptr;
-  return scaled ? kv.v_scale[kv_head * kv.scale_stride] : 1.0f;
 }
 
 // The state of a row after its last KV block. A row without visible tokens has row_sum = 0 and
@@ -64,9 +54,33 @@ inline void epilogue(const PagedAttentionParams& p, int64_t token, int32_t head,
   }
   const int32_t kv_head = head / (p.num_heads / p.kv.num_kv_heads);
   const float scale =
-      row.row_sum == 0.0f ? 0.0f : rescale * value_scale(p.kv, kv_head) / row.row_sum;
+      row.row_sum == 0.0f ? 0.0f : rescale * scale_of(p.kv, false, kv_head) / row.row_sum;
   const int64_t at = token * p.out_stride + static_cast<int64_t>(head) * p.kv.head_size;
   store_row(p.dtype, p.out, at, row.acc, scale, p.kv.head_size);
+}
+
+inline void epilogue(const PagedAttentionParams& p, const TileRows& rows, int row,
+                     const RowState& state) {
+  epilogue(p, rows.first_token + row / rows.heads, rows.first_head + row % rows.heads, state);
+}
+
+// Ends the split that `task` has of a tile. Writes out and lse if that is the whole tile, and
+// stores partials otherwise. state_of(row) gives a row's result.
+template <typename State>
+inline void end_split(const AttentionPlan& plan, int64_t task, bool starts_tile, bool ends_tile,
+                      const TileRows& rows, const State& state_of) {
+  const int head_size = plan.params.kv.head_size;
+  for (int row = 0; row < rows.count; ++row) {
+    const RowState state = state_of(row);
+    if (starts_tile && ends_tile) {
+      epilogue(plan.params, rows, row, state);
+      continue;
+    }
+    float* to = plan.partial(task, starts_tile, row);
+    to[0] = state.row_sum;
+    to[1] = state.row_max;
+    for (int d = 0; d < head_size; ++d) to[2 + d] = state.acc[d];
+  }
 }
 
 }  // namespace

@@ -25,13 +25,6 @@ inline int kv_block_size(int64_t tokens) {
   return tokens < 0 ? 0 : min_int32(kKvBlockTokens, tokens);
 }
 
-template <typename T>
-inline void upcast(const T* from, int count, float* to) {  // pads with zeros to whole vectors
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  if (i < count) store(to + i, load_partial(from + i, count - i));
-}
-
 // The buffers of one task: K or V of the current KV block.
 template <typename Cache>
 class KvBlockLoader {
@@ -53,37 +46,27 @@ class KvBlockLoader {
 
   template <bool keys>
   void prefetch(const WorkTile& tile, KvBlock kv_block) {
-    for_each_page(
-        tile, kv_block.first, kv_block.count, [&](int64_t page, int slot, int slots, int) {
-          const int64_t at = keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
-                                  : kv_.value_offset(page, tile.kv_head, slot, 0);
-          const char* from = reinterpret_cast<const char*>(
-              static_cast<const Cache*>(keys ? kv_.key : kv_.value) + at);
-          const int64_t row = kv_.head_size * static_cast<int64_t>(sizeof(Cache));
-          if (kv_.layout == KvLayout::kVllm) {
-            if (slots == kv_.block_size) prefetch_span(from, row * slots);
-            return;
-          }
-          const int64_t token_stride =
-              (keys ? kv_.key_token_stride : kv_.value_token_stride) * int64_t{sizeof(Cache)};
-          for (int i = 0; i < slots; ++i) prefetch_span(from + i * token_stride, row);
-        });
+    const int64_t row_bytes = kv_.head_size * int64_t{sizeof(Cache)};
+    for_each_page<keys>(tile, kv_block, [&](const Cache* page, int slots, int) {
+      const char* from = reinterpret_cast<const char*>(page);
+      if (kv_.layout == KvLayout::kVllm) {
+        if (slots == kv_.block_size) prefetch_span(from, row_bytes * slots);
+        return;
+      }
+      const int64_t stride = token_stride<keys>() * int64_t{sizeof(Cache)};
+      for (int i = 0; i < slots; ++i) prefetch_span(from + i * stride, row_bytes);
+    });
   }
 
   // Pointers to the KV block's rows of K or V, padded with the last one to whole vectors. Not for
   // layout vllm.
   template <bool keys>
   void row_pointers(const WorkTile& tile, KvBlock kv_block, const char** rows) const {
-    const Cache* all = static_cast<const Cache*>(keys ? kv_.key : kv_.value);
-    const int64_t token_stride = keys ? kv_.key_token_stride : kv_.value_token_stride;
-    for_each_page(
-        tile, kv_block.first, kv_block.count, [&](int64_t page, int slot, int slots, int at) {
-          const Cache* from = all + (keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
-                                          : kv_.value_offset(page, tile.kv_head, slot, 0));
-          for (int i = 0; i < slots; ++i) {
-            rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride);
-          }
-        });
+    for_each_page<keys>(tile, kv_block, [&](const Cache* from, int slots, int at) {
+      for (int i = 0; i < slots; ++i) {
+        rows[at + i] = reinterpret_cast<const char*>(from + i * token_stride<keys>());
+      }
+    });
     const int last = (kv_block.count + kLanes - 1) / kLanes * kLanes;
     for (int i = kv_block.count; i < last; ++i) rows[i] = rows[kv_block.count - 1];
   }
@@ -103,7 +86,7 @@ class KvBlockLoader {
 
   // K as [words][kKvBlockTokens].
   void pack_keys(const WorkTile& tile, KvBlock kv_block) {
-    upcast_keys(tile, kv_block.first, kv_block.count);
+    upcast_keys(tile, kv_block);
     transpose(staged, words, kKvBlockTokens, words, packed, kKvBlockTokens);
   }
 
@@ -115,7 +98,7 @@ class KvBlockLoader {
     } else if constexpr (kPairs<Cache>) {
       copy_pairs(tile, kv_block);
     } else {
-      upcast_values(tile, kv_block.first, kv_block.count);
+      upcast_values(tile, kv_block);
     }
     for (int token = kv_block.count; token < kKvBlockTokens; ++token) {
       const int word = kPairs<Cache> ? token / 2 : token;
@@ -127,10 +110,8 @@ class KvBlockLoader {
     }
   }
 
-  void upcast_keys(const WorkTile& tile, int32_t first, int count) {
-    const Cache* keys = static_cast<const Cache*>(kv_.key);
-    for_each_page(tile, first, count, [&](int64_t page, int slot, int slots, int at) {
-      const Cache* key = keys + kv_.key_offset(page, tile.kv_head, slot, 0);
+  void upcast_keys(const WorkTile& tile, KvBlock kv_block) {
+    for_each_page<true>(tile, kv_block, [&](const Cache* key, int slots, int at) {
       float* to = staged + at * words;
       for (int i = 0; i < slots; ++i, key += kv_.key_token_stride, to += words) {
         if (kv_.layout != KvLayout::kVllm) {
@@ -147,10 +128,8 @@ class KvBlockLoader {
   }
 
   // V as rows [token][stride]; in layout vllm as columns [head_size][kKvBlockTokens].
-  void upcast_values(const WorkTile& tile, int32_t first, int count) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
-    for_each_page(tile, first, count, [&](int64_t page, int slot, int slots, int at) {
-      const Cache* value = values + kv_.value_offset(page, tile.kv_head, slot, 0);
+  void upcast_values(const WorkTile& tile, KvBlock kv_block) {
+    for_each_page<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
       if (kv_.layout != KvLayout::kVllm) {
         for (int i = 0; i < slots; ++i) {
           upcast(value + i * kv_.value_token_stride, kv_.head_size, staged + (at + i) * stride);
@@ -169,19 +148,29 @@ class KvBlockLoader {
   alignas(64) float packed[kKvBlockTokens * kMaxHeadSize];  // packed K
 
  private:
-  // Calls body(page, first slot, number of slots, first token in the KV block) page by page.
-  template <typename Body>
-  void for_each_page(const WorkTile& tile, int32_t first, int count, Body&& body) const {
+  template <bool keys>
+  int64_t token_stride() const {
+    return keys ? kv_.key_token_stride : kv_.value_token_stride;
+  }
+
+  // Calls body(address of K or V of the first slot, number of slots, first token in the KV block)
+  // page by page.
+  template <bool keys, typename Body>
+  void for_each_page(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
+    const auto call = [&](int64_t page, int slot, int slots, int at) {
+      const int64_t offset = keys ? kv_.key_offset(page, tile.kv_head, slot, 0)
+                                  : kv_.value_offset(page, tile.kv_head, slot, 0);
+      body(static_cast<const Cache*>(keys ? kv_.key : kv_.value) + offset, slots, at);
+    };
     if (p_.key_start_loc != nullptr) {
-      if (count > 0) body(int64_t{0}, tile.keys.first + first, count, 0);
+      if (kv_block.count > 0) call(0, tile.keys.first + kv_block.first, kv_block.count, 0);
       return;
     }
     const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
-    for (int done = 0; done < count;) {
-      const int32_t column = (first + done) / kv_.block_size,
-                    slot = (first + done) % kv_.block_size;
-      const int slots = min_int32(kv_.block_size - slot, count - done);
-      body(static_cast<int64_t>(table[column]), slot, slots, done);
+    for (int done = 0; done < kv_block.count;) {
+      const int32_t token = kv_block.first + done, slot = token % kv_.block_size;
+      const int slots = min_int32(kv_.block_size - slot, kv_block.count - done);
+      call(table[token / kv_.block_size], slot, slots, done);
       done += slots;
     }
   }
@@ -197,45 +186,31 @@ class KvBlockLoader {
 
   // Layout vllm: V's columns as [stride][kWords] in `packed`.
   void copy_columns(const WorkTile& tile, KvBlock kv_block) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
     for (int i = kv_.head_size * kWords; i < stride * kWords; ++i) packed[i] = 0.0f;
-    for_each_page(tile, kv_block.first, kv_block.count,
-                  [&](int64_t page, int slot, int slots, int at) {
-                    const Cache* value = values + kv_.value_offset(page, tile.kv_head, slot, 0);
-                    for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
-                      float* to = packed + d * kWords;
-                      if constexpr (kPairs<Cache>) {
-                        copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
-                      } else {
-                        upcast_column(value, slots, to + at);
-                      }
-                    }
-                  });
+    for_each_page<false>(tile, kv_block, [&](const Cache* value, int slots, int at) {
+      for (int d = 0; d < kv_.head_size; ++d, value += kv_.value_dim_stride) {
+        float* to = packed + d * kWords;
+        if constexpr (kPairs<Cache>) {
+          copy_elements(reinterpret_cast<Cache*>(to) + at, value, slots);
+        } else {
+          upcast_column(value, slots, to + at);
+        }
+      }
+    });
   }
 
   // NHD and HND: interleaves the rows of tokens 2i and 2i + 1 into row i of pairs.
   void copy_pairs(const WorkTile& tile, KvBlock kv_block) {
-    const Cache* values = static_cast<const Cache*>(kv_.value);
-    const Cache* rows[kKvBlockTokens + 1];
-    for_each_page(tile, kv_block.first, kv_block.count,
-                  [&](int64_t page, int slot, int slots, int at) {
-                    for (int i = 0; i < slots; ++i) {
-                      rows[at + i] = values + kv_.value_offset(page, tile.kv_head, slot + i, 0);
-                    }
-                  });
     // An odd last token is paired with itself. pack_values() zeroes the second one.
-    rows[kv_block.count] = rows[kv_block.count - 1];
+    const char* rows[kKvBlockTokens];
+    row_pointers<false>(tile, kv_block, rows);
     for (int token = 0; token < kv_block.count; token += 2) {
-      const Cache *first = rows[token], *second = rows[token + 1];
+      const Cache* first = reinterpret_cast<const Cache*>(rows[token]);
+      const Cache* second = reinterpret_cast<const Cache*>(rows[token + 1]);
       float* to = staged + token / 2 * stride;
-      int d = 0;
-      for (; d + kLanes <= kv_.head_size; d += kLanes) {
-        store(to + d, join_pair(load(first + d), load(second + d)));
-      }
-      const int rest = kv_.head_size - d;
-      if (rest > 0) {
-        store(to + d, join_pair(load_partial(first + d, rest), load_partial(second + d, rest)));
-      }
+      for_each_vector(0, kv_.head_size, [&](int64_t d, auto count) {
+        store(to + d, join_pair(load(first + d, count), load(second + d, count)));
+      });
     }
   }
 
@@ -243,9 +218,7 @@ class KvBlockLoader {
   static Vec join_pair(Vec low, Vec high) { return as_float(as_bits(low) >> 16 | as_bits(high)); }
 
   static void upcast_column(const Cache* from, int slots, float* to) {
-    int i = 0;
-    for (; i + kLanes <= slots; i += kLanes) store(to + i, load(from + i));
-    if (i < slots) store_partial(to + i, load_partial(from + i, slots - i), slots - i);
+    for_each_vector(0, slots, [&](int64_t i, auto n) { store(to + i, load(from + i, n), n); });
   }
 
   const PagedAttentionParams& p_;

@@ -32,28 +32,18 @@ void merge_row(T* out, const T* prefix, const T* suffix, int64_t n, const StateW
     const Vec first = w.prefix == 0.0f ? Vec{} : p * splat(w.prefix);
     return w.suffix == 0.0f ? first : first + s * splat(w.suffix);
   };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, merged(load(prefix + i), load(suffix + i)));
-  if (i < n) {
-    store_partial(out + i, merged(load_partial(prefix + i, n - i), load_partial(suffix + i, n - i)),
-                  n - i);
-  }
+  map_elements(out, n, merged, prefix, suffix);
 }
 
-int64_t tokens_per_task(const MergeAttnStatesParams& p) {
-  return rows_per_task(int64_t{3} * p.num_heads * p.head_size * size_of(p.dtype));
+Loop loop_of(const MergeAttnStatesParams& p) {
+  const int64_t elements = int64_t{3} * p.num_heads * p.head_size;
+  return {.count = p.num_tokens, .per_task = rows_per_task(elements * size_of(p.dtype))};
 }
 
-int64_t num_tasks(const MergeAttnStatesParams& p) {
-  return ceil_div(p.num_tokens, tokens_per_task(p));
-}
-
-void run(const MergeAttnStatesParams& p, int64_t begin, int64_t end) {
-  const int64_t step = tokens_per_task(p);
-  const int64_t last = end * step < p.num_tokens ? end * step : p.num_tokens;
+void run(const MergeAttnStatesParams& p, int64_t first, int64_t last) {
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    for (int64_t token = begin * step; token < last; ++token) {
+    for (int64_t token = first; token < last; ++token) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         const int64_t at = head * p.num_tokens + token;
         const StateWeights weights = weights_of_states(p.prefix_lse[at], p.suffix_lse[at]);
@@ -71,7 +61,7 @@ void run(const MergeAttnStatesParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::MergeAttnStatesParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(MergeAttnStatesParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -5,7 +5,7 @@
 // cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/fp8.h"
-#include "cpu/base/vec.h"
+#include "cpu/base/vec_pairs.h"
 
 namespace vllm_kernels::cpu {
 namespace {
@@ -115,11 +115,11 @@ inline Vec multiply_add_as(Vec a, Vec b, Vec c) {
 // One load of K covers kTokens tokens of a chunk with kWidth lanes each, in kOperands vectors.
 // pack() arranges a chunk of the query like one token of one operand. Scores must be multiplied
 // with kScale, which the caller folds into the softmax scale.
-template <typename T>
-struct KeyLanes {
+template <typename T, int width = (16 / sizeof(T) < kLanes ? 16 / sizeof(T) : kLanes)>
+struct FloatKeyLanes {
   static constexpr float kScale = 1.0f;
   static constexpr int kChunk = 16 / sizeof(T);  // x
-  static constexpr int kWidth = kChunk < kLanes ? kChunk : kLanes;
+  static constexpr int kWidth = width;
   static constexpr int kTokens = kLanes / kWidth;
   static constexpr int kOperands = kChunk / kWidth;
   using Operand = Vec;
@@ -136,6 +136,9 @@ struct KeyLanes {
   }
 };
 
+template <typename T>
+struct KeyLanes : FloatKeyLanes<T> {};
+
 // bfloat16 pairs: a shift upcasts the even element of a 32-bit word, a mask the odd one.
 inline void upcast_pairs(VecUint words, Vec* operands) {
   operands[0] = as_float(words << 16);
@@ -144,21 +147,13 @@ inline void upcast_pairs(VecUint words, Vec* operands) {
 
 #if !defined(__AVX512BF16__)
 template <>
-struct KeyLanes<BFloat16> {
-  static constexpr float kScale = 1.0f;
-  static constexpr int kChunk = 8;
-  static constexpr int kWidth = 4;
-  static constexpr int kTokens = kLanes / kWidth;
-  static constexpr int kOperands = 2;
-  using Operand = Vec;
-
+struct KeyLanes<BFloat16> : FloatKeyLanes<BFloat16, 4> {
   static void pack(const float* chunk, int operand, float* packed) {
     for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[2 * lane + operand];
   }
   static void load_operands(const BFloat16* from, Operand* operands) {
     upcast_pairs(load_raw<VecUint>(from), operands);
   }
-  static Operand query(const float* packed) { return broadcast<kWidth>(packed); }
   static Vec multiply_add(Operand key, Operand query, Vec sum) {
     return fma_in_order(key, query, sum);
   }
@@ -166,17 +161,13 @@ struct KeyLanes<BFloat16> {
 #else
 // Dot products of bfloat16 pairs. The packed query holds a pair in the bits of one float.
 template <>
-struct KeyLanes<BFloat16> {
-  static constexpr float kScale = 1.0f;
-  static constexpr int kChunk = 8;
-  static constexpr int kWidth = 4;
-  static constexpr int kTokens = 4;
+struct KeyLanes<BFloat16> : FloatKeyLanes<BFloat16, 4> {
   static constexpr int kOperands = 1;
   using Operand = __m512i;
 
   static void pack(const float* chunk, int, float* packed) {  // exact: the query was bfloat16
     BFloat16 row[kLanes];
-    store(row, load_partial(chunk, kChunk));
+    store(row, load(chunk, kChunk));
     store_raw(packed, load_raw<__m128i>(row));
   }
   static void load_operands(const BFloat16* from, Operand* operands) {
@@ -192,31 +183,11 @@ struct KeyLanes<BFloat16> {
 #endif
 
 #if defined(__AVX2__)
-// 16 fp8 elements to fp16 bits, without the final scaling of cpu/base/fp8.h.
-template <typename T>
-struct Fp8ToHalf;
-template <>
-struct Fp8ToHalf<Fp8E5M2> {
-  static constexpr float kScale = 1.0f;
-  static __m256i half_bits(__m128i bytes) {  // the upper byte of an fp16
-    return _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
-  }
-};
-template <>
-struct Fp8ToHalf<Fp8E4M3> {
-  static constexpr float kScale = 256.0f;  // 2^(15 - 7), from the exponent biases
-  static __m256i half_bits(__m128i bytes) {
-    // The sign fills the upper byte, so one shift places sign, exponent and mantissa.
-    const __m256i keep = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
-    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), keep);
-    const __m256i sign = _mm256_set1_epi16(static_cast<int16_t>(0x8000));
-    return _mm256_or_si256(bits, _mm256_cmpeq_epi16(_mm256_or_si256(bits, sign), keep));  // NaN
-  }
-};
-
+// 16 fp8 elements, without the final scaling of cpu/base/fp8.h.
 template <typename T>
 inline void upcast_fp8(__m128i bytes, Vec* operands) {
-  const __m256i bits = Fp8ToHalf<T>::half_bits(bytes);
+  typedef uint16_t HalfBits __attribute__((vector_size(32)));
+  const auto bits = (__m256i)to_half_bits<T>((HalfBits)_mm256_cvtepi8_epi16(bytes));
 #if defined(__AVX512F__)
   operands[0] = (Vec)_mm512_cvtph_ps(bits);
 #else
@@ -226,22 +197,12 @@ inline void upcast_fp8(__m128i bytes, Vec* operands) {
 }
 
 template <typename T>
-struct Fp8KeyLanes {
-  static constexpr float kScale = Fp8ToHalf<T>::kScale;
-  static constexpr int kChunk = 16;
-  static constexpr int kWidth = kLanes;
-  static constexpr int kTokens = 1;
-  static constexpr int kOperands = 16 / kLanes;
-  using Operand = Vec;
+struct Fp8KeyLanes : FloatKeyLanes<T> {
+  static constexpr float kScale = kHalfScale<T>;
 
-  static void pack(const float* chunk, int operand, float* packed) {
-    store(packed, load(chunk + operand * kLanes));
-  }
-  static void load_operands(const T* from, Operand* operands) {
+  static void load_operands(const T* from, Vec* operands) {
     upcast_fp8<T>(load_raw<__m128i>(from), operands);
   }
-  static Operand query(const float* packed) { return load(packed); }
-  static Vec multiply_add(Operand key, Operand query, Vec sum) { return fma(key, query, sum); }
 };
 template <>
 struct KeyLanes<Fp8E4M3> : Fp8KeyLanes<Fp8E4M3> {};
@@ -291,52 +252,37 @@ inline Raw<bytes> load_joined(const char* const* rows, int64_t offset) {
 
 // One load of V covers kTokens tokens of one dimension in kOperands vectors. pack() arranges p of
 // kTokens tokens in the same lanes. Results must be multiplied with kScale.
-template <typename T>
-struct ValueLanes {
+template <typename T, int tokens = kLanes>
+struct FloatValueLanes {
   static constexpr float kScale = 1.0f;
-  static constexpr int kTokens = kLanes;
-  static constexpr int kOperands = 1;
+  static constexpr int kTokens = tokens;
+  static constexpr int kOperands = kTokens / kLanes;
   static constexpr int kBytes = kTokens * sizeof(T);
   using Operand = Vec;
 
   static void upcast(Raw<kBytes> raw, Operand* operands) {
-    T elements[kLanes];
+    T elements[kTokens];
     store_raw(elements, raw);
-    operands[0] = load(elements);
+    for (int i = 0; i < kOperands; ++i) operands[i] = load(elements + i * kLanes);
   }
-  static void pack(const Vec* probs, Operand* operands) { operands[0] = probs[0]; }
+  static void pack(const Vec* probs, Operand* operands) {
+    for (int i = 0; i < kOperands; ++i) operands[i] = probs[i];
+  }
   static Vec round(Vec prob) { return prob; }
   static Vec multiply_add(Operand value, Operand prob, Vec sum) {
     return multiply_add_as<T>(value, prob, sum);
   }
 };
+template <typename T>
+struct ValueLanes : FloatValueLanes<T> {};
 
 #if !defined(__AVX512BF16__)
 template <>
-struct ValueLanes<BFloat16> {
-  static constexpr float kScale = 1.0f;
-  static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kOperands = 2;
-  static constexpr int kBytes = 2 * kTokens;
-  using Operand = Vec;
-
+struct ValueLanes<BFloat16> : FloatValueLanes<BFloat16, 2 * kLanes> {
   static void upcast(Raw<kBytes> raw, Operand* operands) { upcast_pairs((VecUint)raw, operands); }
   static void pack(const Vec* probs, Operand* operands) {
-    const Vec a = probs[0], b = probs[1];
-#if defined(__AVX512F__)
-    operands[0] =
-        __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    operands[1] =
-        __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX2__)
-    operands[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-    operands[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    operands[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6);
-    operands[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
+    split_pairs(probs[0], probs[1], operands[0], operands[1]);
   }
-  static Vec round(Vec prob) { return prob; }
   static Vec multiply_add(Operand value, Operand prob, Vec sum) {
     return fma_in_order(value, prob, sum);
   }
@@ -344,11 +290,8 @@ struct ValueLanes<BFloat16> {
 #else
 // p is rounded to bfloat16. row_sum adds the rounded values, so the weights of V add up to 1.
 template <>
-struct ValueLanes<BFloat16> {
-  static constexpr float kScale = 1.0f;
-  static constexpr int kTokens = 2 * kLanes;
+struct ValueLanes<BFloat16> : FloatValueLanes<BFloat16, 2 * kLanes> {
   static constexpr int kOperands = 1;
-  static constexpr int kBytes = 2 * kTokens;
   using Operand = __m512i;
 
   static void upcast(Raw<kBytes> raw, Operand* operands) { operands[0] = (__m512i)raw; }
@@ -364,19 +307,10 @@ struct ValueLanes<BFloat16> {
 
 #if defined(__AVX2__)
 template <typename T>
-struct Fp8ValueLanes {
-  static constexpr float kScale = Fp8ToHalf<T>::kScale;
-  static constexpr int kTokens = 16;
-  static constexpr int kOperands = 16 / kLanes;
-  static constexpr int kBytes = 16;
-  using Operand = Vec;
+struct Fp8ValueLanes : FloatValueLanes<T, 16> {
+  static constexpr float kScale = kHalfScale<T>;
 
-  static void upcast(Raw<kBytes> raw, Operand* operands) { upcast_fp8<T>((__m128i)raw, operands); }
-  static void pack(const Vec* probs, Operand* operands) {
-    for (int i = 0; i < kOperands; ++i) operands[i] = probs[i];
-  }
-  static Vec round(Vec prob) { return prob; }
-  static Vec multiply_add(Operand value, Operand prob, Vec sum) { return fma(value, prob, sum); }
+  static void upcast(Raw<16> raw, Vec* operands) { upcast_fp8<T>((__m128i)raw, operands); }
 };
 template <>
 struct ValueLanes<Fp8E4M3> : Fp8ValueLanes<Fp8E4M3> {};

@@ -76,20 +76,9 @@ class PagedAttentionTask {
                    {.first = static_cast<int32_t>(token), .count = kv_block_size(last - token)},
                    {.first = static_cast<int32_t>(next), .count = kv_block_size(last - next)});
     }
-    const int rows = tile.queries * tile.heads;
-    if (starts && ends) {
-      for (int row = 0; row < rows; ++row) {
-        epilogue(p_, tile.first_token + row / tile.heads, tile.first_head + row % tile.heads,
-                 {.row_max = row_max_[row], .row_sum = row_sum_[row], .acc = out_ + row * stride_});
-      }
-    } else {
-      float* partial = plan_.partials + (2 * task_ + (starts ? 1 : 0)) * plan_.partial_size();
-      for (int row = 0; row < rows; ++row, partial += head_size_ + 2) {
-        partial[0] = row_sum_[row];
-        partial[1] = row_max_[row];
-        for (int d = 0; d < head_size_; ++d) partial[2 + d] = out_[row * stride_ + d];
-      }
-    }
+    end_split(plan_, task_, starts, ends, tile.rows(), [&](int row) -> RowState {
+      return {row_max_[row], row_sum_[row], out_ + row * stride_};
+    });
   }
 
   void begin_tile(const WorkTile& tile) {
@@ -113,7 +102,7 @@ class PagedAttentionTask {
     const int buffer_rows = packed_ ? rows + kMaxBlockRows : rows;  // whole gemm blocks
     for (int i = rows * words; i < buffer_rows * words; ++i) query_[i] = 0.0f;
     for (int i = 0; i < buffer_rows * stride_; ++i) out_[i] = 0.0f;
-    score_scale_ = p_.scale * key_scale(kv_, tile.kv_head);
+    score_scale_ = p_.scale * scale_of(kv_, true, tile.kv_head);
   }
 
   // Prefetches V while K is multiplied, and the next K while V is multiplied.
@@ -121,7 +110,7 @@ class PagedAttentionTask {
     if (packed_) return add_kv_block_packed(tile, kv_block, next);
     if (kv_.layout != KvLayout::kVllm) return add_kv_block_token_rows(tile, kv_block, next);
     loader_.template prefetch<false>(tile, kv_block);
-    loader_.upcast_keys(tile, kv_block.first, kv_block.count);
+    loader_.upcast_keys(tile, kv_block);
     for (int query = 0; query < tile.queries; ++query) {
       set_visible(tile, query, kv_block.first, kv_block.count);
       for (int head = 0; head < tile.heads; ++head) {
@@ -129,7 +118,7 @@ class PagedAttentionTask {
       }
     }
     loader_.template prefetch<true>(tile, next);
-    loader_.upcast_values(tile, kv_block.first, kv_block.count);
+    loader_.upcast_values(tile, kv_block);
     for (int query = 0; query < tile.queries; ++query) {
       if (!any_visible(query)) continue;
       for (int head = 0; head < tile.heads; ++head) {
@@ -156,7 +145,7 @@ class PagedAttentionTask {
     const int bytes = head_size_ * static_cast<int>(sizeof(Cache));
     LinePrefetcher values(values_, kv_block.count, bytes), next_keys(next_keys_, next.count, bytes);
     const int begin = any.begin / kLanes * kLanes;
-    for_row_blocks(0, rows, [&](auto num_rows, auto prefetches, int row) {
+    for_prefetching_row_blocks(0, rows, [&](auto num_rows, auto prefetches, int row) {
       score_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
           keys_ + begin, 0, any.end - begin, head_size_, query_ + row * stride_, stride_, 1.0f,
           values, probs_ + row * kKvBlockTokens + begin, kKvBlockTokens);
@@ -170,7 +159,7 @@ class PagedAttentionTask {
     for (int first = 0; first < rows; first += step) {
       const VisibleRange visible = visible_[first / tile.heads];
       if (visible.begin >= visible.end) continue;
-      for_row_blocks(first, first + step, [&](auto num_rows, auto prefetches, int row) {
+      for_prefetching_row_blocks(first, first + step, [&](auto num_rows, auto prefetches, int row) {
         add_token_rows<FloatTokenLanes<Cache>, num_rows, prefetches>(
             values_ + visible.begin, 0, visible.end - visible.begin, head_size_,
             probs_ + row * kKvBlockTokens + visible.begin, kKvBlockTokens, rescale_ + row,
@@ -320,9 +309,7 @@ class PagedAttentionTask {
       all[i] = load(scores + i * kLanes) * score_scale_;
       lane_max = maximum(all[i], lane_max);
     }
-    const float old_max = row_max_[row];
-    lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
-    const float new_max = lane_max[0] > old_max ? lane_max[0] : old_max;
+    const float new_max = raised_max(row, lane_max);
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
 #pragma GCC unroll 4
     for (int i = 0; i < kKvBlockVectors; ++i) {
@@ -330,9 +317,19 @@ class PagedAttentionTask {
       sums += all[i];
     }
     store_probs(row, all);
-    sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
+    update_row(row, new_max, sums);
+  }
+
+  // row_max with the scores of a KV block.
+  float raised_max(int row, Vec lane_max) const {
+    lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
+    return lane_max[0] > row_max_[row] ? lane_max[0] : row_max_[row];
+  }
+  // Sets row_max and adds the sums of a KV block's p to row_sum.
+  void update_row(int row, float new_max, Vec sums) {
+    rescale_[row] = rescale_factor(row_max_[row], new_max);
     row_max_[row] = new_max;
-    rescale_[row] = rescale_factor(old_max, new_max);
+    sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
     row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
   }
 
@@ -369,9 +366,7 @@ class PagedAttentionTask {
       lane_max = maximum(score, lane_max);
       store(probs + token, score);
     }
-    lane_max = reduce_lanes(lane_max, [](Vec a, Vec b) { return maximum(a, b); });
-    const float old_max = row_max_[row], block_max = lane_max[0];
-    const float new_max = block_max > old_max ? block_max : old_max;
+    const float new_max = raised_max(row, lane_max);
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
     Vec sums = {};
     for (int token = from; token < visible.end; token += kLanes) {
@@ -379,10 +374,7 @@ class PagedAttentionTask {
       sums += prob;
       store(probs + token, prob);
     }
-    row_max_[row] = new_max;
-    rescale_[row] = rescale_factor(old_max, new_max);
-    sums = reduce_lanes(sums, [](Vec a, Vec b) { return a + b; });
-    row_sum_[row] = row_sum_[row] * rescale_[row] + sums[0];
+    update_row(row, new_max, sums);
   }
 
   static VecInt is_visible(Vec numbers, VisibleRange visible) {
@@ -456,31 +448,18 @@ __attribute__((noinline)) void run_task(const PagedAttentionPlan& plan, int64_t 
   if constexpr (kPairs<Cache>) release_amx_tiles();
 }
 
-int64_t num_tasks(const PagedAttentionPlan& plan) {
-  return plan.tasks;
+Loop loop_of(const PagedAttentionPlan& plan) {
+  return {.count = plan.tasks};
 }
 
 void run(const PagedAttentionPlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    switch (plan.params.kv.dtype) {
-      case DType::kFp8E4M3:
-        run_task<Fp8E4M3>(plan, task);
-        break;
-      case DType::kFp8E5M2:
-        run_task<Fp8E5M2>(plan, task);
-        break;
-      case DType::kInt8:
-        run_task<Int8>(plan, task);
-        break;
-      default:
-        dispatch_float(plan.params.kv.dtype,
-                       [&](auto tag) { run_task<decltype(tag)>(plan, task); });
-    }
+    dispatch_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::PagedAttentionPlan, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(PagedAttentionPlan, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

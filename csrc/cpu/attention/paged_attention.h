@@ -16,27 +16,8 @@
 namespace vllm_kernels::cpu {
 
 constexpr int32_t kWorkTileRows = 256;
-constexpr int32_t kPagedAttentionGrainTokens = 128;
-constexpr int64_t kPagedAttentionTaskBytes = 32 << 10;  // K and V; less is not worth a thread
 
-struct PagedAttentionPlan {
-  PagedAttentionParams params;
-  int32_t heads_per_tile;
-  int32_t queries_per_tile;
-  int32_t tiles_per_kv_head;  // more than 1 for groups of more than kWorkTileRows heads
-  int32_t grain_tokens;
-  int32_t tasks = 1;
-  int64_t num_grains = 0;  // of the batch
-  // [tasks][2][rows][head_size + 2]; index 1 is a tile that begins in this task. A row is row_sum,
-  // row_max, then the unnormalized output.
-  float* partials = nullptr;
-
-  // Task t has grains [first_grain(t), first_grain(t + 1)).
-  int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
-  int64_t partial_size() const {  // floats
-    return static_cast<int64_t>(heads_per_tile) * queries_per_tile * (params.kv.head_size + 2);
-  }
-};
+struct PagedAttentionPlan : AttentionPlan {};
 
 // The second launch, where tasks > 1.
 struct PagedAttentionCombine {
@@ -55,6 +36,8 @@ struct WorkTile {
   int32_t begin, end;      // tokens of the sequence that are visible to any row
   int64_t first_grain;
   int64_t num_grains;
+
+  TileRows rows() const { return {first_token, first_head, heads, queries * heads}; }
 };
 
 namespace {
@@ -131,20 +114,17 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
 [[maybe_unused]] PagedAttentionPlan plan_paged_attention(const PagedAttentionParams& p,
                                                          int64_t threads) {
   const int32_t group = p.num_heads / p.kv.num_kv_heads;
-  PagedAttentionPlan plan{};
+  PagedAttentionPlan plan;
   plan.params = p;
   plan.heads_per_tile = min_int32(group, kWorkTileRows);
   plan.queries_per_tile = min_int32(kWorkTileRows / plan.heads_per_tile, p.max_query_len);
   if (plan.queries_per_tile < 1) plan.queries_per_tile = 1;
   plan.tiles_per_kv_head = (group + kWorkTileRows - 1) / kWorkTileRows;
-  plan.grain_tokens = p.fixed_split_size > 0 ? kUnsplit : kPagedAttentionGrainTokens;
-  plan.tasks = 1;
+  plan.grain_tokens = p.fixed_split_size > 0 ? kUnsplit : kGrainTokens;
   int64_t tokens = 0;
   plan.num_grains = for_each_work_tile(
       plan, 0, INT64_MAX, [&](const WorkTile& tile) { tokens += tile.end - tile.begin; });
-  const int64_t bytes = 2 * tokens * p.kv.head_size * size_of(p.kv.dtype);
-  plan.tasks = min_int32(min_int32(threads, plan.num_grains), bytes / kPagedAttentionTaskBytes);
-  if (plan.tasks < 1) plan.tasks = 1;
+  plan.set_tasks(threads, 2 * tokens * p.kv.head_size * size_of(p.kv.dtype));
   return plan;
 }
 

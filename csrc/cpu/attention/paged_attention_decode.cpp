@@ -12,8 +12,8 @@
 // A page of layout vllm interleaves tokens and dimensions, so page_dot.h multiplies whole pages. In
 // layouts NHD and HND a token's head is a contiguous row, and row_dot.h multiplies rows.
 //
-// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, and
-// run_combine() combines those in a second launch.
+// A tile that one task has whole goes to epilogue(). Other tiles are stored as partials, which
+// paged_attention_combine.cpp combines in a second launch.
 #include "cpu/attention/paged_attention_decode.h"
 
 #include "cpu/attention/epilogue.h"
@@ -32,25 +32,6 @@ namespace {
 constexpr size_t kMaxKeyBytes = 32 << 10;
 constexpr int kMaxSmallPageTokens = kMaxTokenRows;  // of a block, unless a page is larger
 constexpr int kMinBlockTokens = 32;
-
-// Calls body(integral_constant H, first) for blocks of H = 4, 2 or 1 heads.
-template <typename Body>
-inline void for_head_blocks(int heads, Body&& body) {
-  int head = 0;
-  for (; head + 4 <= heads; head += 4) body(std::integral_constant<int, 4>{}, head);
-  if (head + 2 <= heads) {
-    body(std::integral_constant<int, 2>{}, head);
-    head += 2;
-  }
-  if (head < heads) body(std::integral_constant<int, 1>{}, head);
-}
-
-// The result of a split: `out` is not divided by row_sum.
-struct Partial {
-  float row_max[kMaxTileHeads];
-  float row_sum[kMaxTileHeads];
-  float out[kMaxTileHeads * kMaxHeadSize];  // [heads][head_size]
-};
 
 // One task's state: at most 400 KiB of stack. Groups and head sizes below the maximum touch less.
 template <typename Cache, bool kTokenRows>
@@ -116,20 +97,16 @@ class DecodeTask {
   void begin_split(const Split& split) {
     clear(split);
     if constexpr (!kTokenRows) {
-      logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * key_scale(p_.kv, split.kv_head);
+      logit_scale_ = KeyLanes<Cache>::kScale * p_.scale * scale_of(p_.kv, true, split.kv_head);
     }
     const int64_t token = query_token(p_, split.seq);
     if (token < 0) return;
     alignas(64) float rows[4 * kMaxHeadSize];
-    for_head_blocks(split.heads, [&](auto heads, int first) {
+    for_row_blocks(0, split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       dispatch_float(p_.dtype, [&](auto tag) {
-        const auto* query = static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride +
-                            static_cast<int64_t>(split.first_head + first) * head_size_;
-        const int count = H * head_size_;
-        int i = 0;
-        for (; i + kLanes <= count; i += kLanes) store(rows + i, load(query + i));
-        if (i < count) store_partial(rows + i, load_partial(query + i, count - i), count - i);
+        const auto* query = static_cast<const decltype(tag)*>(p_.query) + token * p_.query_stride;
+        upcast(query + int64_t{split.first_head + first} * head_size_, H * head_size_, rows);
       });
       if constexpr (kTokenRows) {
         for (int i = 0; i < H; ++i) {
@@ -157,12 +134,14 @@ class DecodeTask {
     if (needs_distances(p_)) set_distances(block);
     for (int kv_head = 0; kv_head < block.split.kv_heads; ++kv_head) {
       const int64_t offset = kv_head * int64_t{sizeof(Cache)} * head_size_;
-      const float scale = Rows::kScale * p_.scale * key_scale(p_.kv, block.split.kv_head + kv_head);
-      for_head_blocks(group, [&](auto heads, int group_head) {
+      const float scale =
+          Rows::kScale * p_.scale * scale_of(p_.kv, true, block.split.kv_head + kv_head);
+      for_row_blocks(0, group, [&](auto heads, int group_head) {
         constexpr int H = decltype(heads)::value;
         const int first = kv_head * group + group_head;
         const float* query = query_ + first * row_stride();
         float* out = reinterpret_cast<float*>(out_) + first * row_stride();
+        // With for_prefetching_row_blocks() GCC's code is 2% to 8% slower.
         const auto add = [&](auto prefetches) {
           score_token_rows<Rows, H, prefetches>(block.key, offset, block.tokens, head_size_, query,
                                                 row_stride(), scale, next_keys, scores_,
@@ -232,27 +211,17 @@ class DecodeTask {
     const int tokens = (loads + (tail_tokens > 0)) * Values::kTokens;
     const PageBlock& ahead = next.pages > 0 ? next : block;
     if (needs_distances(p_)) set_distances(block);
-    for_head_blocks(block.split.heads, [&](auto heads, int first) {
+    for_prefetching_row_blocks(0, block.split.heads, [&](auto heads, auto prefetches, int first) {
       constexpr int H = decltype(heads)::value;
-      const float* query = query_ + first * head_size_;
-      if (first == 0) {
-        score_pages<Cache, H, true>(block, query, head_size_, block_size_, logit_scale_, scores_);
-      } else {
-        score_pages<Cache, H, false>(block, query, head_size_, block_size_, logit_scale_, scores_);
-      }
+      score_pages<Cache, H, prefetches>(block, query_ + first * head_size_, head_size_, block_size_,
+                                        logit_scale_, scores_);
       float rescales[kLanes];
       for (int head = 0; head < H; ++head) {
         const float rescale = softmax_head<H>(block, tokens, first, head);
         for (int i = 0; i < kLanes / H; ++i) rescales[head * (kLanes / H) + i] = rescale;
       }
-      Vec* out = out_ + first * head_vectors_;
-      if (first == 0) {
-        add_values<Cache, H, kPagesPerLoad, true>(rows, probs_, load(rescales), head_size_, ahead,
-                                                  out);
-      } else {
-        add_values<Cache, H, kPagesPerLoad, false>(rows, probs_, load(rescales), head_size_, ahead,
-                                                   out);
-      }
+      add_values<Cache, H, kPagesPerLoad, prefetches>(rows, probs_, load(rescales), head_size_,
+                                                      ahead, out_ + first * head_vectors_);
     });
   }
 
@@ -326,7 +295,7 @@ class DecodeTask {
       }
       return;
     }
-    for_head_blocks(split.heads, [&](auto heads, int first) {
+    for_row_blocks(0, split.heads, [&](auto heads, int first) {
       constexpr int H = decltype(heads)::value;
       constexpr int kDims = kLanes / H;
       const float* from = reinterpret_cast<const float*>(out_ + first * head_vectors_);
@@ -342,27 +311,11 @@ class DecodeTask {
   }
 
   void end_split(const Split& split) {
-    for (int head = 0; head < split.heads; ++head) {
-      partial_.row_max[head] = row_max_[head];
-      partial_.row_sum[head] = row_sum_[head];
-    }
-    unpack_out(split, partial_.out);
-    if (split.starts_tile && split.ends_tile) {
-      const int64_t token = query_token(p_, split.seq);
-      for (int head = 0; token >= 0 && head < split.heads; ++head) {
-        epilogue(p_, token, split.first_head + head,
-                 {.row_max = partial_.row_max[head],
-                  .row_sum = partial_.row_sum[head],
-                  .acc = partial_.out + head * head_size_});
-      }
-      return;
-    }
-    float* to = plan_.partials + (2 * task_ + (split.starts_tile ? 1 : 0)) * plan_.partial_size();
-    for (int head = 0; head < split.heads; ++head, to += head_size_ + 2) {
-      to[0] = partial_.row_sum[head];
-      to[1] = partial_.row_max[head];
-      for (int d = 0; d < head_size_; ++d) to[2 + d] = partial_.out[head * head_size_ + d];
-    }
+    unpack_out(split, unpacked_);
+    const auto state_of = [&](int head) -> RowState {
+      return {row_max_[head], row_sum_[head], unpacked_ + head * head_size_};
+    };
+    cpu::end_split(plan_, task_, split.starts_tile, split.ends_tile, split.rows(p_), state_of);
   }
 
   const DecodePlan& plan_;
@@ -382,7 +335,7 @@ class DecodeTask {
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float row_max_[kMaxTileHeads];
   float row_sum_[kMaxTileHeads];
-  Partial partial_;  // of the split that just ended
+  float unpacked_[kMaxTileHeads * kMaxHeadSize];  // unpack_out() of the split that just ended
 };
 
 template <typename Cache, bool kTokenRows>
@@ -396,8 +349,8 @@ void run_task(const DecodePlan& plan, int64_t task) {
   run_task<Cache, true>(plan, task);
 }
 
-int64_t num_tasks(const DecodePlan& plan) {
-  return plan.tasks;
+Loop loop_of(const DecodePlan& plan) {
+  return {.count = plan.tasks};
 }
 
 #if defined(__AVX512BF16__)
@@ -411,82 +364,13 @@ void run(const DecodePlan& plan, int64_t begin, int64_t end) {
 #else
 void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    switch (plan.params.kv.dtype) {
-      case DType::kFp8E4M3:
-        run_task<Fp8E4M3>(plan, task);
-        break;
-      case DType::kFp8E5M2:
-        run_task<Fp8E5M2>(plan, task);
-        break;
-      case DType::kInt8:
-        run_task<Int8>(plan, task);
-        break;
-      default:
-        dispatch_float(plan.params.kv.dtype,
-                       [&](auto tag) { run_task<decltype(tag)>(plan, task); });
-    }
+    dispatch_cache(plan.params.kv.dtype, [&](auto tag) { run_task<decltype(tag)>(plan, task); });
   }
 }
 #endif
 
-// --- combine -------------------------------------------------------------------------------------
-
-constexpr int64_t kCombinesPerTask = 8;
-
-int64_t num_combine_tasks(const DecodeCombine& combine) {
-  return ceil_div(combine.plan.tasks, kCombinesPerTask);
-}
-
-// Combines the tile that begins in `task` and ends in a later one. There may be none.
-void combine_tile(const DecodePlan& plan, int64_t task) {
-  const int64_t end = plan.first_grain(task + 1);
-  SplitIterator splits(plan, plan.first_grain(task), end);
-  Split split{}, last{};
-  while (splits.next(split)) last = split;
-  if (!last.starts_tile || last.ends_tile) return;
-  // Later tasks that have a split of it.
-  int64_t num_later = 0;
-  for (bool ended = false; !ended; ++num_later) {
-    SplitIterator later(plan, plan.first_grain(task + 1 + num_later),
-                        plan.first_grain(task + 2 + num_later));
-    later.next(split);
-    ended = split.ends_tile;
-  }
-  const PagedAttentionParams& p = plan.params;
-  const int head_size = p.kv.head_size;
-  const auto partial_of = [&](int64_t i, int head) {
-    const int64_t at = i == 0 ? 2 * task + 1 : 2 * (task + i);
-    return plan.partials + at * plan.partial_size() + static_cast<int64_t>(head) * (head_size + 2);
-  };
-  for (int head = 0; head < last.heads; ++head) {
-    float row_max = -kInfinity;
-    for (int64_t i = 0; i <= num_later; ++i) {
-      if (partial_of(i, head)[1] > row_max) row_max = partial_of(i, head)[1];
-    }
-    alignas(64) float out[kMaxHeadSize] = {};
-    float row_sum = 0.0f;
-    for (int64_t i = 0; i <= num_later; ++i) {
-      const float* from = partial_of(i, head);
-      const float weight = rescale_factor(from[1], row_max);
-      row_sum += weight * from[0];
-      for (int d = 0; d < head_size; ++d) out[d] += weight * from[2 + d];
-    }
-    epilogue(p, query_token(p, last.seq), last.first_head + head,
-             {.row_max = row_max, .row_sum = row_sum, .acc = out});
-  }
-}
-
-void run_combine(const DecodeCombine& combine, int64_t begin, int64_t end) {
-  const DecodePlan& plan = combine.plan;
-  for (int64_t task = begin * kCombinesPerTask; task < end * kCombinesPerTask; ++task) {
-    if (task + 1 < plan.tasks) combine_tile(plan, task);
-  }
-}
-
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodePlan, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::cpu::DecodeCombine, vllm_kernels::cpu::num_combine_tasks,
-                        vllm_kernels::cpu::run_combine)
+VLLM_KERNELS_CPU_KERNEL(DecodePlan, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -16,26 +16,51 @@
 
 namespace vllm_kernels::cpu {
 
-struct DecodePlan {
+// What both attention kernels have.
+struct AttentionPlan {
   PagedAttentionParams params;
-  int32_t kv_heads_per_tile;
-  int32_t heads_per_tile;     // query heads
-  int32_t tiles_per_kv_head;  // more than 1 for groups of more than kMaxTileHeads heads
-  int32_t grain_tokens;
-  int32_t tasks;
-  int64_t num_grains;  // of the batch
-  // [tasks][2][heads_per_tile][head_size + 2]; index 1 is a tile that begins in this task. A row is
+  int32_t heads_per_tile = 1;  // query heads
+  int32_t queries_per_tile = 1;
+  int32_t tiles_per_kv_head = 1;  // more than 1 for groups of more heads than a tile may have
+  int32_t grain_tokens = 0;
+  int32_t tasks = 1;
+  int64_t num_grains = 0;  // of the batch
+  // [tasks][2][rows of a tile][head_size + 2]; index 1 is a tile that begins in this task. A row is
   // row_sum, row_max, then the unnormalized output.
-  float* partials;
+  float* partials = nullptr;
+
+  // Task t has grains [first_grain(t), first_grain(t + 1)).
+  int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
+  int64_t partial_size() const {  // floats
+    return int64_t{heads_per_tile} * queries_per_tile * (params.kv.head_size + 2);
+  }
+  float* partial(int64_t task, bool starts_tile, int64_t row) const {
+    return partials + (2 * task + (starts_tile ? 1 : 0)) * partial_size() +
+           row * (params.kv.head_size + 2);
+  }
+  // Chooses the number of tasks for `threads` threads and `bytes` bytes of K and V.
+  void set_tasks(int64_t threads, int64_t bytes) {
+    constexpr int64_t kMinTaskBytes = 32 << 10;  // less is not worth a thread
+    int64_t most = threads < num_grains ? threads : num_grains;
+    if (most > bytes / kMinTaskBytes) most = bytes / kMinTaskBytes;
+    tasks = most < 1 ? 1 : static_cast<int32_t>(most);
+  }
+};
+
+// Rows of a tile: row r has query token first_token + r / heads and head first_head + r % heads.
+struct TileRows {
+  int64_t first_token;
+  int32_t first_head;
+  int32_t heads;
+  int32_t count;
+};
+
+struct DecodePlan : AttentionPlan {
+  int32_t kv_heads_per_tile = 1;
 
   int64_t tiles_per_seq() const {
     return int64_t{(params.kv.num_kv_heads + kv_heads_per_tile - 1) / kv_heads_per_tile} *
            tiles_per_kv_head;
-  }
-  // Task t has grains [first_grain(t), first_grain(t + 1)).
-  int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
-  int64_t partial_size() const {  // floats
-    return static_cast<int64_t>(heads_per_tile) * (params.kv.head_size + 2);
   }
 };
 
@@ -44,11 +69,10 @@ struct DecodeCombine {
   DecodePlan plan;
 };
 
-constexpr int32_t kMaxTileHeads = 64;           // query heads
-constexpr int32_t kDecodeGrainTokens = 128;     // tokens; larger pages are one grain
-constexpr int32_t kUnsplit = 1 << 30;           // grain_tokens where tiles must not be split
-constexpr int64_t kDecodeTaskBytes = 32 << 10;  // K and V; less is not worth a thread
-constexpr int32_t kMaxSpanBytes = 2 << 10;      // of one token; limits contiguous KV heads
+constexpr int32_t kMaxTileHeads = 64;       // query heads
+constexpr int32_t kGrainTokens = 128;       // decode: larger pages are one grain
+constexpr int32_t kUnsplit = 1 << 30;       // grain_tokens where tiles must not be split
+constexpr int32_t kMaxSpanBytes = 2 << 10;  // of one token; limits contiguous KV heads
 
 namespace {
 
@@ -71,8 +95,8 @@ inline VisibleTokens decode_visible_tokens(const PagedAttentionParams& p, int32_
 
 // In layout vllm a grain is made of whole pages.
 inline int32_t grain_tokens(const PagedKv& kv) {
-  return kv.layout == KvLayout::kVllm && kv.block_size > kDecodeGrainTokens ? kv.block_size
-                                                                            : kDecodeGrainTokens;
+  return kv.layout == KvLayout::kVllm && kv.block_size > kGrainTokens ? kv.block_size
+                                                                      : kGrainTokens;
 }
 
 // KV heads whose rows of one token are contiguous and are read together.
@@ -92,14 +116,12 @@ inline DecodePlan plan_decode(const PagedAttentionParams& p, int64_t threads) {
   if (kv_heads > kMaxTileHeads / group) {
     kv_heads = group < kMaxTileHeads ? kMaxTileHeads / group : 1;
   }
-  DecodePlan plan{.params = p,
-                  .kv_heads_per_tile = kv_heads,
-                  .heads_per_tile = group < kMaxTileHeads ? kv_heads * group : kMaxTileHeads,
-                  .tiles_per_kv_head = (group + kMaxTileHeads - 1) / kMaxTileHeads,
-                  .grain_tokens = p.fixed_split_size > 0 ? kUnsplit : grain_tokens(p.kv),
-                  .tasks = 1,
-                  .num_grains = 0,
-                  .partials = nullptr};
+  DecodePlan plan;
+  plan.params = p;
+  plan.kv_heads_per_tile = kv_heads;
+  plan.heads_per_tile = group < kMaxTileHeads ? kv_heads * group : kMaxTileHeads;
+  plan.tiles_per_kv_head = (group + kMaxTileHeads - 1) / kMaxTileHeads;
+  plan.grain_tokens = p.fixed_split_size > 0 ? kUnsplit : grain_tokens(p.kv);
   int64_t tokens = 0;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
     const VisibleTokens visible = decode_visible_tokens(p, seq);
@@ -113,12 +135,8 @@ inline DecodePlan plan_decode(const PagedAttentionParams& p, int64_t threads) {
     plan.heads_per_tile = plan.kv_heads_per_tile * group;
   }
   plan.num_grains = num_grains();
-  const int64_t bytes = 2 * tokens * p.kv.num_kv_heads * plan.tiles_per_kv_head * p.kv.head_size *
-                        size_of(p.kv.dtype);
-  int64_t tasks = threads;
-  if (tasks > bytes / kDecodeTaskBytes) tasks = bytes / kDecodeTaskBytes;
-  if (tasks > plan.num_grains) tasks = plan.num_grains;
-  plan.tasks = tasks < 1 ? 1 : static_cast<int32_t>(tasks);
+  plan.set_tasks(threads, 2 * tokens * p.kv.num_kv_heads * plan.tiles_per_kv_head * p.kv.head_size *
+                              size_of(p.kv.dtype));
   return plan;
 }
 

@@ -66,30 +66,17 @@ class LinePrefetcher {
 // tokens must be multiplied with kScale. pack_query() pads a query row with zeros to whole steps.
 // pack() takes p of kTokens tokens, already rounded by round().
 template <typename T>
-struct FloatTokenLanes {
+struct FloatTokenLanes : FloatValueLanes<T> {
   using Element = T;
   using Operand = Vec;
-  static constexpr float kScale = 1.0f;
-  static constexpr int kTokens = kLanes;
-  static constexpr int kOperands = 1;
   static constexpr int kStep = kLanes;
   static constexpr int kPair = 1;  // tokens of V that one multiply_add() takes
 
   static Operand load(const T* from) { return cpu::load(from); }
-  static Operand load(const T* from, int count) { return load_partial(from, count); }
+  static Operand load(const T* from, int count) { return cpu::load(from, count); }
   static Operand query(const float* row, int d) { return cpu::load(row + d); }
   static Operand prob(const float* probs, int token) { return splat(probs[token]); }
-  static Vec multiply_add(Operand key, Operand query, Vec sum) {
-    return multiply_add_as<T>(key, query, sum);
-  }
-
-  static void pack_query(const float* row, int count, float* to) {
-    int d = 0;
-    for (; d + kLanes <= count; d += kLanes) store(to + d, cpu::load(row + d));
-    if (d < count) store(to + d, load_partial(row + d, count - d));
-  }
-  static Vec round(Vec prob) { return prob; }
-  static void pack(const Vec* probs, Operand* to) { to[0] = probs[0]; }
+  static void pack_query(const float* row, int count, float* to) { upcast(row, count, to); }
 };
 
 template <typename T>
@@ -98,16 +85,9 @@ struct TokenLanes : FloatTokenLanes<T> {};
 #if defined(__AVX2__)
 template <typename T>
 struct Fp8TokenLanes : FloatTokenLanes<T> {
-  static constexpr float kScale = Fp8ToHalf<T>::kScale;
+  static constexpr float kScale = kHalfScale<T>;
 
-  static Vec load(const T* from) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps(Fp8ToHalf<T>::half_bits(load_raw<__m128i>(from)));
-#else
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(Fp8ToHalf<T>::half_bits(bytes)));
-#endif
-  }
+  static Vec load(const T* from) { return load_unscaled(from); }
   static Vec load(const T* from, int count) {
     T elements[kLanes] = {};
     std::memcpy(elements, from, count);
@@ -124,14 +104,10 @@ struct TokenLanes<Fp8E5M2> : Fp8TokenLanes<Fp8E5M2> {};
 // Dot products of bfloat16 pairs: neighbouring dimensions of K, neighbouring tokens of V. An
 // operand of p is a pair of tokens, too.
 template <>
-struct TokenLanes<BFloat16> {
+struct TokenLanes<BFloat16> : ValueLanes<BFloat16> {
   using Element = BFloat16;
-  using Operand = __m512i;
-  static constexpr float kScale = 1.0f;
   static constexpr int kStep = 2 * kLanes;
   static constexpr int kPair = 2;
-  static constexpr int kTokens = 2 * kLanes;
-  static constexpr int kOperands = 1;
 
   static Operand load(const BFloat16* from) { return _mm512_loadu_si512(from); }
   static Operand load(const BFloat16* from, int count) {
@@ -140,9 +116,6 @@ struct TokenLanes<BFloat16> {
   static Operand query(const float* row, int d) { return _mm512_loadu_si512(row + d / 2); }
   static Operand prob(const float* probs, int token) {
     return _mm512_set1_epi32(load_raw<int>(probs + token / 2));
-  }
-  static Vec multiply_add(Operand key, Operand query, Vec sum) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)key, (__m512bh)query);
   }
 
   // Pairs of two tokens: dimensions 0 - 3, 8 - 11, .. and 4 - 7, 12 - 15, ..
@@ -161,15 +134,9 @@ struct TokenLanes<BFloat16> {
   static void pack_query(const float* row, int count, float* to) {  // exact: query is bfloat16
     auto* elements = reinterpret_cast<BFloat16*>(to);
     for (int d = 0; d < (count + kStep - 1) / kStep * kStep; d += kLanes) {
-      const int rest = count - d;
-      store(elements + d, rest >= kLanes ? cpu::load(row + d)
-                          : rest > 0     ? load_partial(row + d, rest)
-                                         : Vec{});
+      const int64_t rest = count - d < 0 ? 0 : count - d < kLanes ? count - d : kLanes;
+      store(elements + d, cpu::load(row + d, rest));
     }
-  }
-  static Vec round(Vec prob) { return round_to<BFloat16>(prob); }
-  static void pack(const Vec* probs, Operand* to) {
-    to[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)probs[1], (__m512)probs[0]);
   }
 };
 #endif
@@ -318,24 +285,25 @@ inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, 
   }
 }
 
-// Calls body(integral_constant of 4, 2 or 1 rows, whether row is 0, row) for blocks of rows. The
-// blocks cover [begin, end).
+// Calls body(integral_constant of 4, 2 or 1 rows, row) for blocks of rows that cover [begin, end).
 template <typename Body>
 inline void for_row_blocks(int begin, int end, Body&& body) {
-  const auto call = [&](auto num_rows, int row) {
-    if (row == 0) {
-      body(num_rows, std::true_type{}, row);
-    } else {
-      body(num_rows, std::false_type{}, row);
-    }
-  };
   int row = begin;
-  for (; row + 4 <= end; row += 4) call(std::integral_constant<int, 4>{}, row);
+  for (; row + 4 <= end; row += 4) body(std::integral_constant<int, 4>{}, row);
   if (row + 2 <= end) {
-    call(std::integral_constant<int, 2>{}, row);
+    body(std::integral_constant<int, 2>{}, row);
     row += 2;
   }
-  if (row < end) call(std::integral_constant<int, 1>{}, row);
+  if (row < end) body(std::integral_constant<int, 1>{}, row);
+}
+
+// The same with body(rows, std::true_type{}, row) for row 0, which prefetches, and
+// std::false_type{} for others.
+template <typename Body>
+inline void for_prefetching_row_blocks(int begin, int end, Body&& body) {
+  for_row_blocks(begin, end, [&](auto rows, int row) {
+    row == 0 ? body(rows, std::true_type{}, row) : body(rows, std::false_type{}, row);
+  });
 }
 
 }  // namespace

@@ -12,15 +12,31 @@ namespace {
 
 // --- load: through fp16, whose exponent range covers both types ---------------------------------
 
+// Bytes, sign-extended to 16 bits.
 inline VecHalfBits upcast_bytes(const void* from) {
 #if defined(__AVX512F__)
-  return (VecHalfBits)_mm256_cvtepu8_epi16(load_raw<__m128i>(from));
+  return (VecHalfBits)_mm256_cvtepi8_epi16(load_raw<__m128i>(from));
 #elif defined(__AVX2__)
-  return (VecHalfBits)_mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+  return (VecHalfBits)_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
 #else
-  return __builtin_convertvector(load_raw<VecByte>(from), VecHalfBits);
+  typedef int8_t VecSignedByte __attribute__((vector_size(kLanes)));
+  typedef int16_t VecShort __attribute__((vector_size(2 * kLanes)));
+  return (VecHalfBits) __builtin_convertvector(load_raw<VecSignedByte>(from), VecShort);
 #endif
 }
+
+// Sign-extended bytes of T as fp16 bits, which must be multiplied with kHalfScale. e5m2 is the
+// upper byte of an fp16. Read as fp16 with one more exponent bit, e4m3 is too small by 2^(15 - 7),
+// denormals included; 0x7f is a NaN.
+template <typename T, typename HalfBits>
+inline HalfBits to_half_bits(HalfBits bytes) {
+  if constexpr (std::is_same_v<T, Fp8E5M2>) return bytes << 8;
+  // The sign fills the upper byte, so one shift places sign, exponent and mantissa.
+  const HalfBits bits = (bytes << 7) & 0xbf80;
+  return bits | (HalfBits)((bits | 0x8000) == 0xbf80);
+}
+template <typename T>
+constexpr float kHalfScale = std::is_same_v<T, Fp8E4M3> ? 256.0f : 1.0f;
 
 inline Vec load_half_bits(VecHalfBits bits) {
 #if defined(__AVX512F__)
@@ -34,19 +50,15 @@ inline Vec load_half_bits(VecHalfBits bits) {
 #endif
 }
 
-// e5m2 is the upper byte of an fp16.
-inline Vec load(const Fp8E5M2* from) {
-  return load_half_bits(upcast_bytes(from) << 8);
+template <typename T>
+inline Vec load_unscaled(const T* from) {
+  return load_half_bits(to_half_bits<T>(upcast_bytes(from)));
 }
-
-// Read as fp16 with one more exponent bit, e4m3 is too small by 2^(15 - 7), denormals included.
-// 0x7f is a NaN.
+inline Vec load(const Fp8E5M2* from) {
+  return load_unscaled(from);
+}
 inline Vec load(const Fp8E4M3* from) {
-  const VecHalfBits bytes = upcast_bytes(from);
-  const VecHalfBits magnitude = (bytes & 0x7f) << 7;
-  const VecHalfBits is_nan = (VecHalfBits)(magnitude == 0x3f80);
-  const VecHalfBits sign = (bytes & 0x80) << 8;
-  return load_half_bits(magnitude | sign | (is_nan & 0x7c00)) * 256.0f;
+  return load_unscaled(from) * kHalfScale<Fp8E4M3>;
 }
 
 // --- store: float -> 8 bits ----------------------------------------------------------------------

@@ -34,6 +34,16 @@ inline float largest_magnitude(VecUint bits) {
   return result;
 }
 
+// The same of elements [begin, end), where values(i, count) loads a vector of them.
+template <typename Values>
+inline float largest_magnitude(int64_t begin, int64_t end, const Values& values) {
+  VecUint largest = {};
+  for_each_vector(begin, end, [&](int64_t i, auto count) {
+    largest = larger_bits(largest, magnitude_bits(values(i, count)));
+  });
+  return largest_magnitude(largest);
+}
+
 template <typename Q>
 constexpr DType kQuantDType = std::is_same_v<Q, Int8> ? DType::kInt8 : DType::kFp8E4M3;
 

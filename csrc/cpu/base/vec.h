@@ -256,19 +256,61 @@ inline void store_rounded_pair(T* to, VecPair pair) {
   }
 }
 
-// --- tails: the first `count` < kLanes elements, the rest as zero --------------------------------
+// --- the first `count` elements of a vector, the rest as zero ------------------------------------
 
 template <typename T>
-inline Vec load_partial(const T* from, int64_t count) {
+inline Vec load(const T* from, int64_t count) {
   T buffer[kLanes] = {};
   std::memcpy(buffer, from, count * sizeof(T));
   return load(buffer);
 }
 template <typename T>
-inline void store_partial(T* to, Vec value, int64_t count) {
+inline void store(T* to, Vec value, int64_t count) {
   T buffer[kLanes];
   store(buffer, value);
   std::memcpy(to, buffer, count * sizeof(T));
+}
+
+// A count of kLanes that is known at compile time.
+struct WholeVector {};
+template <typename T>
+inline Vec load(const T* from, WholeVector) {
+  return load(from);
+}
+template <typename T>
+inline void store(T* to, Vec value, WholeVector) {
+  store(to, value);
+}
+
+// --- loops over elements -------------------------------------------------------------------------
+
+// Calls body(i, count) for the vectors of elements [begin, end). `count` is a WholeVector, or the
+// number of elements in the last vector.
+template <typename Body>
+inline void for_each_vector(int64_t begin, int64_t end, const Body& body) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) body(i, WholeVector{});
+  if (i < end) body(i, end - i);
+}
+
+// Upcasts a row, padded with zeros to whole vectors.
+template <typename T>
+inline void upcast(const T* from, int64_t n, float* to) {
+  for_each_vector(0, n, [&](int64_t i, auto count) { store(to + i, load(from + i, count)); });
+}
+
+// to[i] = f(from[i]...) for n elements, in pairs of vectors.
+template <typename T, typename F, typename... From>
+inline void map_elements(T* to, int64_t n, const F& f, const From*... from) {
+  static_assert((std::is_same_v<T, From> && ...), "load_pair() must order all alike");
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    store_pair(to + i, {f(load_pair(from + i).a...), f(load_pair(from + i).b...)});
+  }
+  for (; i < n; i += kLanes) {
+    const int64_t count = n - i < kLanes ? n - i : kLanes;
+    store(to + i, f(load(from + i, count)...), count);
+  }
 }
 
 // --- across lanes --------------------------------------------------------------------------------

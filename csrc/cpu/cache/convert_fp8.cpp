@@ -2,58 +2,33 @@
 // range of elements.
 #include "ops/convert_fp8.h"
 
-#include "cpu/base/dispatch.h"
+#include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
-constexpr int64_t kTaskElements = 8192;
-
-template <typename T, typename Fp8>
-void quantize_all(Fp8* to, const T* from, int64_t n, float scale) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) / splat(scale));
-  if (i < n) store_partial(to + i, load_partial(from + i, n - i) / splat(scale), n - i);
+Loop loop_of(const ConvertFp8Params& p) {
+  return {.count = p.count, .per_task = 8192};
 }
 
-template <typename T, typename Fp8>
-void upcast_all(T* to, const Fp8* from, int64_t n, float scale) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) * splat(scale));
-  if (i < n) store_partial(to + i, load_partial(from + i, n - i) * splat(scale), n - i);
-}
-
-template <typename Body>
-void dispatch_fp8(DType dtype, Body&& body) {
-  dtype == DType::kFp8E5M2 ? body(Fp8E5M2{}) : body(Fp8E4M3{});
-}
-
-int64_t num_tasks(const ConvertFp8Params& p) {
-  return ceil_div(p.count, kTaskElements);
-}
-
-void run(const ConvertFp8Params& p, int64_t begin, int64_t end) {
-  const int64_t first = begin * kTaskElements;
-  const int64_t count = (end * kTaskElements < p.count ? end * kTaskElements : p.count) - first;
+void run(const ConvertFp8Params& p, int64_t first, int64_t last) {
+  const auto convert_range = [&](auto to, auto from) {
+    using To = decltype(to);
+    using From = decltype(from);
+    convert(static_cast<To*>(p.output) + first, static_cast<const From*>(p.input) + first,
+            last - first, p.scale);
+  };
   const bool quantizes = size_of(p.output_dtype) == 1;
   dispatch_float(quantizes ? p.input_dtype : p.output_dtype, [&](auto model) {
-    using T = decltype(model);
-    dispatch_fp8(quantizes ? p.output_dtype : p.input_dtype, [&](auto fp8) {
-      using Fp8 = decltype(fp8);
-      if (quantizes) {
-        quantize_all(static_cast<Fp8*>(p.output) + first, static_cast<const T*>(p.input) + first,
-                     count, p.scale);
-      } else {
-        upcast_all(static_cast<T*>(p.output) + first, static_cast<const Fp8*>(p.input) + first,
-                   count, p.scale);
-      }
+    dispatch_8_bit(quantizes ? p.output_dtype : p.input_dtype, [&](auto fp8) {
+      quantizes ? convert_range(fp8, model) : convert_range(model, fp8);
     });
   });
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::ConvertFp8Params, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(ConvertFp8Params, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

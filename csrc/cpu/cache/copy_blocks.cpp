@@ -24,33 +24,32 @@ void copy_chunk(const BlockCopy& copy, const int64_t* pairs, int64_t num_pairs, 
   }
 }
 
-int64_t num_tasks(const CopyBlocksParams& p) {
-  return p.num_copies * num_chunks(p.block_bytes);
+Loop loop_of(const CopyBlocksParams& p) {
+  return {.count = p.num_copies * num_chunks(p.block_bytes)};
 }
 
-void run(const CopyBlocksParams& p, int64_t begin, int64_t end) {
+void run(const CopyBlocksParams& p, int64_t first, int64_t last) {
   const int64_t per_copy = num_chunks(p.block_bytes);
-  for (int64_t task = begin; task < end; ++task) {
+  for (int64_t task = first; task < last; ++task) {
     copy_chunk(p.copies[task / per_copy], p.pairs, p.num_pairs, p.block_bytes, task % per_copy);
   }
 }
 
 // --- swap_blocks
 
-int64_t num_swap_tasks(const SwapBlocksParams& p) {
-  return num_chunks(p.block_bytes);
+Loop swap_loop(const SwapBlocksParams& p) {
+  return {.count = num_chunks(p.block_bytes)};
 }
 
-void run_swap(const SwapBlocksParams& p, int64_t begin, int64_t end) {
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
+void run_swap(const SwapBlocksParams& p, int64_t first, int64_t last) {
+  for (int64_t chunk = first; chunk < last; ++chunk) {
     copy_chunk(p.copy, p.pairs, p.num_pairs, p.block_bytes, chunk);
   }
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::CopyBlocksParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::SwapBlocksParams, vllm_kernels::cpu::num_swap_tasks,
-                        vllm_kernels::cpu::run_swap)
+VLLM_KERNELS_CPU_KERNEL(CopyBlocksParams, loop_of, run)
+VLLM_KERNELS_CPU_KERNEL(SwapBlocksParams, swap_loop, run_swap)
+
+}  // namespace vllm_kernels::cpu

@@ -4,7 +4,7 @@
 // A task is a range of rows.
 #include "ops/gather_cache.h"
 
-#include "cpu/base/dispatch.h"
+#include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 
 namespace vllm_kernels::cpu {
@@ -16,77 +16,36 @@ struct Raw {
   char bytes[kBytes];
 };
 
-constexpr int kBufferElements = 16 * kLanes;  // elements converted at a time
-
-template <typename T, typename C>
-void convert(T* to, const C* from, int64_t n, float scale) {
-  if constexpr (std::is_same_v<T, C>) {
-    std::memcpy(to, from, n * sizeof(T));
-  } else {
-    const Vec factor = splat(scale);
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) * factor);
-    if (i < n) store_partial(to + i, load_partial(from + i, n - i) * factor, n - i);
-  }
-}
-
-// Reads one head of one token. `from` has `run` contiguous elements every `stride` elements. `run`
-// is 1, x or at least n; 1 and x divide kBufferElements.
-template <typename T, typename C>
-void read_row(T* to, const C* from, int64_t run, int64_t stride, int64_t n, float scale) {
-  if (run >= n) return convert(to, from, n, scale);
-  C buffer[kBufferElements];
-  for (int64_t i = 0; i < n; i += kBufferElements) {
-    const int64_t count = n - i < kBufferElements ? n - i : kBufferElements;
-    const C* at = from + i / run * stride;
-    if (run == 1) {
-      for (int64_t j = 0; j < count; ++j) buffer[j] = at[j * stride];
-    } else {
-      for (int64_t j = 0; j < count; j += run, at += stride) std::memcpy(buffer + j, at, 16);
-    }
-    convert(to + i, buffer, count, scale);
-  }
-}
-
 template <typename T, typename C>
 void read_token(const GatherCacheParams& p, int64_t row, TokenLocation at) {
   const PagedKv& kv = p.kv;
-  const bool vllm = kv.layout == KvLayout::kVllm;
-  for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
-    T* key = static_cast<T*>(p.key) + row * p.key_row_stride + head * p.key_head_stride;
-    T* value = static_cast<T*>(p.value) + row * p.value_row_stride + head * p.value_head_stride;
+  const auto read = [&](bool is_key, int64_t head, T* to, const float* scales) {
     if (at.block < 0) {
-      std::memset(static_cast<void*>(key), 0, kv.head_size * sizeof(T));
-      if (p.value != nullptr) {
-        std::memset(static_cast<void*>(value), 0, kv.head_size * sizeof(T));
-      }
-      continue;
+      std::memset(static_cast<void*>(to), 0, kv.head_size * sizeof(T));
+    } else {
+      read_row(to, cache_row<C>(kv, is_key, {at.block, head, at.token}), kv.head_size,
+               std::is_same_v<T, C> ? 1.0f : p.scale(scales, at, head));
     }
-    constexpr bool kScaled = !std::is_same_v<T, C>;
-    read_row(key, static_cast<const C*>(kv.key) + kv.key_offset(at.block, head, at.token, 0),
-             vllm ? kv.x : kv.head_size, kv.key_chunk_stride, kv.head_size,
-             kScaled ? p.scale(kv.k_scale, at, head) : 1.0f);
-    if (p.value == nullptr) continue;
-    read_row(value, static_cast<const C*>(kv.value) + kv.value_offset(at.block, head, at.token, 0),
-             vllm ? 1 : kv.head_size, kv.value_dim_stride, kv.head_size,
-             kScaled ? p.scale(kv.v_scale, at, head) : 1.0f);
+  };
+  T* keys = static_cast<T*>(p.key) + row * p.key_row_stride;
+  T* values = static_cast<T*>(p.value) + row * p.value_row_stride;
+  for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
+    read(true, head, keys + head * p.key_head_stride, kv.k_scale);
+    if (p.value != nullptr) read(false, head, values + head * p.value_head_stride, kv.v_scale);
   }
 }
 
-int64_t task_rows(const GatherCacheParams& p) {
-  return rows_per_task(2 * int64_t{p.kv.num_kv_heads} * p.kv.head_size *
-                       (size_of(p.dtype) + size_of(p.kv.dtype)));
-}
-
-int64_t num_tasks(const GatherCacheParams& p) {
-  return ceil_div(p.tokens.num_rows, task_rows(p));
+Loop loop_of(const GatherCacheParams& p) {
+  const int64_t elements = 2 * int64_t{p.kv.num_kv_heads} * p.kv.head_size;
+  return {.count = p.tokens.num_rows,
+          .per_task = rows_per_task(elements * (size_of(p.dtype) + size_of(p.kv.dtype)))};
 }
 
 template <typename T, typename C>
-void read_tokens(const GatherCacheParams& p, int64_t begin, int64_t end) {
+void read_tokens(const GatherCacheParams& p, int64_t first, int64_t last) {
   const PagedTokens& tokens = p.tokens;
   int32_t seq = 0;
-  for (int64_t row = begin; row < end; ++row) {
+  for (int64_t row = first; row < last; ++row) {
     if (tokens.token_to_seq != nullptr) {
       seq = tokens.token_to_seq[row];
     } else {
@@ -97,9 +56,7 @@ void read_tokens(const GatherCacheParams& p, int64_t begin, int64_t end) {
   }
 }
 
-void run(const GatherCacheParams& p, int64_t begin, int64_t end) {
-  const int64_t step = task_rows(p), rows = p.tokens.num_rows;
-  const int64_t first = begin * step, last = end * step < rows ? end * step : rows;
+void run(const GatherCacheParams& p, int64_t first, int64_t last) {
   if (p.dtype == p.kv.dtype) {
     switch (size_of(p.dtype)) {
       case 1:
@@ -118,7 +75,7 @@ void run(const GatherCacheParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::GatherCacheParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(GatherCacheParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

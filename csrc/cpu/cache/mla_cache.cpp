@@ -7,7 +7,7 @@
 #include "ops/mla_cache.h"
 
 #include "cpu/base/dispatch.h"
-#include "cpu/cache/write_row.h"
+#include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 
 namespace vllm_kernels::cpu {
@@ -33,8 +33,7 @@ template <typename T>
 void write_ds_mla(char* entry, const T* kv_c, const T* k_pe, int64_t section) {
   if (section == kLatentSections) {
     auto* rope = reinterpret_cast<BFloat16*>(entry + kDsMlaRopeStart);
-    for (int i = 0; i < kDsMlaRope; i += kLanes) store(rope + i, load(k_pe + i));
-    return;
+    return convert(rope, k_pe, kDsMlaRope, 1.0f);
   }
   const T* x = kv_c + section * kDsMlaTile;
   float scale = max_magnitude(x, kDsMlaTile) / 448.0f;
@@ -52,8 +51,9 @@ int64_t chunk_elements(const ConcatAndCacheMlaParams& p) {
   return ceil_div(ceil_div(p.kv_lora_rank + p.pe_dim, num_chunks(p)), 64) * 64;
 }
 
-int64_t num_tasks(const ConcatAndCacheMlaParams& p) {
-  return p.ds_mla ? kLatentSections + 1 : ceil_div(p.kv_lora_rank + p.pe_dim, chunk_elements(p));
+Loop loop_of(const ConcatAndCacheMlaParams& p) {
+  if (p.ds_mla) return {.count = kLatentSections + 1};
+  return {.count = p.kv_lora_rank + p.pe_dim, .per_task = chunk_elements(p)};
 }
 
 template <typename T>
@@ -99,9 +99,7 @@ void run_as(const ConcatAndCacheMlaParams& p, int64_t begin, int64_t end) {
 }
 
 void run(const ConcatAndCacheMlaParams& p, int64_t begin, int64_t end) {
-  const int64_t size = p.kv_lora_rank + p.pe_dim, step = p.ds_mla ? 1 : chunk_elements(p);
-  const int64_t last = p.ds_mla || end * step < size ? end * step : size;
-  dispatch_float(p.dtype, [&](auto model) { run_as<decltype(model)>(p, begin * step, last); });
+  dispatch_float(p.dtype, [&](auto model) { run_as<decltype(model)>(p, begin, end); });
 }
 
 // --- cp_gather_and_upconvert_fp8_kv_cache: a task is a sequence
@@ -112,16 +110,14 @@ void read_ds_mla(T* row, const char* entry) {
     float scale;
     std::memcpy(&scale, entry + kDsMlaScales + tile * sizeof(float), sizeof(float));
     const auto* x = reinterpret_cast<const Fp8E4M3*>(entry + tile * kDsMlaTile);
-    for (int i = 0; i < kDsMlaTile; i += kLanes) {
-      store(row + tile * kDsMlaTile + i, load(x + i) * splat(scale));
-    }
+    convert(row + tile * kDsMlaTile, x, kDsMlaTile, scale);
   }
   const auto* rope = reinterpret_cast<const BFloat16*>(entry + kDsMlaRopeStart);
-  for (int i = 0; i < kDsMlaRope; i += kLanes) store(row + kDsMlaLatent + i, load(rope + i));
+  convert(row + kDsMlaLatent, rope, kDsMlaRope, 1.0f);
 }
 
-int64_t num_upconvert_tasks(const UpconvertMlaParams& p) {
-  return p.num_seqs;
+Loop upconvert_loop(const UpconvertMlaParams& p) {
+  return {.count = p.num_seqs};
 }
 
 void run_upconvert(const UpconvertMlaParams& p, int64_t begin, int64_t end) {
@@ -140,18 +136,13 @@ void run_upconvert(const UpconvertMlaParams& p, int64_t begin, int64_t end) {
 
 // --- concat_mla_q
 
-int64_t rows_of_task(const ConcatMlaQParams& p) {
-  return rows_per_task(2 * (p.nope_bytes + p.rope_bytes));
+Loop concat_loop(const ConcatMlaQParams& p) {
+  return {.count = p.out_rows.count, .per_task = rows_per_task(2 * (p.nope_bytes + p.rope_bytes))};
 }
 
-int64_t num_concat_tasks(const ConcatMlaQParams& p) {
-  return ceil_div(p.out_rows.count, rows_of_task(p));
-}
-
-void run_concat(const ConcatMlaQParams& p, int64_t begin, int64_t end) {
-  const int64_t step = rows_of_task(p), size = size_of(p.dtype);
-  const int64_t last = end * step < p.out_rows.count ? end * step : p.out_rows.count;
-  for (int64_t row = begin * step; row < last; ++row) {
+void run_concat(const ConcatMlaQParams& p, int64_t first, int64_t last) {
+  const int64_t size = size_of(p.dtype);
+  for (int64_t row = first; row < last; ++row) {
     char* out = static_cast<char*>(p.out) + p.out_rows.offset(row) * size;
     std::memcpy(out, static_cast<const char*>(p.nope) + p.nope_rows.offset(row) * size,
                 p.nope_bytes);
@@ -161,11 +152,9 @@ void run_concat(const ConcatMlaQParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::ConcatAndCacheMlaParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::UpconvertMlaParams, vllm_kernels::cpu::num_upconvert_tasks,
-                        vllm_kernels::cpu::run_upconvert)
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::ConcatMlaQParams, vllm_kernels::cpu::num_concat_tasks,
-                        vllm_kernels::cpu::run_concat)
+VLLM_KERNELS_CPU_KERNEL(ConcatAndCacheMlaParams, loop_of, run)
+VLLM_KERNELS_CPU_KERNEL(UpconvertMlaParams, upconvert_loop, run_upconvert)
+VLLM_KERNELS_CPU_KERNEL(ConcatMlaQParams, concat_loop, run_concat)
+
+}  // namespace vllm_kernels::cpu

@@ -20,33 +20,20 @@ struct Normed {
   const T* weight;
   Vec inverse;
 
-  Vec operator()(int64_t i) const {
-    return round_to<T>(round_to<T>(load(row + i) * inverse) * load(weight + i));
-  }
-  Vec partial(int64_t i, int64_t count) const {
-    const Vec x = round_to<T>(load_partial(row + i, count) * inverse);
-    return round_to<T>(x * load_partial(weight + i, count));
+  template <typename Count>
+  Vec operator()(int64_t i, Count count) const {
+    const Vec x = round_to<T>(load(row + i, count) * inverse);
+    return round_to<T>(x * load(weight + i, count));
   }
 };
 
-// The largest magnitude of elements [first, last).
-template <typename T>
-float magnitude_of(const Normed<T>& normed, int64_t first, int64_t last) {
-  VecUint largest = {};
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) {
-    largest = larger_bits(largest, magnitude_bits(normed(i)));
-  }
-  if (i < last) largest = larger_bits(largest, magnitude_bits(normed.partial(i, last - i)));
-  return largest_magnitude(largest);
-}
-
+// Quantizes elements [first, last).
 template <typename Q, typename T, typename Quantizer>
 void store_range(Q* out, const Normed<T>& normed, const Quantizer& quantizer, int64_t first,
                  int64_t last) {
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) store(out + i, quantizer(normed(i)));
-  if (i < last) store_partial(out + i, quantizer(normed.partial(i, last - i)), last - i);
+  for_each_vector(first, last, [&](int64_t i, auto count) {
+    store(out + i, quantizer(normed(i, count)), count);
+  });
 }
 
 // Computes one scale for elements [first, last), stores it in `scale`, and quantizes them.
@@ -54,7 +41,7 @@ template <typename Q, typename T>
 void store_scaled(Q* out, float* scale, const Normed<T>& normed, float upper_bound, int64_t first,
                   int64_t last) {
   constexpr DType kDType = kQuantDType<Q>;
-  const float magnitude = at_most(magnitude_of(normed, first, last), upper_bound);
+  const float magnitude = at_most(largest_magnitude(first, last, normed), upper_bound);
   *scale = at_least(magnitude / largest_of(kDType), min_scale_of(kDType));
   if constexpr (kDType == DType::kInt8) {
     store_range(out, normed, MultiplyByInverse(*scale), first, last);
@@ -82,22 +69,22 @@ void quant_row(const RmsNormQuantParams& params, int64_t index) {
   }
 }
 
-int64_t num_tasks(const RmsNormQuantParams& p) {
-  return ceil_div(p.norm.input_rows.count, norm_rows_per_task(p.norm));
+Loop loop_of(const RmsNormQuantParams& p) {
+  return norm_loop(p.norm);
 }
 
-void run(const RmsNormQuantParams& p, int64_t begin, int64_t end) {
+void run(const RmsNormQuantParams& p, int64_t first, int64_t last) {
   dispatch_float(p.norm.dtype, [&](auto tag) {
     using T = decltype(tag);
     dispatch_quant(p.quant.dtype, [&](auto quantized) {
       using Q = decltype(quantized);
-      for_each_row(p.norm, begin, end, [&](int64_t row) { quant_row<Q, T>(p, row); });
+      for (int64_t row = first; row < last; ++row) quant_row<Q, T>(p, row);
     });
   });
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::RmsNormQuantParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(RmsNormQuantParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "cpu/base/dispatch.h"
-#include "cpu/base/vec.h"
+#include "cpu/kernels.h"
 #include "ops/rms_norm.h"
 
 namespace vllm_kernels::cpu {
@@ -22,16 +22,6 @@ inline VecPair load_row(const T* x, T* residual) {
 }
 
 template <bool kAdd, typename T>
-inline Vec load_row_partial(const T* x, T* residual, int64_t count) {
-  Vec value = load_partial(x, count);
-  if constexpr (kAdd) {
-    value = round_to<T>(value + load_partial(residual, count));
-    store_partial(residual, value, count);
-  }
-  return value;
-}
-
-template <bool kAdd, typename T>
 inline float mean_square(const T* x, T* residual, int64_t n) {
   Vec sums[4] = {};  // four chains hide the latency of the multiply-add
   const auto add = [&](VecPair pair, int chain) {
@@ -45,7 +35,12 @@ inline float mean_square(const T* x, T* residual, int64_t n) {
     add(load_row<kAdd>(x + i + kPair, residual + i + kPair), 2);
   }
   for (; i < n; i += kLanes) {
-    const Vec value = load_row_partial<kAdd>(x + i, residual + i, n - i < kLanes ? n - i : kLanes);
+    const int64_t count = n - i < kLanes ? n - i : kLanes;
+    Vec value = load(x + i, count);
+    if constexpr (kAdd) {
+      value = round_to<T>(value + load(residual + i, count));
+      store(residual + i, value, count);
+    }
     sums[0] = fma(value, value, sums[0]);
   }
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(n);
@@ -78,17 +73,19 @@ struct NormedRow {
   }
 };
 
-inline int64_t norm_rows_per_task(const RmsNormParams& p) {
-  const int64_t passes = p.residual == nullptr ? 2 : 4;
-  return rows_per_task(passes * p.hidden_size * size_of(p.dtype));
+// rms_norm of a row: rounds before the product with the weight.
+template <typename T>
+inline void normalize_row(T* out, const T* row, const T* weight, int64_t n, float inverse) {
+  const Vec factor = splat(inverse);
+  const auto normalize = [&](Vec x, Vec w) { return round_to<T>(x * factor) * w; };
+  map_elements(out, n, normalize, row, weight);
 }
 
-// Calls body(row) for the rows of tasks [begin, end).
-template <typename Body>
-inline void for_each_row(const RmsNormParams& p, int64_t begin, int64_t end, Body&& body) {
-  const int64_t step = norm_rows_per_task(p);
-  const int64_t last = end * step < p.input_rows.count ? end * step : p.input_rows.count;
-  for (int64_t row = begin * step; row < last; ++row) body(row);
+// A task of a norm is a range of rows.
+inline Loop norm_loop(const RmsNormParams& p) {
+  const int64_t passes = p.residual == nullptr ? 2 : 4;
+  return {.count = p.input_rows.count,
+          .per_task = rows_per_task(passes * p.hidden_size * size_of(p.dtype))};
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "cpu/base/dispatch.h"
-#include "cpu/cache/write_row.h"
+#include "cpu/cache/cache_rows.h"
 #include "cpu/kernels.h"
 #include "cpu/norm/rms_norm_rows.h"
 #include "cpu/rope/rotate_pairs.h"
@@ -26,25 +26,14 @@ int64_t heads_per_task(const RopeAndCacheParams& p) {
 int64_t query_tasks(const RopeAndCacheParams& p) {
   return p.query.count == 0 ? 0 : ceil_div(p.num_tokens, tokens_per_task(p));
 }
-int64_t num_tasks(const RopeAndCacheParams& p) {
-  return query_tasks(p) + ceil_div(p.key.count, heads_per_task(p)) +
-         ceil_div(p.value.count, heads_per_task(p));
+Loop loop_of(const RopeAndCacheParams& p) {
+  return {.count = query_tasks(p) + ceil_div(p.key.count, heads_per_task(p)) +
+                   ceil_div(p.value.count, heads_per_task(p))};
 }
 
 template <typename T>
 T* head_of(const ProjectedHeads& heads, int64_t token, int64_t head) {
   return static_cast<T*>(heads.data) + token * heads.token_stride + head * heads.head_stride;
-}
-
-// rms_norm of one head, in place.
-template <typename T>
-void norm_head(T* row, const T* weight, int64_t n, float epsilon) {
-  const Vec scale = splat(inverse_root(mean_square<false>(row, row, n), epsilon));
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int64_t count = n - i < kLanes ? n - i : kLanes;
-    const Vec value = round_to<T>(load_partial(row + i, count) * scale);
-    store_partial(row + i, value * load_partial(weight + i, count), count);
-  }
 }
 
 // Adds the bias, normalizes, and rotates the head if `cosines` is given.
@@ -54,38 +43,13 @@ void prepare(T* row, const ProjectedHeads& heads, int64_t head, const RopeAndCac
   const int64_t n = p.head_size;
   if (heads.bias != nullptr) {
     const T* bias = static_cast<const T*>(heads.bias) + head * n;
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const int64_t count = n - i < kLanes ? n - i : kLanes;
-      store_partial(row + i, load_partial(row + i, count) + load_partial(bias + i, count), count);
-    }
+    map_elements(row, n, [](Vec x, Vec b) { return x + b; }, row, bias);
   }
   if (heads.weight != nullptr) {
-    norm_head(row, static_cast<const T*>(heads.weight), n, p.epsilon);
+    const float inverse = inverse_root(mean_square<false>(row, row, n), p.epsilon);
+    normalize_row(row, row, static_cast<const T*>(heads.weight), n, inverse);
   }
   if (cosines != nullptr) rotate_head(row, cosines, p.rotary_size / 2, p.is_neox);
-}
-
-// The address of a key or value head in the cache, and its layout.
-template <typename C>
-struct CacheRow {
-  C* start;
-  int64_t run;     // contiguous elements
-  int64_t stride;  // elements from one run to the next
-  float scale;
-};
-
-template <typename C>
-CacheRow<C> cache_row(const PagedKv& kv, bool is_key, int32_t slot, int64_t head) {
-  const int32_t block = slot / kv.block_size, token = slot % kv.block_size;
-  const bool vllm = kv.layout == KvLayout::kVllm;
-  const float* scales = is_key ? kv.k_scale : kv.v_scale;
-  const float scale = scales == nullptr ? 1.0f : scales[head * kv.scale_stride];
-  if (is_key) {
-    return {static_cast<C*>(kv.key) + kv.key_offset(block, head, token, 0),
-            vllm ? kv.x : kv.head_size, kv.key_chunk_stride, scale};
-  }
-  return {static_cast<C*>(kv.value) + kv.value_offset(block, head, token, 0),
-          vllm ? 1 : kv.head_size, kv.value_dim_stride, scale};
 }
 
 template <typename T, typename C, typename Cosine>
@@ -121,8 +85,8 @@ struct Runner {
         T row[kMaxRopeHeadSize];
         std::memcpy(row, from, p.head_size * sizeof(T));
         prepare(row, heads, head, p, cosines);
-        const CacheRow<C> to = cache_row<C>(p.kv, is_key, static_cast<int32_t>(slot), head);
-        write_row(to.start, to.run, to.stride, row, p.head_size, to.scale);
+        const HeadSlot at = {slot / p.kv.block_size, head, slot % p.kv.block_size};
+        write_row(cache_row<C>(p.kv, is_key, at), row, p.head_size, scale_of(p.kv, is_key, head));
       }
     }
   }
@@ -139,20 +103,20 @@ struct Runner {
   }
 };
 
-void run(const RopeAndCacheParams& p, int64_t begin, int64_t end) {
+void run(const RopeAndCacheParams& p, int64_t first, int64_t last) {
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
     dispatch_cache<T>(p.kv.dtype, [&](auto stored) {
       dispatch_float(p.cos_sin_dtype, [&](auto cosine) {
         const Runner<T, decltype(stored), decltype(cosine)> runner{p};
-        for (int64_t task = begin; task < end; ++task) runner.run(task);
+        for (int64_t task = first; task < last; ++task) runner.run(task);
       });
     });
   });
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::RopeAndCacheParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(RopeAndCacheParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

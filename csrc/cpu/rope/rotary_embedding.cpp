@@ -19,24 +19,19 @@ void rotate_heads(const RotaryParams& p, const RotaryHeads& heads, int64_t token
   }
 }
 
-int64_t tokens_per_task(const RotaryParams& p) {
-  return rows_per_task(2 * (p.query.count + p.key.count) * p.rotary_size * size_of(p.dtype));
-}
-
-int64_t num_tasks(const RotaryParams& p) {
-  return ceil_div(p.position_rows.count, tokens_per_task(p));
+Loop loop_of(const RotaryParams& p) {
+  const int64_t elements = (p.query.count + p.key.count) * p.rotary_size;
+  return {.count = p.position_rows.count,
+          .per_task = rows_per_task(2 * elements * size_of(p.dtype))};
 }
 
 // The binding has checked that positions are in range.
-void run(const RotaryParams& p, int64_t begin, int64_t end) {
-  const int64_t step = tokens_per_task(p);
-  const int64_t tokens = p.position_rows.count;
-  const int64_t last = end * step < tokens ? end * step : tokens;
+void run(const RotaryParams& p, int64_t first, int64_t last) {
   dispatch_float(p.dtype, [&](auto tag) {
     dispatch_float(p.cache_dtype, [&](auto cache_tag) {
       using T = decltype(tag);
       using Cache = decltype(cache_tag);
-      for (int64_t token = begin * step; token < last; ++token) {
+      for (int64_t token = first; token < last; ++token) {
         const int64_t position = p.positions[p.position_rows.offset(token)];
         const Cache* cosines =
             static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
@@ -48,7 +43,7 @@ void run(const RotaryParams& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
-}  // namespace vllm_kernels::cpu
 
-VLLM_KERNELS_CPU_KERNEL(vllm_kernels::RotaryParams, vllm_kernels::cpu::num_tasks,
-                        vllm_kernels::cpu::run)
+VLLM_KERNELS_CPU_KERNEL(RotaryParams, loop_of, run)
+
+}  // namespace vllm_kernels::cpu

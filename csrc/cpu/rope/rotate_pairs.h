@@ -30,18 +30,12 @@ inline void rotate_neox(T* head, const Cache* cosines, int64_t n) {
       store_pair(head + n + i, y);
     }
   }
-  for (; i + kLanes <= n; i += kLanes) {
-    Vec x = load(head + i), y = load(head + n + i);
-    rotate(x, y, load(cosines + i), load(sines + i));
-    store(head + i, x);
-    store(head + n + i, y);
-  }
-  if (i < n) {
-    Vec x = load_partial(head + i, n - i), y = load_partial(head + n + i, n - i);
-    rotate(x, y, load_partial(cosines + i, n - i), load_partial(sines + i, n - i));
-    store_partial(head + i, x, n - i);
-    store_partial(head + n + i, y, n - i);
-  }
+  for_each_vector(i, n, [&](int64_t j, auto count) {
+    Vec x = load(head + j, count), y = load(head + n + j, count);
+    rotate(x, y, load(cosines + j, count), load(sines + j, count));
+    store(head + j, x, count);
+    store(head + n + j, y, count);
+  });
 }
 
 // One head, pairs (2i, 2i + 1).
@@ -68,11 +62,11 @@ inline void rotate_gptj(T* head, const Cache* cosines, int64_t n) {
     const int64_t left = 2 * (n - i);
     const int64_t in_low = left < kLanes ? left : kLanes;
     T* rest = head + 2 * i;
-    split_pairs(load_partial(rest, in_low), load_partial(rest + in_low, left - in_low), x, y);
-    rotate(x, y, load_partial(cosines + i, n - i), load_partial(sines + i, n - i));
+    split_pairs(load(rest, in_low), load(rest + in_low, left - in_low), x, y);
+    rotate(x, y, load(cosines + i, n - i), load(sines + i, n - i));
     join_pairs(x, y, low, high);
-    store_partial(rest, low, in_low);
-    store_partial(rest + in_low, high, left - in_low);
+    store(rest, low, in_low);
+    store(rest + in_low, high, left - in_low);
   }
 }
 

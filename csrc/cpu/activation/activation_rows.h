@@ -1,10 +1,11 @@
-// The gated activations of ops/activation_gated.h on vectors, and the chunks of their rows. See
-// cpu/base/vec.h for the anonymous namespace.
+// The gated activations of ops/activation_gated.h on vectors, and the chunks of rows of all
+// activations. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/dispatch.h"
 #include "cpu/base/vec.h"
 #include "cpu/base/vec_math.h"
 #include "cpu/base/vec_pairs.h"
+#include "cpu/kernels.h"
 #include "ops/activation_gated.h"
 
 namespace vllm_kernels::cpu {
@@ -52,23 +53,17 @@ inline Vec up_value(const GatedParams& p, Vec up) {
   }
 }
 
-// Elements from i on: a vector, or `count` < kLanes of them.
-template <Gated kFunction, typename T>
-inline GateAndUp load_gated(const T* gate, const T* up, int64_t i) {
-  if constexpr (kFunction == Gated::kSwigluOai) {
+// Elements from i on: a vector, or its first `count`.
+template <Gated kFunction, typename T, typename Count>
+inline GateAndUp load_gated(const T* gate, const T* up, int64_t i, Count count) {
+  if constexpr (kFunction != Gated::kSwigluOai) {
+    return {load(gate + i, count), load(up + i, count)};
+  } else if constexpr (std::is_same_v<Count, WholeVector>) {
     return deinterleaved(load(gate + 2 * i), load(gate + 2 * i + kLanes));
   } else {
-    return {load(gate + i), load(up + i)};
-  }
-}
-template <Gated kFunction, typename T>
-inline GateAndUp load_gated_partial(const T* gate, const T* up, int64_t i, int64_t count) {
-  if constexpr (kFunction == Gated::kSwigluOai) {
     T pairs[2 * kLanes] = {};
     std::memcpy(pairs, gate + 2 * i, 2 * count * sizeof(T));
     return deinterleaved(load(pairs), load(pairs + kLanes));
-  } else {
-    return {load_partial(gate + i, count), load_partial(up + i, count)};
   }
 }
 
@@ -80,32 +75,24 @@ inline Vec gated_product(const GatedParams& p, GateAndUp x) {
   return round_to<T>(round_to<T>(gate) * up);
 }
 
-// A chunk is up to kGatedChunk elements of one row, in whole quantization groups.
-constexpr int64_t kGatedChunk = 4096;
+// A chunk is up to kChunk elements of one row, in whole quantization groups.
+constexpr int64_t kChunk = 4096;
 
-struct GatedChunks {
-  int64_t per_row;
-  int64_t count;
-  int64_t per_task;
-  explicit GatedChunks(const GatedParams& p) {
-    per_row = ceil_div(p.width, kGatedChunk);
-    count = per_row * p.gate_rows.count;
-    const int64_t elements = p.width < kGatedChunk ? p.width : kGatedChunk;
-    per_task = rows_per_task(3 * elements * size_of(p.dtype));
-  }
-  int64_t num_tasks() const { return ceil_div(count, per_task); }
+inline Loop chunk_loop(int64_t rows, int64_t width, DType dtype) {
+  const int64_t elements = width < kChunk ? width : kChunk;
+  return {.count = rows * ceil_div(width, kChunk),
+          .per_task = rows_per_task(3 * elements * size_of(dtype))};
+}
 
-  // Calls body(row, first element, elements) for the chunks of tasks [begin, end).
-  template <typename Body>
-  void for_each(const GatedParams& p, int64_t begin, int64_t end, Body&& body) const {
-    const int64_t last = end * per_task < count ? end * per_task : count;
-    for (int64_t chunk = begin * per_task; chunk < last; ++chunk) {
-      const int64_t first = chunk % per_row * kGatedChunk;
-      const int64_t left = p.width - first;
-      body(chunk / per_row, first, left < kGatedChunk ? left : kGatedChunk);
-    }
+// Calls body(row, first element, elements) for chunks [begin, end) of rows of `width` elements.
+template <typename Body>
+inline void for_each_chunk(int64_t width, int64_t begin, int64_t end, const Body& body) {
+  const int64_t per_row = ceil_div(width, kChunk);
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t first = chunk % per_row * kChunk, left = width - first;
+    body(chunk / per_row, first, left < kChunk ? left : kChunk);
   }
-};
+}
 
 }  // namespace
 }  // namespace vllm_kernels::cpu
