@@ -10,10 +10,6 @@ namespace vllm_kernels::cuda {
 // 2^8 does neither in fp16.
 constexpr float kRescaleThreshold = 8.0f;
 
-__device__ __forceinline__ bool exceeds_row_max(float score, float row_max) {
-  return score > row_max + kRescaleThreshold;
-}
-
 // Sets row_max to `updated`, which is no less. Returns the factor for earlier sums and outputs.
 __device__ __forceinline__ float update_row_max(float& row_max, float updated) {
   const float factor = exp2_approx(row_max - updated);

@@ -286,7 +286,7 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         if constexpr (kDepth == 2) {
           largest[tile][j] = fmaxf(largest[tile][j], fmaxf(c[1][tile][j], c[1][tile][j + 2]));
         }
-        higher = higher || exceeds_row_max(largest[tile][j], row_max[tile][j]);
+        higher = higher || largest[tile][j] > row_max[tile][j] + kRescaleThreshold;
       }
     }
     // Most steps do not raise row_max and need only this vote.

@@ -184,7 +184,7 @@ struct Sm80Mma {
           lane_max = fmaxf(lane_max, fmaxf(scores[tile][i][2 * r], scores[tile][i][2 * r + 1]));
         }
         local_max[tile][r] = lane_max * score_scale(tile, r);
-        exceeds |= exceeds_row_max(local_max[tile][r], row_max[tile][r]);
+        exceeds |= local_max[tile][r] > row_max[tile][r] + kRescaleThreshold;
       }
     }
     // Most KV tiles raise no row_max and need only this vote.

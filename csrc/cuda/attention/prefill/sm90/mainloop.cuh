@@ -259,7 +259,7 @@ struct PrefillMma {
     for (int r = 0; r < 2; ++r) {
       float tile_max = fmaxf(local_max[r][0], local_max[r][1]);
       tile_max = quad_max(tile_max) * score_scale;
-      const bool raises = exceeds_row_max(tile_max, row_max[r]);
+      const bool raises = tile_max > row_max[r] + kRescaleThreshold;
       const float new_max = raises ? tile_max : row_max[r];
       factor[r] = update_row_max(row_max[r], new_max);
       raised |= raises;
