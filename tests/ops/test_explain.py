@@ -119,7 +119,7 @@ def test_names_a_silent_cliff(device):
     )
     text = explain(case)
     if device == "cuda":
-        assert "simt; because:" in text
+        assert "simt, grid 2x1x2" in text and "; because: " in text
         assert "query: base or token stride is unaligned" in text
 
 
