@@ -341,14 +341,14 @@ def with_cache(
         if block_table is not None and block_table.shape[1] == 0:
             raise wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
-    if turns := any(table is not None for table in rotary):
+    if rotates := any(table is not None for table in rotary):
         check_rotary(name, *rotary, k, q.shape[-1], capacity)
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
     new = None if k is None else new_tokens(k, v, starts_new)
     check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
-        if turns:
+        if rotates:
             tokens = _rotate(new, tokens, starts, lengths, rotary, rotary_interleaved, options)
         lengths = append(new, target, lengths, options)
     else:

@@ -39,7 +39,8 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> str:
         args, kwargs: the op's arguments.
 
     Returns:
-        A line a launch: the kernel, its instantiation, grid, warps, pipeline stages and bytes of
+        A line a launch, after the op whose kernels run (v1, v2 and varlen_attention run
+        paged_attention's): the kernel, its instantiation, grid, warps, pipeline stages and bytes of
         shared memory. After "because" comes what each faster kernel lacked, for example an
         unaligned stride.
 

@@ -18,7 +18,7 @@ struct RowState {
   float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // 4 dimensions of the row
 
   // Explicit roundings: else the compiler chooses which product is fused, and it may choose
-  // differently for flag-in-data partials than for counted ones.
+  // differently for flag-in-data partials than for those with a semaphore.
   __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
     sum = __fmaf_rn(weight, other_sum, sum);
     out.x = __fmaf_rn(weight, other.x, out.x);
@@ -100,7 +100,7 @@ struct SharedPartials {
   __device__ __forceinline__ void clear(float4*) const {}
 };
 // the workspace after a semaphore,
-struct CountedPartials : SharedPartials {
+struct SemaphorePartials : SharedPartials {
   template <typename T>
   __device__ __forceinline__ T load(const T* from) const {
     return __ldcg(from);

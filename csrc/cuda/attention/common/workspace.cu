@@ -58,10 +58,10 @@ DecodeWorkspace decode_workspace(void* memory, void* stream) {
     float2* stats = reinterpret_cast<float2*>(take(stats_bytes));
     return {.stats = stats, .out = reinterpret_cast<float*>(take(out_bytes))};
   };
-  const SplitPartials counted = results(kDecodeStatsBytes, kDecodeOutBytes);
+  const SplitPartials by_semaphore = results(kDecodeStatsBytes, kDecodeOutBytes);
   return {.next = counters,
           .semaphores = counters + 1,
-          .counted = counted,
+          .by_semaphore = by_semaphore,
           .flagged = results(kFlaggedStatsBytes, kFlaggedOutBytes)};
 }
 

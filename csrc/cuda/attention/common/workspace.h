@@ -15,11 +15,11 @@ struct SplitPartials {
   float* out;     // [slots][rows][head_size] unnormalized output
 };
 struct DecodeWorkspace {
-  uint32_t* next;         // work tiles handed out; 0 before and after every launch
-  uint32_t* semaphores;   // [slots] finished splits of the query tile whose split 0 has this slot;
-                          // also 0 between launches
-  SplitPartials counted;  // partials that are complete once their semaphore says so
-  SplitPartials flagged;  // flag-in-data partials (split_exchange.cuh), [kFlaggedRows] rows
+  uint32_t* next;        // work tiles handed out; 0 before and after every launch
+  uint32_t* semaphores;  // [slots] finished splits of the query tile whose split 0 has this slot;
+                         // also 0 between launches
+  SplitPartials by_semaphore;  // partials that are complete once their semaphore says so
+  SplitPartials flagged;       // flag-in-data partials (split_exchange.cuh), [kFlaggedRows] rows
 };
 #endif
 

@@ -260,7 +260,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       const bool whole = work_tile.num_splits == 1, flag_in_data = work_tile.flag_in_data;
       const int thread_row = shape.fours.divide(threadIdx.x),
                 d = (threadIdx.x - thread_row * fours) * 4;
-      const SplitPartials& partials = flag_in_data ? workspace.flagged : workspace.counted;
+      const SplitPartials& partials = flag_in_data ? workspace.flagged : workspace.by_semaphore;
       const auto partial_row = [&](int split, int row) {
         return (static_cast<int64_t>(work_tile.slot + split) << shape.work.row_shift) + row;
       };
@@ -334,7 +334,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
                     static_cast<uint32_t>(work_tile.num_splits - 1);
         }
         __syncthreads();
-        if (is_last) combine_splits(std::integral_constant<int, 1>{}, CountedPartials{});
+        if (is_last) combine_splits(std::integral_constant<int, 1>{}, SemaphorePartials{});
       }
       if (index >= count) {
         // CTAs with flag-in-data partials have no other work tile: nothing else is in registers

@@ -223,7 +223,7 @@ struct DecodeWgmmaEpilogue {
   }
   // Addresses in the workspace.
   __device__ __forceinline__ const SplitPartials& results() const {
-    return work_tile.flag_in_data ? workspace.flagged : workspace.counted;
+    return work_tile.flag_in_data ? workspace.flagged : workspace.by_semaphore;
   }
   __device__ __forceinline__ float4* outs_of(int split, int half, int i) const {
     const int64_t slot = static_cast<int64_t>(work_tile.slot + split) << shape.row_shift;

@@ -350,18 +350,18 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     }
   }
 
-  // Stores rows [first, first + rows): the unnormalized output to part_out [rows][pitch], row_max
-  // and row_sum to part_stats [rows].
-  __device__ __forceinline__ void store(int first, int rows, float* part_out, int pitch,
-                                        float2* part_stats, int lane) const {
+  // Stores rows [first, first + rows): the unnormalized output to partial_out [rows][pitch],
+  // row_max and row_sum to partial_stats [rows].
+  __device__ __forceinline__ void store(int first, int rows, float* partial_out, int pitch,
+                                        float2* partial_stats, int lane) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = row_of(lane, tile, j) - first;
         if (static_cast<unsigned>(row) >= static_cast<unsigned>(rows)) continue;
-        if (lane < 4) part_stats[row] = {row_max[tile][j], sum[tile][j]};
-        float* to = part_out + row * pitch;
+        if (lane < 4) partial_stats[row] = {row_max[tile][j], sum[tile][j]};
+        float* to = partial_out + row * pitch;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           if (k * 16 >= head_size) break;

@@ -39,7 +39,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
   static constexpr bool kEarly = kMaxTiles <= 4;
   // 8-bit: ldmatrix loads upcast at once, while the previous ones are multiplied; limited by
   // registers.
-  static constexpr int kPartLoads = kEarly ? 2 : 4;
+  static constexpr int kBatchLoads = kEarly ? 2 : 4;
   static_assert(kMaxHeadSize == 64 || kMaxHeadSize == 128);
 
   float out[kHalves][kMaxTiles][4];  // O^T accumulators: this warp's 16 of 64 dimensions x 8 rows
@@ -294,7 +294,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
                              first * (2 * kChunk >> 4);
     warpgroup_fence_operand(out);
     constexpr int kLoads = Values<kCount>::kLoads,
-                  kBatch = kCacheIs16Bit ? kLoads : std::min(kLoads, kPartLoads);
+                  kBatch = kCacheIs16Bit ? kLoads : std::min(kLoads, kBatchLoads);
 #pragma unroll
     for (int begin = 0; begin < kLoads; begin += kBatch) {
 #pragma unroll
@@ -307,17 +307,17 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
           warpgroup_fence_operand(to);
         } else {
 #pragma unroll
-          for (int part = 0; part < 2; ++part) {
-            uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + part][kHalves == 2 ? part : 0];
+          for (int half = 0; half < 2; ++half) {
+            uint32_t (&to)[4] = a[kHalves == 2 ? i : 2 * i + half][kHalves == 2 ? half : 0];
             if constexpr (kRows) {
               // 2 tokens x 2 dimensions -> both tokens of the even dimension, then of the odd one.
-              const uint32_t low = __byte_perm(from[2 * part], 0, 0x3120);
-              const uint32_t high = __byte_perm(from[2 * part + 1], 0, 0x3120);
+              const uint32_t low = __byte_perm(from[2 * half], 0, 0x3120);
+              const uint32_t high = __byte_perm(from[2 * half + 1], 0, 0x3120);
               upcast4<Cache>(low, to[0], to[1]);
               upcast4<Cache>(high, to[2], to[3]);
             } else {
-              upcast4<Cache>(from[2 * part], to[0], to[2]);
-              upcast4<Cache>(from[2 * part + 1], to[1], to[3]);
+              upcast4<Cache>(from[2 * half], to[0], to[2]);
+              upcast4<Cache>(from[2 * half + 1], to[1], to[3]);
             }
             warpgroup_fence_operand(to);
           }
@@ -415,7 +415,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
     float c[kUsed][4];
     uint32_t a[kSteps][4];
     const uint64_t queries = matrix_descriptor(query >> 4 & 0x3fff, kChunk, 128, Swizzle::kNone);
-    constexpr int kBatch = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kPartLoads);
+    constexpr int kBatch = kCacheIs16Bit ? Keys::kLoads : std::min(Keys::kLoads, kBatchLoads);
 #pragma unroll
     for (int first = 0; first < Keys::kLoads; first += kBatch) {
 #pragma unroll

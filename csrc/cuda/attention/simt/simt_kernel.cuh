@@ -6,7 +6,7 @@
 // dimensions lane, lane + 32, ... The warps' partials are combined in shared memory.
 //
 // Few query tokens over long sequences are split: each CTA leaves a partial in the workspace, and
-// the last CTA of a (query token, head chunk) combines them (semaphore, then counted partials).
+// the last CTA of a (query token, head chunk) combines them (by a semaphore).
 // Nothing is read before the PDL wait.
 #pragma once
 #include <algorithm>
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
       cta.write(head, four * 4, row);
     } else {
       const int64_t at = partial_row(head) + split;
-      reinterpret_cast<float4*>(workspace.counted.out)[at * fours + four] = row.out;
-      if (four == 0) workspace.counted.stats[at] = {row.row_max, row.sum};
+      reinterpret_cast<float4*>(workspace.by_semaphore.out)[at * fours + four] = row.out;
+      if (four == 0) workspace.by_semaphore.stats[at] = {row.row_max, row.sum};
     }
   }
   if (num_splits == 1) return;
@@ -306,9 +306,9 @@ __global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
     const int head = i / fours, four = i % fours;
     RowState row;
     row.combine<1>(
-        num_splits, workspace.counted.stats + partial_row(head), 1,
-        reinterpret_cast<float4*>(workspace.counted.out) + partial_row(head) * fours + four, fours,
-        CountedPartials{});
+        num_splits, workspace.by_semaphore.stats + partial_row(head), 1,
+        reinterpret_cast<float4*>(workspace.by_semaphore.out) + partial_row(head) * fours + four,
+        fours, SemaphorePartials{});
     cta.write(head, four * 4, row);
   }
 }

@@ -39,7 +39,7 @@ struct Sm80Shared {
   // 8-bit caches: undoes a query row's scaling, times k_scale.
   float factors[Config::kCacheIs8Bit ? Config::kWarps * Config::kWarpRows : 1];
   WarpVisible warp_visible[Config::kWarps];
-  GroupAddress addresses[kCopyParts][kListedTiles];
+  GroupAddress addresses[kCopySlices][kListedTiles];
   alignas(
       Scheduler) char scheduler_storage[32 * sizeof(Scheduler)];  // a scheduler per lane of warp 0
 
@@ -290,21 +290,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (shared.work_tiles[0].seq < 0) return;
 
   // Built anew for each KV tile: what depends on the thread would hold registers in between.
-  const auto producer = [&](uint32_t copy_part) {
+  const auto producer = [&](uint32_t copy_slice) {
     return Sm80Producer<Config>{.p = p,
                                 .shape = shape,
-                                .addresses = shared.addresses[copy_part],
+                                .addresses = shared.addresses[copy_slice],
                                 .stages = shared_address(memory),
-                                .copy_part = copy_part,
+                                .copy_slice = copy_slice,
                                 .lane = opaque(threadIdx.x) % 32u};
   };
-  // Calls action(i) for this warp's parts of a KV tile's copies.
-  const auto for_each_part = [&](const auto& action) {
+  // Calls action(i) for this warp's slices of a KV tile's copies.
+  const auto for_each_slice = [&](const auto& action) {
     uint32_t i = opaque(threadIdx.x) / 32u;
 #pragma unroll 1
     do {
       action(i);
-    } while ((i += blockDim.x / 32) < kCopyParts);
+    } while ((i += blockDim.x / 32) < kCopySlices);
   };
   Sm80Consumer<Config> consumer = {
       .p = p, .shape = shape, .factors = shared.factors, .warp_visible = shared.warp_visible};
@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const auto start_copies = [&](const Sm80Tile& work_tile, int tile, bool is_first, int stage,
                                 int phase) {
     barrier_wait(shared_address(&shared.empty[stage]), phase ^ 1);
-    for_each_part([&](uint32_t copy_part) {
-      producer(copy_part).start(work_tile, tile, is_first, stage, shared.present[stage]);
+    for_each_slice([&](uint32_t copy_slice) {
+      producer(copy_slice).start(work_tile, tile, is_first, stage, shared.present[stage]);
     });
     if constexpr (!Config::kCacheIs8Bit) {
 #pragma unroll
@@ -350,8 +350,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const uint32_t full = shared_address(&shared.full[stage]);
       if constexpr (Config::kCacheIs8Bit) {
         wait_all_copies();
-        for_each_part(
-            [&](uint32_t copy_part) { producer(copy_part).dequantize(work_tile, tile, stage); });
+        for_each_slice(
+            [&](uint32_t copy_slice) { producer(copy_slice).dequantize(work_tile, tile, stage); });
         barrier_arrive_warp(full, opaque(threadIdx.x) % 32);
       }
       const int first_tile = work_tile.first_tile, request_tile = work_tile.request_tile;

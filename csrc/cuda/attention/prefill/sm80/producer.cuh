@@ -54,9 +54,9 @@ struct TokenAddress {
   }
 };
 
-// The copies of a KV tile are cut into kCopyParts, one for a warp at a time. Part i has tokens
+// The copies of a KV tile are cut into kCopySlices, one for a warp at a time. Part i has tokens
 // 16 (i % 4) .. + 15, and half i / 4 of their dimensions.
-constexpr int kCopyParts = 8;
+constexpr int kCopySlices = 8;
 template <typename Config>
 struct Sm80Producer {
   static constexpr bool kRowForm = Config::kForm == KvForm::kSwizzledRows;
@@ -64,8 +64,8 @@ struct Sm80Producer {
   static constexpr int kGroups = Config::kTokens / 16;
   static constexpr int kChunkElements = Config::kChunkElements;      // of a 16-byte chunk
   static constexpr int kLaneChunks = Config::kLaneChunks;            // of K, and as many of V
-  static constexpr int kTokenChunks = 2 * kLaneChunks;               // of a token, in a part
-  static constexpr int kDimensions = kTokenChunks * kChunkElements;  // of a part
+  static constexpr int kTokenChunks = 2 * kLaneChunks;               // of a token, in a slice
+  static constexpr int kDimensions = kTokenChunks * kChunkElements;  // of a slice
   // kRowForm: adjacent lanes that copy one row, and chunks of a lane in that row.
   static constexpr int kRowLanes = kTokenChunks & -kTokenChunks,
                        kRowChunks = kTokenChunks / kRowLanes;
@@ -73,9 +73,9 @@ struct Sm80Producer {
 
   const PagedAttentionParams& p;
   const Sm80Shape& shape;
-  GroupAddress* addresses;  // list of this part's groups
+  GroupAddress* addresses;  // list of this slice's groups
   uint32_t stages;          // shared address of the stages of K and V, then of the raw chunks
-  uint32_t copy_part, lane;
+  uint32_t copy_slice, lane;
 
   __device__ __forceinline__ uint32_t key_at(int stage) const {
     return stages + stage * 2 * kTileBytes;
@@ -83,7 +83,7 @@ struct Sm80Producer {
   __device__ __forceinline__ uint32_t value_at(int stage) const {
     return key_at(stage) + kTileBytes;
   }
-  // First token of this part's group in a KV tile.
+  // First token of this slice's group in a KV tile.
   __device__ __forceinline__ int first_of(int tile) const {
     return tile * Config::kTokens + static_cast<int>(group()) * 16;
   }
@@ -110,8 +110,8 @@ struct Sm80Producer {
         if (!Config::kCacheIs8Bit) mask_values(masked_tokens(work_tile, first), stage);
       }
     }
-    if (lane == 0 && copy_part < kGroups) {
-      reinterpret_cast<uint16_t*>(present)[copy_part] = static_cast<uint16_t>(present_tokens);
+    if (lane == 0 && copy_slice < kGroups) {
+      reinterpret_cast<uint16_t*>(present)[copy_slice] = static_cast<uint16_t>(present_tokens);
     }
   }
 
@@ -129,18 +129,18 @@ struct Sm80Producer {
   }
 
  private:
-  __device__ __forceinline__ uint32_t group() const { return copy_part % kGroups; }
+  __device__ __forceinline__ uint32_t group() const { return copy_slice % kGroups; }
   // Chunk i of this lane, of K and of V in rows: token (of 16) and chunk of that token.
   __device__ __forceinline__ uint32_t token(int i) const {
     return kRowForm ? lane / kRowLanes + 32 / kRowLanes * (i / kRowChunks) : lane % 16;
   }
   __device__ __forceinline__ uint32_t chunk(int i) const {
-    return copy_part / kGroups * kTokenChunks +
+    return copy_slice / kGroups * kTokenChunks +
            (kRowForm ? lane % kRowLanes + i % kRowChunks * kRowLanes : lane / 16 + 2 * i);
   }
   // Chunk i of this lane, of V in layout vllm: its dimension. It has 16 (8-bit) or 8 tokens.
   __device__ __forceinline__ uint32_t dimension(int i) const {
-    return copy_part / kGroups * kDimensions +
+    return copy_slice / kGroups * kDimensions +
            (Config::kCacheIs8Bit ? lane + 32 * i : lane / 2 + 16 * i);
   }
   // Shared addresses that chunk i is copied to.
@@ -165,7 +165,7 @@ struct Sm80Producer {
   }
   __device__ __forceinline__ uint32_t raw_at(int chunk_index) const {
     return stages + shape.stages * 2 * kTileBytes +
-           ((chunk_index * kCopyParts + copy_part) * 32 + lane) * 16;
+           ((chunk_index * kCopySlices + copy_slice) * 32 + lane) * 16;
   }
   // Byte offsets in a KV tile: 8 dimensions of a token; 8 tokens of a dimension of V^T.
   __device__ __forceinline__ uint32_t row_chunk(uint32_t token, uint32_t chunk) const {
@@ -215,7 +215,7 @@ struct Sm80Producer {
 
   // Whether a chunk belongs to the padded head. Past the head size it is zeros.
   static __device__ __forceinline__ bool in_tile(uint32_t chunk) {
-    constexpr bool kAll = kCopyParts / kGroups * kDimensions == kHeadSize;
+    constexpr bool kAll = kCopySlices / kGroups * kDimensions == kHeadSize;
     return kAll || chunk * kChunkElements < kHeadSize;
   }
   // Bytes of a copy that are read; cp.async fills the rest with zeros.
