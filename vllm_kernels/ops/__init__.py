@@ -10,15 +10,13 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from vllm_kernels import _library
 from vllm_kernels.ops import activation, attention, cache, cascade, norm, norm_quant, rotary
 from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops._explain import explain
+from vllm_kernels.ops._fake import register_fakes
 from vllm_kernels.ops.activation import *  # noqa: F403
 from vllm_kernels.ops.attention import *  # noqa: F403
 from vllm_kernels.ops.cache import *  # noqa: F403
@@ -52,37 +50,5 @@ def check() -> None:
         library_ops.raise_bad_index.default()
 
 
-def _fake(op: str) -> Callable[..., None]:
-    """What runs for fake and meta tensors. torch calls it for a call with any meta tensor, too."""
-    names = [argument.name for argument in getattr(library_ops, op).default._schema.arguments]
-
-    def fake(*args: object, **kwargs: object) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = [
-            (name, tensor)
-            for name, value in given.items()
-            if not (op.startswith("copy_blocks") and name == "block_mapping")  # may be on the CPU
-            for tensor in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(tensor, Tensor)
-        ]
-        meta = next((name for name, tensor in tensors if tensor.is_meta), None)
-        real = next(((name, tensor) for name, tensor in tensors if not tensor.is_meta), None)
-        if meta is not None and real is not None:
-            raise RuntimeError(
-                f"{op}: {meta}: expected a tensor on {real[1].device} (from {real[0]}), got meta"
-            )
-
-    return fake
-
-
-def _register_fakes() -> None:
-    """All ops write into their arguments and return nothing."""
-    for name in OPS:
-        if name == "swap_blocks":  # its mapping is on the CPU, wherever the caches are
-            torch.library.register_fake("vllm_kernels::swap_blocks")(lambda *args, **kwargs: None)
-        else:
-            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(name))
-
-
-_register_fakes()
+register_fakes(OPS)
 _library.explain_missing_cuda(OPS)

@@ -220,8 +220,8 @@ def paged_attention(
 
     the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
     ``lse = log(sum exp(s(t)) + exp(sink))``, without exp(sink) if there are no sinks. A query
-    token without visible tokens (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon
-    et al. 2023, arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    token without visible tokens gives 0 and -inf (its sink); with causal=True, one of negative
+    position too. ``return_lse`` changes no bit of out. (Pages: Kwon et al. 2023, arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
     Slots that are visible to no query token of the sequence may hold anything. The visible ones of
@@ -241,12 +241,15 @@ def paged_attention(
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
             sequence's end, before its window) are ignored.
-        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA a call whose
-            seq_lens or query_start_loc change while it runs may not end.
-        scale: of the product; head_size ** -0.5 by default.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included. A length above 0 but less
+            than the sequence's query tokens is an error if causal. CUDA reports it only with
+            VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions give 0. On CUDA a call
+            whose seq_lens or query_start_loc change while it runs may not end.
+        scale: of the product, finite; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
-            None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
-            0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
+            None: one a sequence. Tokens that no sequence owns get 0 and lse -inf; a given out stays
+            as it is there. Padded rows of 0 tokens and 0 query tokens, as BatchBuffers has them,
+            are fine.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
             kernel by it, so give it wherever a batch has several tokens. Where it is too low, a CPU
             raises and CUDA leaves a sequence's tokens past it out.
@@ -254,8 +257,9 @@ def paged_attention(
         sliding_window: tokens visible to a query token, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32,
+            finite and > 0, one element or [num_kv_heads]; None stands for 1. (CUDA reports others
+            only with VLLM_KERNELS_CHECK=1.)
         layout: "vllm", "NHD" or "HND". NHD taken for HND is no error where head numbers fit.
         out: like query, written; the stride between tokens is free. None: a new tensor.
         return_lse: whether to return the log-sum-exp as well.
@@ -285,8 +289,8 @@ def paged_attention(
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a length, block id or query_start_loc out of range, before anything is written; on CUDA
-            such a row is contained (clamped, skipped).
+            a length, block id, query_start_loc or scale out of range, before anything is written;
+            on CUDA such a row is contained (clamped, skipped).
     """
     if is_grad_enabled():
         inference_only(
@@ -299,9 +303,7 @@ def paged_attention(
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
         max_query_len = 1 if query_start_loc is None else query.shape[0]
-    if out is None:
-        out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    out, lse = _results(query, out, return_lse, query_start_loc)
     op = _traced if is_dynamo_compiling() else _direct
     try:
         op(
@@ -313,6 +315,19 @@ def paged_attention(
         refuse_numbers("paged_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
         raise
     return out if lse is None else (out, lse)
+
+
+def _results(
+    query: Tensor, out: Tensor | None, return_lse: bool, query_start_loc: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse. Without query_start_loc the op writes all of them. With it, tokens that no
+    sequence owns keep what is set here: 0 (but not in a given out) and -inf."""
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    if query_start_loc is None:
+        return query.new_empty(query.shape) if out is None else out, lse
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    return query.new_zeros(query.shape) if out is None else out, lse
 
 
 def varlen_attention(
@@ -353,7 +368,8 @@ def varlen_attention(
             float8_e5m2 or int8; the strides of tokens and heads are free (slices of a packed QKV
             product need no copy). num_heads is a multiple of num_kv_heads.
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
-            last one ends. Query tokens that no sequence owns are left as they are.
+            last one ends. Query tokens that no sequence owns get 0 and lse -inf; a given out stays
+            as it is there.
         causal: whether keys after a query token's position are invisible to it.
         window: (left, right): visible keys before and after the position; -1: all.
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
@@ -376,9 +392,7 @@ def varlen_attention(
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
         max_query_len = query.shape[0]
-    if out is None:
-        out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    out, lse = _results(query, out, return_lse, query_start_loc)
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
     try:
         op(
@@ -455,7 +469,7 @@ def fused_decode_attention(
             change while it runs may not end.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
-        epsilon: of the norm, >= 0.
+        epsilon: of the norm, finite, >= 0.
         scale, alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, workspace,
             fixed_split_size: as :func:`paged_attention` has them.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
