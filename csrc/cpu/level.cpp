@@ -12,7 +12,7 @@
 #include <unistd.h>
 #endif
 
-#include "ops/environment.h"
+#include "environment.h"
 
 namespace vllm_kernels::cpu {
 namespace {

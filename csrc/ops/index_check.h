@@ -23,7 +23,8 @@ struct IndexBounds {
   int64_t max_increase = -1;
   // Lengths, if not null, [n + 1]: one that is not 0 must not be less than its row's query tokens.
   const int32_t* query_start_loc = nullptr;
-  // float32: the bounds are those of the bits. Bits of finite numbers > 0 are in [1, kInfinityBits).
+  // float32: the bounds are those of the bits. Bits of finite numbers > 0 are in [1,
+  // kInfinityBits).
   bool is_scale = false;
   static constexpr int64_t kInfinityBits = 0x7f800000;
 
@@ -60,7 +61,7 @@ struct IndexCheckParams {
   bool one_dimensional;
   int64_t rows;
   int64_t columns;
-  int64_t row_stride;  // elements
+  int64_t row_stride;        // elements
   int64_t first_column = 0;  // of the tensor, for the message
 
   // With row_lengths, only columns whose tokens some query token of the row sees are checked.

@@ -10,7 +10,7 @@
 #include <set>
 #include <string>
 
-#include "ops/environment.h"
+#include "environment.h"
 
 namespace vllm_kernels {
 

@@ -186,8 +186,11 @@ def test_bad_input(device):
         (BLOCK, (out, x, scales, 64, None, True), r"scales: expected stride 1 in dimension 0, for"),
         (BLOCK, (out, x, x[:, :2], 64), r"scales and input overlap in memory$"),
         *[
-            (STATIC, (out, x, torch.tensor(bad)),
-             rf"scale\[0\] = {bad:g}: expected a finite number > 0$")
+            (
+                STATIC,
+                (out, x, torch.tensor(bad)),
+                rf"scale\[0\] = {bad:g}: expected a finite number > 0$",
+            )
             for bad in (float("nan"), float("inf"), 0.0, -1.0)
             if device == "cpu"
         ],

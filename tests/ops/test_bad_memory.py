@@ -20,7 +20,9 @@ def freed(x: Tensor) -> Tensor:
 def test_freed_storage(device):
     x, weight = torch.randn(4, 64, device=device), torch.ones(64, device=device)
     out = torch.empty_like(x)
-    gone = r"expected memory for all elements, got shape \[4, 64\] in a storage of 0 bytes at a null"
+    gone = (
+        r"expected memory for all elements, got shape \[4, 64\] in a storage of 0 bytes at a null"
+    )
     with raises(rf"^rms_norm: input: {gone} pointer; was it freed\?$"):
         vllm_kernels.rms_norm(out, freed(x.clone()), weight, EPS)
     with raises(rf"^rms_norm: out: {gone}"):
@@ -42,7 +44,9 @@ def test_cut_storage(device):
     x, weight = torch.randn(4, 64, device=device), torch.ones(64, device=device)
     out = torch.empty_like(x)
     x.untyped_storage().resize_(4 * 64 * 4 - 4)
-    with raises(r"^rms_norm: input: .* got shape \[4, 64\] in a storage of 1020 bytes; was it freed"):
+    with raises(
+        r"^rms_norm: input: .* got shape \[4, 64\] in a storage of 1020 bytes; was it freed"
+    ):
         vllm_kernels.rms_norm(out, x, weight, EPS)
     x.untyped_storage().resize_(4 * 64 * 4)
     vllm_kernels.rms_norm(out, x, weight, EPS)

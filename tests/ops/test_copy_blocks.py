@@ -165,7 +165,7 @@ def test_layers_of_one_tensor_do_not_overlap(device):
     shifted = packed.view(20, -1)
     with raises(r"^copy_blocks: key_caches\[0\] and value_caches\[0\] overlap in memory$"):
         vllm_kernels.copy_blocks([shifted[:, :64]], [shifted[:, 63:127]], pairs)
-    with raises(r"^copy_blocks: key_caches\[0\] and value_caches\[0\] overlap in memory$"):
+    with raises(r"^copy_blocks: value_caches\[0\] and key_caches\[0\] overlap in memory$"):
         # Around the end of a row: its last elements are those before the next row's first ones.
         width = shifted.shape[1]
         ends = packed.view(-1).as_strided((18, 64), (width, 1), 2 * width - 32)

@@ -32,7 +32,7 @@ def bad_calls(**options: object) -> list[tuple[str, tuple, str]]:
         ("rms_norm", (x, x, weight[:32], EPS), r"weight: expected hidden_size = 64 \(from input\)"),
         ("rms_norm", (x, x, weight, -1.0), r"epsilon: expected a number >= 0, got -1"),
         ("silu_and_mul", (x, x), r"out: expected the shape of input, \[4, 64\], with the last dim"),
-        ("rotary_embedding", (slots, x, None, 64, x, True), r"query: expected tokens = 3 \(from po"),
+        ("rotary_embedding", (slots, x, None, 64, x, True), r"query: expected tokens = 3 \(from p"),
         ("reshape_and_cache_flash", (rows, rows, cache, cache.half(), slots, "auto", one, one),
          r"value_cache: expected float32 \(from kv_cache_dtype = \"auto\"\), got float16$"),
         ("copy_blocks", ([cache], [cache[:2]], pairs), r"value_caches: expected num_blocks = 4"),

@@ -443,9 +443,18 @@ def test_sizes_beyond_32_bits(device):
     ints = torch.zeros(1, 1, dtype=torch.int32, device=device)
     cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
     for shape, message in (
-        ((1, 2**31, 1, 32), r"key_cache: expected block_size < 2\^31, got shape \[1, 2147483648, 1,"),
-        ((1, 2**32 + 4, 1, 32), r"key_cache: expected block_size < 2\^31, got shape \[1, 4294967300"),
-        ((2**31, 4, 1, 32), r"key_cache: expected num_blocks \* block_size < 2\^31, got 2147483648 "),
+        (
+            (1, 2**31, 1, 32),
+            r"key_cache: expected block_size < 2\^31, got shape \[1, 2147483648, 1,",
+        ),
+        (
+            (1, 2**32 + 4, 1, 32),
+            r"key_cache: expected block_size < 2\^31, got shape \[1, 4294967300",
+        ),
+        (
+            (2**31, 4, 1, 32),
+            r"key_cache: expected num_blocks \* block_size < 2\^31, got 2147483648 ",
+        ),
         ((2**52, 16, 1, 32), r"key_cache: expected num_blocks \* block_size < 2\^31, got "),
     ):
         large = cache.expand(shape)
@@ -455,7 +464,9 @@ def test_sizes_beyond_32_bits(device):
     with raises(r"^cp_gather_cache: src_cache: expected block_size < 2\^31, got shape"):
         vllm_kernels.cp_gather_cache(cache[0].expand(1, 2**32, 32), rows[:, 0], ints, cu, 1)
     table = torch.empty(1, 2**31, dtype=torch.int32, device="meta")
-    with raises(r"^cp_gather_cache: block_table: expected blocks_per_seq < 2\^31, got shape \[1, 2"):
+    with raises(
+        r"^cp_gather_cache: block_table: expected blocks_per_seq < 2\^31, got shape \[1, 2"
+    ):
         torch.ops.vllm_kernels.cp_gather_cache(
             cache[0].to("meta"), rows[:, 0].to("meta"), table, cu.to("meta"), 1
         )

@@ -123,9 +123,7 @@ def test_bad_scales_on_the_cpu():
     for value, text in ((NAN, "nan"), (math.inf, "inf"), (0.0, "0"), (-0.5, "-0.5"), (-0.0, "-0")):
         for name, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
             bad = torch.tensor([1.0, value])
-            with raises(
-                rf"^paged_attention: {name}\[1\] = {text}: expected a finite number > 0$"
-            ):
+            with raises(rf"^paged_attention: {name}\[1\] = {text}: expected a finite number > 0$"):
                 vllm_kernels.paged_attention(*call, layout="NHD", **{name: bad, other: good})
     tiny = torch.tensor(1e-45)  # denormal, but a number
     vllm_kernels.paged_attention(*call, layout="NHD", k_scale=tiny, v_scale=tiny)

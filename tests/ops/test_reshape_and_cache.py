@@ -385,9 +385,7 @@ def test_bad_scales_on_the_cpu(op):
                 caches_ = caches(op, torch.float32, kind, "cpu")
                 before = [bits(cache).clone() for cache in caches_]
                 for name, given in (("k_scale", (bad, good)), ("v_scale", (good, bad))):
-                    with raises(
-                        rf"^{op}: {name}\[0\] = {text}: expected a finite number > 0$"
-                    ):
+                    with raises(rf"^{op}: {name}\[0\] = {text}: expected a finite number > 0$"):
                         getattr(vllm_kernels, op)(key, value, *caches_, slots, kind, *given)
                 assert all(torch.equal(bits(a), b) for a, b in zip(caches_, before))
         unused = torch.tensor([value_])  # with "auto" scales are not read

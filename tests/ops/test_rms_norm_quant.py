@@ -349,7 +349,10 @@ def test_bad_input(device, name):
             ({"scale": a["scale"].half()}, r"scale: expected float32, got float16"),
             ({"scale": 0.5}, r"scale: expected a float32 tensor of one element, got 0\.5$"),
             *[
-                ({"scale": torch.tensor(bad)}, rf"scale\[0\] = {bad:g}: expected a finite number > 0")
+                (
+                    {"scale": torch.tensor(bad)},
+                    rf"scale\[0\] = {bad:g}: expected a finite number > 0",
+                )
                 for bad in (float("nan"), float("inf"), -1.0)
                 if device == "cpu"
             ],

@@ -221,7 +221,8 @@ def paged_attention(
     the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
     ``lse = log(sum exp(s(t)) + exp(sink))``, without exp(sink) if there are no sinks. A query
     token without visible tokens gives 0 and -inf (its sink); with causal=True, one of negative
-    position too. ``return_lse`` changes no bit of out. (Pages: Kwon et al. 2023, arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    position too. ``return_lse`` changes no bit of out. (Pages: Kwon et al. 2023,
+    arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
     Slots that are visible to no query token of the sequence may hold anything. The visible ones of

@@ -14,8 +14,8 @@
 #include <string>
 #include <string_view>
 
+#include "environment.h"
 #include "ops/dtype.h"
-#include "ops/environment.h"
 #include "ops/rows.h"
 #include "torch_ops/base/schema_types.h"
 
@@ -87,7 +87,7 @@ class Argument {
   // --- checks on the memory
   Argument& inner_contiguous();  // last stride 1
   Argument& contiguous();
-  Argument& on_cpu();  // or meta
+  Argument& on_cpu();   // or meta
   Argument& written();  // no two elements share an address
 
   [[noreturn]] void fail(const std::string& expected_and_got) const;

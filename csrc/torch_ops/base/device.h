@@ -75,10 +75,14 @@ void launch(const Params& params, const Tensor& on) {
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 #define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(CUDA, library)
 #else
-#define VLLM_KERNELS_IMPL(library)                                                              \
-  static void register_ops(torch::stable::detail::StableLibrary&);                              \
-  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, CPU, on_cpu) { register_ops(on_cpu); }                 \
-  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels_checks, Meta, on_meta) { register_ops(on_meta); }       \
+#define VLLM_KERNELS_IMPL(library)                                 \
+  static void register_ops(torch::stable::detail::StableLibrary&); \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, CPU, on_cpu) {           \
+    register_ops(on_cpu);                                          \
+  }                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels_checks, Meta, on_meta) {  \
+    register_ops(on_meta);                                         \
+  }                                                                \
   static void register_ops(torch::stable::detail::StableLibrary& library)
 #endif
 #define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \

@@ -127,9 +127,7 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
     }
   }
   check_index(expect, table, {.noun = "a block", .low = 0, .high = num_blocks},
-              {.rows = batch_size,
-               .tokens_per_column = tokens_per_block,
-               .row_lengths = counts});
+              {.rows = batch_size, .tokens_per_column = tokens_per_block, .row_lengths = counts});
   const UpconvertMlaParams params{.cache = src.data(),
                                   .block_stride = src.stride(0),
                                   .token_stride = src.stride(1),

@@ -78,7 +78,8 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
   expect.apart({vc, kc, q}, read);
   const int64_t num_slots = count_slots(kc, kv.num_blocks, kv.block_size);
   if (num_tokens == 0) return;
-  RopeAndCacheParams params = pack_rope(expect, tables, q, sizes.head_size, checked_epsilon, is_neox);
+  RopeAndCacheParams params =
+      pack_rope(expect, tables, q, sizes.head_size, checked_epsilon, is_neox);
   check_slots(expect, slots, num_slots);
 
   params.query = projected_heads(q, q_gain);
