@@ -304,7 +304,9 @@ def paged_attention(
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
         max_query_len = 1 if query_start_loc is None else query.shape[0]
-    out, lse = _results(query, out, return_lse, query_start_loc)
+    lse = None
+    if out is None or return_lse:
+        out, lse = _results(query, out, return_lse, query_start_loc)
     op = _traced if is_dynamo_compiling() else _direct
     try:
         op(
@@ -393,7 +395,9 @@ def varlen_attention(
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
         max_query_len = query.shape[0]
-    out, lse = _results(query, out, return_lse, query_start_loc)
+    lse = None
+    if out is None or return_lse:
+        out, lse = _results(query, out, return_lse, query_start_loc)
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
     try:
         op(

@@ -85,14 +85,14 @@ void launch_plan(Plan plan, const Tensor& query) {
 }
 
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
-  if (query.is_meta()) return;
+  if (params.query == nullptr) return;  // a meta tensor
   if (report_cpu_kernel("paged_attention", "decode")) return;
   launch_plan<cpu::DecodeCombine>(cpu::plan_decode(params, torch::stable::get_num_threads()),
                                   query);
 }
 
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
-  if (query.is_meta()) return;
+  if (given.query == nullptr) return;  // a meta tensor
   const PagedAttentionParams params = cpu::tighten_bounds(given);
   if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
   if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))

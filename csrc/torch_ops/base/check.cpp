@@ -256,10 +256,11 @@ Argument& Argument::written() {
 // A storage may be freed, or cut, while tensors still point into it.
 void Argument::require_memory(int64_t storage_offset, int64_t storage_bytes) const {
   const int64_t elements = span_elements(*this);
-  if (elements == 0 || is_meta()) return;
+  if (elements == 0) return;
   const int64_t size = element_size();
   const bool null = reinterpret_cast<intptr_t>(data_) == storage_offset * size;
   if (!null && (storage_offset + elements) * size <= storage_bytes) return;
+  if (is_meta()) return;
   fail("expected memory for all elements, got shape " + shape_text() + " in a storage of " +
        std::to_string(storage_bytes) + " bytes" + (null ? " at a null pointer" : "") +
        "; was it freed?");

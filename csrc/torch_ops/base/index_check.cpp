@@ -2,6 +2,8 @@
 // kernel in check mode (cuda/base/index_check.h).
 #include "torch_ops/base/index_check.h"
 
+#include <algorithm>
+#include <cfloat>
 #include <stdexcept>
 
 #include "torch_ops/base/device.h"
@@ -43,10 +45,11 @@ void scan(const IndexCheckParams& params, const Argument& values) {
 
 template <typename Int>
 void scan_as(const IndexCheckParams& p) {
+  IndexBounds bounds = p.bounds;
+  const bool varies = bounds.max_increase >= 0 || bounds.query_start_loc != nullptr;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
-    const IndexBounds bounds =
-        p.columns > 1 ? p.bounds : p.bounds_of(row, values[0], row > 0 ? values[-p.row_stride] : 0);
+    if (varies) bounds = p.bounds_of(row, values[0], row > 0 ? values[-p.row_stride] : 0);
     const ColumnRange used = p.used_columns(row);
     for (int64_t column = used.begin; column < used.end; ++column) {
       const int64_t value = values[column];
@@ -88,7 +91,13 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
 }
 
 void check_scale(const Expect& expect, const Argument& scale) {
-  if (scale.data() == nullptr) return;
+  if (scale.data() == nullptr) return;  // no elements, or a meta tensor
+  const int64_t count = scale.numel();
+  if constexpr (kOnCpu) {
+    const float* values = scale.as<const float>();
+    const auto good = [](float value) { return value > 0 && value <= FLT_MAX; };
+    if (std::all_of(values, values + count, good)) return;
+  }
   scan({.op = expect.op(),
         .argument = scale.name(),
         .bounds = {.noun = "a finite number > 0",
@@ -98,7 +107,7 @@ void check_scale(const Expect& expect, const Argument& scale) {
         .values = scale.data(),
         .is_int64 = false,
         .one_dimensional = true,
-        .rows = scale.numel(),
+        .rows = count,
         .columns = 1,
         .row_stride = 1},
        scale);

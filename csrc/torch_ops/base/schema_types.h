@@ -24,9 +24,10 @@ class Tensor {
 
   // Without memory: only its arguments are checked (torch.ops.vllm_kernels_checks).
   bool is_meta() const {
+    static const int32_t kMeta = aoti_torch_device_type_meta();
     int32_t type = -1;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(get(), &type));
-    return type == aoti_torch_device_type_meta();
+    return type == kMeta;
   }
 
  private:
