@@ -155,7 +155,10 @@ def test_lines_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"prompt": [2] * 64}, "prompt: expected fewer than 64 tokens (max_length), got 64"),
         ({"prompt": [2], "max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"prompt": [-1]}, "prompt: expected tokens from 0 to"),
-        ({"prompt": [2], "arrival": math.nan}, "arrival: expected seconds, 0 or more, got nan"),
+        (
+            {"prompt": [2], "arrival": math.nan},
+            "arrival: expected seconds, 0 to 31536000 (a year), got nan",
+        ),
         ({"prompt": [2], "max_tokens": math.inf}, "max_tokens: expected an integer, got inf"),
     ):
         file.write_text(f'{{"prompt": [2], "arrival": 9}}\n{json.dumps(entry)}\n')

@@ -243,9 +243,10 @@ def paged_attention(
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
             sequence's end, before its window) are ignored.
         seq_lens: [num_seqs] int32, in tokens, the query tokens included. A length above 0 but less
-            than the sequence's query tokens is an error if causal. CUDA reports it only with
-            VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions give 0. On CUDA a call
-            whose seq_lens or query_start_loc change while it runs may not end.
+            than the sequence's query tokens is an error if causal, or if window_right is 0. CUDA
+            reports it only with VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions
+            give 0. On CUDA a call whose seq_lens or query_start_loc change while it runs may not
+            end.
         scale: of the product, finite; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns get 0 and lse -inf; a given out stays
@@ -304,9 +305,12 @@ def paged_attention(
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
         max_query_len = 1 if query_start_loc is None else query.shape[0]
-    lse = None
-    if out is None or return_lse:
-        out, lse = _results(query, out, return_lse, query_start_loc)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    if query_start_loc is None:
+        if out is None:
+            out = query.new_empty(query.shape)
+    else:
+        out = _owned_by_nobody(query, out, lse)
     op = _traced if is_dynamo_compiling() else _direct
     try:
         op(
@@ -320,17 +324,11 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def _results(
-    query: Tensor, out: Tensor | None, return_lse: bool, query_start_loc: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """out and lse. Without query_start_loc the op writes all of them. With it, tokens that no
-    sequence owns keep what is set here: 0 (but not in a given out) and -inf."""
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-    if query_start_loc is None:
-        return query.new_empty(query.shape) if out is None else out, lse
+def _owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    """Sets what tokens keep that no sequence owns: lse -inf, and 0 in an out that is made here."""
     if lse is not None:
         lse.fill_(-torch.inf)
-    return query.new_zeros(query.shape) if out is None else out, lse
+    return query.new_zeros(query.shape) if out is None else out
 
 
 def varlen_attention(
@@ -395,9 +393,8 @@ def varlen_attention(
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
         max_query_len = query.shape[0]
-    lse = None
-    if out is None or return_lse:
-        out, lse = _results(query, out, return_lse, query_start_loc)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    out = _owned_by_nobody(query, out, lse)
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
     try:
         op(

@@ -77,6 +77,7 @@ void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& ou
                          .float32()
                          .shape({&num_partials, &num_tokens, &num_heads})
                          .contiguous();
+  const int32_t partials = int32_size(p, "num_partials", num_partials);
   expect.apart(o, {p, l});
   float* out_lse = nullptr;
   if (output_lse) {
@@ -90,21 +91,20 @@ void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& ou
   }
   if (num_tokens == 0 || num_heads == 0) return;
 
-  const CombineAttnPartialsParams params{
-      .output = o.mutable_data(),
-      .output_token_stride = o.stride(0),
-      .output_head_stride = o.stride(1),
-      .output_lse = out_lse,
-      .out_partial = p.data(),
-      .partial_stride = p.stride(0),
-      .token_stride = p.stride(1),
-      .head_stride = p.stride(2),
-      .lse_partial = l.as<const float>(),
-      .num_tokens = num_tokens,
-      .num_partials = int32_size(p, "num_partials", num_partials),
-      .num_heads = int32_size(p, "num_heads", num_heads),
-      .head_size = int32_size(p, "head_size", head_size),
-      .dtype = p.dtype()};
+  const CombineAttnPartialsParams params{.output = o.mutable_data(),
+                                         .output_token_stride = o.stride(0),
+                                         .output_head_stride = o.stride(1),
+                                         .output_lse = out_lse,
+                                         .out_partial = p.data(),
+                                         .partial_stride = p.stride(0),
+                                         .token_stride = p.stride(1),
+                                         .head_stride = p.stride(2),
+                                         .lse_partial = l.as<const float>(),
+                                         .num_tokens = num_tokens,
+                                         .num_partials = partials,
+                                         .num_heads = int32_size(p, "num_heads", num_heads),
+                                         .head_size = int32_size(p, "head_size", head_size),
+                                         .dtype = p.dtype()};
   launch(params, output);
 }
 
