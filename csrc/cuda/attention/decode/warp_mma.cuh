@@ -103,17 +103,16 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int exponent = power_for_half(largest);
-        const float factor = exp2f(static_cast<float>(exponent));
+        const auto [factor, inverse] = query_scale(largest);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
                             pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
         }
-        const float inverse = exp2f(static_cast<float>(-exponent)) * softmax_scale_log2;
+        const float to_log2 = inverse * softmax_scale_log2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
+          scale[tile][j] = __shfl_sync(0xffffffffu, to_log2, ((lane % 4) * 2 + j) * 4);
         }
       }
     }

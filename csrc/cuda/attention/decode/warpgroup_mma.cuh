@@ -129,11 +129,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int exponent = power_for_half(largest);
-        const float factor = exp2f(static_cast<float>(exponent));
-        if (quarter == 0) {
-          store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
-        }
+        const auto [factor, inverse] = query_scale(largest);
+        if (quarter == 0) store_shared(scales + row * 4, inverse);
 #pragma unroll
         for (int i = 0; i < kSteps / 4; ++i) {
           const auto convert = [&](uint32_t& pair) {
