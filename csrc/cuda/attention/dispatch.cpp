@@ -326,10 +326,11 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
       return few_rows();
     }
   }
-  // Sequences of few query tokens, if there can be any, have a concurrent decode launch: those of
-  // one token where tokens see what comes after them, since nothing comes after a sequence's last.
+  // Sequences of few query tokens, if there can be any, have a concurrent decode launch. A call
+  // that is not causal sends it single tokens only: nothing comes after a sequence's last token.
+  // With fixed_split_size the kernel must not depend on the batch, so one kernel takes all.
   if (tensor_cores == kNoObstacle && p.key_start_loc == nullptr && p.num_seqs > 1 &&
-      p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
+      p.fixed_split_size == 0 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
     const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p)) : 1;
     choice.has_concurrent_decode = true;
     choice.min_query_len = few + 1;
