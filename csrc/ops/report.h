@@ -40,8 +40,8 @@ inline void log_report(const std::string& line) {
   if (logged.insert(line).second) std::fprintf(stderr, "vllm_kernels: %s\n", line.c_str());
 }
 
-// True where the call is only explained and must not launch. `describe` is called where somebody
-// wants its text.
+// Returns true if the call is only explained and must not launch. `describe` is called only if its
+// text is needed.
 template <typename Describe>
 bool report(const char* op, const Describe& describe) {
   if (!collected_reports.has_value() && !logs_reports()) return false;

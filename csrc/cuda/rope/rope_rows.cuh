@@ -26,7 +26,7 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
 bool fits_writers(const RopeAndCacheParams& params);
 void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
-// The same for many slots, more than kFewTokens of write_pages.cuh. Requires fits_writers(), and
+// The same for many slots: more than kFewTokens of cache/heuristics.h. Requires fits_writers(), and
 // fits_runs() in layout vllm. Layout NHD needs nothing else.
 bool fits_runs(const RopeAndCacheParams& params);
 void launch_many(const RopeAndCacheParams& params, Stream stream);
