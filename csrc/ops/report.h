@@ -1,4 +1,4 @@
-// What VLLM_KERNELS_LOG=1 and vllm_kernels.explain() say of a call: which kernel runs, and why.
+// Reports for VLLM_KERNELS_LOG=1 and vllm_kernels.explain(): which kernel runs a call, and why.
 //
 // A launcher calls report(op, describe) before it launches. The log prints each new line once to
 // stderr. explain() collects the lines of a thread's calls, which then launch nothing. Each library

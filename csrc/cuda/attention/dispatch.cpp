@@ -133,7 +133,8 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const int element = size_of(kv.dtype), padded = choice.padded_head_size;
   const bool multi_warp = choice.multi_warp;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
-  // In 16 bits a stage that several warps share is twice as large, so at least two warps share it.
+  // In 16 bits, and for heads above 128, at least two warps share a stage. (In 16 bits a shared
+  // stage of heads of 128 is twice as large.)
   choice.consumer_shift = multi_warp && (element == 2 || padded > 128) ? 1 : 0;
   choice.warp_shift =
       decode_row_blocks(padded, multi_warp) > 1 && rows > 8 << choice.consumer_shift ? 4 : 3;

@@ -93,7 +93,7 @@ __device__ __forceinline__ Elements<C, kWidth> round_to(const Vec<T, kWidth>& ve
   return stored;
 }
 
-// Where the cache has a row: its first element, and the stride inside the row.
+// Address of a row in the cache: its first element, and the stride inside the row.
 template <typename C>
 struct CacheRow {
   C* start;

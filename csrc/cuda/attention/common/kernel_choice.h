@@ -23,7 +23,7 @@ enum class AttentionKernel {
   kPrefillSm80,  // prefill/sm80/: mma.sync and cp.async, many query rows
 };
 
-// What kept a faster kernel from being chosen. Bits.
+// Reasons why a faster kernel was not chosen, as bits.
 enum Obstacle : uint32_t {
   kNoObstacle = 0,
   kFloat32 = 1 << 0,      // tensor cores: query of 16 bits

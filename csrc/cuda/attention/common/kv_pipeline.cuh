@@ -61,8 +61,8 @@ struct KvTensorMaps {
   CUtensorMap key, value;
 };
 
-// Min length of a work tile, as a multiple of its pipelines' stages, for which its first pages are
-// prefetched into L2. With shorter tiles the prefetch delays the primary kernel more than it saves.
+// Min length of a work tile whose first pages are prefetched into L2, as a multiple of its
+// pipelines' stages. With shorter tiles the prefetch delays the primary kernel more than it saves.
 // (docs/lab/decode/speculative_prologue.md: b8_c8k 66.9 to 65.9 us; for shorter tiles, b1_c8k 13.8
 // to 14.8.)
 constexpr int kPrefetchLength = 4;

@@ -327,7 +327,7 @@ struct Sm80Producer {
     }
   }
 
-  // How many of 16 tokens of V lie before `begin`. They may hold NaN and must become 0.
+  // The number of V's 16 tokens before `begin`. They may hold NaN and must become 0.
   static __device__ __forceinline__ int masked_tokens(const Sm80Tile& work_tile, int first) {
     return min(16, max(0, work_tile.begin - first));
   }
