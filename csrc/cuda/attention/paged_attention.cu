@@ -1,4 +1,6 @@
-// paged_attention and varlen_attention: launches what choose_kernel() answers.
+// paged_attention and varlen_attention: launches the kernel that choose_kernel() names. A mixed
+// batch gets two launches: prefill, then a concurrent decode launch. ops/paged_attention.h has the
+// shapes, and the head of each kernel's file has its grid and its early reads.
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/decode.h"
 #include "cuda/attention/dispatch.h"

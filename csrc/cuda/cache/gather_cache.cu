@@ -28,7 +28,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // accesses in flight a thread
 
-// How a CTA's work is divided, known at launch.
+// How a CTA's work is divided, computed at launch.
 struct RowVecs {
   int tokens;            // rows of a CTA, at most kMaxTokens
   FastDivisor by_token;  // by the accesses of a row

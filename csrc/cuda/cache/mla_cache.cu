@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// num_splits CTAs gather a sequence. A warp reads an entry, and lane l reads what lane l of
-// concat_and_cache_ds_mla_kernel wrote.
+// num_splits CTAs gather a sequence. A warp reads an entry. Lanes have the same elements as in
+// concat_and_cache_ds_mla_kernel.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     cp_gather_and_upconvert_kernel(UpconvertMlaParams p, FastDivisor splits, int num_splits) {

@@ -302,8 +302,8 @@ void launch_once(const Params& p, Stream stream) {
     }
     const int lanes = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kv.head_size / kWidth)));
     const bool transposed = kv.layout == KvLayout::kVllm;
-    // Whole warps. For many tokens a CTA takes 16, or in layout vllm as many as divide a page, so
-    // that aligned runs of slots are found.
+    // Whole warps. For many tokens a CTA takes 16. In layout vllm it takes as many as divide a
+    // page, so that it finds aligned runs of slots.
     const int warp_tokens = 32 / lanes;
     int tokens = warp_tokens;
     if (w.num_tokens > kFewTokens) {

@@ -125,7 +125,7 @@ struct ValueTile {
   }
 };
 
-// Where the cache has a CTA's chunks of one head.
+// Addresses of a CTA's chunks of one head in the cache.
 template <typename C>
 struct PagesTarget {
   const PagesWrite& p;

@@ -155,7 +155,7 @@ __device__ __forceinline__ void write_rows(const RowsWrite& p, const Keys& given
   }
 }
 
-// Grid and block of write_rows. Few tokens: a CTA takes one token, or as many narrow rows as fill
+// Grid and block of write_rows. Few tokens: a CTA takes one token, or as many short rows as fill
 // two warps. Many tokens: a CTA takes two or more, and a thread `each` of them. So more loads are
 // in flight, and fewer CTAs scan for duplicate slots.
 struct RowsShape {

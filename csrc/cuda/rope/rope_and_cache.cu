@@ -237,7 +237,7 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   // Measured, in us. One token in layout vllm: rope_and_cache_kernel 2.3, launch_writers() 2.9.
   // Rows (layout NHD), from 16 tokens on: launch_writers() 1.31, rope_and_cache_kernel 1.49.
   // launch_many() gains from 1024 tokens on (7.9 instead of 8.2), but not at 256 (2.9 instead of
-  // 2.6).
+  // 2.6); its threshold of 512 slots lies between.
   const bool gains = params.num_tokens >= (paged ? 2 : 16);
   const bool in_writers = stores && gains && fits_writers(params);
   const bool in_many = in_writers && (!paged || fits_runs(params));

@@ -10,8 +10,8 @@
 
 namespace vllm_kernels::cuda {
 
-// Encodes a cache as a tensor of kRank dimensions of 16-bit units. `strides` are in bytes, of all
-// dimensions but the first.
+// Encodes a cache as a tensor of kRank dimensions of 16-bit elements. `strides` are in bytes, of
+// all dimensions but the first.
 template <int kRank>
 CUtensorMap encode_tensor_map(
     void* base, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],

@@ -13,9 +13,9 @@
 // The order of the k index of an mma is free, as long as both operands agree. ldmatrix gives each
 // lane 4 consecutive elements of a 16-byte row of 16 elements. So k slots {2j, 2j+1, 2j+8, 2j+9}
 // stand for elements 4j .. 4j+3. Packed pages use the same order for V's tokens, with 16 bits too.
-// There K's rows are permuted so that P comes out in V's order (page_token() in
-// kv_smem_layout.cuh). With 8-bit rows, the transposing ldmatrix moves pairs of dimensions, so the
-// rows of an output tile are the 8 even dimensions, then the 8 odd ones.
+// Their K rows are permuted so that P comes out in V's order (page_token() in kv_smem_layout.cuh).
+// With 8-bit rows, the transposing ldmatrix moves pairs of dimensions. So the rows of an output
+// tile are the 8 even dimensions, then the 8 odd ones.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -51,7 +51,8 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     return tile * 8 + (lane % 4) * 2 + j;
   }
 
-  // Loads this lane's part of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no row.
+  // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no
+  // row.
   __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -1,5 +1,5 @@
-// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, by one consumer
-// warpgroup (4 warps) with wgmma.
+// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, with wgmma. One
+// consumer warpgroup (4 warps) computes it.
 //
 // As in warp_mma.cuh both products are swapped, and A comes from registers. So every cache type
 // takes the same path: load fragments, upcast them if 8-bit, multiply.
@@ -100,7 +100,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 #pragma unroll 1
     for (int row = thread >> 2; row < rows; row += count >> 2) {
       const Query* from = start(row);
-      // The 4 threads of a row take chunks of 16 dimensions in turn.
+      // Thread `quarter` of a row takes chunks quarter, quarter + 4, ... of 16 dimensions.
       uint4 low[kSteps / 4], high[kSteps / 4];
 #pragma unroll
       for (int i = 0; i < kSteps / 4; ++i) {

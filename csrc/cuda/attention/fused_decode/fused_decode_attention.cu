@@ -1,13 +1,13 @@
-// fused_decode_attention: rotation, cache write and attention of one new token per sequence
-// (ops/fused_decode_attention.h), in one launch where there is a kernel for it. Else rope_and_cache
-// and paged_attention are launched one after the other.
+// fused_decode_attention: rotation, cache write and attention of one new token per sequence.
+// ops/fused_decode_attention.h has the shapes. It is one launch if choose_fused_decode() finds no
+// obstacle. Otherwise rope_and_cache and paged_attention are launched one after the other.
 //
 // The kernel is the decode kernel with one warp per consumer (attention/decode/decode_kernel.cuh),
 // which also prepares the new tokens' heads (new_token.cuh). Layout vllm, pages of up to 16 tokens,
 // heads of up to 128 dimensions.
 //
-// Grid, roles of warps and early reads are the decode kernel's. With a 16-bit cache, the new
-// tokens' positions are read early, too.
+// The decode kernel has the grid, the roles of warps and the early reads. With a 16-bit cache, the
+// new tokens' positions are read early, too.
 #include "cuda/attention/decode/decode_kernel.cuh"
 #include "cuda/attention/dispatch.h"
 #include "cuda/attention/fused_decode/new_token.cuh"
