@@ -58,24 +58,11 @@ step_peers_layer() {  # a layer's ops as one graph; a candidate that hangs ends 
   (. .peers/env.sh; export LD_PRELOAD=/usr/local/nvidia/lib64/libcuda.so.1 PYTHONPATH=$PYTHONPATH:$PWD
    timeout 400 python3 -m benchmarks.bench_layer --out "$OUT/layer.json" ${LAYER_ARGS:-} 2>&1 | tee "$OUT/layer.log" | tail -90)
 }
-# Builds of the CUDA library (LIBS, a folder of .so files) in turns: what differs by 1% shows only so.
-# The one that was there is put back, also where time runs out. Each turn's files stay in $OUT.
-step_compare() (
-  library=vllm_kernels/libvllm_kernels_cuda.so kept=$(mktemp) folder=${LIBS:-.stage/libs}
-  compgen -G "$folder/*.so" > /dev/null || { echo "no .so in $folder"; return 1; }
-  cp "$library" "$kept"
-  trap 'mv "$kept" "$library"' EXIT
-  trap 'exit 1' INT TERM
-  for turn in 1 2; do
-    for build in "$folder"/*.so; do
-      name=$(basename "$build" .so)
-      cp "$build" "$library"
-      echo "== $name, turn $turn"
-      DECODE_ARGS="--peers ours_pa* ${COMPARE_ARGS:-}" step_peers_decode | grep -E "^(-- |ours|GRAPH)"
-      for file in json log; do mv "$OUT/decode.$file" "$OUT/${name}_$turn.$file"; done
-    done
-  done
-)
+# Two builds in turns, row by row: what differs by 1% shows only so. OLD: a tree with its libraries.
+step_compare() {
+  KIT=${KIT:-.peers} python3 -m benchmarks.compare_builds "${OLD:-.stage/old}" . ${COMPARE_ARGS:-} 2>&1 \
+    | tee "$OUT/compare.log" | tail -60
+}
 step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -200; }
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do

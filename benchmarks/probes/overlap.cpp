@@ -3,9 +3,9 @@
 //
 //   g++ -O2 -std=c++20 -march=x86-64-v3 -pthread overlap.cpp -o overlap && ./overlap [threads]
 //
-// The products are those of csrc/cpu/attention_tile.h with 4 heads: a vector of K or V is widened
-// to two, each multiplied for 4 heads, 16384 multiply-adds a tile. While one side's pages are
-// multiplied the other's are prefetched, a line of each page in turn.
+// The arithmetic is that of csrc/cpu/attention/page_dot.h with 4 heads: a vector of K or V is
+// upcast to two, and each is multiplied for 4 heads, 16384 multiply-adds a tile. While the pages of
+// one side are multiplied, those of the other are prefetched, one line of each page at a time.
 #include <immintrin.h>
 #include <sys/mman.h>
 

@@ -64,11 +64,11 @@ struct IndexCheckParams {
   int64_t row_stride;        // elements
   int64_t first_column = 0;  // of the tensor, for the message
 
-  // With row_lengths, only columns whose tokens some query token of the row sees are checked.
+  // With row_lengths, a column is checked only if some query token of the row may read it.
   const int32_t* row_lengths = nullptr;  // [rows] tokens, or null: all columns
   int32_t tokens_per_column = 1;
   const int32_t* query_start_loc = nullptr;  // [rows + 1], or null: one query token a row
-  int32_t sliding_window = 0;                // tokens that a query token sees; 0: all
+  int32_t sliding_window = 0;                // visible tokens of a query token; 0: all
 
   // With cumulative_lengths, only columns of the tokens that a gather reads are checked. They start
   // at row_starts[row]; their number is cumulative_lengths[row + 1] - cumulative_lengths[row].

@@ -3,7 +3,7 @@
 //   concat_and_cache_mla                   writes entries [kv_c | k_pe], as they are or in fp8
 //   ... with "fp8_ds_mla"                  writes entries of 656 bytes (kDsMla...)
 //   cp_gather_and_upconvert_fp8_kv_cache   reads these entries
-//   concat_mla_q                           concatenates both parts of the query
+//   concat_mla_q                           concatenates ql_nope and q_pe
 #pragma once
 #include "ops/dtype.h"
 #include "ops/rows.h"

@@ -1,12 +1,11 @@
 // paged_attention, and paged_attention_v1 and _v2, its special cases: query tokens attend to the
 // pages of their sequence. varlen_attention: to keys and values that lie one after the other.
 //   position(i) = seq_len - (query tokens of the sequence) + i      of query token i
-//   s(t)   = softcap(scale * q . k[t]) - slope[h] * |t - position|  for the tokens t it sees:
+//   s(t)   = softcap(scale * q . k[t]) - slope[h] * |t - position|  for the visible tokens t:
 //            position - sliding_window < t <= position + window_right
 //   out    = sum_t exp(s(t)) v[t] / (sum_t exp(s(t)) + exp(sink[h]))
 //   lse    = log(sum_t exp(s(t)) + exp(sink[h]))
-// with softcap(x) = c * tanh(x / c). A query token that sees nothing gives 0, and -inf (its sink
-// where there is one).
+// with softcap(x) = c * tanh(x / c). If no token is visible, out is 0 and lse is the sink, or -inf.
 //
 // v1 and v2 have one query token a sequence; v2's scratch is checked and not used.
 #pragma once
@@ -15,8 +14,10 @@
 namespace vllm_kernels {
 
 // vLLM's block-sparse pattern; on when vert_stride > 1. Sparse block b of `block_size` tokens is
-// seen by a head when it is local, b > (seq_len - 1) / block_size - local_blocks, or when (b +
-// head_offset) % vert_stride == 0, with head_offset =
+// visible to a head if one of these holds:
+//   b > (seq_len - 1) / block_size - local_blocks                   b is local
+//   (b + head_offset) % vert_stride == 0
+// head_offset is
 //   (tp_rank * num_heads + head) * head_sliding_step + 1            head_sliding_step >= 0
 //   (tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1     head_sliding_step < 0
 struct BlockSparse {
@@ -59,7 +60,7 @@ struct PagedAttentionParams {
   DType dtype;  // of out and query
   BlockSparse sparse;
 
-  // Of paged_attention only.
+  // v1 and v2 set only num_tokens and out_stride of these.
   const int32_t* query_start_loc = nullptr;  // [num_seqs + 1] first tokens; null: one a sequence
   int32_t num_tokens = 0;                    // of query
   int32_t max_query_len = 1;                 // the caller's bound on a sequence's query tokens
@@ -73,10 +74,11 @@ struct PagedAttentionParams {
   float softcap = 0.0f;  // 0: none
   // Tokens of a split in any batch; 0: splits depend on the batch. (The CPU then has no splits.)
   int32_t fixed_split_size = 0;
-  // CUDA: pages, tables and lengths are read once, before the primary kernel ends.
+  // CUDA: the caller promises that pages, tables, lengths and starts are written. They are read
+  // once, maybe before the primary kernel ends.
   bool kv_ready = false;
-  // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values,
-  // which `kv` describes as one block in layout NHD; max_seq_len is the number of its rows,
+  // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values.
+  // `kv` describes these as one block in layout NHD. max_seq_len is the number of its rows;
   // seq_lens and block_tables are null.
   const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
   // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
@@ -89,7 +91,7 @@ struct PagedAttentionParams {
   }
 };
 
-// What there is of rows [first, end), any numbers, among `size` rows.
+// Rows [first, end), clamped to `size` rows. Both may be any number.
 struct RowRange {
   int32_t first = 0;
   int32_t count = 0;
@@ -136,7 +138,8 @@ VLLM_KERNELS_HOST_DEVICE static inline RowRange key_range(const PagedAttentionPa
   return row_range(p.key_start_loc[seq], p.key_start_loc[seq + 1], p.max_seq_len);
 }
 
-// The tokens [begin, end) of `length` that query tokens at positions low .. high see together.
+// The tokens [begin, end) of `length` that are visible to any query token at positions low .. high.
+// With low and high exchanged: to every one of them.
 struct VisibleTokens {
   int32_t begin = 0;
   int32_t end = 0;

@@ -1,4 +1,4 @@
-// What VLLM_KERNELS_LOG=1 and vllm_kernels.explain() say of a call: which kernel runs, and why.
+// Reports for VLLM_KERNELS_LOG=1 and vllm_kernels.explain(): which kernel runs a call, and why.
 //
 // A launcher calls report(op, describe) before it launches. The log prints each new line once to
 // stderr. explain() collects the lines of a thread's calls, which then launch nothing. Each library
@@ -33,8 +33,8 @@ inline void log_report(const std::string& line) {
   if (logged.insert(line).second) std::fprintf(stderr, "vllm_kernels: %s\n", line.c_str());
 }
 
-// True where the call is only explained and must not launch. `describe` is called where somebody
-// wants its text.
+// Returns true if the call is only explained and must not launch. `describe` is called only if its
+// text is needed.
 template <typename Describe>
 bool report(const char* op, const Describe& describe) {
   if (!collected_reports.has_value() && !logs_reports()) return false;

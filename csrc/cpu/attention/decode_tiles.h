@@ -155,7 +155,7 @@ class PageBlockIterator {
       }
       token_ += count;
     }
-    // A vector over several pages reads past the last page. Its p are 0 there.
+    // A vector over several pages may read past the last page. p is 0 for those tokens.
     for (int i = 0; i < 16 && pages > 0; ++i) {
       block.key[pages + i] = block.key[pages - 1];
       block.value[pages + i] = block.value[pages - 1];

@@ -153,8 +153,8 @@ class KvBlockLoader {
     return keys ? kv_.key_token_stride : kv_.value_token_stride;
   }
 
-  // Calls body(address of K or V of the first slot, number of slots, first token in the KV block)
-  // page by page.
+  // Calls body(address, number of slots, first token in the KV block) page by page. The address is
+  // that of K or V of the first slot.
   template <bool keys, typename Body>
   void for_each_page(const WorkTile& tile, KvBlock kv_block, Body&& body) const {
     const auto call = [&](int64_t page, int slot, int slots, int at) {

@@ -349,7 +349,7 @@ class PagedAttentionTask {
     for (int i = 0; i < kKvBlockVectors; ++i) store(to + i * kLanes, all[i]);
   }
 
-  // Turns the scores in probs_ into p = exp(score - row_max), 0 for tokens that are not visible.
+  // Replaces the scores in probs_ by p = exp(score - row_max), 0 for tokens that are not visible.
   // Sets rescale_[row], the factor by which earlier sums must be rescaled.
   void softmax_row(const WorkTile& tile, int query, int head, int32_t first) {
     const int row = query * tile.heads + head;

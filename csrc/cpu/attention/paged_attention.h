@@ -89,8 +89,8 @@ int64_t for_each_work_tile(const PagedAttentionPlan& plan, int64_t begin, int64_
   return grain;
 }
 
-// Replaces the caller's bounds by those of the batch: the longest query, and no sliding window if
-// no sequence is longer than it. With fixed_split_size nothing may depend on the batch.
+// Replaces the caller's bounds by the bounds of the batch: the longest query, and no sliding window
+// if no sequence is longer than it. With fixed_split_size nothing may depend on the batch.
 [[maybe_unused]] PagedAttentionParams tighten_bounds(const PagedAttentionParams& p) {
   PagedAttentionParams tight = p;
   if (p.fixed_split_size > 0) return tight;

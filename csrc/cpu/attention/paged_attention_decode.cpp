@@ -28,7 +28,7 @@
 namespace vllm_kernels::cpu {
 namespace {
 
-// K of a block. Its V and the next block's K fit into L2 beside it.
+// Max bytes of K of a block. With its V and the next block's K it fits into L2.
 constexpr size_t kMaxKeyBytes = 32 << 10;
 constexpr int kMaxSmallPageTokens = kMaxTokenRows;  // of a block, unless a page is larger
 constexpr int kMinBlockTokens = 32;
@@ -237,7 +237,7 @@ class DecodeTask {
     }
   }
 
-  // Turns scores of one head into p = exp(score - row_max), packed for add_values() or
+  // Replaces the scores of one head by p = exp(score - row_max), packed for add_values() or
   // add_token_rows(). `tokens` is block.tokens rounded up to whole loads. Returns the factor by
   // which earlier sums must be rescaled.
   template <int H>
@@ -360,7 +360,7 @@ Loop loop_of(const DecodePlan& plan) {
 }
 
 #if defined(__AVX512BF16__)
-// Dot products of bfloat16 serve bfloat16 caches alone. Other caches run the kernel of avx512.
+// Only bfloat16 caches use dot products of bfloat16. Other caches run the kernel of avx512.
 void run(const DecodePlan& plan, int64_t begin, int64_t end) {
   if (plan.params.kv.dtype != DType::kBFloat16) {
     return kernel_at<DecodePlan, Level::avx512>().run(plan, begin, end);

@@ -18,7 +18,7 @@ namespace vllm_kernels::cpu {
 
 constexpr int kPartialHeader = 3;  // floats
 
-// What both attention kernels have.
+// The fields that the plans of both attention kernels share.
 struct AttentionPlan {
   PagedAttentionParams params;
   int32_t heads_per_tile = 1;  // query heads

@@ -208,7 +208,7 @@ inline void score_token_rows(const char* const* rows, int64_t offset, int tokens
 
 // out[h] = out[h] * rescales[h] + sum over tokens of p[h][token] * V[token]. It covers kVectors
 // loads from dimension d on, or `count` dimensions of one load if kPartial. `rows` and `offset` are
-// those of score_token_rows().
+// as in score_token_rows().
 template <typename Lanes, int H, int kVectors, bool kPartial, bool kPrefetch>
 inline void add_token_rows(const char* const* rows, int64_t offset, int tokens, int d, int count,
                            const float* probs, int prob_stride, const float* rescales,

@@ -1,5 +1,6 @@
-// Gated activations whose result has the dtype of the inputs. The kernel is in
-// activation_gated.cuh; activation_quant.cu has the 8-bit results.
+// Gated activations whose result has the dtype of the inputs: out [rows, width].
+// activation_gated.cuh has the kernel, its grid and its early reads. activation_quant.cu has the
+// 8-bit results.
 #include "cuda/activation/activation_gated.cuh"
 
 namespace vllm_kernels::cuda {

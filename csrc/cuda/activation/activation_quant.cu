@@ -1,5 +1,6 @@
-// silu_and_mul with an 8-bit result: a given scale for the tensor, or one computed per group. The
-// rules are in ops/activation_gated.h and ops/quant.h, the kernel is in activation_gated.cuh.
+// silu_and_mul with an 8-bit result, out [rows, width]: a given scale for the tensor, or one
+// computed per group. ops/activation_gated.h and ops/quant.h have the rules. activation_gated.cuh
+// has the kernel, its grid and its early reads.
 #include "cuda/activation/activation_gated.cuh"
 #include "cuda/base/quant.cuh"
 

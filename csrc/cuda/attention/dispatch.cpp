@@ -1,12 +1,16 @@
 // The decision tree of attention, from the top of the file to choose_kernel() at its end:
-//   1  float32, block-sparse, or K and V that tensor cores cannot address     SIMT
-//   2  few query rows, causal, in pages                                       decode
-//      rows of a KV head: 1 .. 8 one warp a pipeline; more: wgmma, or several warps
-//   3  many query rows on Hopper, exact head sizes                            prefill sm90
-//   4  many query rows otherwise                                              prefill sm80
-//   5  mixed batches after 3 and 4: a concurrent decode launch for short sequences
-// Thresholds are in heuristics.h. What kept a faster kernel away is noted in
-// KernelChoice::obstacles.
+//   1  float32, block-sparse, or a cache without blocks                       SIMT
+//   2  K or V that is not aligned to 16 bytes                                 SIMT
+//   3  few query rows, causal, in pages                                       decode
+//      up to 8 rows per KV head: one warp per pipeline; more: wgmma, or several warps
+//   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
+//   5  many query rows on Hopper, five head sizes                             prefill sm90
+//   6  many query rows otherwise                                              prefill sm80
+//   7  anything else                                                          SIMT
+// After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
+// ../README.md has the same table with exact conditions. Thresholds are in heuristics.h.
+// KernelChoice::obstacles has the reasons against each faster kernel. Host code: it makes no CUDA
+// call.
 #include "cuda/attention/dispatch.h"
 
 #include <algorithm>
@@ -49,7 +53,7 @@ int padded_to_64_128_256(int head_size) {
   return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256;
 }
 
-// What the tensor-core kernels for pages lack: the decode kernels, and prefill sm90.
+// Obstacles of the tensor-core kernels for pages: decode and prefill sm90.
 uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype), padded = padded_to_64_128_256(kv.head_size);
@@ -66,12 +70,12 @@ uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel&
          when(!is_aligned(p.out, 8) || p.out_stride % 4 != 0, kUnalignedOut);
 }
 
-// What the decode kernels lack beyond that.
+// Further obstacles of the decode kernels.
 uint32_t decode_obstacles(const PagedAttentionParams& p) {
   return when(p.key_start_loc != nullptr, kContiguousKeys) | when(p.window_right != 0, kNotCausal);
 }
 
-// What both prefill kernels lack.
+// Obstacles of both prefill kernels.
 uint32_t prefill_obstacles(const PagedAttentionParams& p) {
   return when(!is_aligned(p.query, 16) || p.query_stride % 8 != 0 || p.query_stride <= 0,
               kUnalignedQuery) |
@@ -107,12 +111,12 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
          when(p.max_seq_len > kMaxLength, kLongSequences);
 }
 
-// Why the decode kernels take the call where they can: the prefill kernels have no work for half of
-// the device, and cannot make up for it with splits of sequences. With fixed_split_size the kernel
-// must not depend on the batch.
+// Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
+// less than half of the SMs, and it does not split sequences. With fixed_split_size the kernel must
+// not depend on the batch.
 uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device) {
   const int64_t group = group_of(p);
-  // Every sequence but one may be a single token, of a decode.
+  // The most tokens that one sequence can have, if every other is a decode of one token.
   const int64_t tokens = std::max(0, p.num_tokens - p.num_seqs + 1);
   const int64_t tiles =
       (tokens * group + kPrefillTileRows - 1) / kPrefillTileRows * p.kv.num_kv_heads;
@@ -121,15 +125,16 @@ uint32_t prefers_decode(const PagedAttentionParams& p, const DeviceModel& device
   return when(few_rows, kFewRows) | when(p.fixed_split_size > 0, kFixedSplit);
 }
 
-// The decode kernel's warps, stages and shared memory. False where it has no room for
-// `min_threads`.
+// Sets the decode kernel's warps, stages and shared memory. Returns false if fewer than
+// `min_threads` threads fit.
 bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, int min_threads,
                       bool fused, KernelChoice& choice) {
   const PagedKv& kv = p.kv;
   const int element = size_of(kv.dtype), padded = choice.padded_head_size;
   const bool multi_warp = choice.multi_warp;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
-  // A stage that several warps share is twice as large in 16 bits: two warps at least.
+  // In 16 bits, and for heads above 128, at least two warps share a stage. (In 16 bits a shared
+  // stage of heads of 128 is twice as large.)
   choice.consumer_shift = multi_warp && (element == 2 || padded > 128) ? 1 : 0;
   choice.warp_shift =
       decode_row_blocks(padded, multi_warp) > 1 && rows > 8 << choice.consumer_shift ? 4 : 3;
@@ -151,8 +156,8 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
   const auto stages_for = [&](int count) {
     return pipeline_memory(count) / (count >> choice.consumer_shift) / stage;
   };
-  // Two CTAs an SM, where many query tiles end for their bytes. (Batches may not differ so with
-  // fixed_split_size.)
+  // Two CTAs an SM for 8-bit caches with more query tiles than SMs (kCtasPerSmOf8Bit). Not with
+  // fixed_split_size: the launch shape may not depend on the batch.
   int min_stages = kMinStages;
   if (element == 1 && !multi_warp && min_threads == 0 && p.fixed_split_size == 0 &&
       int64_t{p.num_seqs} * kv.num_kv_heads > device.num_sms) {
@@ -166,7 +171,7 @@ bool set_decode_shape(const PagedAttentionParams& p, const DeviceModel& device, 
       memory = all;
     }
   }
-  // As many warps as can have their stages, and a few rows each to combine.
+  // As many warps as have room for `min_stages` and for a few rows to combine.
   const int step = std::max(2, 1 << choice.consumer_shift);
   while (warps > step && stages_for(warps) < min_stages) warps -= step;
   if (warps * 32 < min_threads) return false;
@@ -204,7 +209,7 @@ KvForm decode_form(const PagedKv& kv) {
   return kv.block_size <= 16 ? KvForm::kPackedPages : KvForm::kPackedBoxes;
 }
 
-// Layouts NHD and HND: whether the decode kernel takes their rows as they lie.
+// Whether the decode kernel takes rows of NHD or HND in form kPlainRows.
 bool takes_plain_rows(const PagedKv& kv, const DeviceModel& device) {
   const bool contiguous = rows_are_contiguous(kv);
   return kv.layout != KvLayout::kVllm && kv.block_size >= 8 &&
@@ -234,8 +239,8 @@ KernelChoice choose_decode(const PagedAttentionParams& p, const DeviceModel& dev
   return choice;
 }
 
-// Few CTAs: sequences are split, as far as the workspace has room. (With fixed_split_size the
-// result must not depend on the batch, so nothing is split.)
+// With few CTAs, sequences are split as far as the workspace has room. With fixed_split_size
+// nothing is split, because the result must not depend on the batch.
 KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& device) {
   const int chunks = (group_of(p) + kSimtHeads - 1) / kSimtHeads, head_size = p.kv.head_size;
   SimtShape shape = {.head_chunks = chunks, .max_splits = 1, .split_tokens = INT32_MAX / 2};
@@ -254,7 +259,7 @@ KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& devic
     shape.split_tokens = static_cast<int>((tokens + 31) / 32 * 32);
     shape.max_splits = static_cast<int>((longest + shape.split_tokens - 1) / shape.split_tokens);
   }
-  // In the loop: queries, and p of each warp; then the partials of the warps.
+  // Shared memory: in the loop the queries and p of each warp, after it the warps' partials.
   const int loop = kSimtHeads * (head_size + kSimtWarps * 32);
   const int partials = kSimtWarps * kSimtHeads * (head_size + 2);
   return {.warps = kSimtWarps,
@@ -263,7 +268,7 @@ KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& devic
           .simt = shape};
 }
 
-// False where shared memory is too small.
+// Returns false if shared memory is too small.
 bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& device,
                             KernelChoice& choice) {
   const int head_size = p.kv.head_size;
@@ -326,10 +331,12 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
       return few_rows();
     }
   }
-  // Sequences of few query tokens, if there can be any, have a concurrent decode launch: those of
-  // one token where tokens see what comes after them, since nothing comes after a sequence's last.
+  // If the batch can have sequences of few query tokens, a concurrent decode launch takes them.
+  // With a right window it takes only sequences of one token. Nothing follows a sequence's last
+  // token, so decode, which is causal, gives the same result. With fixed_split_size one kernel
+  // takes all sequences, since the kernel must not depend on the batch.
   if (tensor_cores == kNoObstacle && p.key_start_loc == nullptr && p.num_seqs > 1 &&
-      p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
+      p.fixed_split_size == 0 && p.num_tokens < int64_t{p.num_seqs} * p.max_query_len) {
     const int few = p.window_right == 0 ? concurrent_decode_tokens(group_of(p)) : 1;
     choice.has_concurrent_decode = true;
     choice.min_query_len = few + 1;
@@ -487,7 +494,7 @@ std::string describe(const KernelChoice& choice) {
 std::string describe(const AttentionChoice& choice) {
   std::string text = describe(choice.main);
   if (choice.has_concurrent_decode) {
-    text += "\nbeside it, for sequences of fewer than " + std::to_string(choice.min_query_len) +
+    text += "\nconcurrently, for sequences of fewer than " + std::to_string(choice.min_query_len) +
             " query tokens: " + describe(choice.concurrent_decode);
   }
   return text;

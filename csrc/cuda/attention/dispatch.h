@@ -21,7 +21,7 @@ PagedAttentionParams concurrent_params(const PagedAttentionParams& params,
 KernelChoice choose_fused_decode(const PagedAttentionParams& params, const DeviceModel& device,
                                  int new_token_threads);
 
-// Throws where splits of fixed_split_size may not all have a workspace slot. The host does not know
+// Throws if the workspace may lack slots for the splits of fixed_split_size. The host does not know
 // the lengths, so it takes the bound from the block tables.
 void check_fixed_split(const PagedAttentionParams& params, const KernelChoice& choice);
 

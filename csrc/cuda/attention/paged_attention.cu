@@ -1,4 +1,6 @@
-// paged_attention and varlen_attention: launches what choose_kernel() answers.
+// paged_attention and varlen_attention: launches the kernel that choose_kernel() names. A mixed
+// batch gets two launches: prefill, then a concurrent decode launch. ops/paged_attention.h has the
+// shapes, and the head of each kernel's file has its grid and its early reads.
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/decode.h"
 #include "cuda/attention/dispatch.h"
@@ -37,7 +39,7 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
 }  // namespace
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  const AttentionChoice choice = choose_kernel(p, current_device_info());
+  const AttentionChoice choice = choose_kernel(p, current_device_model());
   check_fixed_split(p, choice.main);
   if (choice.has_concurrent_decode) {
     check_fixed_split(concurrent_params(p, choice), choice.concurrent_decode);

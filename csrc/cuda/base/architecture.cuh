@@ -16,7 +16,7 @@
 
 namespace vllm_kernels::cuda {
 
-// What this library is built for (cmake/cuda.cmake): sm_90a, and any other architecture.
+// The targets of this build (cmake/cuda.cmake): sm_90a, and any other architecture.
 #if defined(VLLM_KERNELS_CODE_SM90A)
 constexpr bool kHasCodeForSm90a = true;
 #else

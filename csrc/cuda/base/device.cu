@@ -1,6 +1,6 @@
 // Answers which device code the driver picked from the fat binary for the current device: its PTX
 // version and whether it has wgmma. launch.cuh declares these functions and caches the answers in
-// DeviceInfo.
+// DeviceModel.
 #include "cuda/base/architecture.cuh"
 #include "cuda/base/launch.cuh"
 

@@ -7,10 +7,10 @@
 namespace vllm_kernels::cuda {
 
 // Returns value / scale, rounded to nearest, but for the sign of a zero. `inverse` is 1 / scale.
-// The operands, the quotient and the remainders must be in the range of normal floats.
-// The quotient from the reciprocal is corrected by its remainder twice. The first correction gives
-// one of the two floats around value / scale, the second gives the nearer one (Markstein 1990,
-// IBM J. Res. Dev. 34).
+// The operands, the quotient and the remainders must be in the range of normal floats. The quotient
+// from the reciprocal is corrected by its remainder twice. The first correction gives one of the
+// two floats around value / scale. The second gives the nearer one (Markstein 1990, IBM J. Res.
+// Dev. 34).
 __device__ __forceinline__ float quotient(float value, float scale, float inverse) {
   float result = value * inverse;
   result = fmaf(fmaf(-scale, result, value), inverse, result);

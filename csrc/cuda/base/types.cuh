@@ -1,5 +1,4 @@
-// Element types on the device: conversion to and from float, and dispatch by
-// DType.
+// Element types on the device: conversion to and from float, and dispatch by DType.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

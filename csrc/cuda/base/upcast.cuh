@@ -58,11 +58,17 @@ __device__ __forceinline__ void upcast4<int8_t>(uint32_t bytes, uint32_t& low, u
   high = centred(__byte_perm(bytes, 0x64646464u, 0x4342));
 }
 
-// Returns the exponent e for which 2^e * `largest` is in [2^14, 2^15), clamped to [-100, 100].
-// A row scaled by 2^e fits fp16, whatever the row's dtype. `largest` is its largest magnitude.
-__device__ __forceinline__ int power_for_half(float largest) {
-  const int exponent = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
-  return min(max(exponent, -100), 100);
+// A query row as fp16, for products with an upcast 8-bit cache: the row times `factor`, a power of
+// two. Scores are then multiplied by `inverse`.
+struct QueryScale {
+  float factor, inverse;
+};
+// The scale that moves the row's largest magnitude into [2^14, 2^15), so the row fits fp16 whatever
+// its dtype. The exponent is clamped to [-100, 100].
+__device__ __forceinline__ QueryScale query_scale(float largest) {
+  const int wanted = largest > 0.0f && largest < INFINITY ? 14 - ilogbf(largest) : 0;
+  const int exponent = min(max(wanted, -100), 100);
+  return {exp2f(static_cast<float>(exponent)), exp2f(static_cast<float>(-exponent))};
 }
 
 }  // namespace vllm_kernels::cuda

@@ -1,7 +1,7 @@
 // Duplicate slots: a slot that several tokens of one call name. The last token must win, with its
 // whole row. The CTAs of a launch run in no order. Two tokens written to one slot at the same time
 // could leave a mixed row. Therefore a CTA scans the slots of all later tokens before it writes. It
-// skips those of its own tokens whose slot is found again.
+// skips each own token whose slot a later token has.
 //
 // A launch takes at most kTokensPerLaunch tokens, which bounds the scan. Launches of one stream run
 // one after the other, so the last token wins across launches, too.
@@ -19,7 +19,7 @@ namespace vllm_kernels::cuda {
 
 constexpr int64_t kTokensPerLaunch = 8192;
 
-// What one launch takes of a call, from token `first` on.
+// The params of one launch: tokens of the call from `first` on, at most kTokensPerLaunch.
 inline ReshapeAndCacheParams slice_of(const ReshapeAndCacheParams& all, int64_t first) {
   ReshapeAndCacheParams slice = all;
   const int64_t size = size_of(all.dtype);
@@ -47,9 +47,9 @@ __device__ __forceinline__ int32_t slot_of(const Slots& p, int token) {
   return token < static_cast<int>(p.num_tokens) ? p.usable(p.slot_mapping[token]) : -1;
 }
 
-// Slots of tokens after the CTA's own, in registers. They are loaded before anything else is known,
-// so that the CTA waits for memory only once. Only the lower 32 bits are kept. That suffices to
-// rule a slot out, and takes half the registers.
+// Slots of tokens after the CTA's own, in registers. They are loaded first, so that the CTA waits
+// for memory only once. Only the lower 32 bits are kept. That suffices to rule a slot out, and
+// takes half the registers.
 template <int kBatch>
 struct LaterSlots {
   int32_t slot[kBatch];  // INT32_MIN past the last token

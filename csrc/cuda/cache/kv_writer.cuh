@@ -29,8 +29,8 @@ __device__ __forceinline__ T* page(T* base, uint32_t block, uint32_t stride) {
 
 // ReshapeAndCacheParams packed for the kernels. It takes few lines of the constant cache, and a
 // kernel of a few microseconds waits for each. Strides are 32-bit and in bytes; page strides are in
-// units of 16 bytes. Times a 32-bit index they take one instruction. A 64 x 64 bit product takes
-// four.
+// units of 16 bytes. A product with a 32-bit index takes one instruction. A 64 x 64 bit product
+// takes four.
 struct CacheWrite {
   const void* key;
   const void* value;
@@ -109,12 +109,12 @@ struct CacheWrite {
     return place_of(slot, by_block_size, block_size);
   }
 
-  // Element `d` of a KV head of a token: the given value,
+  // The given value, element `d` of a KV head of a token.
   template <typename T>
   __device__ __forceinline__ const T* value_at(int token, int head, int d) const {
     return stepped(stepped(static_cast<const T*>(value) + d, token, value_token), head, value_head);
   }
-  // and its places in rows of a cache of C.
+  // Addresses of element `d` of a KV head of a slot, in a cache of rows (NHD and HND).
   template <typename C>
   __device__ __forceinline__ C* key_row(Slot at, int head, int d) const {
     return stepped(stepped(page(static_cast<C*>(key_cache) + d, at.block, to_key_block), at.token,
@@ -140,8 +140,7 @@ struct CacheWrite {
 
 // The source of a writer's keys: here, the keys as given. (RotatedKeys of
 // cuda/rope/rotated_keys.cuh is the other one.) `load` only issues the loads of a token's key.
-// `rotate` turns it into the key that the cache gets. `valid`: whether the token has a key to
-// store.
+// `rotate` computes the key that the cache gets. `valid`: whether the token has a key to store.
 template <typename T, int kVectors>
 struct GivenKeys {
   static constexpr bool kByHead = false;  // whether d must be an element of a head, not of a row

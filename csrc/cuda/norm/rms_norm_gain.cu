@@ -1,5 +1,6 @@
-// rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm_gain.h). The kernel is
-// in rms_norm_epilogue.cuh; the epilogue here stores its result unchanged.
+// rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm_gain.h): out [rows,
+// hidden_size]. rms_norm_epilogue.cuh has the kernel, its grid and its early reads. The epilogue
+// here stores the normalized row unchanged.
 #include "ops/rms_norm_gain.h"
 
 #include "cuda/launchers.h"

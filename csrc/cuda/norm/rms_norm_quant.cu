@@ -1,5 +1,6 @@
-// rms_norm and fused_add_rms_norm with an 8-bit result (ops/rms_norm_quant.h): epilogues with a
-// given scale, one scale per row, or one per group. The kernel is in rms_norm_epilogue.cuh.
+// rms_norm and fused_add_rms_norm with an 8-bit result (ops/rms_norm_quant.h): out [rows,
+// hidden_size]. The epilogues here have a given scale, one scale per row, or one per group.
+// rms_norm_epilogue.cuh has the kernel, its grid and its early reads.
 #include "ops/rms_norm_quant.h"
 
 #include <bit>

@@ -6,7 +6,7 @@
 //   rope_and_run_kernel     layout vllm; body write_run.cuh, and write_pages.cuh for slots that
 //                           are no run; grid (groups of kRun tokens and queries, KV head)
 //
-// Queries (rope_queries.cuh) places the CTAs that rotate the query among those that store. Before
+// Queries (rope_queries.cuh) interleaves CTAs that rotate the query with CTAs that store. Before
 // the PDL wait nothing is read; addresses are only prefetched into L2. rope_and_cache.cu chooses
 // between these kernels and the others.
 #include "cuda/base/launch.cuh"

@@ -26,7 +26,7 @@ ReshapeAndCacheParams as_write(const RopeAndCacheParams& params);
 bool fits_writers(const RopeAndCacheParams& params);
 void launch_writers(const RopeAndCacheParams& params, Stream stream);
 
-// The same for many slots, more than kFewTokens of write_pages.cuh. Requires fits_writers(), and
+// The same for many slots: more than kFewTokens of cache/heuristics.h. Requires fits_writers(), and
 // fits_runs() in layout vllm. Layout NHD needs nothing else.
 bool fits_runs(const RopeAndCacheParams& params);
 void launch_many(const RopeAndCacheParams& params, Stream stream);
@@ -93,7 +93,7 @@ __device__ __forceinline__ Elements<C, kWidth> round_to(const Vec<T, kWidth>& ve
   return stored;
 }
 
-// Where the cache has a row: its first element, and the stride inside the row.
+// Address of a row in the cache: its first element, and the stride inside the row.
 template <typename C>
 struct CacheRow {
   C* start;

@@ -19,7 +19,7 @@ Argument read_plain(Expect& expect, const char* name, const Tensor& tensor) {
   return expect.tensor(name, tensor).floating().rank(1, 8).inner_contiguous();
 }
 
-// input [..., 2 d]; `halves` is what the error calls its two parts.
+// input [..., 2 d]. `halves`: how the error names its two halves.
 Argument read_packed(Expect& expect, const Tensor& input, const char* halves) {
   const Argument x = read_plain(expect, "input", input);
   if (x.size(-1) % 2 != 0) {

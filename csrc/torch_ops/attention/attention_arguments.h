@@ -1,4 +1,4 @@
-// What the ops over paged attention share.
+// Checks and launches that the attention bindings share. paged_attention.cpp implements them.
 #pragma once
 #include <optional>
 
@@ -10,12 +10,12 @@ namespace vllm_kernels {
 // At most one query token a sequence: v1, v2, and on a CPU any plain decode.
 void launch_decode(const PagedAttentionParams& params, const Tensor& query);
 
-// Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. It throws no
-// finding of check mode: the caller does, before its first launch.
+// Runs the kernel of paged_attention; `workspace` from read_workspace(), or null. The caller throws
+// findings of check mode before its first launch.
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             void* workspace);
 
-// CPU: tells which kernel runs; true where the call is only explained (ops/report.h).
+// CPU: reports which kernel runs. Returns true if the call is only explained (ops/report.h).
 bool report_cpu_kernel(const char* op, const char* kernel);
 
 // --- the arguments of paged_attention, varlen_attention and fused_decode_attention
@@ -41,16 +41,18 @@ void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries&
 // Packs `queries`. Called after read_query_start_loc().
 void set_queries(PagedAttentionParams& params, const Queries& queries);
 
-// Heads and head sizes of the query and of `kv`, which comes from the argument `source`.
+// Checks heads and head sizes of the query against `kv`, which comes from the argument `source`.
 void check_sizes(const Queries& queries, const PagedKv& kv, const char* source);
 
-// Heads [num_tokens, num_heads, head_size] of which only the stride of the tokens is free.
+// Requires contiguous heads [num_tokens, num_heads, head_size]. Only the stride of the tokens is
+// free.
 void require_contiguous_heads(const Argument& heads, const Size& num_tokens);
 
-// Of a cache of this dtype; `named` is the argument to name where it does not fit.
+// Checks the head size for a cache of this dtype. The error names the argument `named`.
 void check_head_size(const Argument& named, int64_t head_size, DType dtype);
 
-// What changes the scores: scale, softcap, ALiBi and sinks. `read` gets the tensors that are given.
+// Reads what changes the scores: scale, softcap, ALiBi and sinks. `read` gets the tensors that are
+// given.
 PagedAttentionParams read_scores(Expect& expect, Size& num_heads, double scale, double softcap,
                                  const std::optional<Tensor>& alibi_slopes,
                                  const std::optional<Tensor>& sinks, Arguments& read);

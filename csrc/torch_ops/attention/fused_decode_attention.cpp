@@ -1,6 +1,6 @@
 // Binding of fused_decode_attention: qkv [num_seqs, (num_heads + 2 * num_kv_heads) * head_size] ->
 // out [num_seqs, num_heads, head_size]. It fills the params of rope_and_cache and of
-// paged_attention. On CUDA one launcher gets both; on the CPU the two ops run in turn.
+// paged_attention. On CUDA one launcher gets both; on the CPU the two ops run one after the other.
 #include "ops/fused_decode_attention.h"
 
 #include "torch_ops/attention/attention_arguments.h"
@@ -28,8 +28,8 @@ void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv, v
 }
 #endif
 
-// The query heads of qkv. A token's heads are those of the query, then of the key, then of the
-// value.
+// The number of query heads of qkv. A token has the query heads, then the key heads, then the value
+// heads.
 Size read_num_heads(const Argument& qkv, const PagedKv& kv) {
   const int64_t all = qkv.size(1) / kv.head_size, num_heads = all - 2 * kv.num_kv_heads;
   if (qkv.size(1) % kv.head_size != 0 || kv.num_kv_heads <= 0 || num_heads <= 0 ||

@@ -1,3 +1,6 @@
+// Binding of paged_attention: query [num_tokens, num_heads, head_size] over a paged cache -> out of
+// that shape, lse [num_tokens, num_heads]. Also the definitions of attention_arguments.h, which all
+// attention bindings share. ops/paged_attention.h has the formula.
 #include <algorithm>
 #include <cmath>
 #include <limits>

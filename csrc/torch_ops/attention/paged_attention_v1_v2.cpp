@@ -1,3 +1,6 @@
+// Bindings of paged_attention_v1 and _v2: query [num_seqs, num_heads, head_size] over a cache of
+// layout vllm -> out of that shape. They fill PagedAttentionParams and launch paged_attention's
+// kernels. v2's scratch is checked and not used. Both have vLLM's block-sparse patterns.
 #include "torch_ops/attention/attention_arguments.h"
 
 #include <algorithm>
@@ -53,9 +56,9 @@ void check_sparse(const Expect& expect, const BlockSparse& sparse, int64_t block
   }
 }
 
-// What v1 and v2 share: every argument but the scratch. (A failing check builds its message itself:
-// Expect::that() would have it built by every call.)
-// `touched` gets all of these tensors.
+// Checks and packs what v1 and v2 share: every argument but the scratch. (Checks build their
+// message only on failure. With Expect::that() every call would build it.) `touched` gets all of
+// these tensors.
 PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
                           const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                           int64_t num_kv_heads, double scale, const Tensor& block_tables,

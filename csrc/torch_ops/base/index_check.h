@@ -8,9 +8,10 @@
 
 namespace vllm_kernels {
 
-// Check only the columns of some tokens of each row: block tables hold garbage in the others.
-//   row_lengths         those that some query token of the row sees, also in a sliding window
-//   cumulative_lengths  those that a gather reads
+// Limits a check to the columns of some tokens of each row. Block tables hold garbage in the
+// others.
+//   row_lengths         tokens visible to any query token of the row, also in a sliding window
+//   cumulative_lengths  tokens that a gather reads
 // Without both, all columns are checked.
 struct UsedColumns {
   std::optional<int64_t> rows = std::nullopt;   // the table may have more; none: all
@@ -39,7 +40,7 @@ void check_scale(const Expect& expect, const Argument& scale);
 void check_unique(const Expect& expect, const Argument& values, int64_t column,
                   const IndexBounds& bounds);
 
-// Throws what finished scans of earlier CUDA ops have found, without a sync. launch() calls it.
+// Throws the first finding of earlier CUDA ops' finished scans, without a sync. launch() calls it.
 void raise_bad_index();
 
 }  // namespace vllm_kernels

@@ -1,4 +1,4 @@
-// C++ types of schema arguments, cheaper than those of torch's stable headers.
+// C++ types of schema arguments, cheaper than the types of torch's stable headers.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>

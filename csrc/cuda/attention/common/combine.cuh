@@ -1,9 +1,9 @@
 // Combines partial attention results of one query row.
 //
-// A partial is what a row is known to be after some of its tokens: row_max in log2 units, the sum
-// of exp2(score - row_max) and the unnormalized output relative to the same row_max. Partials come
-// from the warps of a CTA (shared memory) or from the CTAs of a split query tile (workspace, once a
-// semaphore says so, or as flag-in-data: split_exchange.cuh).
+// A partial is the result of a row over some of its tokens. It has row_max in log2 units, the sum
+// of exp2(score - row_max), and the unnormalized output relative to row_max. The warps of a CTA
+// exchange partials through shared memory. The CTAs of a split query tile exchange them through the
+// workspace: with a semaphore, or as flag-in-data (split_exchange.cuh).
 #pragma once
 #include "cuda/attention/common/online_softmax.cuh"
 #include "cuda/attention/common/split_exchange.cuh"
@@ -17,8 +17,8 @@ struct RowState {
   float sum = 0.0f;
   float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // 4 dimensions of the row
 
-  // Explicit roundings: else the compiler chooses which product is fused, and it may choose
-  // differently for flag-in-data partials than for those with a semaphore.
+  // Explicit roundings: otherwise the compiler chooses which product it fuses. Its choice may
+  // differ between flag-in-data partials and semaphore partials.
   __device__ __forceinline__ void add(float weight, float other_sum, float4 other) {
     sum = __fmaf_rn(weight, other_sum, sum);
     out.x = __fmaf_rn(weight, other.x, out.x);
@@ -49,8 +49,8 @@ struct RowState {
       float2 s[kBatch];
       float4 o[kBatch];
       bool all_present;
-      // Lanes may diverge here. What follows the combine of flag-in-data partials has no warp-wide
-      // instruction and no mbarrier, only a CTA barrier. (DecodeWgmmaEpilogue keeps its warps
+      // Lanes may diverge here. After a combine of flag-in-data partials, the caller may use a CTA
+      // barrier, but no warp-wide instruction and no mbarrier. (DecodeWgmmaEpilogue keeps its warps
       // together.)
 #pragma unroll 1
       do {
@@ -90,7 +90,7 @@ struct RowState {
   }
 };
 
-// Sources of RowState::combine(): shared memory,
+// Source of RowState::combine(): partials in shared memory.
 struct SharedPartials {
   template <typename T>
   __device__ __forceinline__ T load(const T* from) const {
@@ -99,14 +99,14 @@ struct SharedPartials {
   __device__ __forceinline__ bool present(float) const { return true; }
   __device__ __forceinline__ void clear(float4*) const {}
 };
-// the workspace after a semaphore,
+// Source: partials in the workspace, after the semaphore.
 struct SemaphorePartials : SharedPartials {
   template <typename T>
   __device__ __forceinline__ T load(const T* from) const {
     return __ldcg(from);
   }
 };
-// and flag-in-data partials, which are polled until they are present.
+// Source: flag-in-data partials, which are polled until they are present.
 struct FlaggedPartials {
   template <typename T>
   __device__ __forceinline__ T load(const T* from) const {

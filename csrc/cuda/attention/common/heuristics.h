@@ -1,58 +1,98 @@
-// Thresholds that choose between attention kernels, each with the measured rows behind it.
-// Figures are of an H200; docs/lab has the pages.
+// Thresholds of the attention kernels. Each has its unit, and the measured row that supports it
+// with the page of docs/lab. Rows are from one H200, and docs/lab/README.md explains their names.
+// "No row" means that no measurement of the value was kept.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
 namespace vllm_kernels::cuda {
 
-// Query rows (max_query_len * G) up to which the decode kernels take a whole batch: they split a
-// sequence over CTAs, prefill kernels do not. (verify16_b32_4k: 64 rows, 141 us against 164 us.)
+// Query rows (max_query_len * G) up to which the decode kernels take a whole batch. They split a
+// sequence over CTAs; prefill kernels do not. (32 sequences of 16 query tokens on 4080, 64 rows:
+// decode 141 us, prefill on contiguous keys 164 us. decode/axes.md, 32 x 4k: 64 rows hold 0.92 of
+// the bandwidth of one token in bf16, and 0.65 in e4m3.)
 constexpr int kDecodeRows = 64;
-// Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. A
-// single token always counts. (docs/lab/prefill/mixed_batches.md)
+// Query rows of a sequence up to which a concurrent decode launch takes it from a mixed batch. It
+// also takes single tokens of larger groups. (decode/axes.md, 32 x 4k, bf16: up to 32 rows decode
+// holds the bandwidth of one token.)
 constexpr int kConcurrentDecodeRows = 32;
 
-// Packed query rows of a prefill work tile. Fewer such tiles than half of the SMs leave most of the
-// GPU idle; a split sequence does not. (1k_on_50k with 8 KV heads is the first row above it.)
+// Packed query rows of a prefill work tile. If there are fewer such tiles than half of the SMs,
+// decode takes the batch, because it can split sequences. (prefill/mixed_batches.md, 60 decodes at
+// 2k with 256 tokens, 64 tiles: one decode launch 137.0 us, two calls 140.2 us.)
 constexpr int kPrefillTileRows = 128;
 
-// Decode, 8-bit pages, more query tiles than SMs: two CTAs an SM with half the warps each. One
-// copies while the other combines. (b64_c2k_fp8: 6% faster.)
+// CTAs per SM. Decode, 8-bit caches, more query tiles than SMs: two CTAs with half the warps each.
+// One copies while the other combines. (decode/tile_scheduling.md, ragged128_fp8: 157.9 to 144.8
+// us.)
 constexpr int kCtasPerSmOf8Bit = 2;
-// Stages of a warp's pipeline, at least: 3 hide the latency of a page, 2 suffice with two CTAs.
+// Min stages of a decode pipeline. 3 hide the latency of a page, and 2 suffice with two CTAs per
+// SM. (decode/tile_scheduling.md, ragged128_fp8: 6 warps with 2 stages 144.8 us, 4 with 3 stages
+// 151 us.)
 constexpr int kMinStages = 3, kMinStagesOfTwoCtas = 2;
 
-// Decode, more query tiles than CTAs: tokens of a split, at least. Shorter ones cost more to
-// combine than they balance. (docs/lab/decode/tile_scheduling.md)
+// Min tokens of a split. Decode, more query tiles than CTAs. Shorter splits cost more to combine
+// than they balance. (decode/floor.md, b8_c8k with fixed splits: 67.7 us with 1024 tokens, 75.5
+// with 512.)
 constexpr int kMinSplitTokens = 1024;
-// A split is at most this share of an even share of the work of one CTA. (ragged128: shorter splits
-// balance; longer ones combine less.)
+// Max length of a split, as a fraction of one CTA's even share of the work. Decode, more query
+// tiles than CTAs. (0.25: decode/tile_scheduling.md, a ragged batch 449 us, 470 with finer splits.
+// 0.5: decode/verification.md, c_b32_n8_fp8: 111 to 87 us.)
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
-// Prefill: K and V of a section of KV heads, as a share of L2. (H200: 24 MB of 60 MiB.)
+// Min length of a work tile whose first pages are prefetched into L2, as a multiple of its
+// pipelines' stages. With shorter tiles the prefetch delays the primary kernel more than it saves.
+// (decode/speculative_prologue.md: b8_c8k 66.9 to 65.9 us; for shorter tiles, b1_c8k 13.8
+// to 14.8.)
+constexpr int kPrefetchLength = 4;
+
+// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
+// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
+// longer ones hide. (decode/tile_scheduling.md, ragged128: 262.1 us, 266.7 with the
+// shortest last.)
+constexpr int kLengthClasses = 6, kShortestClass = 2;
+
+// Prefill: length classes of tiles, equal shares of the longest one's tokens, longest first. (No
+// row.)
+constexpr int kPrefillClasses = 16;
+// Prefill: cost of a tile's prologue and epilogue, in tokens of an H200.
+// (prefill/mixed_batches.md.)
+constexpr float kEndTokens = 150.0f;
+
+// Prefill: max bytes of K and V of a section of KV heads, as a fraction of L2. (24 MB of an H200's
+// 60 MiB. prefill/sm90_mainloop.md, d_mha_4x2k: 282 to 247 us.)
 constexpr float kSectionShareOfL2 = 0.3815f;
 
-// Prefill beside a concurrent decode launch: SM cycles of a (row, token, dimension), for 16-bit
-// caches, 8-bit caches, and scores with a softcap or ALiBi. (H200, 1.98 GHz: 0.75, 1.15, 1.3 ps.)
+// Prefill with a concurrent decode launch: SM cycles per (row, token, dimension), for 16-bit
+// caches, 8-bit caches, and scores with a softcap or ALiBi. At 1.98 GHz they are 0.75, 1.15 and 1.3
+// ps. (a_1x8k takes 782 us in 16 bits and 1184 us in e4m3: prefill/sm90_mainloop.md,
+// contiguous_and_8bit.md. The third: prefill/mixed_batches.md.)
 constexpr float kPrefillCycles = 1.485e-3f, kPrefillCycles8Bit = 2.277e-3f,
                 kPrefillCyclesAdjusted = 2.574e-3f;
-// Reads of K and V reach this share of the memory bus's rate. (H200: 4200 of 4917 GB/s.)
+// Achieved rate of reads of K and V, as a fraction of the memory bus's rate. (4200 of an H200's
+// 4917 GB/s. decode/axes.md: 4.16 TB/s in layout vllm.)
 constexpr float kReadShareOfBus = 0.854f;
-// The prefill launch lasts this share of the decode launch's time, unless it needs nearly all SMs.
+// Prefill with a concurrent decode launch: it takes so many CTAs that it lasts kConcurrentShare of
+// the decode launch's time. From kAlmostAllCtas of the grid on it takes all CTAs.
+// (prefill/mixed_batches.md, f_mix60_1k: 258 us. No row for either value.)
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
-// SIMT: tokens of a split, at least, as in vLLM's paged_attention_v2.
+// SIMT: min tokens of a split, as in vLLM's paged_attention_v2. (v1_v2_on_decode.md, float32, 1 x
+// 8k: 4160 us without splits, 289 us with them.)
 constexpr int kSimtSplitTokens = 512;
+// SIMT: resident CTAs per SM, which limits a thread to 128 registers. Loads of other CTAs hide the
+// latency of one. (v1_v2_on_decode.md, float32, 8 x 4k: 609 us with 3 CTAs, 355 us with 4.)
+constexpr int kSimtCtasPerSm = 4;
 
-// Query tokens of a sequence up to which a concurrent decode launch takes it.
+// The same limit in query tokens, for `group` query heads per KV head.
 constexpr int concurrent_decode_tokens(int group) {
   return std::max(1, kConcurrentDecodeRows / group);
 }
 
-// Head sizes of layouts NHD and HND whose 16- or 8-bit rows are no whole lines of 128 bytes, and
-// are faster as plain rows than as swizzled ones. `contiguous`: the rows of a page and head follow
-// each other (HND as allocated). (d80_g8_p32_b150: HND 66.8 to 71.7 us, before 76.9 to 92.7.)
+// Head sizes whose rows in NHD or HND are faster as plain rows than as swizzled rows. These rows do
+// not fill whole lines of 128 bytes. `contiguous`: the rows of a page and head follow each other
+// (HND as allocated). (decode/row_copies.md, HND e4m3, four head sizes from 80 to 192: 76.9 to 92.7
+// us as swizzled rows, 66.8 to 71.7 us as plain rows.)
 constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous) {
   switch (head_size) {
     case 80:
@@ -65,6 +105,88 @@ constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous
     default:
       return false;
   }
+}
+
+// Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
+struct PrefillTuning {
+  int consumers = 2;  // consumer warpgroups, 64 rows of a work tile each
+  int tokens;         // of a KV tile
+  // Buffers in shared memory: tiles of K, tiles of V, queries of work tiles.
+  int key_stages, value_stages;
+  int query_stages = 1;
+  bool query_in_registers = false;  // saves a fifth of the shared-memory reads
+  int consumer_registers;           // of a thread, by setmaxnreg
+  int producer_registers = 56;
+};
+
+// adjusts: scores have a softcap or ALiBi. Rows of prefill/sm90_mainloop.md, in us. Heads
+// of 64 (e_d64_4x2k): 162; two consumers with 128 tokens 173; 112 tokens 163. Heads of 128
+// (a_1x8k): 771; 785 with queries in shared memory. Heads of 256: 80 tokens instead of 64 spill
+// (409 to 406).
+constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
+  if (cache_is_8bit) {
+    if (head_size <= 64) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 200};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+    }
+    return {.tokens = 64, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+  }
+  if (adjusts) {
+    if (head_size <= 64) {
+      return {.consumers = 3,
+              .tokens = 80,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 152};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 2,
+              .query_stages = 2,
+              .consumer_registers = 224};
+    }
+    if (head_size <= 192) {
+      return {.tokens = 80, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+    }
+    return {.tokens = 64,
+            .key_stages = 2,
+            .value_stages = 2,
+            .consumer_registers = 232,
+            .producer_registers = 40};
+  }
+  if (head_size <= 64) {
+    return {.consumers = 3,
+            .tokens = 96,
+            .key_stages = 3,
+            .value_stages = 3,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 152};
+  }
+  if (head_size <= 128) {
+    return {.tokens = 128,
+            .key_stages = 3,
+            .value_stages = 2,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 224};
+  }
+  if (head_size <= 192) {
+    return {.tokens = 96, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+  }
+  return {.tokens = 64,
+          .key_stages = 2,
+          .value_stages = 2,
+          .consumer_registers = 232,
+          .producer_registers = 40};
 }
 
 }  // namespace vllm_kernels::cuda

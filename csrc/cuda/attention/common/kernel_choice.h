@@ -23,7 +23,7 @@ enum class AttentionKernel {
   kPrefillSm80,  // prefill/sm80/: mma.sync and cp.async, many query rows
 };
 
-// What kept a faster kernel from being chosen. Bits.
+// Reasons why a faster kernel was not chosen, as bits.
 enum Obstacle : uint32_t {
   kNoObstacle = 0,
   kFloat32 = 1 << 0,      // tensor cores: query of 16 bits
@@ -34,7 +34,7 @@ enum Obstacle : uint32_t {
   kUnalignedCache = 1 << 5,         // base and strides of K and V: multiples of 16 bytes
   kUnalignedQuery = 1 << 6,         // decode: 4 bytes (8-bit cache: 8); prefill: 16 bytes
   kUnalignedOut = 1 << 7,           // decode: 8 bytes; prefill: 16 bytes
-  kNotCausal = 1 << 8,              // decode: query tokens see their past alone
+  kNotCausal = 1 << 8,              // decode: causal attention only
   kContiguousKeys = 1 << 9,         // decode: K and V in pages
   kScaleNotPositive = 1 << 10,      // prefill: scale > 0
   kFewRows = 1 << 11,               // prefill: too few query rows to fill the GPU
@@ -117,7 +117,7 @@ inline bool rows_are_contiguous(const PagedKv& kv) {
   return kv.key_token_stride == kv.head_size && kv.value_token_stride == kv.head_size;
 }
 
-// Form kSwizzledRows: whether two dense rows may share a line of 128 bytes.
+// Form kSwizzledRows: whether two contiguous rows may share a line of 128 bytes.
 constexpr bool may_pair_rows(KvForm form, int padded_head_size, int element_bytes) {
   return form == KvForm::kSwizzledRows && padded_head_size * element_bytes == kColumnBytes / 2;
 }
@@ -142,26 +142,28 @@ inline StageBytes stage_bytes(const PagedKv& kv, KvForm form, int padded_head_si
   } else if (form == KvForm::kPlainRows) {
     offset = key;
   }
-  // Products read V past the head size as well: that is the same stage's K.
+  // The mma also reads V past the head size. Those bytes are K of the same stage.
   return {
       .line_shift = line_shift, .key_offset = offset, .total = (offset + key + 127) / 128 * 128};
 }
 
-// Query rows of a warp in blocks of 8: alone one, in a group as many as its registers hold.
+// Blocks of 8 query rows per warp. If several warps share a pipeline, as many as registers hold.
 constexpr int decode_row_blocks(int padded_head_size, bool multi_warp) {
   return multi_warp && padded_head_size <= 128 ? 2 : 1;
 }
-// Tokens of a stage: 32 where that is at most 8 KiB of K and V, or several warps share it.
+// Tokens of a stage, up to heads of 128: 32 if K and V take at most 8 KiB, or several warps share
+// it. Otherwise 16.
 constexpr int decode_stage_tokens(int element_bytes, int padded_head_size, bool multi_warp) {
   return padded_head_size <= 128 && (multi_warp || element_bytes * padded_head_size <= 128) ? 32
                                                                                             : 16;
 }
-// 16-bit pages: 8 warps with 3 pages each. 8-bit pages are half as long and take more work.
+// Max threads of a CTA. 16 bits: 8 warps with pipelines of 3 pages. 8-bit pages have half the bytes
+// and need more instructions, so 12 warps.
 constexpr int decode_threads(int element_bytes, int padded_head_size, bool multi_warp) {
   return element_bytes == 1 && !multi_warp && padded_head_size <= 128 ? 384 : 256;
 }
-// Static shared memory of the decode kernels, as ptxas reports it for sm_90a. fused: with the new
-// token's heads. A launcher throws if a kernel has more and the call no longer fits.
+// Bound on the static shared memory of the decode kernels, from ptxas for sm_90a. `fused`: with the
+// buffers of the new token. A launcher throws if a kernel has more and the call no longer fits.
 constexpr int decode_static_smem(int element_bytes, int padded_head_size, bool multi_warp,
                                  bool fused) {
   const int own =
@@ -175,8 +177,9 @@ constexpr int kWgmmaMaxHeadSize = 128;
 constexpr int wgmma_consumers(int max_row_blocks) {
   return max_row_blocks <= 4 ? 3 : 2;
 }
-// Shared memory: the queries, which all consumers share, and a consumer's P^T (two in turn up to
-// 32 rows). At a work tile's end the consumers' results of half a head lie there.
+// Scratch in shared memory: the queries, which all consumers share, and P^T of each consumer. Up to
+// 32 rows P^T is double-buffered. At a work tile's end the scratch has the consumers' partials of
+// half a head.
 constexpr int wgmma_query_bytes(int rows, int padded_head_size) {
   return rows * padded_head_size * 2;
 }
@@ -194,12 +197,12 @@ constexpr int wgmma_static_smem(int max_row_blocks) {
 
 // prefill sm80: warps and rows of a work tile, stages, shared memory.
 struct PrefillSm80Sizes {
-  int row_tiles;  // of 16 rows, of a warp: they share what a warp reads of K and V
+  int row_tiles;  // of 16 rows, per warp; they share each ldmatrix of K and V
   int max_stages;
-  int held_steps;  // of 16 dimensions whose queries are in registers, the others in shared memory
-  int tile_bytes;  // of K, or of V, of 64 tokens
-  int chunks;      // of 16 bytes of K, and as many of V, that a lane copies
-  int raw_bytes;   // 8-bit caches: copies before they are upcast
+  int held_steps;  // steps of 16 dimensions with Q in registers; Q of others is in shared memory
+  int tile_bytes;  // of K of 64 tokens; V has as many
+  int chunks;      // 16-byte chunks of K that a lane copies; of V as many
+  int raw_bytes;   // 8-bit caches: buffer of chunks before the upcast
 
   constexpr PrefillSm80Sizes(int head_size, bool cache_is_8_bit)
       : row_tiles(head_size <= 128 ? 2 : 1),

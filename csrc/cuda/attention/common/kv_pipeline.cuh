@@ -4,8 +4,8 @@
 //
 // Not kShared: one warp owns the pipeline and is both its producer and its consumer. No barrier
 // between warps is needed, and every warp keeps its own copies in flight.
-// kShared: a consumer of several warps shares a pipeline. One warp produces, all of the consumer's
-// warps read, and an "empty" mbarrier per stage signals that all have released it.
+// kShared: a consumer of several warps shares a pipeline. One warp produces, and all of the
+// consumer's warps read. An "empty" mbarrier per stage signals that all have released it.
 //
 // Copies, sm_90 and later:
 //   kPackedPages   bulk copies of full pages of one head
@@ -27,6 +27,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
@@ -56,14 +57,10 @@ struct PipelineLayout {
   uint32_t key_block, key_head, value_block, value_head;
 };
 
-// Forms kRows and kBoxes from sm_90 on: tensor maps of K and V.
+// Tensor maps of K and V, for forms that copy TMA boxes (sm_90 and later).
 struct KvTensorMaps {
   CUtensorMap key, value;
 };
-
-// A work tile's first pages are prefetched into L2 only if it has this many times the stages of its
-// pipelines. With shorter tiles the prefetch delays the primary kernel more than it saves.
-constexpr int kPrefetchLength = 4;
 
 // Forms in which a page of a head, or a stage's share of it, is contiguous in shared memory. It is
 // also contiguous in global memory, unless PipelineLayout::uses_tma_boxes says otherwise.
@@ -175,9 +172,9 @@ class KvPipeline {
     return at;
   }
 
-  // Prefetches the pages of the first `stages` stages into L2. It does so only where many more
-  // stages follow, or where there is `time`. The pages are not read, so this may precede the end of
-  // the primary kernel.
+  // Prefetches the pages of the first `stages` stages into L2. It does so only if many more stages
+  // follow (kPrefetchLength), or if the CTA has `time`. The pages are not read, so this may precede
+  // the end of the primary kernel.
   __device__ __forceinline__ void prefetch(const PagedKv& kv, int stages, bool time) const {
     if (!may_prefetch<kForm, kTokens>(layout_)) return;
     if (!time && to_produce_ < kPrefetchLength * stages) return;
@@ -375,8 +372,8 @@ class KvPipeline {
 #endif
   }
 
-  // Form kSwizzledRows: bytes of a box, which is one column of K or V of a page, or of the stage's
-  // share of a longer page.
+  // Form kSwizzledRows: bytes of a box. A box is one column of K or V. It covers a page, or the
+  // stage's share of a longer page.
   __device__ __forceinline__ uint32_t box_bytes() const {
     return kColumnBytes << min(layout_.page_shift, kStageShift<kTokens>) - line_shift();
   }
@@ -428,8 +425,8 @@ class KvPipeline {
   }
 
 #if defined(VLLM_KERNELS_HAS_SM90)
-  // One lane copies K and V of one page of a head, or of a stage's share of it that begins at
-  // `line`.
+  // One lane copies K and V of one page of a head. Of a page longer than a stage, it copies the
+  // stage's share, from `line` on.
   __device__ __forceinline__ void copy_page(uint32_t key_to, uint32_t value_to, const char* key,
                                             const char* value, int line, int block,
                                             uint32_t barrier) const {
@@ -585,7 +582,7 @@ class KvPipeline {
 #endif
 };
 
-// All of the two but the number of stages.
+// Sets both layouts, except for the number of stages.
 template <typename Cache, int kMaxHeadSize, int kTokens, KvForm kForm>
 void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout& layout) {
   constexpr int kBytes = sizeof(Cache), kShift = kStageShift<kTokens>;
@@ -599,7 +596,7 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.chunks = kv.head_size * kBytes / 16;
   pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
   const StageBytes bytes =
-      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_info().architecture);
+      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_model().architecture);
   pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
   pipeline.key_offset = bytes.key_offset;
   pipeline.stage_bytes = bytes.total;

@@ -8,9 +8,9 @@
 //
 // Swizzled rows (form kSwizzledRows): [columns][tokens][128 bytes]. A row is cut into columns of
 // 128 bytes. Its 16-byte chunks are permuted by chunk ^ (token % 8), which is TMA's 128-byte
-// swizzle: the chunks of 8 tokens lie in different banks. ldmatrix transposes V. Contiguous rows of
-// 64 bytes lie two to a line of 128 bytes, as in global memory, permuted by line % 8. TMA takes as
-// long for half a line as for a full one.
+// swizzle: the chunks of 8 tokens lie in different banks. ldmatrix transposes V. Two contiguous
+// rows of 64 bytes share a line of 128 bytes, as in global memory. Its chunks are permuted by line
+// % 8. TMA takes as long for half a line as for a full one.
 //
 // Plain rows (form kPlainRows): [tokens][D], not padded to 128-byte lines. HND pages are copied as
 // they are, NHD pages in TMA boxes of full rows. Bank conflicts of ldmatrix over 8 tokens: none
@@ -24,7 +24,7 @@
 
 namespace vllm_kernels::cuda {
 
-// Of a stage of 16, 32 or 64 tokens.
+// log2 of the tokens of a stage: 16, 32 or 64.
 template <int kTokens>
 constexpr int kStageShift = kTokens == 64   ? 6
                             : kTokens == 32 ? 5
@@ -37,12 +37,11 @@ template <int kTokens>
 constexpr TokenBits<kTokens> kAllTokens = ~TokenBits<kTokens>{0} >> (kTokens == 16 ? 16 : 0);
 
 // Form kPackedBoxes: tokens per box. A box lies in shared memory like a page of that many tokens.
-// 8-bit caches take 32 tokens where the stage has them, since rows of V of 16 bytes are slow to
-// copy.
+// In 8 bits a box has 32 tokens if the stage does. Rows of V of 16 bytes are slow to copy.
 template <typename Cache, int kTokens>
 constexpr int kBoxTokens = sizeof(Cache) == 2 || kTokens < 32 ? 16 : 32;
 
-// Form kRows: whether dense rows are so short that two share a column's line.
+// Form kSwizzledRows: whether contiguous rows are so short that two may share a line.
 template <typename Cache, int kMaxHeadSize, KvForm kForm>
 constexpr bool kMayPairRows = may_pair_rows(kForm, kMaxHeadSize, sizeof(Cache));
 

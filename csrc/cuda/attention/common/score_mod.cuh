@@ -54,8 +54,8 @@ __device__ __forceinline__ float adjusted_score(const PagedAttentionParams& p, c
   return score;
 }
 
-// Epilogue of a row, after all of its tokens and with its sink. `scale` turns sum exp2(score -
-// row_max) * v into the output; it includes v_scale. `lse` is the natural log-sum-exp.
+// Epilogue of a row, after all of its tokens and with its sink. The output is `scale` times sum
+// exp2(score - row_max) * v; `scale` includes v_scale. `lse` is the natural log-sum-exp.
 struct RowResult {
   float scale;
   float lse;

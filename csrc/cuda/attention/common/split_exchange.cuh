@@ -1,11 +1,11 @@
 // Flag-in-data exchange of split partials. It is used where no CTA has two work tiles.
 //
-// Each split publishes its partial in the workspace; there is no semaphore. The CTA of the query
-// tile's last split polls the partials until they are all there, and combines them. A partial is
-// written in units of 8 or 16 bytes. Each unit is one store and one load, so it cannot tear. The
-// first word of a unit is never 0 (0 is stored as -0), and the workspace is 0 until then. So an
-// exchange costs one trip to memory and one back, with no fence, no counter and none of their round
-// trips. The reader clears the words again: the workspace is 0 before and after every launch.
+// Each split publishes its partial in the workspace, without a semaphore. The CTA of the query
+// tile's last split polls the partials until all are present, and combines them. A partial is
+// written in vectors of 8 or 16 bytes. Each vector is one store and one load, so it cannot tear.
+// Its first word is never 0 (0 is stored as -0), and the workspace is 0 until then. So an exchange
+// costs one store and one load, without a fence or an atomic. The reader clears the first words
+// again: the workspace is 0 before and after every launch.
 //
 // Forward progress: a CTA waits only for CTAs of a lower index. GPUs start those first. CUDA does
 // not promise this order, but the scans in CUDA's own libraries rely on it too. Those CTAs wait for

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t matrices, uint32_t by
          static_cast<uint32_t>(static_cast<uint32_t>(matrices) + (bytes >> 4));
 }
 
-// The same in two halves: many products of one operand then take fewer instructions.
+// The same in two halves: many wgmmas of one operand then take fewer instructions.
 struct DescriptorHalves {
   uint32_t low, high;
 
@@ -42,8 +42,8 @@ struct DescriptorHalves {
 #if defined(VLLM_KERNELS_HAS_WGMMA)
 
 // Registers, or arrays of them, that wgmma groups in flight read or write. Name them before
-// wgmma_fence() and after wgmma_wait(). The compiler only sees the instruction that starts a wgmma.
-// Without this it may write them after the fence, or read them before the wait.
+// wgmma_fence() and after wgmma_wait(). The compiler takes a wgmma for complete once it has
+// started. Without this it may write them after the fence, or read them before the wait.
 __device__ __forceinline__ void warpgroup_fence_operand(uint32_t& x) {
   asm volatile("" : "+r"(x)::"memory");
 }
@@ -69,7 +69,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Of accumulators: VLLM_KERNELS_C<n> are n asm operands, VLLM_KERNELS_D<n> their places.
+// VLLM_KERNELS_C<n>: n accumulators as asm operands. VLLM_KERNELS_D<n>: their numbers in the asm
+// text.
 #define VLLM_KERNELS_C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define VLLM_KERNELS_FOUR(i) \
   VLLM_KERNELS_C4(i), VLLM_KERNELS_C4(i + 1), VLLM_KERNELS_C4(i + 2), VLLM_KERNELS_C4(i + 3)
@@ -198,7 +199,7 @@ __device__ __forceinline__ void wgmma(float (&c)[kMaxTiles][4], const uint32_t (
 #endif
 
 // Stores four 8x8 matrices of 16-bit elements, each transposed. Lane l gives the address of row l %
-// 8 of matrix l / 8, as it lies in memory after the transpose.
+// 8 of matrix l / 8. Rows count after the transpose.
 __device__ __forceinline__ void store_transposed(uint32_t row_address, uint32_t m0, uint32_t m1,
                                                  uint32_t m2, uint32_t m3) {
 #if defined(VLLM_KERNELS_HAS_SM90)

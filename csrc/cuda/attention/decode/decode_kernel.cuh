@@ -6,23 +6,22 @@
 //   grid       one CTA per SM, or two; blockDim is up to 8 or 12 warps
 //   work       tile_scheduler.cuh cuts it into work tiles, on the device
 //
-// Roles of warps: there is no separate producer. A "consumer" is one warp, for work tiles of up to
-// 8 query rows, or 1, 2 or 4 warps (kMultiWarp) that share the rows, 8 or 16 each. So a warp keeps
-// its query and its output in registers. The consumers take a tile's stages in turn, each through
-// its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh for tiles of more than 8
-// rows and heads of up to kWgmmaMaxHeadSize.
+// Roles of warps: there is no separate producer. For work tiles of up to 8 query rows a consumer is
+// one warp. With kMultiWarp it is 1, 2 or 4 warps that share the rows, 8 or 16 each. So a warp
+// keeps its query and its output in registers. Of a tile's stages, consumer c takes c, c +
+// consumers, ... through its own pipeline (kv_pipeline.cuh). Hopper uses decode_wgmma_kernel.cuh
+// for tiles of more than 8 rows and heads of up to kWgmmaMaxHeadSize.
 //
 // A tile's end: each consumer starts to load the next tile's stages. Then the consumers' partials
 // are combined in shared memory. An unsplit tile is written as output. A split's partial goes to
 // the workspace, and one CTA combines all splits in order: the last CTA to finish (semaphore), or
 // the CTA of the last split (flag-in-data, split_exchange.cuh).
 //
-// Early reads, before the PDL wait: in small batches (and not kMultiWarp), lengths and block
-// tables. The first work tile is scheduled speculatively from them, and its first pages are
-// prefetched into L2. With kv_ready, lengths, tables and pages.
+// Early reads, before the PDL wait: lengths and block tables, in small batches (may_speculate())
+// and without kMultiWarp. The first work tile is scheduled speculatively from them, and its first
+// pages are prefetched into L2. With kv_ready, lengths, tables and pages are read early.
 //
-// Next: decode() below; warp_mma.cuh for the math of a stage; launch_decode_kernel() for the host's
-// choices.
+// Next: decode() below; warp_mma.cuh for the math of a stage; ../dispatch.cpp for the launch shape.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -79,17 +78,15 @@ __device__ __forceinline__ void write_row(const PagedAttentionParams& p, const W
   if (p.lse != nullptr && d == 0) p.lse[token * p.num_heads + query_row.head] = result.lse;
 }
 
-// Tiles of 8 query rows per warp. kMultiWarp: as many as its registers hold.
+// Tiles of 8 query rows per warp (decode_row_blocks).
 template <int kMaxHeadSize, bool kMultiWarp>
 constexpr int kRowTiles = decode_row_blocks(kMaxHeadSize, kMultiWarp);
 
-// Tiles of 16 tokens per stage: two where a stage is then at most 8 KiB of K and V, or is shared by
-// several warps.
+// Tiles of 16 tokens per stage (decode_stage_tokens).
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kTokenTiles = decode_stage_tokens(sizeof(Cache), kMaxHeadSize, kMultiWarp) / 16;
 
-// Max threads. 16-bit: 8 warps with pipelines of 3 pages each. 8-bit: 12 warps, since pages are
-// half as many bytes and take more work.
+// Max threads (decode_threads).
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp>
 constexpr int kDecodeThreads = decode_threads(sizeof(Cache), kMaxHeadSize, kMultiWarp);
 
@@ -107,8 +104,8 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   constexpr int kWarps = kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp> / 32;
   __shared__ uint64_t pipeline_words[kWarps][Pipeline::kWords];
   __shared__ float2 warp_stats[kWarps * 8];
-  // Three work tiles: some threads may still write the output of one when the next but one is
-  // stored.
+  // Three slots: when a work tile is stored, some threads may still write the output of the tile
+  // two before it.
   __shared__ WorkTile work_tiles[3];
   __shared__ TileRows work_tile_rows[3];
   __shared__ uint32_t next_index;  // written by thread 0; others wait for next_index_ready
@@ -148,7 +145,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
   if (threadIdx.x == 0) {  // a dummy: next_index is written again before it is read
     store_shared(shared_address(&next_index), touch(p) ^ touch(shape) ^ touch(workspace));
   }
-  // Kept rounds, as registers allow.
+  // Rounds of sequences whose lengths a lane keeps, as registers allow.
   using Scheduler = TileScheduler<kMultiWarp || (NewToken::kAny && kBytes == 1) ? 1
                                   : kBytes == 1                                 ? 4
                                                                                 : 8>;
@@ -194,9 +191,9 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
     return produced;
   };
 
-  // Speculative prologue of small batches. The first work tile and its pages are found before the
-  // primary kernel has ended, from lengths and tables that it may still be writing. After the wait
-  // both are read again, with the first pages in flight. If they differ, all is done again.
+  // Speculative prologue of small batches. It finds the first work tile and its pages before the
+  // primary kernel has ended. That kernel may still write the lengths and tables. So both are read
+  // again after the wait, with the first pages in flight. If they differ, the prologue is repeated.
   // One copy of the code serves first and later tiles: i-cache misses dominate a one-tile CTA.
   bool speculative = !kMultiWarp && Scheduler::may_speculate(p);
   if (!speculative && !p.kv_ready) wait_at_start(p);
@@ -282,7 +279,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
       mma.reduce_sums();
 #pragma unroll 1
       for (int first = 0; first < max_rows; first += combine_rows) {
-        __syncthreads();  // nobody reads results any more
+        __syncthreads();  // all threads have read the previous rows of `results`
         const int rows_left = max(0, rows.count - warp_in_consumer * warp_rows - first);
         mma.store(first, min(combine_rows, rows_left), results + warp * combine_rows * pitch, pitch,
                   warp_stats + warp * combine_rows, lane);
@@ -337,7 +334,7 @@ __device__ __forceinline__ void decode(const PagedAttentionParams& p, const Deco
         if (is_last) combine_splits(std::integral_constant<int, 1>{}, SemaphorePartials{});
       }
       if (index >= count) {
-        // CTAs with flag-in-data partials have no other work tile: nothing else is in registers
+        // A CTA with flag-in-data partials has no further work tile, so its registers are free
         // here.
         if (!whole && flag_in_data && work_tile.split + 1 == work_tile.num_splits) {
           if (work_tile.num_splits <= 8) {
@@ -460,7 +457,7 @@ __global__ void __launch_bounds__(kDecodeThreads<Cache, kMaxHeadSize, kMultiWarp
     decode<Cache, kMaxHeadSize, kMultiWarp, kForm>(p, shape, maps, workspace, NoNewToken{});
 }
 
-// kKernel takes p, DecodeShape, KvTensorMaps, workspace and `more`.
+// Launches kKernel, whose parameters are p, DecodeShape, KvTensorMaps, workspace and `more`.
 template <typename Cache, int kMaxHeadSize, bool kMultiWarp, KvForm kForm, auto kKernel,
           typename... More>
 void launch_decode_kernel(const PagedAttentionParams& p, const KernelChoice& choice,

@@ -18,7 +18,7 @@ namespace vllm_kernels::cuda {
 
 // Barrier of all consumer warps: an mbarrier with kWarpArrivals arrivals per warp. With a named
 // barrier, compute-sanitizer's racecheck reports hazards on what the barrier orders. A work tile
-// syncs an even number of times (twice at its start), so the parity of each sync is a constant.
+// syncs an even number of times, twice at its start. So the parity of each sync is a constant.
 struct ConsumersBarrier {
   uint32_t barrier;
   int lane;
@@ -132,7 +132,7 @@ struct DecodeWgmmaEpilogue {
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
             const int split = min(begin + b, work_tile.num_splits - 1);
-            // Load units exactly as they were published.
+            // Each load has the width of the store that published it.
             const float2 first_row = load_relaxed(stats_of(split, row));
             const float2 second_row = load_relaxed(stats_of(split, row + 1));
             pairs[b] = {first_row.x, first_row.y, second_row.x, second_row.y};
@@ -191,7 +191,7 @@ struct DecodeWgmmaEpilogue {
   }
 
   // Clears the flags of the published stats, once all warps have read them.
-  __device__ __forceinline__ void take_stats_back() const {
+  __device__ __forceinline__ void clear_stats_flags() const {
     for (int i = warp * 32 + lane; i < work_tile.num_splits << shape.row_shift;
          i += 128 * kConsumers) {
       clear_flag(stats_of(0, i));
@@ -199,7 +199,7 @@ struct DecodeWgmmaEpilogue {
   }
 
  private:
-  // The final scale of a row's output. If `writes`, it also writes the row's log-sum-exp.
+  // Returns the final scale of a row's output. If `writes`, it also writes the row's log-sum-exp.
   __device__ __forceinline__ float finish_row(int row, float row_max, float sum,
                                               bool writes) const {
     if (row >= rows.count) return 0.0f;
@@ -285,7 +285,7 @@ __device__ __forceinline__ void end_tile(const DecodeWgmmaEpilogue<Mma>& end, Mm
     if (work_tile.split + 1 != work_tile.num_splits) return;
     end.combine_splits();
     barrier.sync<0>();
-    end.take_stats_back();
+    end.clear_stats_flags();
     barrier.sync<1>();
     return;
   }

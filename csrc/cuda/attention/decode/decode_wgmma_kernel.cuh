@@ -1,20 +1,20 @@
 // paged_attention's decode kernel on Hopper's wgmma, for more than 8 query rows per KV head: one
-// launch for any batch. Tensors are those of decode_kernel.cuh; heads have up to kWgmmaMaxHeadSize
+// launch for any batch. decode_kernel.cuh has the tensors. Heads have up to kWgmmaMaxHeadSize
 // dimensions.
 //
 // Grid: one persistent CTA per SM. Roles of warps:
 //
-// 2 or 3 consumer warpgroups run attend() (warpgroup_mma.cuh). They take a work tile's stages in
-// turn, each through its own pipeline (kv_pipeline.cuh).
+// 2 or 3 consumer warpgroups run attend() (warpgroup_mma.cuh). Of a work tile's stages, consumer c
+// takes c, c + kConsumers, ... through its own pipeline (kv_pipeline.cuh).
 //
 // In one more warpgroup, a producer warp per consumer runs produce_stages(). Each pipeline has its
 // own warp, since a warp needs about 100 cycles to issue a bulk copy. Producers run ahead: while a
 // work tile ends, the next one's pages are in flight. Another warp is the scheduler warp and runs
 // schedule_tiles() (tile_scheduler.cuh). It passes work tiles through a queue of two.
 //
-// Early reads, before the PDL wait: in small batches the scheduler warp reads lengths and block
-// tables, makes a speculative schedule, and prefetches the first pages into L2. With kv_ready, the
-// scheduler and producer warps read lengths, tables and pages.
+// Early reads, before the PDL wait: in batches of up to 32 sequences the scheduler warp reads
+// lengths and block tables. It makes a speculative schedule and prefetches the first pages into L2.
+// With kv_ready, the scheduler and producer warps read lengths, tables and pages early.
 //
 // Next: decode_wgmma_epilogue.cuh for the end of a work tile.
 #pragma once
@@ -34,8 +34,8 @@ constexpr int kTileQueue = 2;
 __host__ __device__ constexpr int cta_threads(int max_tiles) {
   return 128 * (wgmma_consumers(max_tiles) + 1);
 }
-// Registers of a thread. All of a block share what its launch has of 65536; the teams need more
-// than the even share.
+// Registers of a thread. A launch divides the SM's 65536 registers evenly over its threads.
+// Consumers need more, so setmaxnreg gives them registers of the producer warpgroup.
 __host__ __device__ constexpr int launch_registers(int max_tiles) {
   return 65536 / cta_threads(max_tiles) / 8 * 8;
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
                                                const DecodeWgmmaShape& shape, TileQueue& queue,
                                                uint32_t* next, int lane) {
   // In small batches the first work tile is found speculatively, before the primary kernel has
-  // ended. It is found again if memory then holds other lengths.
+  // ended. It is found again if memory holds other lengths afterwards.
   enum { kSpeculate, kPlan, kGoOn } now = WgmmaTileScheduler::may_speculate(p) ? kSpeculate : kPlan;
   if (now == kPlan && !p.kv_ready) wait_at_start(p);
   WgmmaTileScheduler scheduler;
@@ -378,7 +378,7 @@ void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choi
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kConsumers = wgmma_consumers(kMaxTiles);
-  const int num_sms = current_device_info().num_sms;
+  const int num_sms = current_device_model().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,

@@ -7,21 +7,22 @@
 // last CTA to finish, or by the CTA of the last split (flag-in-data). Each CTA of the fixed grid
 // takes work tile blockIdx.x first, and then the next one that is left.
 //
-// With as many CTAs as query tiles, or more, these are split into about as many work tiles as there
-// are CTAs. With fewer CTAs, equal shares gain nothing: memory bandwidth is the limit, and a CTA's
-// share of it grows when others are done. Only long query tiles are split, into half or a quarter
-// of a CTA's share. Work tiles of long sequences come first, so that the last ones are short. Very
-// short ones come among longer ones: a tail of nothing else would leave memory idle.
+// If there is at most one query tile per CTA, they are split into about one work tile per CTA. With
+// more query tiles, equal shares gain nothing: memory bandwidth is the limit, and a CTA's share of
+// it grows when others are done. Then only long query tiles are split. A split is at most a quarter
+// of a CTA's share, or half of it with wgmma. Work tiles of long sequences come first, so that the
+// last ones are short. Very short ones are mixed with longer ones: a tail of only short ones would
+// leave memory idle.
 //
-// The splits follow from seq_lens alone, so a batch gives the same result every time. With
-// fixed_split_size they follow from the sequence's own length alone, so the result is the same in
-// any batch.
+// The splits depend only on the batch's lengths, so a batch gives the same result every time. With
+// fixed_split_size they depend only on the sequence's own length, so the result is the same in any
+// batch.
 //
-// A warp schedules alone, with one sequence per lane and 32 sequences per round. That needs no
-// barrier.
+// Each warp computes the schedule by itself, with one sequence per lane and 32 sequences per round.
+// That needs no barrier.
 //
-// Early reads: seq_lens and query_start_loc, where may_speculate(); validate() checks them after
-// the PDL wait.
+// Early reads: seq_lens and query_start_loc, if may_speculate() says so. validate() checks them
+// after the PDL wait.
 #pragma once
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
@@ -38,7 +39,7 @@ struct WorkShape {
   int stage_shift;        // log2 of the tokens of a stage
   int min_split_stages;   // with as many CTAs as query tiles or more: min stages of a split; a
                           // shorter one is not worth a CTA
-  int combine_share;      // stages less for the CTA that combines flag-in-data partials
+  int combine_share;      // flag-in-data: stages less for the last split, which combines
   int slots;              // workspace slots for partials with semaphores
   bool may_flag_in_data;  // result of may_flag_in_data()
   float max_split_share;  // with more query tiles than CTAs: largest split / a CTA's share
@@ -47,11 +48,6 @@ struct WorkShape {
   __device__ __forceinline__ int rows() const { return 1 << row_shift; }
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
-
-// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
-// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
-// longer ones hide.
-constexpr int kLengthClasses = 6, kShortestClass = 2;
 
 // Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
 __device__ __forceinline__ int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
@@ -75,18 +71,18 @@ struct SequenceIndices {
   int32_t first_query, end_query;
 };
 
-// `past`: bypass L1, which is not coherent with the primary kernel's writes.
+// `bypass_l1`: L1 is not coherent with the primary kernel's writes.
 __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
-                                                        bool past) {
+                                                        bool bypass_l1) {
   const auto load = [&](const int32_t* at) {
     // Two registers: with one, the next load would wait for this one.
-    int32_t new_token = 0, cached = 0;
-    if (past) {
-      new_token = __ldcg(at);
+    int32_t from_l2 = 0, from_l1 = 0;
+    if (bypass_l1) {
+      from_l2 = __ldcg(at);
     } else {
-      cached = *at;
+      from_l1 = *at;
     }
-    return opaque(new_token) | opaque(cached);
+    return opaque(from_l2) | opaque(from_l1);
   };
   SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
   if (p.query_start_loc != nullptr) {
@@ -129,7 +125,8 @@ struct WorkTile {
   SequenceWork sequence;
 };
 
-// What both decode kernels set alike. `padded`: head size of a partial's rows in the workspace.
+// Fills the fields that both decode kernels set alike. `padded`: head size of a partial's rows in
+// the workspace.
 inline WorkShape work_shape(const PagedAttentionParams& p, int row_shift, int stage_shift, int ctas,
                             int padded) {
   const int group = p.num_heads / p.kv.num_kv_heads;
@@ -293,8 +290,8 @@ class TileScheduler {
         int share = 0;
         if (work_tile.flag_in_data) {
           // Split-major order. The CTA of the last split waits for the others, so it needs the
-          // query tile's highest index. Last splits thus go to the last CTAs, which start late
-          // where the previous launch combined its splits there.
+          // query tile's highest index. So last splits go to the last CTAs. These start late,
+          // because the previous launch combined its splits on their SMs.
           const int query_tiles = work_tile.sequence.m_blocks * heads;
           work_tile.split = divide(local, query_tiles);
           query_tile = local - work_tile.split * query_tiles;
@@ -305,7 +302,7 @@ class TileScheduler {
           query_tile = divide(local, work_tile.num_splits);
           work_tile.split = local - query_tile * work_tile.num_splits;
         }
-        // The first `more` splits have one stage more.
+        // The first `longer_splits` splits have one stage more.
         const int stages = work_tile.sequence.stages + share;
         const int min_stages = divide(stages, work_tile.num_splits);
         const int longer_splits = stages - min_stages * work_tile.num_splits;

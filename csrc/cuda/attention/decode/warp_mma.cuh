@@ -13,9 +13,9 @@
 // The order of the k index of an mma is free, as long as both operands agree. ldmatrix gives each
 // lane 4 consecutive elements of a 16-byte row of 16 elements. So k slots {2j, 2j+1, 2j+8, 2j+9}
 // stand for elements 4j .. 4j+3. Packed pages use the same order for V's tokens, with 16 bits too.
-// There K's rows are permuted so that P comes out in V's order (page_token() in
-// kv_smem_layout.cuh). With 8-bit rows, the transposing ldmatrix moves pairs of dimensions, so the
-// rows of an output tile are the 8 even dimensions, then the 8 odd ones.
+// Their K rows are permuted so that P comes out in V's order (page_token() in kv_smem_layout.cuh).
+// With 8-bit rows, the transposing ldmatrix moves pairs of dimensions. So the rows of an output
+// tile are the 8 even dimensions, then the 8 odd ones.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -51,7 +51,8 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
     return tile * 8 + (lane % 4) * 2 + j;
   }
 
-  // Loads this lane's part of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no row.
+  // Loads this lane's elements of query rows 8 * tile + lane / 4, unconverted. `rows`: null for no
+  // row.
   __device__ __forceinline__ void load_query(const void* const (&rows)[kTiles], int lane) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -103,17 +104,16 @@ struct WarpMma : KvFragments<Cache, kMaxHeadSize, 16 * kDepth, kForm> {
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int exponent = power_for_half(largest);
-        const float factor = exp2f(static_cast<float>(exponent));
+        const auto [factor, inverse] = query_scale(largest);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           query[tile][k] = {pack2<__half>(at(k, 0) * factor, at(k, 1) * factor),
                             pack2<__half>(at(k, 2) * factor, at(k, 3) * factor)};
         }
-        const float inverse = exp2f(static_cast<float>(-exponent)) * softmax_scale_log2;
+        const float to_log2 = inverse * softmax_scale_log2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          scale[tile][j] = __shfl_sync(0xffffffffu, inverse, ((lane % 4) * 2 + j) * 4);
+          scale[tile][j] = __shfl_sync(0xffffffffu, to_log2, ((lane % 4) * 2 + j) * 4);
         }
       }
     }

@@ -1,5 +1,5 @@
-// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, by one consumer
-// warpgroup (4 warps) with wgmma.
+// WarpgroupMma: attention of 16, 32 or 64 query rows over 64 tokens at a time, with wgmma. One
+// consumer warpgroup (4 warps) computes it.
 //
 // As in warp_mma.cuh both products are swapped, and A comes from registers. So every cache type
 // takes the same path: load fragments, upcast them if 8-bit, multiply.
@@ -100,7 +100,7 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
 #pragma unroll 1
     for (int row = thread >> 2; row < rows; row += count >> 2) {
       const Query* from = start(row);
-      // The 4 threads of a row take chunks of 16 dimensions in turn.
+      // Thread `quarter` of a row takes chunks quarter, quarter + 4, ... of 16 dimensions.
       uint4 low[kSteps / 4], high[kSteps / 4];
 #pragma unroll
       for (int i = 0; i < kSteps / 4; ++i) {
@@ -129,11 +129,8 @@ struct WarpgroupMma : KvFragments<Cache, kMaxHeadSize, kStageTokens, kForm> {
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int exponent = power_for_half(largest);
-        const float factor = exp2f(static_cast<float>(exponent));
-        if (quarter == 0) {
-          store_shared(scales + row * 4, exp2f(static_cast<float>(-exponent)));
-        }
+        const auto [factor, inverse] = query_scale(largest);
+        if (quarter == 0) store_shared(scales + row * 4, inverse);
 #pragma unroll
         for (int i = 0; i < kSteps / 4; ++i) {
           const auto convert = [&](uint32_t& pair) {

@@ -1,13 +1,13 @@
-// fused_decode_attention: rotation, cache write and attention of one new token per sequence
-// (ops/fused_decode_attention.h), in one launch where there is a kernel for it. Else rope_and_cache
-// and paged_attention are launched one after the other.
+// fused_decode_attention: rotation, cache write and attention of one new token per sequence.
+// ops/fused_decode_attention.h has the shapes. It is one launch if choose_fused_decode() finds no
+// obstacle. Otherwise rope_and_cache and paged_attention are launched one after the other.
 //
 // The kernel is the decode kernel with one warp per consumer (attention/decode/decode_kernel.cuh),
 // which also prepares the new tokens' heads (new_token.cuh). Layout vllm, pages of up to 16 tokens,
 // heads of up to 128 dimensions.
 //
-// Grid, roles of warps and early reads are the decode kernel's. With a 16-bit cache, the new
-// tokens' positions are read early, too.
+// The decode kernel has the grid, the roles of warps and the early reads. With a 16-bit cache, the
+// new tokens' positions are read early, too.
 #include "cuda/attention/decode/decode_kernel.cuh"
 #include "cuda/attention/dispatch.h"
 #include "cuda/attention/fused_decode/new_token.cuh"
@@ -49,7 +49,7 @@ KernelChoice choose(const FusedDecodeAttentionParams& params) {
   const PagedAttentionParams& p = params.attention;
   // A CTA prepares the query heads of a KV head, its key and its value.
   const int threads = (p.num_heads / p.kv.num_kv_heads + 2) << new_token_lane_shift(p.kv.head_size);
-  KernelChoice choice = choose_fused_decode(p, current_device_info(), threads);
+  KernelChoice choice = choose_fused_decode(p, current_device_model(), threads);
   if (!vecs_fit(params.rope)) choice.obstacles |= kUnalignedProjection;
   return choice;
 }

@@ -35,8 +35,8 @@ struct NewTokenParams {
   int lane_shift;  // log2 of the lanes that hold a row
 };
 
-// Buffers for three work tiles, as in the decode kernel. Some threads may still combine one tile
-// when the next but one is prepared.
+// Buffers for three work tiles, as in the decode kernel. When a tile is prepared, some threads may
+// still combine the tile two before it.
 template <int kMaxHeadSize>
 struct NewTokenMemory {
   static constexpr int kPitch = kMaxHeadSize + 8;  // the rows of a load hit different banks
@@ -76,7 +76,7 @@ class FusedNewToken {
   }
 
   // Prepares the rows of the current work tile in shared memory. All threads of the CTA. `side`:
-  // index of its buffers, the next of three in turn.
+  // index of its buffers, in the order 0, 1, 2, 0, ...
   __device__ __forceinline__ void prepare(const PagedAttentionParams& p, const ScoreCap& cap,
                                           const WorkTile& work_tile, int group, int side) {
     if constexpr (std::is_same_v<Cache, BFloat16>) {

@@ -9,7 +9,7 @@ namespace vllm_kernels::cuda {
 
 struct PrefillLaunch {
   int min_query_len;           // sequences of fewer query tokens are left out
-  bool has_concurrent_launch;  // ... and belong to the concurrent decode launch that follows
+  bool has_concurrent_launch;  // a concurrent decode launch follows, for the sequences left out
   uint32_t* next;              // work tiles handed out; 0 before and after every launch
 };
 

@@ -7,12 +7,13 @@
 //
 // Order of tiles:
 // - KV heads come in sections. The pages of a section stay in L2 while all its tiles read them.
-// - In a section, tiles that see the most tokens come first, in 16 classes of equal width. So the
-//   last tiles are short.
+// - A section has 16 classes of equal width, by the last visible token of a tile. The class of the
+//   latest tokens comes first, so the last tiles are short.
 // - Tiles of one KV head follow each other.
 //
-// Every warp computes the schedule for itself, as in attention/decode/tile_scheduler.cuh: a lane
-// holds a sequence, and a round is 32 sequences.
+// A warp computes the schedule by itself, as in attention/decode/tile_scheduler.cuh: a lane holds a
+// sequence, and a round is 32 sequences. Early reads: none, the callers wait for the primary kernel
+// first.
 #pragma once
 #include <cmath>
 
@@ -23,11 +24,7 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillClasses = 16;
-// Work of a tile's prologue and epilogue, in tokens. (H200)
-constexpr float kEndTokens = 150.0f;
-
-// No sequence is longer, and a position can be added without overflow.
+// No sequence is longer, and a position plus this does not overflow.
 constexpr int kMaxWindowRight = 1 << 30;
 
 struct PrefillShape {
@@ -46,7 +43,7 @@ struct PrefillShape {
 
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
 // lasts kConcurrentShare of the other's time:
-//   CTAs = ratio * (tokens that its work tiles see) / (tokens that the other launch reads)
+//   CTAs = ratio * (tokens visible to its work tiles) / (tokens that the other launch reads)
 inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& device, int rows,
                               int head_size) {
   const float bytes_per_ns = kReadShareOfBus * device.bytes_per_ns();
@@ -60,10 +57,10 @@ inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& 
   return compute_ns / (kConcurrentShare * read_ns);
 }
 
-// What both prefill kernels set alike.
+// Fills the fields that both prefill kernels set alike.
 inline PrefillShape prefill_shape(const PagedAttentionParams& p, int min_query_len) {
   const int group = p.num_heads / p.kv.num_kv_heads;
-  const auto l2_bytes = static_cast<float>(current_device_info().l2_bytes);
+  const auto l2_bytes = static_cast<float>(current_device_model().l2_bytes);
   return {.group = group,
           .min_rows = min_query_len * group,
           .softmax_scale_log2 = p.scale * kLog2E,
@@ -106,7 +103,7 @@ class PrefillTileScheduler {
   __device__ __forceinline__ void build(const PagedAttentionParams& p, const PrefillShape& shape,
                                         int lane) {
     uint32_t row_blocks = 0, longest = 0;
-    float tokens = 0.0f, others = 0.0f;  // that work tiles see; that the other launch reads
+    float tokens = 0.0f, others = 0.0f;  // visible to work tiles; read by the other launch
     const float window = p.sliding_window > 0 ? p.sliding_window : kMaxWindowRight;
 #pragma unroll 1
     for (int round = 0; round < rounds_of(p); ++round) {
@@ -148,7 +145,7 @@ class PrefillTileScheduler {
 #pragma unroll 1
     for (;;) {
       const uint32_t heads = min(section_heads_, p.kv.num_kv_heads - first_head_);
-      // The lane's blocks of rows [first, end) belong to this class, by the last token they see.
+      // The lane's blocks of rows [first, end) belong to this class, by their last visible token.
       const int until = longest_ - class_ * class_tokens_;
       const int end = blocks_until(shape, until);
       const int first =
@@ -234,7 +231,7 @@ class PrefillTileScheduler {
         min(heads, static_cast<int>(fminf(bytes * heads / shape.section_bytes, 1e6f)) + 1);
     section_heads_ = (heads + sections - 1) / sections;
   }
-  // How many of the lane's blocks of rows see only tokens below `until`.
+  // The number of the lane's blocks of rows whose visible tokens are all below `until`.
   __device__ __forceinline__ int blocks_until(const PrefillShape& shape, int until) const {
     if (until >= seq_len_) return row_blocks_;
     const int tokens = until - shape.window_right - (seq_len_ - query_len_);

@@ -5,13 +5,14 @@
 // tokens at a time: each lane scores one token for the CTA's query heads, then each lane sums V for
 // dimensions lane, lane + 32, ... The warps' partials are combined in shared memory.
 //
-// Few query tokens over long sequences are split: each CTA leaves a partial in the workspace, and
-// the last CTA of a (query token, head chunk) combines them (by a semaphore).
-// Nothing is read before the PDL wait.
+// A sequence is split if there are few query tokens and it is long. Each CTA then leaves a partial
+// in the workspace. The last CTA of a (query token, head chunk) to finish combines them
+// (semaphore). Early reads: none. ops/paged_attention.h has the shapes.
 #pragma once
 #include <algorithm>
 
 #include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/workspace.h"
@@ -23,7 +24,6 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kSimtMaxHeadSize = 256;
-constexpr int kSimtCtasPerSm = 4;  // 128 registers: loads of other CTAs hide the latency of one
 
 // The query heads of a CTA, all of one KV head.
 struct HeadRange {
@@ -40,14 +40,14 @@ __device__ __forceinline__ HeadRange head_range(const PagedAttentionParams& p, i
   return {kv_head, kv_head * group + start, min(kSimtHeads, group - start)};
 }
 
-// The tokens [begin, end) of a sequence that one query token sees.
+// The tokens [begin, end) of a sequence that are visible to one query token.
 struct TokenRange {
   int seq;
   int begin;
   int end;
   int seq_len;
   int first_key;  // row of contiguous keys; 0 for pages
-  int query;      // row of query and out, -1: no sequence owns it
+  int query;      // row of query and out; -1: no sequence owns it
   int position;   // of the query token in its sequence
 };
 
@@ -97,7 +97,7 @@ struct SimtState {
     }
   }
 
-  // Raises the row's maximum to this step's scores, one a lane; gives the lane's p.
+  // One step of 32 scores, one a lane: raises row_max, rescales, and returns this lane's p.
   __device__ __forceinline__ float softmax_step(int head, float score) {
     const float updated = fmaxf(row_max[head], warp_max(score));
     const float factor = update_row_max(row_max[head], updated);
@@ -136,7 +136,7 @@ struct SimtCta {
   float* probs;        // shared, this warp's [heads][32]
   int lane;
 
-  // Bit `head`: it sees the token.
+  // Bit `head` is set if the token is visible to that head.
   __device__ __forceinline__ uint32_t visible_heads(int token) const {
     if (!p.sparse.on()) return (1u << heads.count) - 1;
     uint32_t bits = 0;
@@ -171,7 +171,7 @@ struct SimtCta {
     return score;
   }
 
-  // Tokens [begin, end), 32 of them a step, every kSimtWarps-th step.
+  // Processes tokens [begin, end) in steps of 32. This warp takes every kSimtWarps-th step.
   __device__ __forceinline__ void attend(SimtState& state, int begin, int end, int warp) const {
     const int head_size = p.kv.head_size;
     const bool contiguous = p.key_start_loc != nullptr;  // all keys are rows of block 0
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kSimtWarps * 32, kSimtCtasPerSm)
   }
 }
 
-// Any pair of types.
+// Launches the instantiation of the query's and the cache's type.
 inline void launch_simt(const PagedAttentionParams& p, const KernelChoice& choice,
                         const DecodeWorkspace& workspace, void* stream) {
   const dim3 grid(grid_size("paged_attention", choice.grid.x), choice.grid.y, choice.grid.z);

@@ -296,13 +296,12 @@ struct Sm80Mma {
         local_max = fmaxf(local_max, fmaxf(fabsf(at(i, 0)), fabsf(at(i, 1))));
       }
       local_max = quad_max(local_max);
-      const int exponent = power_for_half(local_max);
-      const float factor = exp2f(static_cast<float>(exponent));
+      const auto [factor, inverse] = query_scale(local_max);
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
         loaded[i / 2][i % 2 * 2 + r] = pack2<__half>(at(i, 0) * factor, at(i, 1) * factor);
       }
-      return exp2f(static_cast<float>(-exponent));
+      return inverse;
     }
   }
 

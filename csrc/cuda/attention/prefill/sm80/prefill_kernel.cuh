@@ -1,9 +1,9 @@
 // The sm80 prefill kernel: paged_attention and varlen_attention of many query rows, by mma.sync and
 // cp.async. On Hopper it runs what ../sm90/prefill_kernel.cuh does not support: other head sizes
-// and pages, and 8-bit caches with heads above 192.
+// and pages, and 8-bit caches with heads above 192, softcap or ALiBi.
 //
-// Shapes: a work tile is 16 or 32 packed query rows a warp, up to 8 warps, against KV tiles of 64
-// tokens from the last to the first.
+// Shapes: a work tile is 16 or 32 packed query rows per warp, with up to 8 warps. Its KV tiles of
+// 64 tokens come from the last to the first.
 //
 // Grid: one persistent CTA an SM. It takes work tiles from ../tile_scheduler.cuh. Every warp is
 // producer (producer.cuh, one KV tile ahead) and consumer (mainloop.cuh). Stages have mbarriers,
@@ -31,9 +31,10 @@ struct alignas(16) WarpVisible {
 template <typename Config>
 struct Sm80Shared {
   using Scheduler = PrefillTileScheduler<Config::kHeadSize, 0, Config::kTokens>;
-  // Three: one warp writes the next while others still end the one before. seq < 0: no more.
+  // Three slots: one warp writes the next tile while others still end the previous one. seq < 0: no
+  // more.
   Sm80Tile work_tiles[3];
-  // Of stages. full: the copies have landed; empty: all warps have released it.
+  // Per stage. full: the copies have landed; empty: all warps have released the stage.
   uint64_t full[Config::kStages], empty[Config::kStages];
   uint32_t present[Config::kStages][2];  // bit t: token t of the stage has a valid page
   // 8-bit caches: undoes a query row's scaling, times k_scale.
@@ -415,7 +416,7 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
   check_shared_memory<kKernel>("paged_attention", choice);
-  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 

@@ -54,8 +54,8 @@ struct TokenAddress {
   }
 };
 
-// The copies of a KV tile are cut into kCopySlices, one for a warp at a time. Part i has tokens
-// 16 (i % 4) .. + 15, and half i / 4 of their dimensions.
+// The copies of a KV tile are cut into kCopySlices, one for a warp at a time. Slice i has tokens 16
+// (i % 4) to 16 (i % 4) + 15, and half i / 4 of their dimensions.
 constexpr int kCopySlices = 8;
 template <typename Config>
 struct Sm80Producer {
@@ -275,7 +275,7 @@ struct Sm80Producer {
       }
     }
   }
-  // Rows of tokens with an address each.
+  // Copies rows of tokens that have an address each.
   __device__ __forceinline__ void copy_rows(const TokenAddress& lane_token, int stage) const {
 #pragma unroll 1
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -285,7 +285,7 @@ struct Sm80Producer {
       copy16_async(value_to(i, stage), values(address.value + chunk(i)), bytes);
     }
   }
-  // Layout vllm, tokens with an address each.
+  // Layout vllm: copies tokens that have an address each.
   __device__ __forceinline__ void copy_pages(const Sm80Tile& work_tile, int first,
                                              const TokenAddress& lane_token, int stage) const {
     const char* key = keys(lane_token.key + uint64_t{shape.key_chunk} * chunk(0));
@@ -327,11 +327,11 @@ struct Sm80Producer {
     }
   }
 
-  // How many of 16 tokens of V lie before `begin`. They may hold NaN and must become 0.
+  // The number of V's 16 tokens before `begin`. They may hold NaN and must become 0.
   static __device__ __forceinline__ int masked_tokens(const Sm80Tile& work_tile, int first) {
     return min(16, max(0, work_tile.begin - first));
   }
-  // Zeroes them in the chunks of this thread.
+  // Zeroes the first `masked` tokens of V in the chunks of this thread.
   __device__ __forceinline__ void mask_values(int masked, int stage) const {
     if (masked == 0 || masked == 16) return;  // 16: none was copied
     wait_all_copies();

@@ -1,8 +1,8 @@
 // The sm90 prefill kernel: paged_attention and varlen_attention of many query rows on Hopper, by
 // wgmma and TMA. It serves prompts, and chunks of prompts after a cached prefix.
 //
-// Shapes: a work tile is 128 or 192 packed query rows of one KV head, against KV tiles of 64 to 128
-// tokens from the last to the first. mainloop.cuh has the sizes (PrefillTuning).
+// Shapes: a work tile is 128 or 192 packed query rows of one KV head. Its KV tiles of 64 to 128
+// tokens come from the last to the first. mainloop.cuh has the sizes (PrefillTuning).
 //
 // Grid: one persistent CTA an SM. It takes work tiles from ../tile_scheduler.cuh.
 // - Two or three consumer warpgroups have 64 rows each (mainloop.cuh).
@@ -50,8 +50,8 @@ __device__ __forceinline__ void schedule_tiles(const PagedAttentionParams& p,
     }
     __syncwarp();
     if (index >= count) return;
-    // Asked for late, so that a CTA does not hold a work tile that another could start. The last
-    // atomicInc of the launch wraps the counter to 0.
+    // The request is late, so that a CTA does not hold a work tile that another could start. The
+    // last atomicInc of the launch wraps the counter to 0.
     barrier_wait(shared_address(&shared.next_tile_requested), iteration & 1);
     index = count;
     if (lane == 0 && count > blocks) index = blocks + atomicInc(next, count - 1);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
   bool raised;
   // Of the KV tile whose scores are in flight:
   uint32_t present_boxes;  // bit i: box i has a valid page
-  bool unmasked;           // every row sees every token
+  bool unmasked;           // every token is visible to every row
   const auto load_mask_inputs = [&] {
     const PrefillTile& work_tile = shared.work_tiles[slot_now];
     present_boxes = shared.present_boxes[keys.index];
@@ -384,9 +384,9 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   shape.query_by_tma = Config::kRows % shape.group == 0;
   shape.has_concurrent_launch = launch.has_concurrent_launch;
-  shape.concurrent_ratio = concurrent_ratio(p, current_device_info(), Config::kRows, kHeadSize);
-  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // allows it that much
-  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize);
+  static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
+  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
 }

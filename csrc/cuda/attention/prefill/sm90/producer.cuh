@@ -1,5 +1,6 @@
-// Shared memory and mbarriers of the sm90 prefill kernel (prefill_kernel.cuh), and its producer
-// warps for queries and for K and V of 16 bits. dequant_producer.cuh has those of 8-bit caches.
+// Shared memory and mbarriers of the sm90 prefill kernel (prefill_kernel.cuh). This file also has
+// the producer warps for queries, and for K and V of 16 bits. dequant_producer.cuh has the
+// producers of 8-bit caches.
 //
 // Early reads: none. Each producer warp waits for the primary kernel before its first read.
 #pragma once
@@ -126,7 +127,7 @@ class TilePages {
   int blocks_ = -1;  // of box lane % kBoxes in KV tile lane / kBoxes of the look-up
 };
 
-// Copies V of a box of which only tokens [low, high) are visible. The others may be NaN and become
+// Copies V of a box in which only tokens [low, high) are visible. The others may be NaN and become
 // 0. `token`: the box's first, in its page. All lanes.
 template <typename Config>
 __device__ __forceinline__ void copy_value_box(const PagedKv& kv, int kv_head, int block, int token,
