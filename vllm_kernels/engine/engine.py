@@ -1,4 +1,4 @@
-"""Continuous batching of a model of transformers over a paged KV cache::
+"""Continuous batching of a transformers model over a paged KV cache::
 
 engine = Engine(model, tokenizer)
 params = SamplingParams(max_tokens=20)
@@ -55,58 +55,54 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Serves many requests with one model at a time.
+    """Serves many requests with one model, by continuous batching.
 
-    Every :meth:`step` is one forward pass over packed tokens: the next token of each sequence that
-    is being decoded, and parts of the prompts of new ones. Their keys and values lie in blocks that
-    sequences with a common prefix share.
+    Each :meth:`step` is one forward pass over packed tokens. It has the next token of every
+    decoding sequence and chunks of new prompts. Sequences with a common prefix share its blocks.
 
-    While the engine exists the model belongs to it (its attention is replaced); :meth:`close`, or
-    the end of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after
-    changing weights or adapters: cached prefixes are those of the weights before.
+    While the engine exists, it owns the model and replaces its attention. :meth:`close`, or the end
+    of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after you change
+    weights or adapters, because cached prefixes depend on them.
 
     Args:
-        model: a decoder model of transformers, in eval mode, on a CPU or one GPU.
-        tokenizer: its tokenizer, for prompts, stop strings and text. None: tokens only.
-        block_size: tokens of a block, a power of two from 1 to 256.
-        num_blocks: of the cache. None: as many as fit into ``cache_bytes``.
-        cache_bytes: of the cache. None: 0.9 of what is free on a GPU; on a CPU what
-            ``max_batch_size`` sequences of ``max_length`` need, and at most a quarter of what is
-            free.
-        host_bytes: of a second pool in host memory, to which sequences are swapped out when blocks
-            run short. 0: they are computed again.
-        layout: of the cache: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's), "fp8", "fp8_e5m2" or "int8".
-        k_scale, v_scale: of an 8-bit cache, as
-            :class:`~vllm_kernels.kv_cache.tensors.KVCache` has them.
-        max_batch_size: sequences in one pass.
-        max_batch_tokens: tokens in one pass: longer prompts are computed in parts. None: 2048, or
-            max_batch_size if that is more.
-        max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
-            More than the model has positions for is served with a warning.
-        prefix_caching: whether blocks of finished or running sequences are found by later ones with
-            the same beginning.
-        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
-            cannot be captured run without, and a warning says why. (Mixtures of experts in float32
-            or float16, and before Hopper: torch's grouped_mm reads its offsets on the CPU there.
-            ``model.set_experts_implementation("batched_mm")`` does not, but copies the weights of
-            every token's experts: for small ones.)
-        cascade: whether sequences that are being decoded attend together to the blocks that all of
-            them share (of a prompt, or of its beginning), so that these are read once a pass, where
-            that pays (:func:`vllm_kernels.cascade_pays`). Results are the same within rounding.
-        overlap: whether the next pass is started before the tokens of the last one are looked at,
-            so that a GPU does not wait for Python. :meth:`step` then returns tokens one call later,
-            and a sequence that ends by a stop token or string is computed one pass too far. None:
-            on a GPU.
-        compile: whether the model is called through torch.compile; a name: of its backend.
-        fused: whether Llama-like models (Llama, Mistral, Qwen 2 and 3) run by this library's ops
-            for everything but the matrix products, instead of through transformers' modules.
-        check: whether the first thing is to compare a few logits with the model's own attention.
+        model: A transformers decoder model in eval mode, on a CPU or one GPU.
+        tokenizer: The model's tokenizer. None serves token ids only, without text and stop strings.
+        block_size: Number of tokens per block, a power of two from 1 to 256.
+        num_blocks: Number of cache blocks. None fills ``cache_bytes``.
+        cache_bytes: Size of the cache in bytes. None takes 90% of the free memory on a GPU. On a
+            CPU it takes room for ``max_batch_size`` sequences of ``max_length`` tokens, and at
+            most a quarter of the free memory.
+        host_bytes: Size in bytes of the host pool for swapped sequences. 0 recomputes instead.
+        layout: Cache layout: "vllm", "NHD" or "HND".
+        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2" or "int8".
+        k_scale, v_scale: Scales of an 8-bit cache. See
+            :class:`~vllm_kernels.kv_cache.tensors.KVCache`.
+        max_batch_size: Maximum number of sequences per pass.
+        max_batch_tokens: Maximum number of tokens per pass. Longer prompts run in chunks. None
+            means 2048, or max_batch_size if that is larger.
+        max_length: Maximum number of tokens per sequence. None takes the model's
+            max_position_embeddings, or 4096 if the config has none. A value above the model's
+            positions warns.
+        prefix_caching: Whether sequences reuse cached blocks of a common prefix.
+        cuda_graphs: Whether decode passes replay CUDA graphs. None means on a GPU. A model that
+            cannot be captured runs without graphs, and a warning says why. Mixtures of experts in
+            float32 or float16, or before Hopper, are such models: torch's grouped_mm reads offsets
+            on the CPU there. ``model.set_experts_implementation("batched_mm")`` avoids this, but it
+            copies the experts' weights for every token.
+        cascade: Whether decoding sequences read blocks that all of them share once per pass, if
+            :func:`vllm_kernels.cascade_pays`. Results agree within rounding.
+        overlap: Whether the next pass starts before the host reads the last tokens, so that a GPU
+            does not wait for Python. :meth:`step` then returns tokens one call later. A sequence
+            that ends by a stop token or string computes one token too many. None means on a GPU.
+        compile: Whether to call the model through torch.compile. A string names the backend.
+        fused: Whether this library's ops run Llama, Mistral, Qwen 2 and 3, except for the matrix
+            products. False runs transformers' modules.
+        check: Whether the constructor compares a few logits with the model's own attention.
 
     Raises:
-        NotImplementedError: a model that cannot be served, naming what is not.
-        TypeError: a model that is none, or a size that is no integer.
-        ValueError: an argument that does not fit, or a model that another engine has.
+        NotImplementedError: The model cannot be served. The message names the reason.
+        TypeError: ``model`` is not a transformers model, or a size is not an integer.
+        ValueError: An argument is out of range, or another engine owns the model.
     """
 
     def __init__(
@@ -143,12 +139,12 @@ class Engine:
         self._next_id = count()
         self._end_tokens = _end_tokens(model)
         on_gpu = model.device.type == "cuda"
-        # Streams, events and graphs are those of the current device.
+        # CUDA streams, events and graphs belong to the current device.
         self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
         self._overlap = on_gpu if config.overlap is None else config.overlap
-        self._pending: PendingTokens | None = None  # the last pass, until its tokens are fetched
-        self._undelivered: list[TokenOutput] = []  # what step() returns next
-        # What stream() and generate() have still to look at, by the ids of their requests.
+        self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
+        self._undelivered: list[TokenOutput] = []  # the next step() returns these
+        # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
             self._build(config, cleanup)
@@ -159,7 +155,7 @@ class Engine:
             self._cleanup = cleanup.pop_all()
 
     def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
-        """Takes the model and makes all parts. ``cleanup`` gets the calls that undo this."""
+        """Builds all components. Registers the calls that undo this with ``cleanup``."""
         model = self.model
         shape = kv_shape(model, config.block_size, config.layout, config.cache_dtype)
         refuse_changing_rotary(model)
@@ -216,19 +212,19 @@ class Engine:
         self.close()
 
     def warm_up(self) -> None:
-        """Captures the CUDA graphs of all batch sizes now, which takes seconds, instead of each
-        when it is first needed. Nothing without CUDA graphs.
+        """Captures the CUDA graphs of all batch sizes now, which takes seconds.
+
+        Otherwise each graph is captured on first use. Without CUDA graphs this does nothing.
 
         Raises:
-            RuntimeError: there are unfinished requests.
+            RuntimeError: There are unfinished requests.
         """
         self._refuse_unfinished("warm_up")
         with self._on_device:
             self._packed.capture_all()
 
     def close(self) -> None:
-        """Gives the model its attention and the cache's memory back. The engine cannot be used
-        afterwards."""
+        """Restores the model's attention and frees the cache. The engine cannot serve again."""
         if self.cache.is_freed:
             return
         self._pending = None
@@ -243,22 +239,22 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> int:
-        """Takes a request in; :meth:`step` works on it.
+        """Adds a request. :meth:`step` serves it.
 
         Args:
-            prompt: text (needs a tokenizer), or token ids.
-            params: of its sampling; None: greedy, 16 tokens.
-            salt: cached prefixes are found by requests with the same salt alone: of a tenant, who
-                is not to learn by the time it takes what others have asked; or the name of the
-                adapter that the model has now.
+            prompt: Text, which needs a tokenizer, or token ids.
+            params: Sampling parameters. None means greedy with 16 tokens.
+            salt: Only requests with the same salt share cached prefixes. Give each tenant its own,
+                so that response times reveal nothing about others' prompts. The name of the
+                current adapter is another use.
 
         Returns:
             The request's id.
 
         Raises:
-            TypeError: a prompt, params or salt that is none.
-            ValueError: a request that cannot be served, saying why; nothing has changed.
-            RuntimeError: the engine was closed.
+            TypeError: prompt, params or salt has the wrong type.
+            ValueError: The request cannot be served. Nothing has changed.
+            RuntimeError: The engine is closed.
         """
         self._refuse_closed()
         if params is None:
@@ -285,8 +281,11 @@ class Engine:
         return request.id
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its blocks are free. Raises KeyError for an id that is not there (any
-        more: it is finished)."""
+        """Ends a request and frees its blocks.
+
+        Raises:
+            KeyError: The request is unknown or finished.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
             raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
@@ -297,26 +296,26 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has something to do."""
+        """Whether :meth:`step` has work to do or tokens to return."""
         return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
 
     def step(self) -> list[TokenOutput]:
-        """Moves on by one forward pass.
+        """Runs one forward pass.
+
+        If it fails, the next call recomputes the running sequences. If the tokenizer fails, only
+        its request ends.
 
         Returns:
-            New tokens, also those that came while :meth:`stream` or :meth:`generate` served other
-            requests; theirs are not among them. None while only parts of prompts were computed.
-            With ``overlap`` they are those of the pass before, fetched while the next one runs.
-
-        If it fails, the running sequences are computed again by the next call. A request whose text
-        fails (by its tokenizer) is ended.
+            New tokens of requests from :meth:`add_request`. They include tokens that came while
+            :meth:`stream` or :meth:`generate` ran. The list is empty after a pass with prompt
+            chunks only. With ``overlap``, the tokens are one pass old.
         """
         self._advance()
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def _advance(self) -> None:
-        """What :meth:`step` does, but for the return of the tokens."""
+        """Runs one pass and queues its tokens."""
         self._refuse_closed()
         with self._on_device:
             try:
@@ -329,7 +328,7 @@ class Engine:
                 raise
 
     def _pass(self) -> None:
-        """Runs the pass that the scheduler wants next, all tokens being known."""
+        """Runs the next pass. All earlier tokens are known."""
         self._packed.wait()
         plan = self.scheduler.schedule()
         if plan is None:
@@ -341,7 +340,7 @@ class Engine:
             self._take(pending)
 
     def _pass_ahead(self) -> None:
-        """Starts the next pass if it is certain, and takes the tokens of the one before."""
+        """Starts the next pass if it is certain, then fetches the tokens of the last pass."""
         pending, self._pending = self._pending, None
         assert pending is not None
         try:
@@ -362,15 +361,15 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
-        """Serves all prompts and returns their outputs, in their order.
+        """Serves all prompts and returns their outputs in the same order.
 
         Args:
-            prompts: texts or lists of token ids.
-            params: for all, or one for each.
-            salt: of all, as :meth:`add_request` has it.
+            prompts: Texts or lists of token ids.
+            params: Sampling parameters for all prompts, or a list with one per prompt.
+            salt: Salt for all prompts. See :meth:`add_request`.
 
         Raises:
-            TypeError: prompts is no list of prompts; and as :meth:`add_request` does.
+            TypeError: ``prompts`` is not a list of prompts. :meth:`add_request` lists others.
         """
         refuse_no_list(prompts)
         chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
@@ -399,9 +398,10 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> Iterator[TokenOutput]:
-        """Serves one prompt and yields its tokens as they come; other requests go on meanwhile
-        (their tokens come by :meth:`step`, or by streams of their own). Leaving the loop early ends
-        the request."""
+        """Serves one prompt and yields each token as soon as it is known.
+
+        Other requests make progress meanwhile. Leaving the loop early ends the request.
+        """
         request_id = self.add_request(prompt, params, salt=salt)
         queue = self._queues[request_id] = deque()
         try:
@@ -416,19 +416,20 @@ class Engine:
                 self.abort(request_id)
 
     def reset(self) -> None:
-        """Forgets all cached prefixes and sets the statistics to zero. Call it after changing
-        weights or adapters: keys and values in the cache are those of the weights before.
+        """Drops all cached prefixes and sets the statistics to zero.
+
+        Call it after you change weights or adapters, because cached keys depend on them.
 
         Raises:
-            RuntimeError: there are unfinished requests.
+            RuntimeError: There are unfinished requests.
         """
         self._refuse_unfinished("reset")
-        self._pending = None  # of sequences that were aborted
+        self._pending = None  # its sequences were aborted
         self.manager.reset()
         self.scheduler.statistics = SchedulerStatistics()
 
     def statistics(self) -> EngineStatistics:
-        """What it did so far, and how full its cache is now."""
+        """Returns counters since the last reset, and the current use of the cache."""
         scheduler = self.scheduler
         return EngineStatistics(
             scheduler.statistics,
@@ -455,9 +456,9 @@ class Engine:
         return self._packed.run(plan, tokens_before)
 
     def _sample(self, plan: Plan, logits: Tensor) -> PendingTokens:
-        """Draws the tokens that a pass gives; they are not fetched yet."""
+        """Samples the tokens of a pass. They are not fetched yet."""
         ready = self.scheduler.computed(plan)
-        if len(ready) > len(logits):  # sequences that share a prompt share its logits
+        if len(ready) > len(logits):  # forked sequences share the logits of their prompt
             ran = set(plan.sequences)
             rows = np.cumsum([sequence in ran for sequence in ready]) - 1
             logits = logits[upload(rows, logits.device)]
@@ -467,16 +468,16 @@ class Engine:
         return pending
 
     def _take(self, pending: PendingTokens) -> None:
-        """Adds the tokens of a pass to their sequences.
+        """Fetches the tokens of a pass and appends them to their sequences.
 
-        Raises what a tokenizer raised, after all: its requests are ended, and the others are well.
+        If the tokenizer fails, its request ends. The error is raised after all tokens are appended.
         """
         tokens = pending.fetch()
         now = time.perf_counter()
         failure: Exception | None = None
         for sequence, token in zip(pending.sequences, tokens):
             sequence.num_pending = 0
-            if sequence.finish_reason is not None:  # it ended meanwhile, and this was in vain
+            if sequence.finish_reason is not None:  # it ended meanwhile: drop the token
                 continue
             request_id = sequence.request.id
             try:
@@ -490,7 +491,7 @@ class Engine:
             raise failure
 
     def _add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
-        """Adds a token to its sequence and ends the sequence where it must end."""
+        """Appends a token to its sequence, and ends the sequence if a stop condition holds."""
         request = sequence.request
         params = request.params
         if request.first_token_time is None:
@@ -519,7 +520,7 @@ class Engine:
     def _add_text(
         self, sequence: Sequence, token: int, reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
-        """The text that a token makes certain, and why the sequence ends, if it does."""
+        """Returns the text that a token makes final, and the finish reason if the sequence ends."""
         assert self.tokenizer is not None
         detokenizer = self._texts.get(sequence.id)
         if detokenizer is None:
@@ -534,7 +535,7 @@ class Engine:
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:
-    """Raises for a model that trains, that another engine has, or that gives no logits."""
+    """Raises if the model is in training mode, has another engine, or has no logits."""
     if model.training:
         raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
     other = ENGINES.get(model)

@@ -1,4 +1,4 @@
-"""What an engine returns."""
+"""Results that an engine returns."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class TokenOutput(NamedTuple):
 
     request_id: int
     index: int
-    """Which of the request's n sequences."""
+    """Index of the sequence among the request's ``n``."""
     token: int
     text: str
-    """What became certain of the text with this token (may be empty); without a tokenizer ""."""
+    """Text that this token made final. It may be empty, and is "" without a tokenizer."""
     finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sequence of a request, finished."""
+    """One finished sequence of a request."""
 
     index: int
     tokens: list[int]
@@ -36,20 +36,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request, finished. Times in seconds."""
+    """A finished request. Times are in seconds."""
 
     request_id: int
     prompt: list[int]
     completions: list[Completion]
     num_cached_tokens: int
-    """Leading tokens of the prompt that were found in the prefix cache."""
+    """Number of leading prompt tokens that the prefix cache had."""
     time_to_first_token: float
     total_time: float
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What the engine did so far, and how full its cache is now."""
+    """Counters since the start or the last reset, and the current use of the cache."""
 
     scheduler: SchedulerStatistics
     cache: Statistics
@@ -58,7 +58,7 @@ class EngineStatistics:
 
 
 def output_of(request: Request) -> RequestOutput:
-    """What became of a request that is finished."""
+    """Returns the output of a finished request."""
     assert request.first_token_time is not None and request.finish_time is not None
     completions = []
     for sequence in request.sequences:

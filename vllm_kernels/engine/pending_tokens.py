@@ -1,4 +1,4 @@
-"""Tokens between the device that drew them and the host."""
+"""Sampled tokens on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["PendingTokens"]
 
 
 class PendingTokens:
-    """Tokens that were drawn on the device, on their way to the host.
+    """Sampled tokens of one pass. The constructor starts their copy to the host.
 
     Args:
-        sequences: that get them.
+        sequences: The sequences that get a token, in row order.
         tokens: int64 [len(sequences)], on the device.
     """
 
@@ -32,7 +32,7 @@ class PendingTokens:
             self._arrived.record()
 
     def tokens_of(self, sequences: list[Sequence]) -> Tensor:
-        """Those of some of the sequences, on the device."""
+        """Returns the tokens of some of the sequences, on the device."""
         if sequences == self._order:
             return self._tokens
         row = {sequence: at for at, sequence in enumerate(self._order)}
@@ -40,7 +40,7 @@ class PendingTokens:
         return self._tokens[rows]
 
     def fetch(self) -> list[int]:
-        """All of them, after a wait for the pass."""
+        """Waits for the pass and returns all tokens."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()

@@ -1,4 +1,4 @@
-"""What a prompt is, and what is said of something that is none."""
+"""Converts prompts to token ids, and refuses other types with a hint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prompt = str | Items[int]
 
 
 def refuse_no_list(prompts: object) -> None:
-    """Raises TypeError for what is no list of prompts."""
+    """Raises TypeError if ``prompts`` is not a list of prompts."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
         raise TypeError(
             f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
@@ -33,11 +33,16 @@ def refuse_no_list(prompts: object) -> None:
 def prompt_tokens(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> list[int]:
-    """The token ids of a prompt.
+    """Returns the token ids of a prompt.
+
+    Args:
+        prompt: Text, or token ids.
+        tokenizer: The engine's tokenizer. Text needs one.
+        vocabulary: Number of tokens in the vocabulary.
 
     Raises:
-        TypeError: what is no prompt, saying what to do with it.
-        ValueError: text without a tokenizer, or a token that is not in the vocabulary.
+        TypeError: The prompt has another type. The message says how to convert it.
+        ValueError: There is text without a tokenizer, or a token outside the vocabulary.
     """
     if not isinstance(prompt, str):
         tokens = _token_ids(prompt)
@@ -66,7 +71,7 @@ def _token_ids(prompt: Items[int]) -> list[int]:
 
 
 def _hint(prompt: object) -> str:
-    """What to do with something that is no prompt."""
+    """Says how to turn ``prompt`` into a prompt. Empty if unknown."""
     first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
     if isinstance(first, Mapping):
         if "input_ids" in first:
