@@ -140,19 +140,20 @@ def test_text_that_fails_ends_its_request_alone(
     texts = ["A class", "The for statement", "Functions"]
     with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
         expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
-        add_text = engine._add_text
+        add_text = engine._outputs._add_text
 
         def failing(sequence: Sequence, *arguments: Any) -> Any:
             if sequence.request.id == 4 and sequence.num_output == 5:  # of 3, 4 and 5
                 raise KeyError("an unknown piece")
             return add_text(sequence, *arguments)
 
-        monkeypatch.setattr(engine, "_add_text", failing)
+        monkeypatch.setattr(engine._outputs, "_add_text", failing)
         got, failures = served_with_failures(engine, texts, 12)
-        assert failures == 1
+        assert failures == 0
         assert got[0] == expected[0] and got[2] == expected[2]
-        assert len(got[1]) == 4
+        assert got[1] == [*expected[1][:4], -1]  # -1: the output with the error
         assert engine.manager.num_sequences == 0
+        assert engine.statistics().scheduler.num_errors == 1
 
 
 @pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "_take"])

@@ -215,7 +215,9 @@ def test_every_sequence_reads_its_own_tokens(
         for _ in range(steps):
             memory.step()
         if fate == 0:
-            memory.scheduler.abort(request)
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    memory.scheduler.finish(sequence, FinishReason.ABORT)
             memory.requests.remove(request)
     memory.run()
 

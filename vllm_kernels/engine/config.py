@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vllm_kernels.engine.scheduler import blocks_at_most, num_usable_blocks
 from vllm_kernels.hf.attention_interface import AttentionOptions
+from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_cache.tensors import KVShape, free_memory
 
 __all__ = ["EngineConfig"]
@@ -98,32 +100,40 @@ class EngineConfig:
         return num_blocks
 
     def limits(
-        self, model: PreTrainedModel, num_blocks: int, layers: list[AttentionOptions]
+        self, model: PreTrainedModel, manager: KVCacheManager, layers: list[AttentionOptions]
     ) -> dict[str, int]:
         """Returns max_batch_size, max_batch_tokens and max_length, by these names.
 
         Warns if max_length exceeds the model's positions. ALiBi models need no positions.
 
         Raises:
-            ValueError: The cache holds fewer than 8 tokens.
+            ValueError: The cache holds fewer than 8 tokens, or fewer than a given max_length.
         """
         wanted = self._wanted_length(model)
-        length = min(wanted, num_blocks * self.block_size)
+        size, tokens = self.max_batch_size, self.max_batch_tokens
+        tokens = max(2048, size) if tokens is None else tokens
+        length = min(wanted, manager.num_blocks * self.block_size)
         if length < _MIN_LENGTH:
             raise ValueError(
                 f"Engine: cache: expected room for at least {_MIN_LENGTH} tokens, got "
-                f"{num_blocks} blocks of {self.block_size}"
+                f"{manager.num_blocks} blocks of {self.block_size}"
             )
+        if self.max_length is not None:
+            length = wanted
+            needed, there = blocks_at_most(wanted, manager, tokens), num_usable_blocks(manager)
+            if needed > there:
+                raise ValueError(
+                    f"Engine: max_length: expected a sequence that fits into {there} blocks of "
+                    f"{self.block_size} tokens, got {wanted}, which needs {needed} blocks: give "
+                    "more num_blocks or cache_bytes"
+                )
         positions = _positions(model, scaled=True)
         if 0 < positions < length and all(layer.alibi_slopes is None for layer in layers):
             warnings.warn(
                 f"Engine: max_length: expected at most {positions} (the model's "
-                f"max_position_embeddings), got {wanted}: what it writes behind those may be "
-                "wrong, or fail",
+                f"max_position_embeddings), got {wanted}: later tokens may be wrong, or fail",
                 stacklevel=4,
             )
-        size, tokens = self.max_batch_size, self.max_batch_tokens
-        tokens = max(2048, size) if tokens is None else tokens
         return {"max_batch_size": size, "max_batch_tokens": tokens, "max_length": length}
 
     def _wanted_length(self, model: PreTrainedModel) -> int:

@@ -9,13 +9,15 @@ for output in engine.generate(["The for statement", "A class"], params):
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from reprlib import repr as short_repr
+from traceback import clear_frames
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -24,19 +26,27 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vllm_kernels.engine.config import EngineConfig
-from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.engine_lock import EngineLock
 from vllm_kernels.engine.fused_llama import refuse_changing_rotary
 from vllm_kernels.engine.layer_groups import LayerGroups
 from vllm_kernels.engine.model_runner import ModelRunner, layer_options
+from vllm_kernels.engine.output_processor import OutputProcessor
 from vllm_kernels.engine.outputs import (
     EngineStatistics,
     RequestOutput,
     TokenOutput,
     output_of,
+    raise_if_all_failed,
 )
 from vllm_kernels.engine.pending_tokens import PendingTokens
-from vllm_kernels.engine.prompts import Prompt, prompt_tokens, refuse_no_list
-from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.engine.prompts import (
+    Prompt,
+    checked_params,
+    params_of_prompts,
+    prompt_tokens,
+)
+from vllm_kernels.engine.recovery import Recovery, naming_requests
+from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
 from vllm_kernels.engine.sampler import sample
 from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.engine.self_check import verify
@@ -63,6 +73,16 @@ class Engine:
     While the engine exists, it owns the model and replaces its attention. :meth:`close`, or the end
     of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after you change
     weights or adapters, because cached prefixes depend on them.
+
+    Threads: calls from several threads run one after the other, in order of arrival. A pass serves
+    the requests of all threads. Each :meth:`stream` and :meth:`generate` gets its own tokens. A
+    call from inside a step, such as by a hook of the model, raises RuntimeError. So does a call in
+    a forked process. An engine cannot be pickled or copied.
+
+    Failures: a request that cannot be served ends with ``FinishReason.ERROR``, and the others go
+    on. The reasons are NaN or infinite logits, a tokenizer that fails, or a forward pass that fails
+    because of the request. The engine recomputes failed passes. After 3 failures in a row it
+    divides the batch until the request fails alone 3 times.
 
     Args:
         model: A transformers decoder model in eval mode, on a CPU or one GPU.
@@ -134,13 +154,14 @@ class Engine:
         _refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
+        self._lock = EngineLock()
+        self._cancelled: deque[int] = deque()  # ids of requests that nobody waits for
         self._requests: dict[int, Request] = {}
-        self._texts: dict[int, Detokenizer] = {}  # by sequence id
         self._next_id = count()
-        self._end_tokens = _end_tokens(model)
         on_gpu = model.device.type == "cuda"
-        # CUDA streams, events and graphs belong to the current device.
-        self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
+        # One stream for the calls of all threads. It selects the device, too.
+        stream = torch.cuda.current_stream(model.device) if on_gpu else None
+        self._on_device = nullcontext() if stream is None else torch.cuda.stream(stream)
         self._overlap = on_gpu if config.overlap is None else config.overlap
         self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
         self._undelivered: list[TokenOutput] = []  # the next step() returns these
@@ -166,7 +187,6 @@ class Engine:
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
         shape = replace(shape, num_layers=groups.num_tensors)
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
-        limits = config.limits(model, num_blocks, layers)
         self.manager = KVCacheManager(
             num_blocks,
             config.block_size,
@@ -174,6 +194,7 @@ class Engine:
             windows=groups.windows,
             prefix_caching=config.prefix_caching,
         )
+        limits = config.limits(model, self.manager, layers)
         self.cache = KVCache(
             shape,
             num_blocks,
@@ -204,12 +225,20 @@ class Engine:
             prefix_caching=config.prefix_caching,
             may_cascade=self._packed.may_cascade,
         )
+        self._recovery = Recovery(self.scheduler)
+        self._outputs = OutputProcessor(model, self.tokenizer, self.scheduler)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Engine: expected no pickling or copying, which cannot share a model and its cache: "
+            "make an engine in each process"
+        )
 
     def warm_up(self) -> None:
         """Captures the CUDA graphs of all batch sizes now, which takes seconds.
@@ -219,16 +248,25 @@ class Engine:
         Raises:
             RuntimeError: There are unfinished requests.
         """
-        self._refuse_unfinished("warm_up")
-        with self._on_device:
-            self._packed.capture_all()
+        with self._exclusive():
+            self._refuse_unfinished("warm_up")
+            with self._on_device:
+                self._packed.capture_all()
 
     def close(self) -> None:
-        """Restores the model's attention and frees the cache. The engine cannot serve again."""
-        if self.cache.is_freed:
-            return
-        self._pending = None
-        self._cleanup.close()
+        """Restores the model's attention and frees the cache. The engine cannot serve again.
+
+        It waits for the pass of another thread. Then :meth:`stream` and :meth:`generate` of other
+        threads raise RuntimeError.
+        """
+        with self._exclusive():
+            if self.cache.is_freed:
+                return
+            for request in list(self._requests.values()):
+                self._end(request, _Closed())
+            self._undelivered.clear()
+            self._pending = None
+            self._cleanup.close()
 
     # Requests.
 
@@ -254,31 +292,9 @@ class Engine:
         Raises:
             TypeError: prompt, params or salt has the wrong type.
             ValueError: The request cannot be served. Nothing has changed.
-            RuntimeError: The engine is closed.
+            RuntimeError: The engine is closed, or the model is in training mode.
         """
-        self._refuse_closed()
-        if params is None:
-            params = SamplingParams()
-        if not isinstance(params, SamplingParams):
-            hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
-            raise TypeError(
-                f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
-        if not isinstance(salt, str | bytes | None):
-            raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        request = Request(
-            next(self._next_id),
-            prompt_tokens(prompt, self.tokenizer, vocabulary),
-            params,
-            time.perf_counter(),
-            salt,
-        )
-        self.scheduler.add(request)
-        self._requests[request.id] = request
-        return request.id
+        return self._add(prompt, params, salt).id
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its blocks.
@@ -286,73 +302,36 @@ class Engine:
         Raises:
             KeyError: The request is unknown or finished.
         """
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
-        self.scheduler.abort(request)
-        for sequence in request.sequences:
-            self._texts.pop(sequence.id, None)
-        self._undelivered = [one for one in self._undelivered if one.request_id != request_id]
+        with self._exclusive():
+            request = self._requests.get(request_id)
+            if request is None:
+                raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
+            self._end(request)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has work to do or tokens to return."""
-        return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
+        with self._exclusive():
+            return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
 
     def step(self) -> list[TokenOutput]:
         """Runs one forward pass.
 
-        If it fails, the next call recomputes the running sequences. If the tokenizer fails, only
-        its request ends.
-
         Returns:
             New tokens of requests from :meth:`add_request`. They include tokens that came while
             :meth:`stream` or :meth:`generate` ran. The list is empty after a pass with prompt
-            chunks only. With ``overlap``, the tokens are one pass old.
+            chunks only. With ``overlap``, the tokens are one pass old. A request that cannot be
+            served has an output with ``FinishReason.ERROR``.
+
+        Raises:
+            RuntimeError: The engine is closed, or the model is in training mode.
+            Exception: The pass failed. ``request_ids`` lists its requests. The next call
+                recomputes the running sequences.
         """
-        self._advance()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
-
-    def _advance(self) -> None:
-        """Runs one pass and queues its tokens."""
-        self._refuse_closed()
-        with self._on_device:
-            try:
-                if self._pending is None:
-                    self._pass()
-                else:
-                    self._pass_ahead()
-            except BaseException:
-                self.scheduler.failed()
-                raise
-
-    def _pass(self) -> None:
-        """Runs the next pass. All earlier tokens are known."""
-        self._packed.wait()
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return
-        pending = self._sample(plan, self._run(plan))
-        if self._overlap:
-            self._pending = pending
-        else:
-            self._take(pending)
-
-    def _pass_ahead(self) -> None:
-        """Starts the next pass if it is certain, then fetches the tokens of the last pass."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        try:
-            self._packed.wait()
-            plan = self.scheduler.schedule_ahead()
-            if plan is not None:
-                logits = self._run(plan, pending.tokens_of(plan.sequences))
-        finally:
-            self._take(pending)
-        if plan is not None:
-            self.scheduler.record(plan)
-            self._pending = self._sample(plan, logits)
+        with self._exclusive():
+            self._advance()
+            outputs, self._undelivered = self._undelivered, []
+            return outputs
 
     def generate(
         self,
@@ -363,6 +342,9 @@ class Engine:
     ) -> list[RequestOutput]:
         """Serves all prompts and returns their outputs in the same order.
 
+        A request that cannot be served has ``FinishReason.ERROR`` and ``RequestOutput.error``. A
+        failed pass warns with RuntimeWarning and is recomputed.
+
         Args:
             prompts: Texts or lists of token ids.
             params: Sampling parameters for all prompts, or a list with one per prompt.
@@ -370,26 +352,27 @@ class Engine:
 
         Raises:
             TypeError: ``prompts`` is not a list of prompts. :meth:`add_request` lists others.
+            RuntimeError: Another thread closed the engine.
+            Exception: No request could be served. This is the error of the first one.
         """
-        refuse_no_list(prompts)
-        chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
-        if len(chosen) != len(prompts):
-            raise ValueError(
-                f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
-            )
-        requests = []
+        requests: list[Request] = []
         try:
-            for prompt, one in zip(prompts, chosen):
-                requests.append(self._requests[self.add_request(prompt, one, salt=salt)])
-                self._queues[requests[-1].id] = deque(maxlen=0)  # the requests hold it all
-            while not all(request.is_finished for request in requests):
-                self._advance()
+            for prompt, one in zip(prompts, params_of_prompts(prompts, params)):
+                requests.append(self._add(prompt, one, salt, deque(maxlen=0)))
+            is_finished = False
+            while not is_finished:
+                with self._exclusive():
+                    is_finished = all(request.is_finished for request in requests)
+                    if not is_finished:
+                        self._advance_or_recover()
         finally:
-            for request in requests:
-                self._queues.pop(request.id, None)
-                if request.id in self._requests:
-                    self.abort(request.id)
-        return [output_of(request) for request in requests]
+            self._cancel(request.id for request in requests)
+        for request in requests:
+            if isinstance(request.error, _Closed):
+                raise request.error
+        outputs = [output_of(request) for request in requests]
+        raise_if_all_failed(outputs)
+        return outputs
 
     def stream(
         self,
@@ -400,20 +383,31 @@ class Engine:
     ) -> Iterator[TokenOutput]:
         """Serves one prompt and yields each token as soon as it is known.
 
-        Other requests make progress meanwhile. Leaving the loop early ends the request.
+        Other requests make progress meanwhile. Leaving the loop early ends the request, and so
+        does deleting the iterator. One thread at a time may use the iterator.
+
+        Raises:
+            RuntimeError: Another thread closed the engine.
+            Exception: The request could not be served. The tokens before the error were yielded.
         """
-        request_id = self.add_request(prompt, params, salt=salt)
-        queue = self._queues[request_id] = deque()
+        queue: deque[TokenOutput] = deque()
+        request = self._add(prompt, params, salt, queue)
         try:
-            while queue or request_id in self._requests:
-                if queue:
-                    yield queue.popleft()
-                else:
-                    self._advance()
+            while True:
+                if not queue:
+                    with self._exclusive():
+                        if not queue:
+                            if request.is_finished:
+                                return
+                            self._advance_or_recover()
+                    continue
+                output = queue.popleft()
+                if output.error is not None:
+                    raise output.error
+                if output.finish_reason is not FinishReason.ABORT:
+                    yield output
         finally:
-            del self._queues[request_id]
-            if request_id in self._requests:
-                self.abort(request_id)
+            self._cancel([request.id])
 
     def reset(self) -> None:
         """Drops all cached prefixes and sets the statistics to zero.
@@ -423,32 +417,175 @@ class Engine:
         Raises:
             RuntimeError: There are unfinished requests.
         """
-        self._refuse_unfinished("reset")
-        self._pending = None  # its sequences were aborted
-        self.manager.reset()
-        self.scheduler.statistics = SchedulerStatistics()
+        with self._exclusive():
+            self._refuse_unfinished("reset")
+            self._pending = None  # its sequences were aborted
+            self.manager.reset()
+            self.scheduler.statistics = SchedulerStatistics()
 
     def statistics(self) -> EngineStatistics:
         """Returns counters since the last reset, and the current use of the cache."""
-        scheduler = self.scheduler
-        return EngineStatistics(
-            scheduler.statistics,
-            self.manager.statistics(),
-            scheduler.num_running,
-            scheduler.num_unfinished,
-        )
+        with self._exclusive():
+            scheduler = self.scheduler
+            return EngineStatistics(
+                replace(scheduler.statistics),
+                self.manager.statistics(),
+                scheduler.num_running,
+                scheduler.num_unfinished,
+            )
+
+    # Threads.
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Takes the lock, and ends the requests that were cancelled before or meanwhile."""
+        try:
+            with self._lock:
+                self._end_cancelled()
+                yield
+        finally:
+            if self._cancelled:
+                self._cancel(())
+
+    def _cancel(self, request_ids: Iterable[int]) -> None:
+        """Ends requests without waiting for the lock, so that a finalizer may call it.
+
+        If a thread has the lock, that thread ends the requests when it releases the lock.
+        """
+        self._cancelled.extend(request_ids)
+        while self._cancelled and self._lock.try_acquire():
+            try:
+                self._end_cancelled()
+            finally:
+                self._lock.release()
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            self._queues.pop(request_id, None)
+            if request_id in self._requests:
+                self._end(self._requests[request_id])
 
     # Inner workings.
 
-    def _refuse_closed(self) -> None:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        salt: str | bytes | None,
+        queue: deque[TokenOutput] | None = None,
+    ) -> Request:
+        """Adds a request. Its outputs go to ``queue``, or to :meth:`step` if that is None."""
+        with self._exclusive():
+            self._refuse_unusable()
+            params = checked_params(params, salt, self.tokenizer)
+            vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+            tokens = prompt_tokens(prompt, self.tokenizer, vocabulary)
+            request = Request(next(self._next_id), tokens, params, time.perf_counter(), salt)
+            self.scheduler.add(request)
+            self._requests[request.id] = request
+            if queue is not None:
+                self._queues[request.id] = queue
+            return request
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Ends an unfinished request, by ABORT or with an error."""
+        del self._requests[request.id]
+        if error is not None:
+            with suppress(AttributeError):
+                error.request_ids = [request.id]
+            clear_frames(error.__traceback__)  # they hold tensors
+        self._undelivered = [one for one in self._undelivered if one.request_id != request.id]
+        outputs = self._outputs.end(request, time.perf_counter(), error)
+        if error is not None or request.id in self._queues:
+            self._queues.get(request.id, self._undelivered).extend(outputs)
+
+    def _set_paused(self, request_id: int, is_paused: bool) -> None:
+        """Keeps a request out of passes, or lets it run again. It loses its blocks meanwhile."""
+        with self._exclusive():
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.is_paused = is_paused
+                self.scheduler.regroup()
+
+    def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
-            raise RuntimeError("Engine: it was closed: make a new one")
+            raise _Closed()
+        if self.model.training:
+            raise RuntimeError("Engine: model: expected one in eval mode: call model.eval()")
 
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
             raise RuntimeError(
                 f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
             )
+
+    def _advance_or_recover(self) -> None:
+        """Runs one pass. A failure warns, and is raised only if recovery gives up."""
+        self._refuse_unusable()
+        try:
+            self._advance()
+        except Exception as error:
+            if self._recovery.is_hopeless:
+                raise
+            text = f"Engine: a pass failed and is computed again: {type(error).__name__}: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _advance(self) -> None:
+        """Runs one pass and queues its tokens."""
+        self._refuse_unusable()
+        self._recovery.next_trial()
+        try:
+            with self._on_device:
+                if self._pending is None:
+                    self._pass()
+                else:
+                    self._pass_ahead()
+        except BaseException as error:
+            self.scheduler.failed()
+            if not isinstance(error, Exception) or not self._end_culprit(error):
+                raise
+        else:
+            self._recovery.succeeded()
+
+    def _end_culprit(self, error: Exception) -> bool:
+        """Ends the request that made a pass fail. Returns False if it is not known yet."""
+        ids = getattr(error, "request_ids", ())
+        culprit = self._recovery.failed([self._requests[id] for id in ids if id in self._requests])
+        if culprit is not None:
+            self._end(culprit, error)
+        return culprit is not None
+
+    def _pass(self) -> None:
+        """Runs the next pass. All earlier tokens are known."""
+        self._packed.wait()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return
+        with naming_requests(plan.sequences):
+            pending = self._sample(plan, self._run(plan))
+            if self._overlap and not self._recovery.is_searching:
+                self._pending = pending
+            else:
+                self._take(pending)
+
+    def _pass_ahead(self) -> None:
+        """Starts the next pass if it is certain, then fetches the tokens of the last pass."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        try:
+            self._packed.wait()
+            plan = self.scheduler.schedule_ahead()
+            if plan is not None:
+                with naming_requests(plan.sequences):
+                    logits = self._run(plan, pending.tokens_of(plan.sequences))
+        finally:
+            with naming_requests(pending.sequences):
+                self._take(pending)
+        if plan is not None:
+            self.scheduler.record(plan)
+            with naming_requests(plan.sequences):
+                self._pending = self._sample(plan, logits)
 
     def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
@@ -470,68 +607,28 @@ class Engine:
     def _take(self, pending: PendingTokens) -> None:
         """Fetches the tokens of a pass and appends them to their sequences.
 
-        If the tokenizer fails, its request ends. The error is raised after all tokens are appended.
+        A request ends with an error if its logits are not finite or the tokenizer fails.
         """
         tokens = pending.fetch()
         now = time.perf_counter()
-        failure: Exception | None = None
         for sequence, token in zip(pending.sequences, tokens):
             sequence.num_pending = 0
             if sequence.finish_reason is not None:  # it ended meanwhile: drop the token
                 continue
-            request_id = sequence.request.id
-            try:
-                output = self._add_token(sequence, token, now)
-            except Exception as error:
-                failure = error
-                self.abort(request_id)
-            else:
-                self._queues.get(request_id, self._undelivered).append(output)
-        if failure is not None:
-            raise failure
-
-    def _add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
-        """Appends a token to its sequence, and ends the sequence if a stop condition holds."""
-        request = sequence.request
-        params = request.params
-        if request.first_token_time is None:
-            request.first_token_time = now
-        tokens = sequence.tokens
-        tokens.append(token)
-        reason = None
-        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
-            reason = FinishReason.STOP
-        elif (
-            len(tokens) - len(request.prompt) >= params.max_tokens
-            or len(tokens) >= self.scheduler.max_length
-        ):
-            reason = FinishReason.LENGTH
-        text = ""
-        if self.tokenizer is not None:
-            text, reason = self._add_text(sequence, token, reason)
-        if reason is not None:
-            self.scheduler.finish(sequence, reason)
-            self._texts.pop(sequence.id, None)
-            if request.is_finished:
-                request.finish_time = now
-                self._requests.pop(request.id)
-        return TokenOutput(request.id, sequence.index, token, text, reason)
-
-    def _add_text(
-        self, sequence: Sequence, token: int, reason: FinishReason | None
-    ) -> tuple[str, FinishReason | None]:
-        """Returns the text that a token makes final, and the finish reason if the sequence ends."""
-        assert self.tokenizer is not None
-        detokenizer = self._texts.get(sequence.id)
-        if detokenizer is None:
             request = sequence.request
-            detokenizer = Detokenizer(self.tokenizer, request.prompt, request.params.stop)
-            self._texts[sequence.id] = detokenizer
-        text = detokenizer.add(token)
-        if reason is not None:
-            text += detokenizer.finish()
-        sequence.text = detokenizer.text
-        return text, FinishReason.STOP if detokenizer.is_stopped else reason
+            try:
+                output = self._outputs.add_token(sequence, token, now)
+            except Exception as error:
+                self._end(request, error)
+                continue
+            if output.finish_reason is not None and request.is_finished:
+                del self._requests[request.id]
+            self._queues.get(request.id, self._undelivered).append(output)
+
+
+class _Closed(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("Engine: it was closed: make a new one")
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:
@@ -545,10 +642,3 @@ def _refuse_unserved(model: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
         )
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    end = getattr(model.generation_config, "eos_token_id", None)
-    if end is None:
-        return frozenset()
-    return frozenset([end] if isinstance(end, int) else end)

@@ -32,12 +32,16 @@ class PendingTokens:
             self._arrived.record()
 
     def tokens_of(self, sequences: list[Sequence]) -> Tensor:
-        """Returns the tokens of some of the sequences, on the device."""
+        """Returns the tokens of some of the sequences, on the device.
+
+        The next pass embeds them, so -1 (non-finite logits) becomes 0. Its result is dropped.
+        """
+        tokens = self._tokens.clamp_min(0)
         if sequences == self._order:
-            return self._tokens
+            return tokens
         row = {sequence: at for at, sequence in enumerate(self._order)}
-        rows = upload([row[sequence] for sequence in sequences], self._tokens.device)
-        return self._tokens[rows]
+        rows = upload([row[sequence] for sequence in sequences], tokens.device)
+        return tokens[rows]
 
     def fetch(self) -> list[int]:
         """Waits for the pass and returns all tokens."""

@@ -1,4 +1,4 @@
-"""Converts prompts to token ids, and refuses other types with a hint."""
+"""Checks the arguments of requests, and converts prompts to token ids."""
 
 from __future__ import annotations
 
@@ -10,13 +10,55 @@ from reprlib import repr as short_repr
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "prompt_tokens", "refuse_no_list"]
+from vllm_kernels.engine.request import SamplingParams
+
+__all__ = ["Prompt", "checked_params", "params_of_prompts", "prompt_tokens"]
 
 Prompt = str | Items[int]
 
 
-def refuse_no_list(prompts: object) -> None:
-    """Raises TypeError if ``prompts`` is not a list of prompts."""
+def checked_params(
+    params: SamplingParams | None,
+    salt: str | bytes | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> SamplingParams:
+    """Checks the parameters and the salt of a request. None means the default parameters.
+
+    Raises:
+        TypeError: params or salt has the wrong type.
+        ValueError: There are stop strings but no tokenizer.
+    """
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams):
+        hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
+        raise TypeError(f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}")
+    if params.stop and tokenizer is None:
+        raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
+    if not isinstance(salt, str | bytes | None):
+        raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
+    return params
+
+
+def params_of_prompts(
+    prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    """Returns the parameters of each prompt.
+
+    Raises:
+        TypeError: ``prompts`` is not a list of prompts.
+        ValueError: There are more or fewer parameters than prompts.
+    """
+    _refuse_no_list(prompts)
+    chosen = list(params) if isinstance(params, Items) else [params] * len(prompts)
+    if len(chosen) != len(prompts):
+        raise ValueError(
+            f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
+        )
+    return chosen
+
+
+def _refuse_no_list(prompts: object) -> None:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
         raise TypeError(
             f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
@@ -49,6 +91,7 @@ def prompt_tokens(
     elif tokenizer is None:
         raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
     else:
+        _refuse_surrogates(prompt)
         tokens = tokenizer(prompt)["input_ids"]
     for token in tokens:
         if not 0 <= token < vocabulary:
@@ -58,10 +101,23 @@ def prompt_tokens(
     return tokens
 
 
+def _refuse_surrogates(prompt: str) -> None:
+    """Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Engine: prompt: expected text without lone surrogates, got {short_repr(prompt)} with "
+            f"{prompt[error.start]!r} at {error.start}"
+        ) from None
+
+
 def _token_ids(prompt: Items[int]) -> list[int]:
     if not isinstance(prompt, bytes | Mapping):
         try:
-            return list(map(index, prompt))
+            tokens = list(prompt)
+            if bool not in set(map(type, tokens)):  # index(True) is 1
+                return list(map(index, tokens))
         except TypeError:
             pass
     raise TypeError(

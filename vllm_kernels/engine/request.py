@@ -22,6 +22,8 @@ class FinishReason(enum.Enum):
     """The sequence reached max_tokens or the engine's max_length."""
     ABORT = "abort"
     """The caller aborted the request."""
+    ERROR = "error"
+    """The request could not be served. ``RequestOutput.error`` has the exception."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class SamplingParams:
         for name in ("max_tokens", "top_k", "n"):
             check(_is_int(getattr(self, name)), name, "an integer", TypeError)
         for name in ("temperature", "top_p", "repetition_penalty"):
-            check(isinstance(getattr(self, name), Real), name, "a number", TypeError)
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            check(is_number, name, "a number", TypeError)
         check(self.seed is None or _is_int(self.seed), "seed", "an integer or None", TypeError)
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0 <= self.temperature < float("inf"), "temperature", "a number >= 0")
@@ -118,11 +122,20 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
     num_cached_tokens: int | None = None  # prompt tokens in the prefix cache at admission
+    error: Exception | None = None  # why it ended with FinishReason.ERROR
+    num_failures: int = 0  # failed passes with this request since its last token
+    num_failures_alone: int = 0  # failed passes without other requests since its last token
+    is_paused: bool = False  # keeps the request out of passes
 
     @property
     def is_finished(self) -> bool:
         """Whether all sequences are finished."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_output(self) -> int:
+        """The number of new tokens of all sequences."""
+        return sum(sequence.num_output for sequence in self.sequences)
 
 
 @dataclass(eq=False)

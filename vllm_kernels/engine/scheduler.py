@@ -10,7 +10,7 @@ scheduler calls the KV-cache manager and knows no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -20,7 +20,14 @@ import numpy.typing as npt
 from vllm_kernels.engine.request import FinishReason, Request, Sequence
 from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
 
-__all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]
+__all__ = [
+    "Copies",
+    "Plan",
+    "Scheduler",
+    "SchedulerStatistics",
+    "blocks_at_most",
+    "num_usable_blocks",
+]
 
 
 @dataclass
@@ -67,6 +74,9 @@ class SchedulerStatistics:
         num_recomputed: Number of preemptions that freed the blocks.
         num_cached_tokens: Number of prompt tokens that the prefix cache had at first admission.
         num_prompt_tokens: Number of prompt tokens of admitted requests. Each counts once.
+        num_failed_passes: Number of passes that failed and were recomputed.
+        num_errors: Number of requests that ended with ``FinishReason.ERROR``.
+        num_non_finite: Number of these whose logits were NaN or infinite.
     """
 
     num_steps: int = 0
@@ -75,6 +85,9 @@ class SchedulerStatistics:
     num_recomputed: int = 0
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_failed_passes: int = 0
+    num_errors: int = 0
+    num_non_finite: int = 0
 
 
 @dataclass
@@ -82,6 +95,7 @@ class _Queues:
     waiting: deque[Sequence] = field(default_factory=deque)  # hold no blocks
     swapped: deque[Sequence] = field(default_factory=deque)  # hold host blocks
     running: list[Sequence] = field(default_factory=list)  # in order of arrival
+    held: deque[Sequence] = field(default_factory=deque)  # may not run now; hold no blocks
 
 
 class Scheduler:
@@ -136,6 +150,7 @@ class Scheduler:
         self.statistics = SchedulerStatistics()
         self._queues = _Queues()
         self._next_id = count()
+        self._isolated: frozenset[Request] | None = None  # only these may run
 
     # Requests.
 
@@ -159,7 +174,8 @@ class Scheduler:
                 f"{params.n}"
             )
         longest = min(prompt + params.max_tokens, self.max_length)
-        needed, there = self._blocks_at_most(longest), self._num_blocks()
+        needed = blocks_at_most(longest, self.manager, self.max_batch_tokens)
+        there = num_usable_blocks(self.manager)
         if needed > there:
             raise ValueError(
                 f"Engine: prompt and max_tokens: {longest} tokens need {needed} blocks, the cache "
@@ -167,29 +183,58 @@ class Scheduler:
             )
         sequence = Sequence(next(self._next_id), request, 0, list(request.prompt))
         request.sequences.append(sequence)
-        self._queues.waiting.append(sequence)
-
-    def abort(self, request: Request) -> None:
-        """Ends the unfinished sequences of a request and frees their blocks."""
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self.finish(sequence, FinishReason.ABORT)
+        queues = self._queues
+        (queues.waiting if self._may_run(request) else queues.held).append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence and frees its blocks. The prefix cache can still find them."""
+        """Ends a sequence and frees its blocks.
+
+        The prefix cache can still find the blocks, unless the reason is an error.
+        """
         queues = self._queues
-        for queue in (queues.running, queues.waiting, queues.swapped):
+        for queue in (queues.running, queues.waiting, queues.swapped, queues.held):
             if sequence in queue:
                 queue.remove(sequence)
         if sequence.id in self.manager:
-            self.manager.free(sequence.id)
+            num_computed = 0 if reason is FinishReason.ERROR else None
+            self.manager.free(sequence.id, num_computed=num_computed)
         sequence.finish_reason = reason
+
+    def isolate(self, requests: Collection[Request] | None) -> None:
+        """Lets only these requests run. None lets all run."""
+        self._isolated = None if requests is None else frozenset(requests)
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Moves sequences in and out of the held queue.
+
+        Paused requests are held, and so are requests outside an isolated group. They lose their
+        blocks and are recomputed later.
+        """
+        queues = self._queues
+        for queue in (queues.running, queues.swapped):
+            for sequence in [one for one in queue if not self._may_run(one.request)]:
+                queue.remove(sequence)
+                self.manager.free(sequence.id)
+                sequence.num_computed = 0
+                queues.held.append(sequence)
+        idle = sorted(
+            [*queues.waiting, *queues.held], key=lambda one: (one.request.arrival, one.id)
+        )
+        queues.waiting = deque(one for one in idle if self._may_run(one.request))
+        queues.held = deque(one for one in idle if not self._may_run(one.request))
+
+    @property
+    def has_runnable(self) -> bool:
+        """Whether a sequence waits, runs or is swapped out. Held ones do not count."""
+        return self.num_unfinished > len(self._queues.held)
 
     @property
     def num_unfinished(self) -> int:
-        """The number of sequences that wait, run or are swapped out."""
+        """The number of sequences that wait, run, are swapped out or held."""
         queues = self._queues
-        return len(queues.waiting) + len(queues.running) + len(queues.swapped)
+        held = len(queues.held)
+        return len(queues.waiting) + len(queues.running) + len(queues.swapped) + held
 
     @property
     def num_running(self) -> int:
@@ -202,12 +247,12 @@ class Scheduler:
         """Plans the next pass and fills the buffers.
 
         Returns:
-            The plan, or None if no request is unfinished.
+            The plan, or None if no request may run.
 
         Raises:
             RuntimeError: A request finds too few blocks though nothing else runs.
         """
-        if not self.num_unfinished:
+        if not self.has_runnable:
             return None
         copies: list[Copies] = []
         chosen, budget = self._continue_running()
@@ -301,8 +346,14 @@ class Scheduler:
         queues.running.clear()
         queues.swapped.clear()
         self.manager.reset_prefix_cache()
+        self.statistics.num_failed_passes += 1
 
     # Inner workings.
+
+    def _may_run(self, request: Request) -> bool:
+        if request.is_paused:
+            return False
+        return self._isolated is None or request in self._isolated
 
     def _continue_running(self) -> tuple[dict[Sequence, int], int]:
         """Chooses tokens of the running sequences, decoding ones first.
@@ -510,16 +561,17 @@ class Scheduler:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size) * self.manager.num_groups
 
-    def _blocks_at_most(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence of ``num_tokens`` ever holds."""
-        needed = 0
-        for window in self.manager.windows:
-            # Each step frees blocks before the window, so a sequence holds window + step.
-            held = min(num_tokens, window + self.max_batch_tokens) if window else num_tokens
-            needed += -(-held // self.manager.block_size) + (1 if window else 0)
-        return needed
 
-    def _num_blocks(self) -> int:
-        """Returns the number of blocks that sequences may hold."""
-        has_null_block = self.manager.null_block is not None
-        return self.manager.num_blocks - has_null_block
+def blocks_at_most(num_tokens: int, manager: KVCacheManager, max_batch_tokens: int) -> int:
+    """Returns the most blocks that a sequence of ``num_tokens`` ever holds."""
+    needed = 0
+    for window in manager.windows:
+        # Each step frees blocks before the window, so a sequence holds window + step.
+        held = min(num_tokens, window + max_batch_tokens) if window else num_tokens
+        needed += -(-held // manager.block_size) + (1 if window else 0)
+    return needed
+
+
+def num_usable_blocks(manager: KVCacheManager) -> int:
+    """Returns the number of blocks that sequences may hold."""
+    return manager.num_blocks - (manager.null_block is not None)
