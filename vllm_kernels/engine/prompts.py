@@ -116,7 +116,9 @@ def _token_ids(prompt: Items[int]) -> list[int]:
     if not isinstance(prompt, bytes | Mapping):
         try:
             tokens = list(prompt)
-            if bool not in set(map(type, tokens)):  # index(True) is 1
+            if set(map(type, tokens)) == {int}:
+                return tokens
+            if not any(map(_is_bool, tokens)):
                 return list(map(index, tokens))
         except TypeError:
             pass
@@ -124,6 +126,11 @@ def _token_ids(prompt: Items[int]) -> list[int]:
         f"Engine: prompt: expected text or a list of token ids, got {short_repr(prompt)}"
         f"{_hint(prompt)}"
     )
+
+
+def _is_bool(token: object) -> bool:
+    """Whether it is a boolean of Python, numpy or torch. ``operator.index`` takes True for 1."""
+    return isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
 
 
 def _hint(prompt: object) -> str:
