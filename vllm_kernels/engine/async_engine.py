@@ -159,6 +159,8 @@ class AsyncEngine:
         max_undelivered: int | None,
     ) -> _Stream:
         loop, worker = asyncio.get_running_loop(), self._worker
+        if worker.is_forked:
+            raise worker.error()
         if worker.loop is None:
             worker.loop = loop
         if worker.loop is not loop:
@@ -232,7 +234,9 @@ class _Stream:
 
     def end(self, error: Exception | None) -> None:
         if self in self._worker.streams:
+            assert self.request is not None
             self._worker.streams.remove(self)
+            self._worker.engine._queues.pop(self.request.id, None)
             self._worker.send(self, error)
 
     def pause(self) -> None:
@@ -275,10 +279,15 @@ class _Worker:
         self.thread.start()
         atexit.register(self._join)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork, which has no such thread."""
+        return os.getpid() != self._pid
+
     def put(self, command: Callable[[], None]) -> bool:
         """Lets the thread call ``command``. Returns False if it has ended or is not in a fork."""
         with self._end_lock:
-            if self._has_ended or os.getpid() != self._pid:
+            if self._has_ended or self.is_forked:
                 return False
             self._commands.put(command)
             return True
@@ -295,7 +304,7 @@ class _Worker:
 
     def error(self) -> RuntimeError:
         """Returns what callers get after the end of the thread."""
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return RuntimeError(
                 f"AsyncEngine: expected a call in process {self._pid}, which made it, got one in "
                 f"its fork {os.getpid()}: make an engine in each process"
@@ -311,8 +320,8 @@ class _Worker:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._do_commands(wait=not self.engine.scheduler.has_runnable)
-                if self.engine.scheduler.has_runnable and not self._is_closing:
+                self._do_commands(wait=not self.engine._can_advance)
+                if self.engine._can_advance and not self._is_closing:
                     self._pass()
         except BaseException as failure:
             self._failure = failure

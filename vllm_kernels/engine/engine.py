@@ -508,6 +508,11 @@ class Engine:
                 request.is_paused = is_paused
                 self.scheduler.regroup()
 
+    @property
+    def _can_advance(self) -> bool:
+        """Whether a pass has something to do. Paused requests do not count."""
+        return self.scheduler.has_runnable or self._recovery.is_searching
+
     def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
             raise _Closed()
