@@ -174,8 +174,9 @@ def test_logits_that_are_not_finite(value: float, n: int, overlap: bool, device:
 
         engine._packed.run = spoilt
         params = SamplingParams(max_tokens=20, n=n, temperature=float(n > 1))
-        ids = [engine.add_request(text, PARAMS) for text in texts[:2]]
-        culprit = engine.add_request(texts[2], params)
+        culprit = 1  # in the middle: the others keep their rows of logits
+        ids = [engine.add_request(texts[0], PARAMS), engine.add_request(texts[2], params)]
+        ids[1] = engine.add_request(texts[1], PARAMS)
         outputs = []
         while engine.has_unfinished:
             outputs += engine.step()

@@ -156,6 +156,34 @@ def test_text_that_fails_ends_its_request_alone(
         assert engine.statistics().scheduler.num_errors == 1
 
 
+def test_text_that_fails_in_one_of_several_sequences(
+    tokenizer: PreTrainedTokenizerBase, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences of the request end. With overlap, the next pass has rows for them."""
+    model = tiny_model(vocab_size=len(tokenizer))
+    texts = prompts((5, 9, 7))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, tokenizer, overlap=overlap, **SMALL) as engine:
+        add_text = engine._outputs._add_text
+
+        def failing(sequence: Sequence, *arguments: Any) -> Any:
+            if (sequence.request.id, sequence.index, sequence.num_output) == (0, 0, 5):
+                raise KeyError("an unknown token")
+            return add_text(sequence, *arguments)
+
+        monkeypatch.setattr(engine._outputs, "_add_text", failing)
+        ids = [
+            engine.add_request(text, SamplingParams(max_tokens=20, n=n))
+            for text, n in zip(texts, (2, 1, 1))
+        ]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        while engine.has_unfinished:
+            for output in engine.step():
+                got[output.request_id].append(output.token)
+        assert got[0][-2:] == [-1, -1] and len(got[0]) == 2 * 4 + 2
+        assert [got[1], got[2]] == expected[1:]
+
+
 @pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "_take"])
 def test_failures_around_a_pass(
     failing: str, overlap: bool, monkeypatch: pytest.MonkeyPatch

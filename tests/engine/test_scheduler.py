@@ -348,7 +348,7 @@ def test_after_a_pass_that_failed_all_is_computed_again() -> None:
         memory.step()
     memory.scheduler.schedule()
     memory.device[:] = -1  # whatever the pass left behind
-    memory.scheduler.failed()
+    memory.scheduler.failed(memory.requests)
     assert memory.scheduler.num_running == 0 and memory.scheduler.num_unfinished == 3
     memory.run()
 

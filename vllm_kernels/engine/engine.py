@@ -547,7 +547,7 @@ class Engine:
                 else:
                     self._pass_ahead()
         except BaseException as error:
-            self.scheduler.failed()
+            self.scheduler.failed(self._requests.values())
             if not isinstance(error, Exception) or not self._end_culprit(error):
                 raise
         else:

@@ -10,7 +10,7 @@ scheduler calls the KV-cache manager and knows no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -325,27 +325,33 @@ class Scheduler:
         Returns:
             The sequences that get a token now, in the order of the plan. A request with ``n`` > 1
             forks after its prompt. Its other sequences follow the first and share its blocks.
+            Sequences that ended during the pass are included, because they have logits.
         """
         ready: list[Sequence] = []
         for sequence, num_tokens in zip(plan.sequences, plan.counts):
             sequence.num_computed += num_tokens
-            if sequence.num_to_compute == 0:
+            if sequence.finish_reason is not None:
+                ready.append(sequence)
+            elif sequence.num_to_compute == 0:
                 ready += [sequence, *self._fork(sequence)]
         return ready
 
-    def failed(self) -> None:
-        """Records that a pass failed, which leaves device and host blocks in an unknown state.
+    def failed(self, requests: Iterable[Request]) -> None:
+        """Records that a pass failed, which leaves blocks and queues in an unknown state.
 
-        All running and swapped sequences return to waiting and are recomputed.
+        Args:
+            requests: All unfinished requests. Their sequences return to waiting and are
+                recomputed.
         """
-        queues = self._queues
-        for sequence in reversed([*queues.running, *queues.swapped]):
-            self.manager.free(sequence.id)
-            sequence.num_computed = sequence.num_pending = 0
-            queues.waiting.appendleft(sequence)
-        queues.running.clear()
-        queues.swapped.clear()
+        self.manager.free_batch(self.manager.sequence_ids())
         self.manager.reset_prefix_cache()
+        self._queues = _Queues()
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.num_computed = sequence.num_pending = 0
+                    self._queues.held.append(sequence)
+        self.regroup()
         self.statistics.num_failed_passes += 1
 
     # Inner workings.
