@@ -45,7 +45,7 @@ PRINTED = {
     ),
     ("docs/cuda_graphs.md", "CUDAGraph"): r"\[True, True(, False){6}\]",
     ("docs/decoder_layer.md", "decoder_layer"): r"True",
-    ("docs/engine.md", "engine.stream"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
+    ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",
     ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",
     ("docs/flash_attn.md", "flash_attn_func"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
