@@ -1,0 +1,49 @@
+"""The documentation site: `make docs` builds it into build/docs, with warnings as errors.
+
+The source folder is the repository, so that a link between two pages works here and on GitHub.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "vllm_kernels"
+copyright = "the vllm_kernels authors"
+release = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "csrc/**.md",
+    "vllm_kernels/engine/README.md",
+    "vllm_kernels/hf/README.md",
+    "benchmarks/RESULTS.md",
+]
+exclude_patterns = ["docs/README.md"]  # docs/index.md contains it
+html_theme = "furo"
+html_title = f"vllm_kernels {release}"
+html_additional_pages = {"index": "redirect.html"}
+templates_path = ["_templates"]
+
+highlight_language = "none"
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_use_ivar = True
