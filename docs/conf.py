@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -24,6 +26,7 @@ extensions = [
 ]
 root_doc = "docs/index"
 include_patterns = [
+    "examples/README.md",
     "docs/**",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -43,7 +46,20 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 copybutton_exclude = ".linenos, .gp, .go"
 
+# Folders whose README is the page that lists the others: the patterns of their pages.
+FOLDERS = {"docs/lab/README": "[!R]*\n*/*", "docs/decisions/README": "[!R]*"}
+
 autodoc_member_order = "bysource"
+add_module_names = False
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_use_ivar = True
+
+
+def add_pages_of_folder(app: Sphinx, page: str, source: list[str]) -> None:
+    if page in FOLDERS:
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{FOLDERS[page]}\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_pages_of_folder)
