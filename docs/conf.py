@@ -9,7 +9,10 @@ import re
 import sys
 from pathlib import Path
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -61,5 +64,19 @@ def add_pages_of_folder(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{FOLDERS[page]}\n```\n"
 
 
+def find_by_last_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
+) -> Element | None:
+    """`vllm_kernels.paged_attention` is documented in the module where it is defined."""
+    if node.get("refdomain") != "py" or node["reftype"] not in ("func", "meth"):
+        return None
+    node["refspecific"] = True  # in any module
+    name = node["reftarget"].removeprefix("vllm_kernels.")
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], name, node, text
+    )
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("missing-reference", find_by_last_name)
     app.connect("source-read", add_pages_of_folder)
