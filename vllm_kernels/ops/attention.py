@@ -433,7 +433,7 @@ def fused_decode_attention(
     head sizes up to 128 and pages of up to 16 tokens; else the launches of the two ops (which in
     the other layouts take as long).
 
-    The new token's slot must be the one that tables and lengths give for the last token,
+    The new token's slot must be the one that tables and lengths give for the last token::
 
         slot_mapping[s] = block_tables[s, (seq_lens[s] - 1) // block_size] * block_size
                         + (seq_lens[s] - 1) % block_size
