@@ -88,6 +88,7 @@ TENSORS: list[Callable[[], object]] = [
     lambda: write(slot_mapping=torch.arange(3, **INT32)),
     lambda: attend(seq_lens=[20, 5]),
     lambda: attend(layout="vllm"),
+    lambda: write(**caches(4, 2, 16, 64)),  # HND
     lambda: attend(layout="nhd"),
     lambda: attend(query=torch.randn(2, 8, 64).half()),
     lambda: attend(**caches(4, 16, 2, 64, dtype=torch.uint8)),
