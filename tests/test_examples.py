@@ -46,3 +46,8 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_example_is_run() -> None:
     assert sorted(PRINTED) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def test_every_example_is_in_the_list() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"]({name}.py)" in listed for name in PRINTED)
