@@ -174,6 +174,14 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
 
 
+def test_every_op_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    for name in vllm_kernels.ops.__all__:
+        module = getattr(vllm_kernels, name).__module__
+        names = (f"automodule:: {module}\n", f"autofunction:: vllm_kernels.{name}\n")
+        assert any(one in pages for one in names), name
+
+
 def test_names_of_vllm() -> None:
     """docs/from_vllm.md says which names exist here."""
     present, absent = (ROOT / "docs/from_vllm.md").read_text().split("| absent name |")
