@@ -153,8 +153,9 @@ def paged_attention_v2(
     """:func:`paged_attention_v1` with vLLM's scratch arguments, which are checked and not used.
 
     Both run :func:`paged_attention`'s kernels. The contents of the scratch are unspecified.
+    The other arguments are those of v1.
 
-    Args (in addition to those of v1):
+    Args:
         exp_sum: [num_seqs, num_heads, partitions] float32.
         max_logits: [num_seqs, num_heads, partitions] float32.
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
@@ -214,7 +215,7 @@ def paged_attention(
 
     A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
     ``p = seq_len - n + i`` and attends to the tokens t with ``p - sliding_window < t <= p``. That
-    serves decoding (n = 1), speculative verification, chunked prefill and prefill. With
+    serves decoding (n = 1), speculative verification, chunked prefill and prefill. With::
 
         s(t) = cap(scale * q . k[t]) - slope * |t - p|,   cap(x) = softcap * tanh(x / softcap)
 
@@ -234,10 +235,12 @@ def paged_attention(
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
             tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
         key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
-            "vllm"  K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth,
-                    V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
-            "NHD"   [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
-            "HND"   [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+
+            - "vllm": K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes'
+              worth, V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
+            - "NHD": [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
+            - "HND": [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+
             All other strides are free: slices of a packed tensor need no copy. block_size is a
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
@@ -446,7 +449,7 @@ def fused_decode_attention(
     head sizes up to 128 and pages of up to 16 tokens; else the launches of the two ops (which in
     the other layouts take as long).
 
-    The new token's slot must be the one that tables and lengths give for the last token,
+    The new token's slot must be the one that tables and lengths give for the last token::
 
         slot_mapping[s] = block_tables[s, (seq_lens[s] - 1) // block_size] * block_size
                         + (seq_lens[s] - 1) % block_size
@@ -472,8 +475,8 @@ def fused_decode_attention(
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
         epsilon: of the norm, finite, >= 0.
-        scale, alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, workspace,
-            fixed_split_size: as :func:`paged_attention` has them.
+        scale, alibi_slopes, sliding_window, softcap, sinks: as :func:`paged_attention` has them.
+        k_scale, v_scale, layout, workspace, fixed_split_size: likewise.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
 

@@ -88,7 +88,8 @@ def reshape_and_cache_flash(
 ) -> None:
     """:func:`reshape_and_cache` for the layout of flash attention.
 
-    Args (where they differ):
+    Args:
+        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as :func:`reshape_and_cache`.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
             strides of blocks, tokens and heads are free. A cache of layout HND,
             [num_blocks, num_kv_heads, block_size, head_size], is written through its view
@@ -121,7 +122,8 @@ def reshape_and_cache_per_token_quant(
     them with their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later
     work (``paged_attention`` takes one scale, or one a KV head).
 
-    Args (where they differ from :func:`reshape_and_cache`):
+    Args:
+        key, value, slot_mapping: as :func:`reshape_and_cache`.
         key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
             block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,
             head_size]; free strides as :func:`vllm_kernels.paged_attention` has them.
@@ -185,7 +187,8 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """:func:`cp_gather_cache` that converts an 8-bit cache to dst's dtype: element * scale.
 
-    Args (where they differ):
+    Args:
+        src_cache, block_table, cu_seq_lens, seq_starts: as :func:`cp_gather_cache`.
         dst: [num_rows, ...] float32, float16 or bfloat16, entries of as many elements, written.
         token_to_seq: [>= num_tokens] int32, the sequence of each row, as in cu_seq_lens; it saves
             the search. A row that cu_seq_lens does not give
