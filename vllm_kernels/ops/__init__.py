@@ -1,7 +1,7 @@
 """The ops as typed Python calls.
 
 Names and argument order are those of vLLM's ``_custom_ops``, so a call site moves over by changing
-the import; README, "The ops", names the exceptions. Every op runs on CPU and CUDA tensors, writes
+the import; docs/from_vllm.md names the exceptions. Every op runs on CPU and CUDA tensors, writes
 into tensors the caller owns, and is for inference only: under grad mode a tensor that requires grad
 is refused.
 
