@@ -36,7 +36,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def async_engine(
-    model: PreTrainedModel, *, overlap: bool = False, **limits: int
+    model: PreTrainedModel, *, overlap: bool = False, **limits: float
 ) -> AsyncIterator[AsyncEngine]:
     """Checks that all is free in the end."""
     engine = AsyncEngine(Engine(model, overlap=overlap, **SMALL), **limits)
@@ -89,9 +89,12 @@ def test_several_sequences_of_a_request() -> None:
     run(test())
 
 
-def test_one_wake_up_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interval", [0, 10])
+def test_one_wake_up_per_pass(interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or fewer with an interval: then first tokens and ends have one."""
+
     async def test() -> None:
-        async with async_engine(tiny_model()) as engine:
+        async with async_engine(tiny_model(), delivery_interval=interval) as engine:
             loop = asyncio.get_running_loop()
             call, calls = loop.call_soon_threadsafe, 0
 
@@ -101,8 +104,10 @@ def test_one_wake_up_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
                 return call(*arguments)
 
             monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
-            await asyncio.gather(*(tokens_of(engine, [1, 2, at]) for at in range(4)))
-            assert calls <= engine.engine.statistics().scheduler.num_steps + 1
+            got = await asyncio.gather(*(tokens_of(engine, [1, 2, at]) for at in range(4)))
+            assert [len(tokens) for tokens in got] == [20] * 4
+            passes = engine.engine.statistics().scheduler.num_steps
+            assert (passes - 2 <= calls <= passes) if interval == 0 else calls <= 2 * 4
             monkeypatch.undo()
 
     run(test())
@@ -205,6 +210,8 @@ def test_requests_wait_for_a_place() -> None:
         for name in ("max_requests", "max_undelivered"):
             with pytest.raises(ValueError, match=f"AsyncEngine: {name}: expected at least 1, got"):
                 AsyncEngine(engine, **{name: 0})
+        with pytest.raises(ValueError, match="delivery_interval: expected >= 0, got -1"):
+            AsyncEngine(engine, delivery_interval=-1)
 
 
 def test_a_wrong_request_is_refused_alone() -> None:

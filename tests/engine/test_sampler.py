@@ -22,11 +22,12 @@ from transformers import (
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine import sampler
 from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.pending_tokens import PendingTokens
 from vllm_kernels.engine.request import Request, SamplingParams, Sequence
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    return sampler.sample(logits, sequences).tolist()
+    return PendingTokens(sequences, *sampler.sample(logits, sequences)).fetch()
 
 
 def sequence(tokens: list[int] | None = None, index: int = 0, **params: object) -> Sequence:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from time import monotonic
 from weakref import finalize
 
 from vllm_kernels.engine.engine import Engine
@@ -37,26 +38,41 @@ class AsyncEngine:
     of arrival. A stream whose reader is ``max_undelivered`` tokens behind is paused: it loses its
     blocks, and other requests use them. It goes on when the reader has taken half of the tokens.
 
+    Deliveries: waking many coroutines after each pass takes time from the passes. So passes share a
+    delivery if they end within ``delivery_interval``. The first token of a stream and the end of a
+    request never wait.
+
     Args:
         engine: The engine. Its owner is this object now, which also closes it.
         max_requests: Maximum number of unfinished requests in the engine.
         max_undelivered: Maximum number of tokens per stream that wait for their reader. A stream
             may exceed it by the tokens of two passes.
+        delivery_interval: Minimum time between two deliveries in seconds. 0 delivers after each
+            pass.
 
     Raises:
-        ValueError: A limit is less than 1.
+        ValueError: A limit is less than 1, or the interval is negative.
     """
 
     def __init__(
-        self, engine: Engine, *, max_requests: int = 1024, max_undelivered: int = 256
+        self,
+        engine: Engine,
+        *,
+        max_requests: int = 1024,
+        max_undelivered: int = 256,
+        delivery_interval: float = 0.02,
     ) -> None:
         for name, value in (("max_requests", max_requests), ("max_undelivered", max_undelivered)):
             if value < 1:
                 raise ValueError(f"AsyncEngine: {name}: expected at least 1, got {value}")
+        if not delivery_interval >= 0:
+            raise ValueError(
+                f"AsyncEngine: delivery_interval: expected >= 0, got {delivery_interval}"
+            )
         self.engine = engine
         self._places = asyncio.Semaphore(max_requests)
         self._max_undelivered = max_undelivered
-        self._worker = _Worker(engine)
+        self._worker = _Worker(engine, delivery_interval)
         # The thread must not keep this object alive, and ends with it.
         finalize(self, self._worker.put, self._worker.close).atexit = False
 
@@ -212,6 +228,7 @@ class _Stream:
             self.request = self._worker.engine._add(prompt, params, salt, self)
         except Exception as error:
             self._worker.send(self, error)
+            self._worker.is_urgent = True
         else:
             self._worker.streams.add(self)
 
@@ -221,6 +238,8 @@ class _Stream:
         if limit is not None:
             self.sent += 1
             self._worker.send(self, output)
+            if self.sent == 1:
+                self._worker.is_urgent = True
             if self.sent - self.taken >= limit and not self.is_paused:
                 self._worker.full.append(self)
         if output.finish_reason is not None:
@@ -238,6 +257,7 @@ class _Stream:
             self._worker.streams.remove(self)
             self._worker.engine._queues.pop(self.request.id, None)
             self._worker.send(self, error)
+            self._worker.is_urgent = True
 
     def pause(self) -> None:
         """Keeps the request out of passes until the reader has caught up."""
@@ -262,8 +282,11 @@ class _Stream:
 class _Worker:
     """The thread that owns the engine. The engine's lock still guards direct calls."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, delivery_interval: float) -> None:
         self.engine = engine
+        self.is_urgent = False  # deliver after this pass
+        self._interval = delivery_interval
+        self._next_delivery = 0.0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.streams: set[_Stream] = set()  # their requests are not finished
         self.full: list[_Stream] = []  # to pause after this pass
@@ -335,6 +358,7 @@ class _Worker:
             self._has_ended = True
         with suppress(RuntimeError):  # the event loop is closed
             self._do_commands(wait=False)  # the engine refuses new requests
+            self._deliver()
         atexit.unregister(self._join)
 
     def _do_commands(self, wait: bool) -> None:
@@ -347,17 +371,21 @@ class _Worker:
         with suppress(Empty):
             while True:
                 self._commands.get_nowait()()
-        self._deliver()
+        if self.is_urgent:
+            self._deliver()
 
     def _pass(self) -> None:
         with self.engine._exclusive():
             self.engine._advance_or_recover()
         while self.full:
             self.full.pop().pause()
-        self._deliver()
+        if self.is_urgent or monotonic() >= self._next_delivery:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Sends the batch to the event loop, by one wake-up."""
+        self.is_urgent = False
+        self._next_delivery = monotonic() + self._interval
         if self._batch:
             batch, self._batch = self._batch, []
             assert self.loop is not None

@@ -34,18 +34,19 @@ class EngineLock:
                 "Engine: expected no call from inside a step (by a hook of the model, a tokenizer "
                 "or a signal handler), got one: call the engine after the step"
             )
-        gate = threading.Lock()
+        gate = None
         try:
             with self._mutex:
                 if self._owner is None:
                     self._owner = me
                     return
+                gate = threading.Lock()
                 gate.acquire()
                 self._waiting.append((gate, me))
             gate.acquire()  # release() opens it and makes this thread the owner
         except BaseException:  # KeyboardInterrupt
             with self._mutex:
-                if (gate, me) in self._waiting:
+                if gate is not None and (gate, me) in self._waiting:
                     self._waiting.remove((gate, me))
             if self._owner == me:
                 self.release()

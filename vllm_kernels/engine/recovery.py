@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 
 from vllm_kernels.engine.request import Request, Sequence
 from vllm_kernels.engine.scheduler import Scheduler
 
-__all__ = ["ATTEMPTS", "Recovery", "naming_requests"]
+__all__ = ["ATTEMPTS", "Recovery", "name_requests"]
 
 ATTEMPTS = 3
 """Number of failures in a row before the batch is divided, and before a lone request is ended."""
 
 
-@contextmanager
-def naming_requests(sequences: Iterable[Sequence]) -> Iterator[None]:
+def name_requests(error: Exception, sequences: Iterable[Sequence]) -> None:
     """Adds the ids of the sequences' requests to an exception, as ``request_ids`` and as a note."""
-    try:
-        yield
-    except Exception as error:
-        ids = list(dict.fromkeys(sequence.request.id for sequence in sequences))
-        with suppress(AttributeError):  # an exception class may have __slots__
-            error.request_ids = ids
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"Engine: a pass over requests {ids} failed")
-        raise
+    ids = list(dict.fromkeys(sequence.request.id for sequence in sequences))
+    with suppress(AttributeError):  # an exception class may have __slots__
+        error.request_ids = ids
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"Engine: a pass over requests {ids} failed")
 
 
 class Recovery:

@@ -11,7 +11,7 @@ from vllm_kernels.engine.upload import upload
 __all__ = ["sample"]
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """Samples the next token of every sequence.
 
     Each sequence has its own random number and inverts its cumulative probabilities with it. So a
@@ -22,8 +22,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         sequences: One sequence per row.
 
     Returns:
-        int64 [len(sequences)], on the device of ``logits``. A token is -1 if its row has NaN or
-        +inf, or only -inf.
+        Tokens, int64 [len(sequences)], and the highest logit of each row, both on the device of
+        ``logits``. The highest logit is not finite if a row has NaN or +inf, or only -inf. The
+        token means nothing then.
     """
     params = [sequence.request.params for sequence in sequences]
     penalized = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
@@ -33,7 +34,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         for i in penalized:
             _penalize(logits[i], sequences[i].tokens, params[i].repetition_penalty)
     tokens = logits.argmax(-1)  # the index of NaN, if there is one
-    is_finite = logits.gather(-1, tokens[:, None]).squeeze(-1).isfinite()
+    highest = logits.gather(-1, tokens[:, None])
     # Two groups, so that a row's token does not depend on other rows' parameters.
     for restricted in (False, True):
         some = [i for i in random if (params[i].top_k > 0 or params[i].top_p < 1) is restricted]
@@ -41,7 +42,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
             rows = upload(some, logits.device)
             draw = _draw_restricted if restricted else _draw
             tokens[rows] = draw(logits[rows].float(), [sequences[i] for i in some])
-    return tokens.masked_fill_(~is_finite, -1)
+    return tokens, highest.squeeze(-1)
 
 
 def _penalize(logits: Tensor, tokens: list[int], penalty: float) -> None:
