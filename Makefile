@@ -8,13 +8,13 @@ TEST_WORKERS ?= 2
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' pyproject.toml | grep -v torch)
 
-.PHONY: demo test bench lint format build clean help
+.PHONY: demo test bench lint types format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
 	@echo "make test    every test this machine can run"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
-	@echo "make build   compile in place     make lint / make format     make clean"
+	@echo "make build   compile in place     make lint / make types / make format     make clean"
 	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
 # torch first and alone: asked for together with others, pip may take another build of it.
@@ -45,6 +45,13 @@ lint: build
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+# The package, and a user's code, for both type checkers; stubtest compares the stub with _C.
+types: build
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(PY) -m mypy.stubtest vllm_kernels._C --mypy-config-file pyproject.toml \
+	  --allowlist tests/typing/stubtest_allow.txt
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .

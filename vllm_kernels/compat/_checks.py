@@ -163,17 +163,26 @@ def check_new(
 
 
 def check_rotary(
-    function: str, cos: Tensor, sin: Tensor, k: Tensor | None, head_size: int, capacity: int
-) -> None:
-    """Of the cosines and sines of a cache of so many tokens."""
+    function: str,
+    rotary: tuple[Tensor | None, Tensor | None],
+    k: Tensor | None,
+    head_size: int,
+    capacity: int,
+) -> list[Tensor]:
+    """The cosines and sines of a cache of so many tokens, checked; none if nothing is rotated."""
+    given = [table for table in rotary if table is not None]
+    if not given:
+        return []
     if k is None:
         raise RuntimeError(f"{function}: rotary_cos: expected k and v with it, got None")
-    check_tensors(function, rotary_cos=cos, rotary_sin=sin)
+    check_tensors(function, rotary_cos=rotary[0], rotary_sin=rotary[1])
+    cos, sin = given
     if cos.dim() != 2 or cos.shape[0] < capacity or not 0 < 2 * cos.shape[1] <= head_size:
         want = f"shape [positions, rotary_dim / 2], a row for each of {capacity} tokens of a cache"
         raise wrong(function, "rotary_cos", f"{want}, rotary_dim at most {head_size}", cos)
     if sin.shape != cos.shape:
         raise wrong(function, "rotary_sin", f"shape {list(cos.shape)} (from rotary_cos)", sin)
+    return given
 
 
 def check_places(

@@ -19,7 +19,7 @@ class Options:
     function: str
     scale: float | None = None
     causal: bool = False
-    window: tuple[int, int] | None = (-1, -1)
+    window: tuple[int | None, int | None] = (-1, -1)
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
     sinks: Tensor | None = None  # [num_heads]

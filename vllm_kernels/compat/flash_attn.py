@@ -22,6 +22,8 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from vllm_kernels.compat import _attention, bert_padding
@@ -159,20 +161,20 @@ def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> 
     return rows.unbind(-3)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: object, **kwargs: object) -> Result:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, "batch, seqlen")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: object, **kwargs: object) -> Result:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, 2, "batch, seqlen_k")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: object, **kwargs: object
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "total")
@@ -181,9 +183,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, *args: object, **kwargs: object
-) -> Result:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D]."""
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "total_k")
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

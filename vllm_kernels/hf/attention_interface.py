@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.hf.attention_overrides import bind_own_attention, unbind_own_attention
 from vllm_kernels.kv_cache.tensors import KVShape
 
@@ -94,8 +95,10 @@ class LayerCall:
 class Pages(Protocol):
     """The interface of a cache's batch, which stores and attends."""
 
-    length: int
-    shape: KVShape
+    @property
+    def length(self) -> int: ...
+    @property
+    def shape(self) -> KVShape: ...
 
     def forward(self, call: LayerCall) -> Tensor:
         """Stores the new keys and values of a layer, then attends.
@@ -189,7 +192,10 @@ def stop_paged_attention(model: PreTrainedModel) -> None:
 
 
 def kv_shape(
-    model: PreTrainedModel, block_size: int, layout: str = "vllm", cache_dtype: str = "auto"
+    model: PreTrainedModel,
+    block_size: int,
+    layout: Layout = "vllm",
+    cache_dtype: KVCacheDType = "auto",
 ) -> KVShape:
     """The shape of a block for ``model``.
 

@@ -91,7 +91,7 @@ def _update(cache: Cache | None, key: Tensor, value: Tensor, layer: int) -> tupl
 # BLOOM.
 
 
-def _bloom_slopes(model: PreTrainedModel) -> Tensor:
+def _bloom_slopes(model: Any) -> Tensor:
     """The slopes out of the bias of the second of two tokens."""
     ones = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     alibi = model.base_model.build_alibi_tensor(ones, model.config.n_head, torch.float32)
@@ -128,7 +128,7 @@ def _bloom_forward(
 # MPT.
 
 
-def _mpt_slopes(model: PreTrainedModel) -> Tensor:
+def _mpt_slopes(model: Any) -> Tensor:
     """The slopes out of the biases of two tokens. transformers' MPT always has ALiBi, with
     alibi_bias_max 8 whatever the config says."""
     heads = model.config.n_heads
@@ -205,5 +205,9 @@ def _rotate_pairs(heads: Tensor, sin: Tensor, cos: Tensor, rotated: int) -> Tens
     return torch.cat([result, heads[..., rotated:]], -1)
 
 
-_FORWARDS = {"bloom": _bloom_forward, "mpt": _mpt_forward, "gptj": _gptj_forward}
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "bloom": _bloom_forward,
+    "mpt": _mpt_forward,
+    "gptj": _gptj_forward,
+}
 _SLOPES_OF = {"bloom": _bloom_slopes, "mpt": _mpt_slopes}

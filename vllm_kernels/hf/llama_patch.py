@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +67,14 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
             del module.forward
 
 
-def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """In place of an RMSNorm's forward."""
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     vllm_kernels.rms_norm(out, hidden_states, self.weight, self.variance_epsilon)
     return out
 
 
-def _swiglu(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _swiglu(self: Any, hidden_states: Tensor) -> Tensor:
     """In place of an MLP's forward. The op takes gate and up in one tensor, hence the cat."""
     gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], -1)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.hf.attention_interface import PagedLayer, kv_shape, refuse_no_model
 from vllm_kernels.hf.paged_batch import PagedBatch
 from vllm_kernels.kv_cache import Statistics
@@ -41,8 +42,8 @@ class PagedCache(Cache):
         num_blocks: int,
         block_size: int = 16,
         *,
-        layout: str = "vllm",
-        cache_dtype: str = "auto",
+        layout: Layout = "vllm",
+        cache_dtype: KVCacheDType = "auto",
     ) -> None:
         refuse_no_model("PagedCache", model)
         shape = kv_shape(model, block_size, layout, cache_dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import vllm_kernels
+from vllm_kernels._types import KVCacheDType, Layout
 
 __all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "Pairs", "free_memory"]
 
@@ -61,8 +62,8 @@ class KVShape:
     head_size: int
     dtype: torch.dtype
     block_size: int = 16
-    layout: str = "vllm"
-    cache_dtype: str = "auto"
+    layout: Layout = "vllm"
+    cache_dtype: KVCacheDType = "auto"
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, expected: str, got: object) -> None:
@@ -109,8 +110,10 @@ class KVShape:
             pack = _VECTOR_BYTES // self.stored_dtype.itemsize
             return (num_blocks, heads, size // pack, block, pack), (num_blocks, heads, size, block)
         if self.layout == "NHD":
-            return ((num_blocks, block, heads, size),) * 2
-        return ((num_blocks, heads, block, size),) * 2
+            both = (num_blocks, block, heads, size)
+        else:
+            both = (num_blocks, heads, block, size)
+        return both, both
 
 
 class KVCache:
@@ -175,7 +178,7 @@ class KVCache:
 
     @classmethod
     def from_bytes(
-        cls, shape: KVShape, num_bytes: int, *, host_bytes: int = 0, **options: object
+        cls, shape: KVShape, num_bytes: int, *, host_bytes: int = 0, **options: Any
     ) -> KVCache:
         """As many blocks as fit into ``num_bytes`` (and ``host_bytes`` on the host).
 
@@ -190,12 +193,12 @@ class KVCache:
             shape,
             num_bytes // shape.block_bytes,
             num_host_blocks=host_bytes // shape.block_bytes,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
     @classmethod
     def from_free_memory(
-        cls, shape: KVShape, fraction: float, *, device: torch.device | str, **options: object
+        cls, shape: KVShape, fraction: float, *, device: torch.device | str, **options: Any
     ) -> KVCache:
         """As many blocks as fit into ``fraction`` of the memory that is free on ``device`` now."""
         if not 0 < fraction <= 1:
@@ -320,7 +323,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.paged_attention` of ``query`` [num_tokens, num_heads, head_size]
         over this layer's pages."""
-        result = vllm_kernels.paged_attention(
+        return vllm_kernels.paged_attention(
             query,
             *self._pages(layer),
             block_tables,
@@ -336,8 +339,6 @@ class KVCache:
             **self._scales_of(layer),
             out=out,
         )
-        assert isinstance(result, Tensor)
-        return result
 
     def attend_cascade(
         self,
@@ -353,7 +354,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.cascade_attention` of one query token a sequence over this layer's
         pages; as :meth:`attend` if ``plan`` has common blocks."""
-        result = vllm_kernels.cascade_attention(
+        return vllm_kernels.cascade_attention(
             query,
             *self._pages(layer),
             block_tables,
@@ -365,8 +366,6 @@ class KVCache:
             **self._scales_of(layer),
             out=out,
         )
-        assert isinstance(result, Tensor)
-        return result
 
     # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination), the
     # array that its call returned, a tensor or a list.
@@ -401,7 +400,7 @@ class KVCache:
             )
         return self.key_caches[layer], self.value_caches[layer]
 
-    def _scales_of(self, layer: int) -> dict[str, Tensor]:
+    def _scales_of(self, layer: int) -> dict[str, Any]:
         """Of an 8-bit cache; others have none."""
         if not self._is_quantized:
             return {}
@@ -420,7 +419,8 @@ class KVCache:
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        options = {"dtype": self.shape.stored_dtype, "device": device, "pin_memory": pinned}
+        dtype = self.shape.stored_dtype
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "pin_memory": pinned}
         key_shape, value_shape = self.shape.cache_shapes(num_blocks)
         layers = range(self.shape.num_layers)
         keys = [torch.empty(key_shape, **options) for _ in layers]

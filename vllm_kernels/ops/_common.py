@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -33,7 +34,7 @@ def refuse_numbers(op: str, of: str = "one element", **scales: object) -> None:
             ) from None
 
 
-def entry_points(op: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def entry_points(op: str) -> tuple[Any, Callable[..., None]]:
     """The op as torch.compile knows it, and what its __call__ calls. Without that, a call costs
     0.3 us less."""
     traced = getattr(library_ops, op).default

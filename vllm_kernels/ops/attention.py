@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.ops._common import (
     ONE_OR_EACH_HEAD,
     calls,
@@ -48,7 +51,7 @@ def paged_attention_v1(
     block_size: int,
     max_seq_len: int,
     alibi_slopes: Tensor | None,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
     tp_rank: int = 0,
@@ -141,7 +144,7 @@ def paged_attention_v2(
     block_size: int,
     max_seq_len: int,
     alibi_slopes: Tensor | None,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
     tp_rank: int = 0,
@@ -185,6 +188,84 @@ def paged_attention_v2(
         raise
 
 
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: bool,
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -201,7 +282,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
@@ -315,6 +396,69 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    workspace: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    workspace: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: bool,
+    workspace: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -414,7 +558,7 @@ def fused_decode_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     fixed_split_size: int = 0,
@@ -499,7 +643,7 @@ def fused_decode_attention(
     return out
 
 
-def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int, int, int]:
+def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: Layout) -> tuple[int, int, int]:
     """[num_seqs, num_heads, head_size]; zeros for shapes that the op refuses before it checks
     out."""
     if qkv.dim() != 2 or value_cache.dim() != 4:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
@@ -36,7 +39,7 @@ def reshape_and_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
@@ -81,7 +84,7 @@ def reshape_and_cache_flash(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
@@ -107,7 +110,7 @@ def reshape_and_cache_per_token_quant(
     key_scales: Tensor,
     value_scales: Tensor,
     slot_mapping: Tensor,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
 ) -> None:
     """Writes new keys and values into int8 caches, with one scale a token and head.
 
@@ -178,7 +181,7 @@ def gather_and_maybe_dequant_cache(
     cu_seq_lens: Tensor,
     token_to_seq: Tensor,
     num_tokens: int,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     scale: Tensor,
     seq_starts: Tensor | None = None,
 ) -> None:
@@ -217,7 +220,7 @@ def gather_paged_kv(
     seq_starts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
 ) -> None:
     """Gathers the K and V of paged sequences, of any layout, into rows, for attention kernels that
     read contiguous keys.
@@ -254,7 +257,7 @@ def concat_and_cache_mla(
     k_pe: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType | Literal["fp8_ds_mla"],
     scale: Tensor,
 ) -> None:
     """Writes tokens into the cache of multi-head latent attention (DeepSeek-V2 and on): one entry a
@@ -408,7 +411,12 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     call.swap_blocks(src, dst, block_mapping)
 
 
-def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+def convert_fp8(
+    output: Tensor,
+    input: Tensor,
+    scale: float = 1.0,
+    kv_dtype: Literal["fp8", "fp8_e4m3", "fp8_e5m2"] = "fp8",
+) -> None:
     """Converts a cache to or from 8 bits, element by element in memory; the shapes may differ.
 
     Args:
