@@ -2,9 +2,16 @@
 
 from vllm_kernels import _library
 from vllm_kernels import ops as ops
-from vllm_kernels._C import version as __version__
 from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
+from vllm_kernels._version import version as __version__
+from vllm_kernels.errors import (
+    Error,
+    InvalidArgument,
+    InvalidIndex,
+    InvalidType,
+    OutOfMemory,
+    Unsupported,
+)
 from vllm_kernels.ops import (
     OPS,
     CascadePlan,
@@ -70,6 +77,7 @@ __all__ = [
     "InvalidType",
     "KVCacheDType",
     "Layout",
+    "OutOfMemory",
     "Unsupported",
     "__version__",
     "cuda_loaded",

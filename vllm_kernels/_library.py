@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_kernels.errors import Unsupported
+
 _PACKAGE = Path(__file__).parent
 _OLDEST_TORCH = (2, 11)
 
@@ -76,7 +78,7 @@ def explain_missing_cuda(op_names: list[str]) -> None:
     for name in op_names:
 
         def refuse(*args: object, _name: str = name, **kwargs: object) -> None:
-            raise RuntimeError(f"{_name}: no CUDA implementation: {cuda_reason}")
+            raise Unsupported(f"{_name}: no CUDA implementation: {cuda_reason}")
 
         library.impl(name, refuse)
 

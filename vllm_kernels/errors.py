@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Error", "InvalidArgument", "InvalidIndex", "InvalidType", "Unsupported"]
+__all__ = ["Error", "InvalidArgument", "InvalidIndex", "InvalidType", "OutOfMemory", "Unsupported"]
 
 
 class Error(RuntimeError):
@@ -19,6 +19,10 @@ class InvalidType(Error, TypeError):
 
 class InvalidIndex(Error, IndexError):
     """A block, slot, position, length or start that is out of range."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """A cache that does not fit. The text has the bytes that it needs and those that are free."""
 
 
 class Unsupported(Error, NotImplementedError):

@@ -25,6 +25,7 @@ from vllm_kernels.compat._checks import (
 )
 from vllm_kernels.compat._options import Options, floats
 from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops import paged_attention, varlen_attention
 from vllm_kernels.ops._common import inference_only
 
@@ -96,8 +97,8 @@ def varlen(
     return out, _by_head(lse)
 
 
-def _no_longest(function: str, name: str) -> RuntimeError:
-    return RuntimeError(f"{function}: {name}: expected the longest sequence's tokens, got None")
+def _no_longest(function: str, name: str) -> InvalidArgument:
+    return InvalidArgument(f"{function}: {name}: expected the longest sequence's tokens, got None")
 
 
 def ragged(
@@ -256,11 +257,11 @@ def _check_new_given(
     name: str, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None
 ) -> None:
     if (k is None) != (v is None):
-        raise RuntimeError(f"{name}: expected k and v together, got one of them")
+        raise InvalidArgument(f"{name}: expected k and v together, got one of them")
     if k is not None:
         check_tensors(name, k=k, v=v)
         if cache_seqlens is None:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
             )
 

@@ -11,6 +11,7 @@ from vllm_kernels._types import KVCacheDType
 from vllm_kernels.compat._checks import check_pages, wrong
 from vllm_kernels.compat._options import Options
 from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
 
 
@@ -41,7 +42,7 @@ def pages_of(
             ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
         ):  # fmt: skip
             if value is not None:
-                raise RuntimeError(f"{function}: {name}: expected None with a block table")
+                raise InvalidArgument(f"{function}: {name}: expected None with a block table")
         check_pages(function, k_cache, "k_cache", block_table, table_name, batch)
         pages = Pages(k_cache, v_cache, int32_table(block_table))
         return pages, pages
@@ -81,13 +82,13 @@ def _row_tokens(function: str, k_cache: Tensor, v_cache: Tensor) -> int:
     for cache in (k_cache, v_cache):
         row, token = cache.stride()[:2]
         if rows > 1 and row % token != 0:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{function}: expected caches whose rows are whole numbers of tokens apart, got "
                 f"strides {list(cache.stride())}"
             )
         steps.append(row // token if rows > 1 else length)
     if steps[0] != steps[1]:
-        raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
+        raise InvalidArgument(f"{function}: expected k_cache and v_cache with like strides")
     return steps[0]
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from vllm_kernels.compat import _attention, bert_padding
 from vllm_kernels.compat._checks import check_tensors, refuse
 from vllm_kernels.compat._options import Options
+from vllm_kernels.errors import InvalidArgument
 
 __all__ = [
     "flash_attn_func",
@@ -154,7 +155,7 @@ def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> 
     check_tensors(function, **{name: rows})
     rank = lead.count(",") + 4
     if rows.dim() != rank or rows.shape[-3] != count:
-        raise RuntimeError(
+        raise InvalidArgument(
             f"{function}: {name}: expected shape [{lead}, {count}, num_heads, head_size], got "
             f"{list(rows.shape)}"
         )

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from vllm_kernels.errors import Unsupported
+
 _SLOPES = "vllm_kernels_slopes"  # attribute of an attention module: [heads], float32
 
 _MODULES = {
@@ -78,7 +80,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 def _bound(forward: Callable[..., Any], attention: Callable[..., Tensor]) -> Callable[..., Any]:
     def bound(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if kwargs.pop("output_attentions", None):
-            raise NotImplementedError("vllm_kernels attention: output_attentions: not served")
+            raise Unsupported("vllm_kernels attention: output_attentions: not served")
         return forward(self, attention, *args, **kwargs), None
 
     return bound
@@ -110,7 +112,7 @@ def _bloom_forward(
 ) -> Tensor:
     """Replaces BloomAttention's; uses the slopes instead of the bias ``alibi``."""
     if self.pretraining_tp > 1 and self.slow_but_exact:
-        raise NotImplementedError("vllm_kernels attention: slow_but_exact: not served")
+        raise Unsupported("vllm_kernels attention: slow_but_exact: not served")
     batch, columns, _ = hidden_states.shape
     qkv = self.query_key_value(hidden_states)
     query, key, value = qkv.view(batch, columns, self.num_heads, 3, self.head_dim).unbind(3)

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.hf.attention_interface import PagedLayer, kv_shape, refuse_no_model
 from vllm_kernels.hf.paged_batch import PagedBatch
 from vllm_kernels.kv_cache import Statistics
@@ -61,7 +62,7 @@ class PagedCache(Cache):
             ("block_size", block_size, 1),
         ):
             if size < minimum:
-                raise ValueError(
+                raise InvalidArgument(
                     f"PagedCache.blocks_needed: {name}: expected at least {minimum}, got {size}"
                 )
         return num_sequences * -(-num_tokens // block_size)
@@ -89,7 +90,7 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns; transformers 5 passes numbers <= 0."""
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise InvalidArgument(
                 f"PagedCache.crop: expected minus the columns to remove, got {tokens_to_remove}"
             )
         self._batch.crop(-tokens_to_remove)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_kernels import _library
+from vllm_kernels.errors import InvalidArgument, InvalidIndex
 from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops._explain import explain
 from vllm_kernels.ops.activation import (
@@ -174,7 +175,10 @@ def check() -> None:
     if _library.cuda_loaded and torch.cuda.is_initialized():
         for device in library_ops.scanned_devices.default():
             torch.cuda.synchronize(device)
-        library_ops.raise_bad_index.default()
+        try:
+            library_ops.raise_bad_index.default()
+        except RuntimeError as error:
+            raise InvalidIndex(str(error)) from None
 
 
 def _fake(op: str) -> Callable[..., None]:
@@ -193,7 +197,7 @@ def _fake(op: str) -> Callable[..., None]:
         meta = next((name for name, tensor in tensors if tensor.is_meta), None)
         real = next(((name, tensor) for name, tensor in tensors if not tensor.is_meta), None)
         if meta is not None and real is not None:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{op}: {meta}: expected a tensor on {real[1].device} (from {real[0]}), got meta"
             )
 

@@ -15,8 +15,8 @@ from vllm_kernels.ops._common import (
     calls,
     entry_points,
     inference_only,
-    refuse_numbers,
 )
+from vllm_kernels.ops._refusals import refused
 
 __all__ = [
     "fused_decode_attention",
@@ -124,9 +124,8 @@ def paged_attention_v1(
                 blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
                 blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention_v1", k_scale=k_scale, v_scale=v_scale)
-        raise
+    except RuntimeError as error:
+        raise refused("paged_attention_v1", error, locals()) from None
 
 
 def paged_attention_v2(
@@ -183,9 +182,8 @@ def paged_attention_v2(
                 kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention_v2", k_scale=k_scale, v_scale=v_scale)
-        raise
+    except RuntimeError as error:
+        raise refused("paged_attention_v2", error, locals()) from None
 
 
 @overload
@@ -375,7 +373,7 @@ def paged_attention(
             out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
         )  # fmt: skip
     if not isinstance(query, Tensor):
-        raise RuntimeError(f"paged_attention: query: expected a tensor, got {query!r:.40}")
+        raise refused("paged_attention", TypeError(), {"query": query})
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
@@ -390,9 +388,8 @@ def paged_attention(
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
             workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
 
 
@@ -515,7 +512,7 @@ def varlen_attention(
             "varlen_attention", out, query, key, value, alibi_slopes, sinks, k_scale, v_scale
         )
     if not isinstance(query, Tensor):
-        raise RuntimeError(f"varlen_attention: query: expected a tensor, got {query!r:.40}")
+        raise refused("varlen_attention", TypeError(), {"query": query})
     if scale is None:
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
@@ -530,9 +527,8 @@ def varlen_attention(
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
             workspace,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("varlen_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("varlen_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
 
 
@@ -620,11 +616,8 @@ def fused_decode_attention(
             out, qkv, bias, cos_sin_cache, key_cache, value_cache, q_weight, k_weight, alibi_slopes,
             sinks, k_scale, v_scale,
         )  # fmt: skip
-    for name, tensor in (("qkv", qkv), ("value_cache", value_cache)):
-        if not isinstance(tensor, Tensor):
-            raise RuntimeError(
-                f"fused_decode_attention: {name}: expected a tensor, got {tensor!r:.40}"
-            )
+    if not (isinstance(qkv, Tensor) and isinstance(value_cache, Tensor)):
+        raise refused("fused_decode_attention", TypeError(), locals(), ONE_OR_EACH_HEAD)
     shape = _heads_of_query(qkv, value_cache, layout)
     if scale is None:
         scale = max(1, shape[2]) ** -0.5
@@ -637,9 +630,8 @@ def fused_decode_attention(
             block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
             alibi_slopes, sliding_window, softcap, sinks, workspace, fixed_split_size,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("fused_decode_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("fused_decode_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out
 
 

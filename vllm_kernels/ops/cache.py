@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import InvalidType
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
@@ -342,7 +343,7 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
 def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
     if isinstance(caches, Tensor):
         shape = list(caches.shape)
-        raise RuntimeError(
+        raise InvalidType(
             f"{op}: {name}: expected a list of tensors, one a layer, got a tensor of shape {shape}"
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_kernels._types import Layout
+from vllm_kernels.errors import InvalidArgument, InvalidType
 from vllm_kernels.ops.attention import combine_attn_partials, paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
@@ -238,8 +239,20 @@ def cascade_attention(
         "max_query_len": max_query_len,
         "sinks": sinks,
     }
+    if not isinstance(block_tables, Tensor) or not isinstance(query, Tensor):
+        name, value = "query", query
+        if isinstance(query, Tensor):
+            name, value = "block_tables", block_tables
+        kind = "None" if value is None else type(value).__name__
+        raise InvalidType(f"cascade_attention: {name}: expected a tensor, got {kind}")
     if not isinstance(num_common_blocks, (Tensor, CascadePlan)):
-        num_common_blocks = operator.index(num_common_blocks)
+        try:
+            num_common_blocks = operator.index(num_common_blocks)
+        except TypeError:
+            raise InvalidType(
+                "cascade_attention: num_common_blocks: expected an int, a tensor or a CascadePlan, "
+                f"got {num_common_blocks!r:.40}"
+            ) from None
     no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
     if block_tables.shape[0] == 0 or no_common:
         return paged_attention(
@@ -276,12 +289,12 @@ def _refuse_other_plans(
     """Raises RuntimeError for a plan or a number that does not fit the tables."""
     plan = num_common_blocks if isinstance(num_common_blocks, CascadePlan) else None
     if isinstance(num_common_blocks, int) and not 0 < num_common_blocks <= block_tables.shape[1]:
-        raise RuntimeError(
+        raise InvalidArgument(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
         )
     if plan is not None and plan.seq_lens.shape[0] - plan.num_splits != block_tables.shape[0]:
-        raise RuntimeError(
+        raise InvalidArgument(
             f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
             f"block_tables), got one of {plan.seq_lens.shape[0] - plan.num_splits}"
         )
