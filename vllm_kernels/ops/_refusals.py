@@ -16,6 +16,7 @@ _OWN = re.compile(r"[a-z_0-9]+: ")
 _INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")
 _FLOAT_ADVICE = re.compile(r"(expected int\d+, got b?float\w*); cast it with .*$")
 """A cast of lengths or ids that are floats would hide a mistake."""
+_SCALES = ("scale", "scale_ub")
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -70,7 +71,7 @@ def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> Invalid
         if fits(value):
             continue
         got = _short(value)
-        if kind == "Tensor" and argument.name.endswith(("scale", "scale_ub")):
+        if kind == "Tensor" and value is not None and argument.name.endswith(_SCALES):
             expected = f"a float32 tensor of {scales_of}"
         elif kind == "Tensor":
             got = "None" if value is None else type(value).__name__

@@ -617,7 +617,8 @@ def fused_decode_attention(
             sinks, k_scale, v_scale,
         )  # fmt: skip
     if not (isinstance(qkv, Tensor) and isinstance(value_cache, Tensor)):
-        raise refused("fused_decode_attention", TypeError(), locals(), ONE_OR_EACH_HEAD)
+        given = {"qkv": qkv, "value_cache": value_cache}
+        raise refused("fused_decode_attention", TypeError(), given)
     shape = _heads_of_query(qkv, value_cache, layout)
     if scale is None:
         scale = max(1, shape[2]) ** -0.5
