@@ -144,6 +144,6 @@ def test_a_transformers_in_range_is_taken(monkeypatch, found):
 
 
 def test_the_remedy_is_for_a_wheel_or_for_a_clone(monkeypatch, tmp_path):
-    assert _requirements.install_line("demo").endswith("--editable '.[demo]'")
+    assert _requirements.install_line("demo").endswith("--no-build-isolation '.[demo]'")
     monkeypatch.setattr(_requirements, "__file__", str(tmp_path / "vllm_kernels" / "x.py"))
     assert _requirements.install_line("demo") == "pip install 'vllm_kernels[demo]'"

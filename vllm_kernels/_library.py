@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_kernels import _log
 from vllm_kernels.errors import Unsupported
 
 _PACKAGE = Path(__file__).parent
@@ -85,5 +86,8 @@ def explain_missing_cuda(op_names: list[str]) -> None:
 
 _keep_alive: list[torch.library.Library] = []
 
+_log.set_up()
 _load_core()
 cuda_loaded, cuda_reason = _load_cuda()
+_log.logger.info("CPU library: %s", CPU_LIBRARY)
+_log.logger.info("CUDA library: %s", CUDA_LIBRARY if cuda_loaded else cuda_reason)

@@ -14,7 +14,7 @@ def install_line(extra: str) -> str:
     """The command that installs an extra: of a wheel, or in the clone that this package lies in."""
     clone = Path(__file__).parent.parent
     if (clone / "pyproject.toml").exists():
-        return f"in {clone}, pip install --no-build-isolation --editable '.[{extra}]'"
+        return f"in {clone}, pip install --no-build-isolation '.[{extra}]'"
     return f"pip install 'vllm_kernels[{extra}]'"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from vllm_kernels import _log
 from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops._refusals import refused
 
@@ -46,7 +47,11 @@ def entry_points(op: str) -> tuple[Any, Callable[..., None]]:
     """The op as torch.compile knows it, and what its __call__ calls. Without that, a call costs
     0.3 us less."""
     traced = getattr(library_ops, op).default
-    return traced, getattr(traced, "_op", traced)
+    direct = getattr(traced, "_op", traced)
+    if _log.calls_are_logged:
+        names = [argument.name for argument in traced._schema.arguments]
+        direct = _log.logged(op, names, direct)
+    return traced, direct
 
 
 def calls(ops: Iterable[str], **scales_of: str) -> SimpleNamespace:
