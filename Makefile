@@ -8,12 +8,15 @@ TEST_WORKERS ?= 2
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' pyproject.toml | grep -v torch)
 
-.PHONY: demo test bench lint types format build clean help
+DOCS_TOOLS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
+
+.PHONY: demo test bench docs lint types format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
 	@echo "make test    every test this machine can run"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
+	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build   compile in place     make lint / make types / make format     make clean"
 	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
@@ -40,6 +43,11 @@ test: build
 
 bench: build
 	$(PY) -m benchmarks
+
+# Pages and docstrings as a site; a warning is an error.
+docs: build
+	$(PY) -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null || $(PY) -m pip install --quiet $(DOCS_TOOLS)
+	$(PY) -m sphinx -q -W --keep-going -E -j auto -b html -c docs . build/docs
 
 lint: build
 	$(VENV)/bin/ruff check .

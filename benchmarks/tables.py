@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
 INTRODUCTION = """# Measured results
 
-`python -m benchmarks tables` generates this file from [results](results); do not edit it.
+`python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
 Every table names its machine, command and commit, and peers ran in the same run. Slower results
 stand here too. GPU times are medians over a CUDA graph with a cold L2. The programs that drive the
 peers are not part of the repository. [docs/lab](../docs/lab/README.md) explains the figures, and

@@ -55,12 +55,27 @@ def test_traces_from_a_file(tmp_path: Path) -> None:
         ('{"prompt": 5}', "prompt: expected text or a list of token ids, got 5"),
         ('{"prompt": [2.5]}', "prompt: expected text or a list"),
         ('{"prompt": "a", "max_tokens": "b"}', "max_tokens: expected an integer, got 'b'"),
-        ('{"prompt": "a", "arrival": "b"}', "arrival: expected seconds, 0 or more, got 'b'"),
+        ('{"prompt": "a", "arrival": "b"}',
+         r"arrival: expected seconds, 0 to 31536000 \(a year\), got 'b'"),
+        ('{"prompt": "a", "arrival": 1e300}', r"arrival: expected seconds, 0 to .*, got 1e\+300"),
+        ('{"prompt": "a", "arrival": NaN}', r"arrival: expected seconds, 0 to .*, got nan"),
+        (r'{"prompt": "ab\ud800"}',
+         r"prompt: expected text, got 'ab\\ud800': a lone surrogate at character 2"),
+        ("[" * 100_000, r"expected a prompt in JSON, got '\[+\.\.\.\[+': maximum recursion depth"),
         ('{"prompt": "a", "temperature": 1}', "expected prompt, max_tokens and arrival, got temp"),
-    ):
+    ):  # fmt: skip
         file.write_text(f'{{"prompt": "good"}}\n{line}\n')
         with pytest.raises(ValueError, match=rf"trace.jsonl:2: {message}"):
             read_trace(file, 7)
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match=r"trace.jsonl:1: expected a prompt in JSON, .* byte 0xff"):
+        read_trace(file, 7)
+    # U+2028 and a form feed end no line: JSON may hold the first one, the second one is a mistake.
+    file.write_bytes('{"prompt": "one\u2028prompt"}\r\n{"prompt": "two"}\r\n'.encode())
+    assert [request.prompt for request in read_trace(file, 7)] == ["one\u2028prompt", "two"]
+    file.write_text('{"prompt": "one"}\f{"prompt": "two"}')
+    with pytest.raises(ValueError, match=r"trace.jsonl:1: expected a prompt in JSON"):
+        read_trace(file, 7)
     file.write_text("\n")
     with pytest.raises(ValueError, match="expected at least one request"):
         read_trace(file, 7)
@@ -140,7 +155,10 @@ def test_lines_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"prompt": [2] * 64}, "prompt: expected fewer than 64 tokens (max_length), got 64"),
         ({"prompt": [2], "max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"prompt": [-1]}, "prompt: expected tokens from 0 to"),
-        ({"prompt": [2], "arrival": math.nan}, "arrival: expected seconds, 0 or more, got nan"),
+        (
+            {"prompt": [2], "arrival": math.nan},
+            "arrival: expected seconds, 0 to 31536000 (a year), got nan",
+        ),
         ({"prompt": [2], "max_tokens": math.inf}, "max_tokens: expected an integer, got inf"),
     ):
         file.write_text(f'{{"prompt": [2], "arrival": 9}}\n{json.dumps(entry)}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -9,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
+import vllm_kernels
+from vllm_kernels.bench.arguments import add_arguments
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+SOURCES = ("csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu", "vllm_kernels/**/*.py", "cmake/*.cmake")
 EVERY_PAGE = sorted(
     page.relative_to(ROOT).as_posix()
     for pattern in (
         "*.md",
         "docs/**/*.md",
+        "examples/*.md",
         "csrc/**/*.md",
         "vllm_kernels/**/*.md",
         "benchmarks/*.md",
@@ -36,25 +42,30 @@ PRINTED = {
     ("README.md", "scaled_dot_product_attention"): r"True",
     ("README.md", "Engine"): r"(?s).+\n.+",
     ("docs/attention.md", "reshape_and_cache"): r"torch\.Size\(\[25, 8, 64\]\) 3 blocks used",
-    ("docs/attention.md", "fixed_split_size"): r"True",
     ("docs/attention.md", "combine_attn_partials"): r"True",
     ("docs/attention.md", "varlen_attention"): r"torch\.Size\(\[9, 8, 64\]\)",
     ("docs/containment.md", "block_tables"): (
         r"paged_attention: block_tables: .+\n"
         r"paged_attention: block_tables\[0, 1\] = 9: expected a block in \[0, 4\)"
     ),
-    ("docs/cuda_graphs.md", "CUDAGraph"): r"\[True, True(, False){6}\]",
-    ("docs/decoder_layer.md", "decoder_layer"): r"True",
-    ("docs/engine.md", "engine.stream"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
+    ("docs/determinism.md", "fixed_split_size"): r"True",
+    ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",
+    ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",
     ("docs/flash_attn.md", "flash_attn_func"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
-    ("docs/fp8_cache.md", "float8_e4m3fn"): r"True",
     ("docs/from_vllm.md", "as ops"): r"torch\.Size\(\[2, 8, 64\]\)",
     ("docs/kv_cache_manager.md", "cache.swap_out"): r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
     ("docs/kv_cache_manager.md", "truncate"): r"needed 3, free 0\n2 blocks used",
+    ("docs/layouts.md", "slot_mapping"): (
+        r"\[0, 1, 3\] \[2\]\n"
+        r"slots of A: \[0, 1, 2, 3, 4, 5, 6, 7, 12\]\nslots of B: \[8, 9, 10\]\n"
+        r"slots of the second pass: \[6, 7, 12\]"
+    ),
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
-    ("docs/transformers.md", "PagedCache"): r"[1-9]\d* blocks shared by beams",
+    ("docs/serving.md", "threading"): (
+        r"(?s).+\nEngine: prompt: expected fewer than 256 tokens \(max_length\), got 600"
+    ),
 }
 """What each example is about (a word of it that no other example of its page has), and what it
 prints."""
@@ -152,10 +163,55 @@ def test_named_tests_exist(page: str) -> None:
 @pytest.mark.parametrize("folder", ["docs", "docs/lab", "docs/decisions"])
 def test_every_page_is_in_its_index(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text()
-    for page in (ROOT / folder).glob("**/*.md" if folder == "docs/lab" else "*.md"):
+    pages = list((ROOT / folder).glob("**/*.md" if folder == "docs/lab" else "*.md"))
+    if folder == "docs":
+        pages += (ROOT / "docs/api").glob("*.md")
+    for page in pages:
         name = page.relative_to(ROOT / folder).as_posix()
-        assert name == "README.md" or f"]({name})" in index, name
+        assert name in ("README.md", "index.md") or f"]({name})" in index, name
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+
+
+def test_every_op_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    for name in vllm_kernels.ops.__all__:
+        module = getattr(vllm_kernels, name).__module__
+        names = (f"automodule:: {module}\n", f"autofunction:: vllm_kernels.{name}\n")
+        assert any(one in pages for one in names), name
+
+
+def test_names_of_vllm() -> None:
+    """docs/from_vllm.md says which names exist here."""
+    present, absent = (ROOT / "docs/from_vllm.md").read_text().split("| absent name |")
+    present = present.split("## Every name")[1]
+    for table, exists in ((present, True), (absent.split("\n## ")[0], False)):
+        names = [
+            name
+            for cell in re.findall(r"^\| (`[^|]+) \|", table, re.M)
+            for name in re.findall(r"`(\w+)`", cell)
+        ]
+        assert len(names) > 10
+        for name in names:
+            assert hasattr(vllm_kernels, name) is exists, name
+
+
+def test_environment_variables_are_listed() -> None:
+    listed = (ROOT / "docs/environment.md").read_text()
+    text = "".join(path.read_text() for pattern in SOURCES for path in ROOT.glob(pattern))
+    reads = r"(?:getenv|environment_\w+|environ\.\w+)\(\"(\w+)\"|\$ENV\{(VLLM_KERNELS_\w+)\}"
+    read = set(re.findall(reads, text))
+    names = {name for pair in read for name in pair if name}
+    assert names >= {"VLLM_KERNELS_CHECK", "VLLM_KERNELS_ISA", "VLLM_KERNELS_LOG"}
+    for name in names:
+        assert f"`{name}`" in listed, name
+
+
+def test_options_are_listed() -> None:
+    page = (ROOT / "docs/benchmark_command.md").read_text()
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser, ROOT)
+    for action in parser._actions:
+        assert f"`{action.option_strings[0]}" in page, action.option_strings[0]

@@ -3,6 +3,7 @@
 - No folder of csrc or vllm_kernels has more than 24 files.
 - Includes point down: a room includes itself and the rooms that ROOMS allows.
 - No torch, Python or pybind11 header in the kernel rooms.
+- csrc/torch_ops narrows numbers only in base/check.h: int32_size() refuses what does not fit.
 - No function is longer than 150 lines, except those of LONG_FUNCTIONS with their reasons.
 """
 
@@ -57,6 +58,8 @@ LONG_FUNCTIONS = {
     ): "a main loop: the order of wgmma, waits and softmax is the algorithm",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
+NARROWING = re.compile(r"static_cast<(?:u?int(?:8|16|32)_t|int|unsigned|short)>\(")
+NARROWS = "csrc/torch_ops/base/check.h"
 INCLUDE = re.compile(r'#include "((?:cuda|cpu|ops)/[^"]+)"')
 
 
@@ -117,6 +120,12 @@ def main() -> int:
                 target = room_of(included)
                 if target not in {room, "ops", *ROOMS[room]}:
                     faults.append(f"{file}: includes {included}: {room} does not build on {target}")
+        if file.startswith("csrc/torch_ops/") and file != NARROWS:
+            for number, line in enumerate(text.splitlines(), 1):
+                if match := NARROWING.search(line):
+                    faults.append(
+                        f"{file}:{number}: {match.group(0)}..): use int32_size() or clamped_int32()"
+                    )
         for name, length in find(text):
             if length > MAX_LINES and (file, name) not in LONG_FUNCTIONS:
                 faults.append(f"{file}: {name}() has {length} lines, at most {MAX_LINES}")

@@ -49,8 +49,8 @@ def logged(op: str, names: list[str], call: Callable[..., None]) -> Callable[...
 
     def log_and_call(*arguments: object) -> None:
         if logger.isEnabledFor(logging.DEBUG):
-            told = ", ".join(f"{name} {_text(value)}" for name, value in zip(names, arguments))
-            logger.debug("%s(%s)", op, told)
+            text = ", ".join(f"{name} {_text(value)}" for name, value in zip(names, arguments))
+            logger.debug("%s(%s)", op, text)
         call(*arguments)
 
     return log_and_call

@@ -2,7 +2,6 @@
 // that is compiled once.
 #include "cpu/level.h"
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #if defined(__x86_64__)
@@ -12,6 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+
+#include "environment.h"
 
 namespace vllm_kernels::cpu {
 namespace {
@@ -52,27 +53,24 @@ bool runs(Level level) {
 }
 #endif
 
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"};
 constexpr Level kBestFirst[] = {Level::avx512_amx, Level::avx512_bf16, Level::avx512, Level::avx2,
                                 Level::baseline};
 
 Level choose() {
-  const char* forced = std::getenv("VLLM_KERNELS_ISA");
-  if (forced == nullptr || *forced == '\0') {
+  const int forced = environment_choice("VLLM_KERNELS_ISA", kNames);
+  if (forced < 0) {
     for (Level level : kBestFirst) {
       if (runs(level)) return level;
     }
     return Level::baseline;
   }
-  for (Level level : kBestFirst) {
-    if (std::string(forced) != level_name(level)) continue;
-    if (!runs(level)) {
-      throw std::runtime_error(std::string("VLLM_KERNELS_ISA=") + forced +
-                               ": this processor does not run that level");
-    }
-    return level;
+  const Level level = static_cast<Level>(forced);
+  if (!runs(level)) {
+    throw std::runtime_error(std::string("VLLM_KERNELS_ISA=") + level_name(level) +
+                             ": this processor does not run that level");
   }
-  throw std::runtime_error(std::string("VLLM_KERNELS_ISA=") + forced +
-                           ": expected baseline, avx2, avx512, avx512_bf16 or avx512_amx");
+  return level;
 }
 
 }  // namespace
@@ -83,7 +81,6 @@ Level level() {
 }
 
 const char* level_name(Level level) {
-  constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx"};
   return kNames[static_cast<int>(level)];
 }
 

@@ -66,6 +66,7 @@ struct GatherCacheParams {
   int64_t scale_token_stride = 0;
 
   VLLM_KERNELS_HOST_DEVICE float scale(const float* scales, TokenLocation at, int64_t head) const {
+    if (scales == nullptr) return 1.0f;
     return scales[at.block * scale_block_stride + head * scale_head_stride +
                   at.token * scale_token_stride];
   }

@@ -1,8 +1,9 @@
-// The values that an index argument may hold, and the first bad value found. On the CPU every call
-// scans its index tensors and throws. On CUDA the kernels skip bad values. With
+// The values that an index argument or a scale may hold, and the first bad value found. On the CPU
+// every call scans them and throws. On CUDA the kernels skip bad values. With
 // VLLM_KERNELS_CHECK=1 a small kernel scans them, too; the next op, or vllm_kernels.check(),
 // throws.
 #pragma once
+#include <bit>
 #include <cstdint>
 
 #include "ops/rows.h"
@@ -20,12 +21,25 @@ struct IndexBounds {
   // One-dimensional tensors, if >= 0: a value must not be less than the one before it, nor exceed
   // it by more than this.
   int64_t max_increase = -1;
+  // Lengths, if not null, [n + 1]: one that is not 0 must not be less than its row's query tokens.
+  const int32_t* query_start_loc = nullptr;
+  // float32: the bounds are those of the bits. Bits of finite numbers > 0 are in [1,
+  // kInfinityBits).
+  bool is_scale = false;
+  static constexpr int64_t kInfinityBits = 0x7f800000;
 
   VLLM_KERNELS_HOST_DEVICE IndexBounds after(int64_t previous) const {
     IndexBounds bounds = *this;
     if (max_increase < 0) return bounds;
     if (previous > low) bounds.low = previous;
     if (previous + max_increase + 1 < high) bounds.high = previous + max_increase + 1;
+    return bounds;
+  }
+  VLLM_KERNELS_HOST_DEVICE IndexBounds for_length(int64_t row, int64_t length) const {
+    IndexBounds bounds = *this;
+    if (query_start_loc == nullptr || length <= 0 || length >= high) return bounds;
+    const int64_t queries = int64_t{query_start_loc[row + 1]} - query_start_loc[row];
+    if (queries > low) bounds.low = queries;
     return bounds;
   }
 };
@@ -42,12 +56,13 @@ struct IndexCheckParams {
   const char* op;
   const char* argument;
   IndexBounds bounds;
-  const void* values;  // [rows, columns], int32 or int64; one-dimensional: columns = 1
+  const void* values;  // [rows, columns], int32, int64 or scales; one-dimensional: columns = 1
   bool is_int64;
   bool one_dimensional;
   int64_t rows;
   int64_t columns;
-  int64_t row_stride;  // elements
+  int64_t row_stride;        // elements
+  int64_t first_column = 0;  // of the tensor, for the message
 
   // With row_lengths, a column is checked only if some query token of the row may read it.
   const int32_t* row_lengths = nullptr;  // [rows] tokens, or null: all columns
@@ -59,6 +74,12 @@ struct IndexCheckParams {
   // at row_starts[row]; their number is cumulative_lengths[row + 1] - cumulative_lengths[row].
   const int32_t* cumulative_lengths = nullptr;  // [rows + 1], or null
   const int32_t* row_starts = nullptr;          // [rows], or null: 0
+
+  // The bounds of an element. `previous` is the one before it; unused in row 0.
+  VLLM_KERNELS_HOST_DEVICE IndexBounds bounds_of(int64_t row, int64_t value,
+                                                 int64_t previous) const {
+    return (row > 0 ? bounds.after(previous) : bounds).for_length(row, value);
+  }
 
   VLLM_KERNELS_HOST_DEVICE ColumnRange used_columns(int64_t row) const {
     if (cumulative_lengths != nullptr) {
@@ -90,6 +111,8 @@ struct BadIndex {
   int64_t row;
   int64_t column;
   int64_t value;
+
+  float scale() const { return std::bit_cast<float>(static_cast<int32_t>(value)); }
 };
 
 }  // namespace vllm_kernels

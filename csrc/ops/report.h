@@ -5,23 +5,16 @@
 // (CPU, CUDA) has state of its own.
 #pragma once
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 
+#include "environment.h"
+
 namespace vllm_kernels {
 
 inline thread_local std::optional<std::string> collected_reports;
-
-inline bool logs_reports() {
-  static const bool kLogs = [] {
-    const char* value = std::getenv("VLLM_KERNELS_LOG");
-    return value != nullptr && std::string(value) != "0" && *value != 0;
-  }();
-  return kLogs;
-}
 
 inline void start_collecting_reports() {
   collected_reports.emplace();

@@ -115,6 +115,12 @@ constexpr const char* kSchemas[] = {
 
 }  // namespace
 
+// The same ops for meta tensors: they check their arguments. The fake kernels of vllm_kernels call
+// them (vllm_kernels/ops/__init__.py).
+STABLE_TORCH_LIBRARY(vllm_kernels_checks, library) {
+  for (const char* schema : kSchemas) library.def((std::string(schema) + " -> ()").c_str());
+}
+
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   for (const char* schema : kSchemas) library.def((std::string(schema) + " -> ()").c_str());
 

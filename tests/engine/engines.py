@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from tiny_models import VOCABULARY
 from transformers import PreTrainedModel
@@ -12,6 +14,8 @@ from vllm_kernels.engine.request import SamplingParams
 LENGTHS = (5, 19, 33, 8, 70, 3)
 SMALL = {"num_blocks": 160, "block_size": 8, "max_batch_size": 4, "max_batch_tokens": 24}
 """Chunks of prompts, and more requests than places."""
+FUZZ_SECONDS = float(os.environ.get("VLLM_KERNELS_FUZZ", 0))
+"""Length of the random tests. 0: bounded, for CI."""
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:

@@ -140,19 +140,48 @@ def test_text_that_fails_ends_its_request_alone(
     texts = ["A class", "The for statement", "Functions"]
     with Engine(toy, tokenizer, max_length=128, overlap=overlap) as engine:
         expected = [one.completions[0].tokens for one in engine.generate(texts, params)]
-        add_text = engine._add_text
+        add_text = engine._outputs._add_text
 
         def failing(sequence: Sequence, *arguments: Any) -> Any:
             if sequence.request.id == 4 and sequence.num_output == 5:  # of 3, 4 and 5
                 raise KeyError("an unknown piece")
             return add_text(sequence, *arguments)
 
-        monkeypatch.setattr(engine, "_add_text", failing)
+        monkeypatch.setattr(engine._outputs, "_add_text", failing)
         got, failures = served_with_failures(engine, texts, 12)
-        assert failures == 1
+        assert failures == 0
         assert got[0] == expected[0] and got[2] == expected[2]
-        assert len(got[1]) == 4
+        assert got[1] == [*expected[1][:4], -1]  # -1: the output with the error
         assert engine.manager.num_sequences == 0
+        assert engine.statistics().scheduler.num_errors == 1
+
+
+def test_text_that_fails_in_one_of_several_sequences(
+    tokenizer: PreTrainedTokenizerBase, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences of the request end. With overlap, the next pass has rows for them."""
+    model = tiny_model(vocab_size=len(tokenizer))
+    texts = prompts((5, 9, 7))
+    expected = [by_transformers(model, text) for text in texts]
+    with Engine(model, tokenizer, overlap=overlap, **SMALL) as engine:
+        add_text = engine._outputs._add_text
+
+        def failing(sequence: Sequence, *arguments: Any) -> Any:
+            if (sequence.request.id, sequence.index, sequence.num_output) == (0, 0, 5):
+                raise KeyError("an unknown token")
+            return add_text(sequence, *arguments)
+
+        monkeypatch.setattr(engine._outputs, "_add_text", failing)
+        ids = [
+            engine.add_request(text, SamplingParams(max_tokens=20, n=n))
+            for text, n in zip(texts, (2, 1, 1))
+        ]
+        got: dict[int, list[int]] = {request: [] for request in ids}
+        while engine.has_unfinished:
+            for output in engine.step():
+                got[output.request_id].append(output.token)
+        assert got[0][-2:] == [-1, -1] and len(got[0]) == 2 * 4 + 2
+        assert [got[1], got[2]] == expected[1:]
 
 
 @pytest.mark.parametrize("failing", ["schedule", "schedule_ahead", "_take"])

@@ -146,9 +146,21 @@ def test_of_equal_tokens_the_first_are_kept(params: dict[str, float], device: st
     assert sample(logits[1:].expand(64, -1), rows) == alone
 
 
-def test_nan_is_no_fault(device: str) -> None:
-    logits = torch.full((1, 50), torch.nan, device=device)
-    assert 0 <= sample(logits, [sequence(temperature=1.0, top_k=3)])[0] < 50
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}], ids=str
+)
+def test_rows_that_are_not_finite(params: dict[str, object], device: str) -> None:
+    """NaN, +inf and nothing but -inf give -1. A masked row is legitimate, and so are the others."""
+    logits = torch.zeros(5, 50, device=device)
+    logits[0, 7] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    logits[3] = -torch.inf
+    logits[3, 9] = -1e30
+    rows = [sequence(index=index, **params) for index in range(5)]
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = sample(logits.to(dtype), rows)
+        assert tokens[:4] == [-1, -1, -1, 9] and 0 <= tokens[4] < 50
 
 
 def test_extreme_logits(device: str) -> None:
@@ -191,6 +203,9 @@ def test_parameters_are_checked(params: dict[str, object], message: str) -> None
         ({"n": True}, "n: expected an integer, got True"),
         ({"seed": "a"}, "seed: expected an integer or None, got 'a'"),
         ({"temperature": "1"}, "temperature: expected a number, got '1'"),
+        ({"temperature": True}, "temperature: expected a number, got True"),
+        ({"top_p": True}, "top_p: expected a number, got True"),
+        ({"repetition_penalty": False}, "repetition_penalty: expected a number, got False"),
         ({"top_p": None}, "top_p: expected a number, got None"),
         ({"stop_token_ids": 7}, "stop_token_ids: expected a list of integers, got 7"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids: expected a list of integers"),

@@ -215,7 +215,9 @@ def test_every_sequence_reads_its_own_tokens(
         for _ in range(steps):
             memory.step()
         if fate == 0:
-            memory.scheduler.abort(request)
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    memory.scheduler.finish(sequence, FinishReason.ABORT)
             memory.requests.remove(request)
     memory.run()
 
@@ -346,7 +348,7 @@ def test_after_a_pass_that_failed_all_is_computed_again() -> None:
         memory.step()
     memory.scheduler.schedule()
     memory.device[:] = -1  # whatever the pass left behind
-    memory.scheduler.failed()
+    memory.scheduler.failed(memory.requests)
     assert memory.scheduler.num_running == 0 and memory.scheduler.num_unfinished == 3
     memory.run()
 

@@ -616,3 +616,9 @@ def test_a_range_far_outside_a_sequence_is_refused() -> None:
             manager.slot_mapping(1, start)
     with pytest.raises(kv_cache.InvalidArgument, match="num_tokens: expected at most"):
         manager.append(1, 2**63 - 1, lookahead=9)
+
+
+def test_buffers_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=3, max_tokens=4)
+    assert buffers.block_tables.device.type == "cpu"

@@ -469,7 +469,35 @@ def upconvert() -> None:
     reported("workspace_starts[1] = -7")
 
 
+def values_of_check_mode() -> None:
+    """Lengths below the query tokens, scales and repeated destinations: only check mode looks."""
+    cache = torch.randn(8, 16, 2, 64, device=CUDA).to(torch.float8_e4m3fn)
+    query = torch.randn(20, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    tables = torch.arange(8, device=CUDA).view(1, 8).int()
+    lens, starts = (torch.tensor(x, device=CUDA, dtype=torch.int32) for x in ([3], [0, 20]))
+    call = (query, cache, cache, tables)
+    options = {"query_start_loc": starts, "layout": "NHD"}
+    out = vk.paged_attention(*call, lens, **options)
+    assert not out[:17].any()
+    reported("paged_attention: seq_lens[0] = 3: expected at least its 20 query tokens")
+    vk.paged_attention(*call, lens, causal=False, **options)
+    torch.cuda.synchronize()
+    vk.check()
+    for value, text in ((float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0"), (-1.0, "-1")):
+        good, bad = torch.ones(2, device=CUDA), torch.tensor([1.0, value], device=CUDA)
+        vk.paged_attention(*call, lens + 20, k_scale=good, v_scale=bad, **options)
+        reported(f"paged_attention: v_scale[1] = {text}: expected a finite number > 0")
+    memory = torch.randn(2, 8, 64, device=CUDA)
+    pairs = torch.tensor([[0, 2], [1, 2]], device=CUDA)
+    try:  # as in copy_blocks()
+        vk.copy_blocks([memory[0]], [memory[1]], pairs)
+        reported("copy_blocks: block_mapping[1, 1] = 2: expected a block that no earlier element")
+    except RuntimeError as error:
+        assert CHECK and "block_mapping[1, 1] = 2" in str(error)
+
+
 CASES = {
+    "values of check mode": values_of_check_mode,
     "paged_attention_v1": lambda: paged_attention(1),
     "paged_attention_v2": lambda: paged_attention(2),
     "paged_attention": general_attention,

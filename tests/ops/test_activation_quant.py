@@ -185,6 +185,15 @@ def test_bad_input(device):
         ),
         (BLOCK, (out, x, scales, 64, None, True), r"scales: expected stride 1 in dimension 0, for"),
         (BLOCK, (out, x, x[:, :2], 64), r"scales and input overlap in memory$"),
+        *[
+            (
+                STATIC,
+                (out, x, torch.tensor(bad)),
+                rf"scale\[0\] = {bad:g}: expected a finite number > 0$",
+            )
+            for bad in (float("nan"), float("inf"), 0.0, -1.0)
+            if device == "cpu"
+        ],
         (BLOCK, (out, x, scales, 64, 2.0), r"scale_ub: expected a float32 tensor of one element,"),
         (BLOCK, (out.view(INT8), x, scales, 64, one), r"scale_ub: expected None for int8$"),
         (BLOCK, (out, x.long(), scales, 64), r"input: expected float32, float16 or bfloat16"),

@@ -100,6 +100,11 @@ def test_bad_input(device):
          r"input: expected uint8 or float8_e4m3fn .from kv_dtype = \"fp8\".*, got float32$"),
         ((eight.view(torch.float8_e5m2), x, 1.0, "fp8"),
          r"output: expected uint8 or float8_e4m3fn .*, got float8_e5m2$"),
+        ((eight, x, float("nan")), r"scale: expected a number that is finite in float32, got nan$"),
+        ((eight, x, 1e39), r"scale: expected a number that is finite in float32, got 1e\+39$"),
+        ((eight, x, 0.0), r"scale: expected a number > 0, got 0$"),
+        ((x, eight, -1.0), r"scale: expected a number > 0, got -1$"),
+        ((x, eight, 1e-60), r"scale: expected a number > 0, got 1e-60$"),  # 0 in float32
         ((eight[:3], x), r"output: expected as many elements as input = 32, got shape \[3, 8\]$"),
         ((eight.t(), x), r"output: expected a contiguous tensor"),
         ((eight, x.t()), r"input: expected a contiguous tensor"),

@@ -127,6 +127,69 @@ def test_bad_blocks(device, bad):
         assert torch.equal(cache, want)
 
 
+def test_caches_that_overlap(device):
+    memory = torch.arange(320.0, device=device)
+    pairs = torch.tensor([[0, 1]], device=device)
+    first, second = memory[:256].view(4, 64), memory[32:288].view(4, 64)
+    overlap = r"overlap in memory$"
+    for args, message in (
+        (([first], [second]), rf"key_caches\[0\] and value_caches\[0\] {overlap}"),
+        (([second], [first]), rf"value_caches\[0\] and key_caches\[0\] {overlap}"),
+        (([first], [first]), rf"(key|value)_caches\[0\] and (key|value)_caches\[0\] {overlap}"),
+        (([first, second.clone()], [second, first.clone()]),
+         rf"key_caches\[0\] and value_caches\[0\] {overlap}"),
+    ):  # fmt: skip
+        before = memory.clone()
+        with raises(rf"^copy_blocks: {message}"):
+            vllm_kernels.copy_blocks(*args, pairs)
+        assert torch.equal(memory, before)
+    with raises(rf"^copy_blocks_mla: kv_caches\[0\] and kv_caches\[2\] {overlap}"):
+        vllm_kernels.copy_blocks_mla([first, first.clone(), second], pairs)
+    whole = memory[:64].view(1, 64)  # of one block: any stride of blocks
+    with raises(rf"^copy_blocks_mla: kv_caches\[0\] and kv_caches\[1\] {overlap}"):
+        vllm_kernels.copy_blocks_mla([whole, memory[32:96].view(1, 64)], pairs * 0)
+
+
+def test_layers_of_one_tensor_do_not_overlap(device):
+    """Slices that interleave: their ranges overlap, their blocks do not."""
+    layers, pairs = 40, torch.tensor([[3, 7]], device=device)
+    packed = torch.randn(20, layers, 2, 8, 4, device=device)
+    slices = packed.unbind(1)
+    check([s[:, 0] for s in slices], [s[:, 1] for s in slices], pairs)
+    outer = torch.randn(layers, 2, 20, 8, 4, device=device)
+    check(list(outer[:, 0]), list(outer[:, 1]), pairs)
+    # Other strides in the same range: rows 0 to 9 of one layer, and every second one of another.
+    halves = torch.randn(40, 2, 32, device=device)
+    check([halves[:10, 0]], [halves[20:40:2, 1]], pairs)
+    check([halves[:20:2, 0]], [halves[1:11, 1]], pairs)
+    shifted = packed.view(20, -1)
+    with raises(r"^copy_blocks: key_caches\[0\] and value_caches\[0\] overlap in memory$"):
+        vllm_kernels.copy_blocks([shifted[:, :64]], [shifted[:, 63:127]], pairs)
+    with raises(r"^copy_blocks: value_caches\[0\] and key_caches\[0\] overlap in memory$"):
+        # Around the end of a row: its last elements are those before the next row's first ones.
+        width = shifted.shape[1]
+        ends = packed.view(-1).as_strided((18, 64), (width, 1), 2 * width - 32)
+        vllm_kernels.copy_blocks([shifted[2:, :64]], [ends], pairs)
+
+
+@pytest.mark.parametrize("count", [2, 300])
+def test_destination_that_occurs_twice(count):
+    order = torch.randperm(600)
+    pairs = torch.stack([order[:count], order[300 : 300 + count]], 1)
+    pairs[-1, 1] = pairs[0, 1]
+    cache = torch.randn(600, 4)
+    before = cache.clone()
+    message = rf"block_mapping\[{count - 1}, 1\] = {int(pairs[0, 1])}: expected a block that no ear"
+    with raises(rf"^copy_blocks: {message}"):
+        vllm_kernels.copy_blocks([cache], [cache.clone()], pairs)
+    with raises(rf"^copy_blocks_mla: {message}"):
+        vllm_kernels.copy_blocks_mla([cache], pairs)
+    with raises(rf"^swap_blocks: {message}"):
+        vllm_kernels.swap_blocks(before, cache, pairs)
+    assert torch.equal(cache, before)
+    vllm_kernels.swap_blocks(cache, cache, pairs)  # within one tensor the order is the list's
+
+
 def test_bad_input(device):
     cache = layers((20, 4, 8), torch.float32, device, 1)[0]
     other = cache.clone()

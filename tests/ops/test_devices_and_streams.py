@@ -38,7 +38,7 @@ def test_one_meta_tensor_among_others_is_named():
         vllm_kernels.rms_norm(torch.empty_like(x), x, torch.randn(64, device="meta"), EPS)
     meta = x.to("meta")
     vllm_kernels.rms_norm(meta, meta, torch.randn(64, device="meta"), EPS)
-    vllm_kernels.copy_blocks([meta], [meta], torch.tensor([[0, 1]]))
+    vllm_kernels.copy_blocks([meta], [meta.clone()], torch.tensor([[0, 1]]))
     slots, cache = torch.zeros(4, dtype=torch.int64), torch.zeros(2, 16, 2, 32)
     rows, one = torch.zeros(4, 2, 32), torch.ones(1)
     with pytest.raises(RuntimeError, match=r"slot_mapping: expected a tensor on cpu .*, got meta"):

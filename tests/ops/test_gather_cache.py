@@ -385,7 +385,6 @@ def test_bad_input_of_gather_paged_kv(device):
         ({"k_scale": 0.5},
          r"k_scale: expected a float32 tensor of one element, \[num_kv_heads\] or "
          r"\[num_blocks, num_kv_heads, block_size\], got 0\.5$"),
-        ({"k_scale": None}, r"k_scale: expected a tensor, for the cache is int8, got None$"),
         ({"v_scale": torch.ones(3, device=device)},
          r"v_scale: expected one element, num_kv_heads = 2 or \[num_blocks, num_kv_heads, block"),
         ({"v_scale": torch.ones(2, device=device)}, r"v_scale: expected 1 elements \(from k_sc"),
@@ -397,6 +396,80 @@ def test_bad_input_of_gather_paged_kv(device):
     for change, message in cases:
         with raises(rf"^gather_paged_kv: {message}"):
             vllm_kernels.gather_paged_kv(**{**good, **change})
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_no_scales_are_1(device, dtype, layout, stored):
+    batch = Batch(device, *BATCHES["starts"])
+    caches = paged(batch, layout, stored, device)
+    one, quarter = torch.ones(1, device=device), torch.tensor([0.25], device=device)
+    call = (*caches, batch.table, batch.cu)
+    options = {"seq_starts": batch.starts, "layout": layout}
+    for given in ({}, {"k_scale": quarter}, {"v_scale": quarter}):
+        rows, want = (rows_for(batch, 2, 64, dtype, device) for _ in range(2))
+        for a, b in zip(rows, want):
+            a.copy_(b)
+        vllm_kernels.gather_paged_kv(*rows, *call, **given, **options)
+        both = {"k_scale": one, "v_scale": one, **given}
+        vllm_kernels.gather_paged_kv(*want, *call, **both, **options)
+        assert torch.equal(bits(rows[0]), bits(want[0]))
+        assert torch.equal(bits(rows[1]), bits(want[1]))
+
+
+def test_bad_scales_on_the_cpu():
+    batch = Batch("cpu", [18, 33])
+    caches = paged(batch, "NHD", torch.int8, "cpu")
+    rows = rows_for(batch, 2, 64, torch.half, "cpu")
+    call = (*rows, *caches, batch.table, batch.cu)
+    for value, text in ((float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0"), (-1.0, "-1")):
+        bad = torch.tensor([1.0, value])
+        with raises(rf"^gather_paged_kv: v_scale\[1\] = {text}: expected a finite number > 0$"):
+            vllm_kernels.gather_paged_kv(*call, k_scale=torch.ones(2), v_scale=bad, layout="NHD")
+        with raises(rf"^gather_and_maybe_dequant_cache: scale\[0\] = {text}: expected a finite n"):
+            vllm_kernels.gather_and_maybe_dequant_cache(
+                caches[0], rows[0], batch.table, batch.cu, batch.token_to_seq, batch.tokens,
+                "int8", bad[1:],
+            )  # fmt: skip
+    # A token's own scale may be anything: a row of zeros has 0.
+    own = torch.zeros(batch.num_blocks, 2, 16)
+    vllm_kernels.gather_paged_kv(*call, k_scale=own, v_scale=own, layout="NHD")
+    assert not rows[0][: batch.tokens].any()
+
+
+def test_sizes_beyond_32_bits(device):
+    """Expanded tensors: huge sizes, little memory."""
+    rows = torch.full((4, 1, 32), 7.0, device=device)
+    cache = torch.ones(1, 1, 1, 32, device=device)
+    ints = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    for shape, message in (
+        (
+            (1, 2**31, 1, 32),
+            r"key_cache: expected block_size < 2\^31, got shape \[1, 2147483648, 1,",
+        ),
+        (
+            (1, 2**32 + 4, 1, 32),
+            r"key_cache: expected block_size < 2\^31, got shape \[1, 4294967300",
+        ),
+        (
+            (2**31, 4, 1, 32),
+            r"key_cache: expected num_blocks \* block_size < 2\^31, got 2147483648 ",
+        ),
+        ((2**52, 16, 1, 32), r"key_cache: expected num_blocks \* block_size < 2\^31, got "),
+    ):
+        large = cache.expand(shape)
+        with raises(rf"^gather_paged_kv: {message}"):
+            vllm_kernels.gather_paged_kv(rows, rows.clone(), large, large, ints, cu, layout="NHD")
+    assert (rows == 7).all()
+    with raises(r"^cp_gather_cache: src_cache: expected block_size < 2\^31, got shape"):
+        vllm_kernels.cp_gather_cache(cache[0].expand(1, 2**32, 32), rows[:, 0], ints, cu, 1)
+    table = torch.empty(1, 2**31, dtype=torch.int32, device="meta")
+    with raises(
+        r"^cp_gather_cache: block_table: expected blocks_per_seq < 2\^31, got shape \[1, 2"
+    ):
+        torch.ops.vllm_kernels.cp_gather_cache(
+            cache[0].to("meta"), rows[:, 0].to("meta"), table, cu.to("meta"), 1
+        )
 
 
 # Schema and fake kernels do not depend on the dtype.

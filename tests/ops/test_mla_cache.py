@@ -229,6 +229,36 @@ def test_bad_slots(device, kv_cache_dtype, bad):
         assert torch.equal(bits(cache), bits(want))
 
 
+def test_bad_scales_on_the_cpu():
+    kv_c, k_pe = tokens(4, torch.bfloat16, "cpu")
+    cache = empty_cache("fp8", torch.bfloat16, "cpu")
+    before = bits(cache).clone()
+    slots = torch.arange(4)
+    for value, text in ((float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0"), (-1.0, "-1")):
+        call = (kv_c, k_pe, cache, slots, "fp8", torch.tensor(value))
+        with raises(rf"^concat_and_cache_mla: scale\[0\] = {text}: expected a finite number > 0$"):
+            vllm_kernels.concat_and_cache_mla(*call)
+        assert torch.equal(bits(cache), before)
+        for name in ("auto", "fp8_ds_mla"):  # their scale is not read
+            other = empty_cache(name, torch.bfloat16, "cpu")
+            vllm_kernels.concat_and_cache_mla(kv_c, k_pe, other, slots, name, call[-1])
+
+
+def test_sizes_beyond_32_bits(device):
+    """Expanded tensors: huge sizes, little memory. (2^32 tokens a block once divided by 0.)"""
+    one = torch.zeros(1, dtype=torch.int32, device=device)
+    dst = torch.empty(4, 576, dtype=torch.bfloat16, device=device)
+    for size in (2**31, 2**32):
+        source = torch.zeros(1, 1, 656, dtype=torch.uint8, device=device).expand(1, size, 656)
+        with raises(
+            rf"^cp_gather_and_upconvert_fp8_kv_cache: src_cache: expected block_size < 2\^31, got "
+            rf"shape \[1, {size}, 656\]$"
+        ):
+            vllm_kernels.cp_gather_and_upconvert_fp8_kv_cache(
+                source, dst, one[None], one + 4, one, 1
+            )
+
+
 def test_bad_input(device):
     kv_c, k_pe = tokens(4, torch.bfloat16, device)
     cache = empty_cache("auto", torch.bfloat16, device)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EPSILON, assert_compiles, opcheck
-from paged_attention_cases import EIGHT_BITS, assert_right, check, make_case, per_head
+from helpers import EPSILON, assert_compiles, opcheck, raises
+from paged_attention_cases import EIGHT_BITS, NAN, assert_right, check, make_case, per_head
 
 import vllm_kernels
 
@@ -25,7 +25,7 @@ def test_dtypes(device, dtype, layout, eight):
 def test_block_sizes(device, layout, block_size):
     b = block_size
     lens = [1, max(b - 1, 1), b, b + 1, 2 * b + 5, 300]
-    queries = [1, 1, min(b, 6), 4, 9, 2]
+    queries = [1, 1, min(b, 6), min(b + 1, 4), min(2 * b + 5, 9), 2]
     for dtype, stored in (
         (torch.float32, None),
         (torch.bfloat16, None),
@@ -83,17 +83,69 @@ def test_maxima_that_move(device, layout, heads, stored, rise):
 
 @pytest.mark.parametrize("count", range(1, 18))
 def test_several_query_tokens(device, layout, count):
-    check(make_case(device, torch.float32, [count, 60, 16], [count] * 3, layout=layout))
+    check(make_case(device, torch.float32, [count, 60, 17], [count] * 3, layout=layout))
 
 
 def test_ragged_and_longer_than_context(device, dtype, layout):
-    """The first query tokens of a sequence shorter than them have negative positions."""
+    """The first query tokens of a sequence shorter than them have negative positions: an error on
+    the CPU, but for a length of 0."""
     lens, queries = [0, 3, 30, 9, 100], [2, 7, 0, 9, 70]
     case = make_case(device, dtype, lens, queries, layout=layout)
+    if device == "cpu":
+        with raises(r"^paged_attention: seq_lens\[1\] = 3: expected at least its 7 query tokens$"):
+            case.run()
+        lens[1] = 7
+        case = make_case(device, dtype, lens, queries, layout=layout)
+        check(case)
+        out, lse = case.run_with_lse()
+        assert not out[:2].any() and (lse[:2] == -torch.inf).all()
+        assert (lse[2:] > -torch.inf).all()
+        return
     check(case)
     out, lse = case.run_with_lse()
     assert not out[:6].any() and (lse[:6] == -torch.inf).all()
     assert (lse[6:] > -torch.inf).all()
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_lse_changes_no_bit_of_out(device, dtype, layout, head_size):
+    """Weights rounded for out, exact ones for lse; with splits over threads, and sinks, too."""
+    if device == "cuda":
+        pytest.skip("promised for the CPU")
+    for stored in (None, torch.int8):
+        for lens, sinks in (([16], None), ([1, 40, 700, 5000], per_head(8, -1.0, 1.0))):
+            case = make_case(
+                device, dtype, lens, head_size=head_size, stored=stored, layout=layout, sinks=sinks
+            )
+            case.query.mul_(8)
+            out, lse = case.run_with_lse()
+            assert torch.equal(out, case.run())
+            torch.testing.assert_close(lse.double(), case.naive()[1], rtol=1e-5, atol=1e-4)
+
+
+def test_tokens_that_no_sequence_owns(device, dtype, layout):
+    """They are 0, lse -inf, where the op makes out; a given out stays as it is there."""
+    case = make_case(device, dtype, [30, 9], [2, 3], layout=layout)
+    starts = case.options["query_start_loc"] + 4
+    query = torch.cat([case.query.new_ones(4, 8, 64), case.query, case.query.new_ones(6, 8, 64)])
+    call = (query, *case.tensors()[1:])
+    options = {**case.options, "query_start_loc": starts, "max_query_len": 3}
+    torch.empty(8 * query.numel(), device=device).fill_(NAN)  # memory that comes again
+    out, lse = vllm_kernels.paged_attention(*call, **options, return_lse=True)
+    assert torch.equal(out[4:9], case.run())
+    for nobody in (slice(0, 4), slice(9, None)):
+        assert not out[nobody].any() and (lse[nobody] == -torch.inf).all()
+    given = torch.full_like(query, 7.0)
+    vllm_kernels.paged_attention(*call, **options, out=given)
+    assert torch.equal(given[4:9], out[4:9])
+    assert (given[:4] == 7).all() and (given[9:] == 7).all()
+
+
+def test_a_negative_position_sees_tokens_if_not_causal(device, layout):
+    """More query tokens than tokens: no error where all of them see the same."""
+    case = make_case(device, torch.float32, [2, 30], [5, 7], layout=layout, causal=False)
+    check(case)
+    assert case.run()[:5].abs().amin(-1).amin() > 0
 
 
 def test_prefill(device, dtype, layout):

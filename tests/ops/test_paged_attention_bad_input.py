@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,13 @@ def bad_arguments(case: Case) -> list[tuple[str, dict[str, object], str]]:
          r"window_right: expected a number of tokens >= 0 \(-1: all\), got -2$"),
         ("vllm", {"softcap": -1.0}, r"softcap: expected a finite number >= 0 \(0: none\), got -1"),
         ("vllm", {"softcap": NAN}, r"softcap: expected a finite number >= 0"),
+        ("vllm", {"softcap": 1e300}, r"softcap: expected a number that is finite in float32, got "),
+        ("vllm", {"scale": NAN}, r"scale: expected a number that is finite in float32, got nan$"),
+        ("vllm", {"scale": -math.inf}, r"scale: expected .* finite in float32, got -inf$"),
+        ("vllm", {"scale": 1e308}, r"scale: expected .* finite in float32, got 1e\+308$"),
+        ("NHD", {"key_cache": rows.expand(9, 16, 2, 64)[:, :, :1].expand(9, 16, 2**32 + 1, 64),
+                 "value_cache": rows[:, :, :1].expand(9, 16, 2**32 + 1, 64)},
+         r"key_cache: expected num_kv_heads < 2\^31, got shape \[9, 16, 4294967297, 64\]$"),
         ("vllm", {"max_query_len": -1}, r"max_query_len: expected a length >= 0, got -1$"),
         ("vllm", {"workspace": one}, r"workspace: expected uint8, got float32"),
         ("vllm", {"out": q[:2].clone()}, r"out: expected shape \[3, 8, 64\] \(from query\), got "),
@@ -105,6 +113,33 @@ def test_bad_input(device):
         arguments = {**dict(zip(names, case.tensors())), "layout": layout, **change}
         with raises(rf"^paged_attention: {message}"):
             vllm_kernels.paged_attention(**arguments)
+
+
+def test_bad_scales_on_the_cpu():
+    rows = torch.zeros(9, 16, 2, 64, dtype=torch.int8)
+    query, ints = torch.randn(1, 8, 64), torch.ones(1, 1, dtype=torch.int32)
+    call = (query, rows, rows, ints, ints[0])
+    good = torch.ones(2)
+    for value, text in ((NAN, "nan"), (math.inf, "inf"), (0.0, "0"), (-0.5, "-0.5"), (-0.0, "-0")):
+        for name, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+            bad = torch.tensor([1.0, value])
+            with raises(rf"^paged_attention: {name}\[1\] = {text}: expected a finite number > 0$"):
+                vllm_kernels.paged_attention(*call, layout="NHD", **{name: bad, other: good})
+    tiny = torch.tensor(1e-45)  # denormal, but a number
+    vllm_kernels.paged_attention(*call, layout="NHD", k_scale=tiny, v_scale=tiny)
+
+
+def test_table_of_too_many_columns():
+    tables = torch.empty(1, 2**31, dtype=torch.int32)  # reserved and not touched
+    cache = torch.ones(4, 16, 1, 32)
+    with raises(
+        r"^paged_attention: block_tables: expected max_blocks_per_seq < 2\^31, got shape "
+        r"\[1, 2147483648\]$"
+    ):
+        vllm_kernels.paged_attention(
+            torch.randn(1, 1, 32), cache, cache, tables, torch.ones(1, dtype=torch.int32),
+            layout="NHD",
+        )  # fmt: skip
 
 
 def test_bad_head_size(device):
@@ -137,6 +172,7 @@ def test_bad_rows_on_the_cpu(layout):
     block = r"expected a block in \[0, 45\)$"
     start = "expected a token of query, at most max_query_len past the one before, in"
     cases = [
+        (broken("seq_lens", (1,), 2), r"seq_lens\[1\] = 2: expected at least its 3 query tokens$"),
         (broken("seq_lens", (1,), -3), rf"seq_lens\[1\] = -3: {fits}"),
         (broken("seq_lens", (2,), 641), rf"seq_lens\[2\] = 641: {fits}"),
         (broken("block_tables", (2, 37), -1), rf"block_tables\[2, 37\] = -1: {block}"),
@@ -148,8 +184,8 @@ def test_bad_rows_on_the_cpu(layout):
         (broken("query_start_loc", (2,), 1), rf"query_start_loc\[2\] = 1: {start} \[2, 6\)$"),
         (broken("query_start_loc", (3,), 7), rf"query_start_loc\[3\] = 7: {start} \[5, 7\)$"),
     ]  # fmt: skip
-    cases[6][0].max_query_len = 1
-    cases[6] = (cases[6][0], rf"query_start_loc\[1\] = 3: {start} \[0, 2\)$")
+    cases[7][0].max_query_len = 1
+    cases[7] = (cases[7][0], rf"query_start_loc\[1\] = 3: {start} \[0, 2\)$")
     for case, message in cases:
         out = torch.zeros_like(case.query)
         with raises(rf"^paged_attention: {message}"):

@@ -34,6 +34,8 @@ def test_windows(device, layout, window):
 @pytest.mark.parametrize("window", [17, 2**40])
 def test_windows_of_negative_positions(device, layout, window):
     """More query tokens than tokens; as many as the kernel for prompts takes."""
+    if device == "cpu":
+        pytest.skip("a CPU refuses more query tokens than tokens")
     case = {"layout": layout, "sliding_window": window}
     check(make_case(device, torch.bfloat16, [290, 3], [300, 5], **case))
 
@@ -42,6 +44,8 @@ def test_windows_of_negative_positions(device, layout, window):
 def test_tokens_after_the_position(device, layout, right):
     """causal=False: all tokens, or some, with and without a window before the position."""
     lens, queries = [40, 17, 200, 3, 1], [5, 17, 33, 7, 1]
+    if device == "cpu" and right == 0:  # as if causal: a CPU refuses more query tokens than tokens
+        lens[3] = 7
     for index, window in enumerate((0, 1, 25)):
         options = {"causal": False, "window_right": right, "sliding_window": window}
         dtype = (torch.float32, torch.float16, torch.bfloat16)[index]

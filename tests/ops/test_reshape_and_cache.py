@@ -318,6 +318,8 @@ def test_saturation_and_special_values(op, device, dtype):
 @pytest.mark.parametrize("scale", [0.0, 1e-40, 3e-30, 1.1e-19, 7e18, 3e38, float("inf"), -0.3])
 def test_any_scale(op, device, scale):
     """Zero, denormal, infinite and negative scales: the quotient is that of float32."""
+    if device == "cpu" and not 0 < scale < float("inf"):
+        pytest.skip("a CPU refuses it")
     slots = torch.arange(5, 75, device=device)
     for dtype, size in ((torch.bfloat16, 64), (torch.float32, 32)):
         key, value = tokens(len(slots), 2, size, dtype, device)
@@ -371,6 +373,24 @@ def test_bad_slots(op, device, bad):
         torch.cuda.synchronize()
         assert torch.equal(bits(pools[0]), bits(want[0]))
         assert torch.equal(bits(pools[1]), bits(want[1]))
+
+
+def test_bad_scales_on_the_cpu(op):
+    key, value = tokens(4, 2, 64, torch.float32, "cpu")
+    slots, one = torch.arange(4), torch.ones(1)
+    for value_, text in ((float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0"), (-1.0, "-1")):
+        for shape in ((1,), (), (2,)):
+            bad, good = torch.full(shape, value_), torch.ones(shape)
+            for kind in ("fp8", "fp8_e5m2", "int8"):
+                caches_ = caches(op, torch.float32, kind, "cpu")
+                before = [bits(cache).clone() for cache in caches_]
+                for name, given in (("k_scale", (bad, good)), ("v_scale", (good, bad))):
+                    with raises(rf"^{op}: {name}\[0\] = {text}: expected a finite number > 0$"):
+                        getattr(vllm_kernels, op)(key, value, *caches_, slots, kind, *given)
+                assert all(torch.equal(bits(a), b) for a, b in zip(caches_, before))
+        unused = torch.tensor([value_])  # with "auto" scales are not read
+        plain = caches(op, torch.float32, "auto", "cpu")
+        getattr(vllm_kernels, op)(key, value, *plain, slots, "auto", unused, one)
 
 
 def test_bad_input(op, device):

@@ -139,6 +139,11 @@ def test_bad_input(device):
         ((out, x, weight, -1.0), r"^rms_norm: epsilon: expected a number >= 0, got -1"),
         ((out, x, weight, float("nan")), r"^rms_norm: epsilon: expected a number >= 0, got nan"),
         (
+            (out, x, weight, float("inf")),
+            r"^rms_norm: epsilon: expected a number that is finite in float32, got inf$",
+        ),
+        ((out, x, weight, 1e39), r"^rms_norm: epsilon: expected .* in float32, got 1e\+39$"),
+        (
             (out, torch.tensor(1.0, device=device), weight, EPS),
             r"^rms_norm: input: expected 1 to 8 dimensions, got shape \[\]$",
         ),

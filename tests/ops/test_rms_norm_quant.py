@@ -318,6 +318,7 @@ def test_bad_input(device, name):
     a = arguments(device)
     eight = "float8_e4m3fn" + ("" if "static" in name else " or int8")
     flat = torch.zeros(2048, device=device, dtype=torch.uint8)
+    flat[8:12].view(torch.float32).fill_(1)
     cases = [
         ({"x": a["x"].int()}, r"input: expected float32, float16 or bfloat16, got int32$"),
         ({"weight": a["weight"].half()}, r"weight: expected float32 \(from input\), got float16$"),
@@ -347,6 +348,14 @@ def test_bad_input(device, name):
         cases += [
             ({"scale": a["scale"].half()}, r"scale: expected float32, got float16"),
             ({"scale": 0.5}, r"scale: expected a float32 tensor of one element, got 0\.5$"),
+            *[
+                (
+                    {"scale": torch.tensor(bad)},
+                    rf"scale\[0\] = {bad:g}: expected a finite number > 0",
+                )
+                for bad in (float("nan"), float("inf"), -1.0)
+                if device == "cpu"
+            ],
             ({"scale": torch.ones(2, device=device)}, r"scale: expected one element, got .*\[2\]$"),
             (
                 {"out": flat[:512].view(FP8).view(4, 128), "scale": flat[8:12].view(torch.float32)},

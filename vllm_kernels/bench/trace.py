@@ -14,6 +14,8 @@ __all__ = ["TraceRequest", "made_trace", "read_trace"]
 PROMPT_MEAN, OUTPUT_MEAN = 161, 338
 """Tokens of a request in ShareGPT, as the vLLM paper counts them (arXiv:2309.06180, figure 11)."""
 _SIGMA = 1.0  # of the logarithm of lengths
+MAX_ARRIVAL = 365 * 24 * 3600
+"""Seconds, a year: later requests never come in a replay."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,14 @@ def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
     """One request a line of JSON: ``{"prompt": "text", "max_tokens": 100, "arrival": 1.5}``.
 
     The prompt may be a list of token ids; arrival is in seconds. The other two may be left out, and
-    stand for ``max_tokens`` and 0 then.
+    stand for ``max_tokens`` and 0 then. Only a newline ends a line.
     Other fields are refused, so that none is ignored.
 
     Raises:
         ValueError: naming the line and what is wrong with it.
     """
     requests = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -95,12 +97,13 @@ def read_trace(file: Path, max_tokens: int) -> list[TraceRequest]:
     return sorted(requests, key=lambda request: request.arrival)
 
 
-def _request(line: str, max_tokens: int, number: int) -> TraceRequest:
+def _request(line: bytes, max_tokens: int, number: int) -> TraceRequest:
     """The request that a line stands for."""
     try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"expected a prompt in JSON, got {short_repr(line)}: {error}") from None
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        text = short_repr(line.decode(errors="replace"))
+        raise ValueError(f"expected a prompt in JSON, got {text}: {error}") from None
     if not isinstance(entry, dict) or "prompt" not in entry:
         raise ValueError(f"expected a prompt in JSON, got {short_repr(entry)}")
     others = sorted(entry.keys() - {"prompt", "max_tokens", "arrival"})
@@ -110,10 +113,25 @@ def _request(line: str, max_tokens: int, number: int) -> TraceRequest:
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not is_tokens:
         raise ValueError(f"prompt: expected text or a list of token ids, got {short_repr(prompt)}")
+    if isinstance(prompt, str):
+        _refuse_surrogates(prompt)
     count = entry.get("max_tokens", max_tokens)
     if type(count) is not int:
         raise ValueError(f"max_tokens: expected an integer, got {short_repr(count)}")
     arrival = entry.get("arrival", 0)
-    if type(arrival) not in (int, float) or not 0 <= arrival < math.inf:
-        raise ValueError(f"arrival: expected seconds, 0 or more, got {short_repr(arrival)}")
+    if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_ARRIVAL:
+        raise ValueError(
+            f"arrival: expected seconds, 0 to {MAX_ARRIVAL} (a year), got {short_repr(arrival)}"
+        )
     return TraceRequest(float(arrival), prompt, count, number)
+
+
+def _refuse_surrogates(prompt: str) -> None:
+    """Raises ValueError for half a character, which JSON can hold and no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: expected text, got {short_repr(prompt)}: a lone surrogate at character "
+            f"{error.start}"
+        ) from None

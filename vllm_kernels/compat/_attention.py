@@ -348,14 +348,14 @@ def with_cache(
         if block_table is not None and block_table.shape[1] == 0:
             raise wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
-    turns = check_rotary(name, rotary, k, q.shape[-1], capacity)
+    tables = check_rotary(name, rotary, k, q.shape[-1], capacity)
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
     new = None if k is None or v is None else new_tokens(k, v, starts_new)
     check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
-        if turns:
-            tokens = _rotate(new, tokens, starts, lengths, turns, rotary_interleaved, options)
+        if tables:
+            tokens = _rotate(new, tokens, starts, lengths, tables, rotary_interleaved, options)
         lengths = append(new, target, lengths, options)
     else:
         lengths = lengths.clamp_min(0)

@@ -1,1 +1,1 @@
-"""Continuous batching: many requests at once through a Hugging Face model on the kernels."""
+"""Continuous batching of requests for a transformers model, on this library's kernels."""

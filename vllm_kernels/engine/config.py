@@ -1,4 +1,4 @@
-"""The options of an engine, and the sizes that follow from them and from its model."""
+"""Engine options, their checks, and the sizes that follow from the options and the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vllm_kernels.engine.scheduler import blocks_at_most, num_usable_blocks
 from vllm_kernels.hf.attention_interface import AttentionOptions
+from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_cache.tensors import KVShape, free_memory
 
 __all__ = ["EngineConfig"]
 
 _MIN_LENGTH = 8
-# Options that are integers, and the smallest value of each. The cache checks the others.
+# Integer options and their minimum. None: KVCache checks the size.
 _SIZES = {
     "num_blocks": None,
     "cache_bytes": None,
@@ -32,11 +34,11 @@ _SIZES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineConfig:
-    """The options of :class:`~vllm_kernels.engine.engine.Engine`, whose docstring explains them.
+    """Options of :class:`~vllm_kernels.engine.engine.Engine`. Its docstring explains each one.
 
     Raises:
-        TypeError: a size that is not an integer.
-        ValueError: a size that is too small.
+        TypeError: A size is not an integer.
+        ValueError: A size is too small.
     """
 
     block_size: int = 16
@@ -70,14 +72,19 @@ class EngineConfig:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineConfig:
-        """Takes the options from the ``locals()`` of a function that has them as parameters."""
+        """Builds a config from the ``locals()`` of a function with these parameters."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def cache_blocks(self, model: PreTrainedModel, shape: KVShape, groups: int) -> int:
-        """Blocks of the cache, for layers in ``groups`` that each have block tables.
+        """Returns the number of cache blocks.
+
+        Args:
+            model: The model to serve.
+            shape: Shape of one block over all cache tensors.
+            groups: Number of layer groups. Each group has its own block tables.
 
         Raises:
-            ValueError: there are fewer than 2.
+            ValueError: The cache would have fewer than 2 blocks.
         """
         num_blocks, cache_bytes = self.num_blocks, self.cache_bytes
         if num_blocks is None:
@@ -93,45 +100,54 @@ class EngineConfig:
         return num_blocks
 
     def limits(
-        self, model: PreTrainedModel, num_blocks: int, layers: list[AttentionOptions]
+        self, model: PreTrainedModel, manager: KVCacheManager, layers: list[AttentionOptions]
     ) -> dict[str, int]:
-        """Of a pass, and of a sequence in a cache of so many blocks, by the options' names.
+        """Returns max_batch_size, max_batch_tokens and max_length, by these names.
 
-        Warns the caller of the engine's constructor if the model lacks positions. With ALiBi it
-        needs none.
+        Warns if max_length exceeds the model's positions. ALiBi models need no positions.
 
         Raises:
-            ValueError: sequences would have fewer than 8 tokens.
+            ValueError: The cache holds fewer than 8 tokens, or fewer than a given max_length.
         """
         wanted = self._wanted_length(model)
-        length = min(wanted, num_blocks * self.block_size)
+        size, tokens = self.max_batch_size, self.max_batch_tokens
+        tokens = max(2048, size) if tokens is None else tokens
+        length = min(wanted, manager.num_blocks * self.block_size)
         if length < _MIN_LENGTH:
             raise ValueError(
                 f"Engine: cache: expected room for at least {_MIN_LENGTH} tokens, got "
-                f"{num_blocks} blocks of {self.block_size}"
+                f"{manager.num_blocks} blocks of {self.block_size}"
             )
+        if self.max_length is not None:
+            length = wanted
+            needed, there = blocks_at_most(wanted, manager, tokens), num_usable_blocks(manager)
+            if needed > there:
+                raise ValueError(
+                    f"Engine: max_length: expected a sequence that fits into {there} blocks of "
+                    f"{self.block_size} tokens, got {wanted}, which needs {needed} blocks: give "
+                    "more num_blocks or cache_bytes"
+                )
         positions = _positions(model, scaled=True)
         if 0 < positions < length and all(layer.alibi_slopes is None for layer in layers):
             warnings.warn(
                 f"Engine: max_length: expected at most {positions} (the model's "
-                f"max_position_embeddings), got {wanted}: what it writes behind those may be "
-                "wrong, or fail",
+                f"max_position_embeddings), got {wanted}: later tokens may be wrong, or fail",
                 stacklevel=4,
             )
-        size, tokens = self.max_batch_size, self.max_batch_tokens
-        tokens = max(2048, size) if tokens is None else tokens
         return {"max_batch_size": size, "max_batch_tokens": tokens, "max_length": length}
 
     def _wanted_length(self, model: PreTrainedModel) -> int:
-        """Tokens of a sequence, if the cache has room for them."""
+        """Returns the wanted max_length in tokens. The cache may hold less."""
         return (_positions(model) or 4096) if self.max_length is None else self.max_length
 
 
 def _positions(model: PreTrainedModel, scaled: bool = False) -> int:
-    """The model's max_position_embeddings; 0: its config has none.
+    """Returns the model's max_position_embeddings, or 0 if its config has none.
 
-    ``scaled``: after scaling of the rotary embeddings (linear, yarn). Some configs give the number
-    after it, others the number before.
+    Args:
+        model: The model to serve.
+        scaled: Count positions after rotary scaling (linear, yarn). Some configs store the
+            number before scaling and some the number after it.
     """
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or 0
@@ -143,7 +159,7 @@ def _positions(model: PreTrainedModel, scaled: bool = False) -> int:
 
 
 def _default_bytes(device: torch.device, shape: KVShape, tokens: int, groups: int) -> int:
-    """The size of the cache if the caller gives none."""
+    """Returns the default cache size in bytes."""
     free = free_memory(device)
     if device.type == "cuda":
         return int(0.9 * free)

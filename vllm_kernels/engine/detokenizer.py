@@ -1,4 +1,4 @@
-"""Text of a sequence as its tokens come, and the strings that end it."""
+"""Incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -8,63 +8,64 @@ from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Detokenizer"]
 
-_UNFINISHED = "\ufffd"  # what a tokenizer gives for bytes that are no character yet
+_UNFINISHED = "\ufffd"  # a tokenizer decodes an incomplete UTF-8 character to this
 
 
 class Detokenizer:
-    """The text of one sequence.
+    """Turns the tokens of one sequence into text.
 
-    Decoding a token alone is wrong for most tokenizers (spaces, characters of several tokens), and
-    decoding everything each time is slow: a few tokens before the new ones are decoded with them.
+    Most tokenizers decode a lone token wrongly: spaces and multi-token characters depend on
+    context. Decoding the whole sequence for each token is slow. So each new token is decoded
+    together with a few tokens before it.
 
     Args:
-        tokenizer: of the model.
-        prompt: tokens before the first new one.
-        stop: strings that end the text.
+        tokenizer: The model's tokenizer.
+        prompt: Prompt token ids.
+        stop: Strings that end the text.
     """
 
-    _CONTEXT = 5  # tokens of the prompt that are decoded with the first new one
+    _CONTEXT = 5  # number of earlier tokens to decode with a new one
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], stop: Items[str]
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = prompt[-self._CONTEXT :]
-        self._shown = len(self._tokens)  # tokens whose text is out
+        self._shown = len(self._tokens)  # the text of these tokens is already in self.text
         self._stop = tuple(stop)
-        # Text that may be the beginning of a stop string is held back.
+        # A stop string may begin in the last characters, so they are held back.
         self._held = max((len(string) for string in stop), default=1) - 1
         self._sent = 0
         self.text = ""
         self.is_stopped = False
 
     def add(self, token: int) -> str:
-        """Takes the next token in.
+        """Appends a token.
 
         Returns:
-            The text that is certain now and was not returned before.
+            New text that no later token can change.
         """
         self._tokens.append(token)
         new = self._new_text()
         if new and not new.endswith(_UNFINISHED):
             self._take(new)
-            # Drop what the next token does not need beside it.
+            # The next token needs only a short context.
             self._tokens = self._tokens[-self._CONTEXT :]
             self._shown = len(self._tokens)
         return self._send(max(len(self.text) - self._held, self._sent))
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Returns the text that was held back."""
         if not self.is_stopped:
             self._take(self._new_text())
             self._shown = len(self._tokens)
         return self._send(len(self.text))
 
     def _new_text(self) -> str:
-        """That of the tokens which are not shown yet."""
+        """Decodes the tokens that are not in self.text yet."""
         known = self._tokenizer.decode(self._tokens[: self._shown], skip_special_tokens=True)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.startswith(known):  # they complete a character that the prompt began
+        if not text.startswith(known):  # the new tokens complete a character
             known = known.rstrip(_UNFINISHED)
         return text[len(known) :]
 

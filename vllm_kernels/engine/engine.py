@@ -1,4 +1,4 @@
-"""Continuous batching of a model of transformers over a paged KV cache::
+"""Continuous batching of a transformers model over a paged KV cache::
 
 engine = Engine(model, tokenizer)
 params = SamplingParams(max_tokens=20)
@@ -9,13 +9,15 @@ for output in engine.generate(["The for statement", "A class"], params):
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from reprlib import repr as short_repr
+from traceback import clear_frames
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -24,19 +26,27 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vllm_kernels.engine.config import EngineConfig
-from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.engine_lock import EngineLock
 from vllm_kernels.engine.fused_llama import refuse_changing_rotary
 from vllm_kernels.engine.layer_groups import LayerGroups
 from vllm_kernels.engine.model_runner import ModelRunner, layer_options
+from vllm_kernels.engine.output_processor import OutputProcessor
 from vllm_kernels.engine.outputs import (
     EngineStatistics,
     RequestOutput,
     TokenOutput,
     output_of,
+    raise_if_all_failed,
 )
 from vllm_kernels.engine.pending_tokens import PendingTokens
-from vllm_kernels.engine.prompts import Prompt, prompt_tokens, refuse_no_list
-from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.engine.prompts import (
+    Prompt,
+    checked_params,
+    params_of_prompts,
+    prompt_tokens,
+)
+from vllm_kernels.engine.recovery import Recovery, naming_requests
+from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
 from vllm_kernels.engine.sampler import sample
 from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.engine.self_check import verify
@@ -55,58 +65,64 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Serves many requests with one model at a time.
+    """Serves many requests with one model, by continuous batching.
 
-    Every :meth:`step` is one forward pass over packed tokens: the next token of each sequence that
-    is being decoded, and parts of the prompts of new ones. Their keys and values lie in blocks that
-    sequences with a common prefix share.
+    Each :meth:`step` is one forward pass over packed tokens. It has the next token of every
+    decoding sequence and chunks of new prompts. Sequences with a common prefix share its blocks.
 
-    While the engine exists the model belongs to it (its attention is replaced); :meth:`close`, or
-    the end of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after
-    changing weights or adapters: cached prefixes are those of the weights before.
+    While the engine exists, it owns the model and replaces its attention. :meth:`close`, or the end
+    of a ``with`` block, gives the model and the memory back. Call :meth:`reset` after you change
+    weights or adapters, because cached prefixes depend on them.
+
+    Threads: calls from several threads run one after the other, in order of arrival. A pass serves
+    the requests of all threads. Each :meth:`stream` and :meth:`generate` gets its own tokens. A
+    call from inside a step, such as by a hook of the model, raises RuntimeError. So does a call in
+    a forked process. An engine cannot be pickled or copied.
+
+    Failures: a request that cannot be served ends with ``FinishReason.ERROR``, and the others go
+    on. The reasons are NaN or infinite logits, a tokenizer that fails, or a forward pass that fails
+    because of the request. The engine recomputes failed passes. After 3 failures in a row it
+    divides the batch until the request fails alone 3 times.
 
     Args:
-        model: a decoder model of transformers, in eval mode, on a CPU or one GPU.
-        tokenizer: its tokenizer, for prompts, stop strings and text. None: tokens only.
-        block_size: tokens of a block, a power of two from 1 to 256.
-        num_blocks: of the cache. None: as many as fit into ``cache_bytes``.
-        cache_bytes: of the cache. None: 0.9 of what is free on a GPU; on a CPU what
-            ``max_batch_size`` sequences of ``max_length`` need, and at most a quarter of what is
-            free.
-        host_bytes: of a second pool in host memory, to which sequences are swapped out when blocks
-            run short. 0: they are computed again.
-        layout: of the cache: "vllm", "NHD" or "HND".
-        cache_dtype: "auto" (the model's), "fp8", "fp8_e5m2" or "int8".
-        k_scale, v_scale: of an 8-bit cache, as
-            :class:`~vllm_kernels.kv_cache.tensors.KVCache` has them.
-        max_batch_size: sequences in one pass.
-        max_batch_tokens: tokens in one pass: longer prompts are computed in parts. None: 2048, or
-            max_batch_size if that is more.
-        max_length: tokens of a sequence. None: the model's max_position_embeddings (4096 without).
-            More than the model has positions for is served with a warning.
-        prefix_caching: whether blocks of finished or running sequences are found by later ones with
-            the same beginning.
-        cuda_graphs: whether passes that only decode replay CUDA graphs. None: on a GPU. Models that
-            cannot be captured run without, and a warning says why. (Mixtures of experts in float32
-            or float16, and before Hopper: torch's grouped_mm reads its offsets on the CPU there.
-            ``model.set_experts_implementation("batched_mm")`` does not, but copies the weights of
-            every token's experts: for small ones.)
-        cascade: whether sequences that are being decoded attend together to the blocks that all of
-            them share (of a prompt, or of its beginning), so that these are read once a pass, where
-            that pays (:func:`vllm_kernels.cascade_pays`). Results are the same within rounding.
-        overlap: whether the next pass is started before the tokens of the last one are looked at,
-            so that a GPU does not wait for Python. :meth:`step` then returns tokens one call later,
-            and a sequence that ends by a stop token or string is computed one pass too far. None:
-            on a GPU.
-        compile: whether the model is called through torch.compile; a name: of its backend.
-        fused: whether Llama-like models (Llama, Mistral, Qwen 2 and 3) run by this library's ops
-            for everything but the matrix products, instead of through transformers' modules.
-        check: whether the first thing is to compare a few logits with the model's own attention.
+        model: A transformers decoder model in eval mode, on a CPU or one GPU.
+        tokenizer: The model's tokenizer. None serves token ids only, without text and stop strings.
+        block_size: Number of tokens per block, a power of two from 1 to 256.
+        num_blocks: Number of cache blocks. None fills ``cache_bytes``.
+        cache_bytes: Size of the cache in bytes. None takes 90% of the free memory on a GPU. On a
+            CPU it takes room for ``max_batch_size`` sequences of ``max_length`` tokens, and at
+            most a quarter of the free memory.
+        host_bytes: Size in bytes of the host pool for swapped sequences. 0 recomputes instead.
+        layout: Cache layout: "vllm", "NHD" or "HND".
+        cache_dtype: "auto" (the model's dtype), "fp8", "fp8_e5m2" or "int8".
+        k_scale, v_scale: Scales of an 8-bit cache. See
+            :class:`~vllm_kernels.kv_cache.tensors.KVCache`.
+        max_batch_size: Maximum number of sequences per pass.
+        max_batch_tokens: Maximum number of tokens per pass. Longer prompts run in chunks. None
+            means 2048, or max_batch_size if that is larger.
+        max_length: Maximum number of tokens per sequence. None takes the model's
+            max_position_embeddings, or 4096 if the config has none. A value above the model's
+            positions warns.
+        prefix_caching: Whether sequences reuse cached blocks of a common prefix.
+        cuda_graphs: Whether decode passes replay CUDA graphs. None means on a GPU. A model that
+            cannot be captured runs without graphs, and a warning says why. Mixtures of experts in
+            float32 or float16, or before Hopper, are such models: torch's grouped_mm reads offsets
+            on the CPU there. ``model.set_experts_implementation("batched_mm")`` avoids this, but it
+            copies the experts' weights for every token.
+        cascade: Whether decoding sequences read blocks that all of them share once per pass, if
+            :func:`vllm_kernels.cascade_pays`. Results agree within rounding.
+        overlap: Whether the next pass starts before the host reads the last tokens, so that a GPU
+            does not wait for Python. :meth:`step` then returns tokens one call later. A sequence
+            that ends by a stop token or string computes one token too many. None means on a GPU.
+        compile: Whether to call the model through torch.compile. A string names the backend.
+        fused: Whether this library's ops run Llama, Mistral, Qwen 2 and 3, except for the matrix
+            products. False runs transformers' modules.
+        check: Whether the constructor compares a few logits with the model's own attention.
 
     Raises:
-        NotImplementedError: a model that cannot be served, naming what is not.
-        TypeError: a model that is none, or a size that is no integer.
-        ValueError: an argument that does not fit, or a model that another engine has.
+        NotImplementedError: The model cannot be served. The message names the reason.
+        TypeError: ``model`` is not a transformers model, or a size is not an integer.
+        ValueError: An argument is out of range, or another engine owns the model.
     """
 
     def __init__(
@@ -138,17 +154,18 @@ class Engine:
         _refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
+        self._lock = EngineLock()
+        self._cancelled: deque[int] = deque()  # ids of requests that nobody waits for
         self._requests: dict[int, Request] = {}
-        self._texts: dict[int, Detokenizer] = {}  # by sequence id
         self._next_id = count()
-        self._end_tokens = _end_tokens(model)
         on_gpu = model.device.type == "cuda"
-        # Streams, events and graphs are those of the current device.
-        self._on_device = torch.cuda.device(model.device) if on_gpu else nullcontext()
+        # One stream for the calls of all threads. It selects the device, too.
+        stream = torch.cuda.current_stream(model.device) if on_gpu else None
+        self._on_device = nullcontext() if stream is None else torch.cuda.stream(stream)
         self._overlap = on_gpu if config.overlap is None else config.overlap
-        self._pending: PendingTokens | None = None  # the last pass, until its tokens are fetched
-        self._undelivered: list[TokenOutput] = []  # what step() returns next
-        # What stream() and generate() have still to look at, by the ids of their requests.
+        self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
+        self._undelivered: list[TokenOutput] = []  # the next step() returns these
+        # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
             self._build(config, cleanup)
@@ -159,7 +176,7 @@ class Engine:
             self._cleanup = cleanup.pop_all()
 
     def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
-        """Takes the model and makes all parts. ``cleanup`` gets the calls that undo this."""
+        """Builds all components. Registers the calls that undo this with ``cleanup``."""
         model = self.model
         shape = kv_shape(model, config.block_size, config.layout, config.cache_dtype)
         refuse_changing_rotary(model)
@@ -170,7 +187,6 @@ class Engine:
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
         shape = replace(shape, num_layers=groups.num_tensors)
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
-        limits = config.limits(model, num_blocks, layers)
         self.manager = KVCacheManager(
             num_blocks,
             config.block_size,
@@ -178,6 +194,7 @@ class Engine:
             windows=groups.windows,
             prefix_caching=config.prefix_caching,
         )
+        limits = config.limits(model, self.manager, layers)
         self.cache = KVCache(
             shape,
             num_blocks,
@@ -208,6 +225,8 @@ class Engine:
             prefix_caching=config.prefix_caching,
             may_cascade=self._packed.may_cascade,
         )
+        self._recovery = Recovery(self.scheduler)
+        self._outputs = OutputProcessor(model, self.tokenizer, self.scheduler)
 
     def __enter__(self) -> Engine:
         return self
@@ -215,24 +234,39 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Engine: expected no pickling or copying, which cannot share a model and its cache: "
+            "make an engine in each process"
+        )
+
     def warm_up(self) -> None:
-        """Captures the CUDA graphs of all batch sizes now, which takes seconds, instead of each
-        when it is first needed. Nothing without CUDA graphs.
+        """Captures the CUDA graphs of all batch sizes now, which takes seconds.
+
+        Otherwise each graph is captured on first use. Without CUDA graphs this does nothing.
 
         Raises:
-            RuntimeError: there are unfinished requests.
+            RuntimeError: There are unfinished requests.
         """
-        self._refuse_unfinished("warm_up")
-        with self._on_device:
-            self._packed.capture_all()
+        with self._exclusive():
+            self._refuse_unfinished("warm_up")
+            with self._on_device:
+                self._packed.capture_all()
 
     def close(self) -> None:
-        """Gives the model its attention and the cache's memory back. The engine cannot be used
-        afterwards."""
-        if self.cache.is_freed:
-            return
-        self._pending = None
-        self._cleanup.close()
+        """Restores the model's attention and frees the cache. The engine cannot serve again.
+
+        It waits for the pass of another thread. Then :meth:`stream` and :meth:`generate` of other
+        threads raise RuntimeError.
+        """
+        with self._exclusive():
+            if self.cache.is_freed:
+                return
+            for request in list(self._requests.values()):
+                self._end(request, _Closed())
+            self._undelivered.clear()
+            self._pending = None
+            self._cleanup.close()
 
     # Requests.
 
@@ -243,117 +277,61 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> int:
-        """Takes a request in; :meth:`step` works on it.
+        """Adds a request. :meth:`step` serves it.
 
         Args:
-            prompt: text (needs a tokenizer), or token ids.
-            params: of its sampling; None: greedy, 16 tokens.
-            salt: cached prefixes are found by requests with the same salt alone: of a tenant, who
-                is not to learn by the time it takes what others have asked; or the name of the
-                adapter that the model has now.
+            prompt: Text, which needs a tokenizer, or token ids.
+            params: Sampling parameters. None means greedy with 16 tokens.
+            salt: Only requests with the same salt share cached prefixes. Give each tenant its own,
+                so that response times reveal nothing about others' prompts. The name of the
+                current adapter is another use.
 
         Returns:
             The request's id.
 
         Raises:
-            TypeError: a prompt, params or salt that is none.
-            ValueError: a request that cannot be served, saying why; nothing has changed.
-            RuntimeError: the engine was closed.
+            TypeError: prompt, params or salt has the wrong type.
+            ValueError: The request cannot be served. Nothing has changed.
+            RuntimeError: The engine is closed, or the model is in training mode.
         """
-        self._refuse_closed()
-        if params is None:
-            params = SamplingParams()
-        if not isinstance(params, SamplingParams):
-            hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
-            raise TypeError(
-                f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
-        if not isinstance(salt, str | bytes | None):
-            raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        request = Request(
-            next(self._next_id),
-            prompt_tokens(prompt, self.tokenizer, vocabulary),
-            params,
-            time.perf_counter(),
-            salt,
-        )
-        self.scheduler.add(request)
-        self._requests[request.id] = request
-        return request.id
+        return self._add(prompt, params, salt).id
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its blocks are free. Raises KeyError for an id that is not there (any
-        more: it is finished)."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
-        self.scheduler.abort(request)
-        for sequence in request.sequences:
-            self._texts.pop(sequence.id, None)
-        self._undelivered = [one for one in self._undelivered if one.request_id != request_id]
+        """Ends a request and frees its blocks.
+
+        Raises:
+            KeyError: The request is unknown or finished.
+        """
+        with self._exclusive():
+            request = self._requests.get(request_id)
+            if request is None:
+                raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
+            self._end(request)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has something to do."""
-        return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
+        """Whether :meth:`step` has work to do or tokens to return."""
+        with self._exclusive():
+            return self.scheduler.num_unfinished > 0 or bool(self._undelivered)
 
     def step(self) -> list[TokenOutput]:
-        """Moves on by one forward pass.
+        """Runs one forward pass.
 
         Returns:
-            New tokens, also those that came while :meth:`stream` or :meth:`generate` served other
-            requests; theirs are not among them. None while only parts of prompts were computed.
-            With ``overlap`` they are those of the pass before, fetched while the next one runs.
+            New tokens of requests from :meth:`add_request`. They include tokens that came while
+            :meth:`stream` or :meth:`generate` ran. The list is empty after a pass with prompt
+            chunks only. With ``overlap``, the tokens are one pass old. A request that cannot be
+            served has an output with ``FinishReason.ERROR``.
 
-        If it fails, the running sequences are computed again by the next call. A request whose text
-        fails (by its tokenizer) is ended.
+        Raises:
+            RuntimeError: The engine is closed, or the model is in training mode.
+            Exception: The pass failed. ``request_ids`` lists its requests. The next call
+                recomputes the running sequences.
         """
-        self._advance()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
-
-    def _advance(self) -> None:
-        """What :meth:`step` does, but for the return of the tokens."""
-        self._refuse_closed()
-        with self._on_device:
-            try:
-                if self._pending is None:
-                    self._pass()
-                else:
-                    self._pass_ahead()
-            except BaseException:
-                self.scheduler.failed()
-                raise
-
-    def _pass(self) -> None:
-        """Runs the pass that the scheduler wants next, all tokens being known."""
-        self._packed.wait()
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return
-        pending = self._sample(plan, self._run(plan))
-        if self._overlap:
-            self._pending = pending
-        else:
-            self._take(pending)
-
-    def _pass_ahead(self) -> None:
-        """Starts the next pass if it is certain, and takes the tokens of the one before."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        try:
-            self._packed.wait()
-            plan = self.scheduler.schedule_ahead()
-            if plan is not None:
-                logits = self._run(plan, pending.tokens_of(plan.sequences))
-        finally:
-            self._take(pending)
-        if plan is not None:
-            self.scheduler.record(plan)
-            self._pending = self._sample(plan, logits)
+        with self._exclusive():
+            self._advance()
+            outputs, self._undelivered = self._undelivered, []
+            return outputs
 
     def generate(
         self,
@@ -362,35 +340,39 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
-        """Serves all prompts and returns their outputs, in their order.
+        """Serves all prompts and returns their outputs in the same order.
+
+        A request that cannot be served has ``FinishReason.ERROR`` and ``RequestOutput.error``. A
+        failed pass warns with RuntimeWarning and is recomputed.
 
         Args:
-            prompts: texts or lists of token ids.
-            params: for all, or one for each.
-            salt: of all, as :meth:`add_request` has it.
+            prompts: Texts or lists of token ids.
+            params: Sampling parameters for all prompts, or a list with one per prompt.
+            salt: Salt for all prompts. See :meth:`add_request`.
 
         Raises:
-            TypeError: prompts is no list of prompts; and as :meth:`add_request` does.
+            TypeError: ``prompts`` is not a list of prompts. :meth:`add_request` lists others.
+            RuntimeError: Another thread closed the engine.
+            Exception: No request could be served. This is the error of the first one.
         """
-        refuse_no_list(prompts)
-        chosen = [params] * len(prompts) if not isinstance(params, Items) else list(params)
-        if len(chosen) != len(prompts):
-            raise ValueError(
-                f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
-            )
-        requests = []
+        requests: list[Request] = []
         try:
-            for prompt, one in zip(prompts, chosen):
-                requests.append(self._requests[self.add_request(prompt, one, salt=salt)])
-                self._queues[requests[-1].id] = deque(maxlen=0)  # the requests hold it all
-            while not all(request.is_finished for request in requests):
-                self._advance()
+            for prompt, one in zip(prompts, params_of_prompts(prompts, params)):
+                requests.append(self._add(prompt, one, salt, deque(maxlen=0)))
+            is_finished = False
+            while not is_finished:
+                with self._exclusive():
+                    is_finished = all(request.is_finished for request in requests)
+                    if not is_finished:
+                        self._advance_or_recover()
         finally:
-            for request in requests:
-                self._queues.pop(request.id, None)
-                if request.id in self._requests:
-                    self.abort(request.id)
-        return [output_of(request) for request in requests]
+            self._cancel(request.id for request in requests)
+        for request in requests:
+            if isinstance(request.error, _Closed):
+                raise request.error
+        outputs = [output_of(request) for request in requests]
+        raise_if_all_failed(outputs)
+        return outputs
 
     def stream(
         self,
@@ -399,49 +381,143 @@ class Engine:
         *,
         salt: str | bytes | None = None,
     ) -> Iterator[TokenOutput]:
-        """Serves one prompt and yields its tokens as they come; other requests go on meanwhile
-        (their tokens come by :meth:`step`, or by streams of their own). Leaving the loop early ends
-        the request."""
-        request_id = self.add_request(prompt, params, salt=salt)
-        queue = self._queues[request_id] = deque()
-        try:
-            while queue or request_id in self._requests:
-                if queue:
-                    yield queue.popleft()
-                else:
-                    self._advance()
-        finally:
-            del self._queues[request_id]
-            if request_id in self._requests:
-                self.abort(request_id)
+        """Serves one prompt and yields each token as soon as it is known.
 
-    def reset(self) -> None:
-        """Forgets all cached prefixes and sets the statistics to zero. Call it after changing
-        weights or adapters: keys and values in the cache are those of the weights before.
+        Other requests make progress meanwhile. Leaving the loop early ends the request, and so
+        does deleting the iterator. One thread at a time may use the iterator.
 
         Raises:
-            RuntimeError: there are unfinished requests.
+            RuntimeError: Another thread closed the engine.
+            Exception: The request could not be served. The tokens before the error were yielded.
         """
-        self._refuse_unfinished("reset")
-        self._pending = None  # of sequences that were aborted
-        self.manager.reset()
-        self.scheduler.statistics = SchedulerStatistics()
+        queue: deque[TokenOutput] = deque()
+        request = self._add(prompt, params, salt, queue)
+        try:
+            while True:
+                if not queue:
+                    with self._exclusive():
+                        if not queue:
+                            if request.is_finished:
+                                return
+                            self._advance_or_recover()
+                    continue
+                output = queue.popleft()
+                if output.error is not None:
+                    raise output.error
+                if output.finish_reason is not FinishReason.ABORT:
+                    yield output
+        finally:
+            self._cancel([request.id])
+
+    def reset(self) -> None:
+        """Drops all cached prefixes and sets the statistics to zero.
+
+        Call it after you change weights or adapters, because cached keys depend on them.
+
+        Raises:
+            RuntimeError: There are unfinished requests.
+        """
+        with self._exclusive():
+            self._refuse_unfinished("reset")
+            self._pending = None  # its sequences were aborted
+            self.manager.reset()
+            self.scheduler.statistics = SchedulerStatistics()
 
     def statistics(self) -> EngineStatistics:
-        """What it did so far, and how full its cache is now."""
-        scheduler = self.scheduler
-        return EngineStatistics(
-            scheduler.statistics,
-            self.manager.statistics(),
-            scheduler.num_running,
-            scheduler.num_unfinished,
-        )
+        """Returns counters since the last reset, and the current use of the cache."""
+        with self._exclusive():
+            scheduler = self.scheduler
+            return EngineStatistics(
+                replace(scheduler.statistics),
+                self.manager.statistics(),
+                scheduler.num_running,
+                scheduler.num_unfinished,
+            )
+
+    # Threads.
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Takes the lock, and ends the requests that were cancelled before or meanwhile."""
+        try:
+            with self._lock:
+                self._end_cancelled()
+                yield
+        finally:
+            if self._cancelled:
+                self._cancel(())
+
+    def _cancel(self, request_ids: Iterable[int]) -> None:
+        """Ends requests without waiting for the lock, so that a finalizer may call it.
+
+        If a thread has the lock, that thread ends the requests when it releases the lock.
+        """
+        self._cancelled.extend(request_ids)
+        while self._cancelled and self._lock.try_acquire():
+            try:
+                self._end_cancelled()
+            finally:
+                self._lock.release()
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            request_id = self._cancelled.popleft()
+            self._queues.pop(request_id, None)
+            if request_id in self._requests:
+                self._end(self._requests[request_id])
 
     # Inner workings.
 
-    def _refuse_closed(self) -> None:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        salt: str | bytes | None,
+        queue: deque[TokenOutput] | None = None,
+    ) -> Request:
+        """Adds a request. Its outputs go to ``queue``, or to :meth:`step` if that is None."""
+        with self._exclusive():
+            self._refuse_unusable()
+            params = checked_params(params, salt, self.tokenizer)
+            vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+            tokens = prompt_tokens(prompt, self.tokenizer, vocabulary)
+            request = Request(next(self._next_id), tokens, params, time.perf_counter(), salt)
+            self.scheduler.add(request)
+            self._requests[request.id] = request
+            if queue is not None:
+                self._queues[request.id] = queue
+            return request
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Ends an unfinished request, by ABORT or with an error."""
+        del self._requests[request.id]
+        if error is not None:
+            with suppress(AttributeError):
+                error.request_ids = [request.id]
+            clear_frames(error.__traceback__)  # they hold tensors
+        self._undelivered = [one for one in self._undelivered if one.request_id != request.id]
+        outputs = self._outputs.end(request, time.perf_counter(), error)
+        if error is not None or request.id in self._queues:
+            self._queues.get(request.id, self._undelivered).extend(outputs)
+
+    def _set_paused(self, request_id: int, is_paused: bool) -> None:
+        """Keeps a request out of passes, or lets it run again. It loses its blocks meanwhile."""
+        with self._exclusive():
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.is_paused = is_paused
+                self.scheduler.regroup()
+
+    @property
+    def _can_advance(self) -> bool:
+        """Whether a pass has something to do. Paused requests do not count."""
+        return self.scheduler.has_runnable or self._recovery.is_searching
+
+    def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
-            raise RuntimeError("Engine: it was closed: make a new one")
+            raise _Closed()
+        if self.model.training:
+            raise RuntimeError("Engine: model: expected one in eval mode: call model.eval()")
 
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
@@ -449,15 +525,82 @@ class Engine:
                 f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
             )
 
+    def _advance_or_recover(self) -> None:
+        """Runs one pass. A failure warns, and is raised only if recovery gives up."""
+        self._refuse_unusable()
+        try:
+            self._advance()
+        except Exception as error:
+            if self._recovery.is_hopeless:
+                raise
+            text = f"Engine: a pass failed and is computed again: {type(error).__name__}: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _advance(self) -> None:
+        """Runs one pass and queues its tokens."""
+        self._refuse_unusable()
+        self._recovery.next_trial()
+        try:
+            with self._on_device:
+                if self._pending is None:
+                    self._pass()
+                else:
+                    self._pass_ahead()
+        except BaseException as error:
+            self.scheduler.failed(self._requests.values())
+            if not isinstance(error, Exception) or not self._end_culprit(error):
+                raise
+        else:
+            self._recovery.succeeded()
+
+    def _end_culprit(self, error: Exception) -> bool:
+        """Ends the request that made a pass fail. Returns False if it is not known yet."""
+        ids = getattr(error, "request_ids", ())
+        culprit = self._recovery.failed([self._requests[id] for id in ids if id in self._requests])
+        if culprit is not None:
+            self._end(culprit, error)
+        return culprit is not None
+
+    def _pass(self) -> None:
+        """Runs the next pass. All earlier tokens are known."""
+        self._packed.wait()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return
+        with naming_requests(plan.sequences):
+            pending = self._sample(plan, self._run(plan))
+            if self._overlap and not self._recovery.is_searching:
+                self._pending = pending
+            else:
+                self._take(pending)
+
+    def _pass_ahead(self) -> None:
+        """Starts the next pass if it is certain, then fetches the tokens of the last pass."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        try:
+            self._packed.wait()
+            plan = self.scheduler.schedule_ahead()
+            if plan is not None:
+                with naming_requests(plan.sequences):
+                    logits = self._run(plan, pending.tokens_of(plan.sequences))
+        finally:
+            with naming_requests(pending.sequences):
+                self._take(pending)
+        if plan is not None:
+            self.scheduler.record(plan)
+            with naming_requests(plan.sequences):
+                self._pending = self._sample(plan, logits)
+
     def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
         for copies in plan.copies:
             getattr(self.cache, copies.kind)(copies.pairs)
         return self._packed.run(plan, tokens_before)
 
     def _sample(self, plan: Plan, logits: Tensor) -> PendingTokens:
-        """Draws the tokens that a pass gives; they are not fetched yet."""
+        """Samples the tokens of a pass. They are not fetched yet."""
         ready = self.scheduler.computed(plan)
-        if len(ready) > len(logits):  # sequences that share a prompt share its logits
+        if len(ready) > len(logits):  # forked sequences share the logits of their prompt
             ran = set(plan.sequences)
             rows = np.cumsum([sequence in ran for sequence in ready]) - 1
             logits = logits[upload(rows, logits.device)]
@@ -467,74 +610,34 @@ class Engine:
         return pending
 
     def _take(self, pending: PendingTokens) -> None:
-        """Adds the tokens of a pass to their sequences.
+        """Fetches the tokens of a pass and appends them to their sequences.
 
-        Raises what a tokenizer raised, after all: its requests are ended, and the others are well.
+        A request ends with an error if its logits are not finite or the tokenizer fails.
         """
         tokens = pending.fetch()
         now = time.perf_counter()
-        failure: Exception | None = None
         for sequence, token in zip(pending.sequences, tokens):
             sequence.num_pending = 0
-            if sequence.finish_reason is not None:  # it ended meanwhile, and this was in vain
+            if sequence.finish_reason is not None:  # it ended meanwhile: drop the token
                 continue
-            request_id = sequence.request.id
-            try:
-                output = self._add_token(sequence, token, now)
-            except Exception as error:
-                failure = error
-                self.abort(request_id)
-            else:
-                self._queues.get(request_id, self._undelivered).append(output)
-        if failure is not None:
-            raise failure
-
-    def _add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
-        """Adds a token to its sequence and ends the sequence where it must end."""
-        request = sequence.request
-        params = request.params
-        if request.first_token_time is None:
-            request.first_token_time = now
-        tokens = sequence.tokens
-        tokens.append(token)
-        reason = None
-        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
-            reason = FinishReason.STOP
-        elif (
-            len(tokens) - len(request.prompt) >= params.max_tokens
-            or len(tokens) >= self.scheduler.max_length
-        ):
-            reason = FinishReason.LENGTH
-        text = ""
-        if self.tokenizer is not None:
-            text, reason = self._add_text(sequence, token, reason)
-        if reason is not None:
-            self.scheduler.finish(sequence, reason)
-            self._texts.pop(sequence.id, None)
-            if request.is_finished:
-                request.finish_time = now
-                self._requests.pop(request.id)
-        return TokenOutput(request.id, sequence.index, token, text, reason)
-
-    def _add_text(
-        self, sequence: Sequence, token: int, reason: FinishReason | None
-    ) -> tuple[str, FinishReason | None]:
-        """The text that a token makes certain, and why the sequence ends, if it does."""
-        assert self.tokenizer is not None
-        detokenizer = self._texts.get(sequence.id)
-        if detokenizer is None:
             request = sequence.request
-            detokenizer = Detokenizer(self.tokenizer, request.prompt, request.params.stop)
-            self._texts[sequence.id] = detokenizer
-        text = detokenizer.add(token)
-        if reason is not None:
-            text += detokenizer.finish()
-        sequence.text = detokenizer.text
-        return text, FinishReason.STOP if detokenizer.is_stopped else reason
+            try:
+                output = self._outputs.add_token(sequence, token, now)
+            except Exception as error:
+                self._end(request, error)
+                continue
+            if output.finish_reason is not None and request.is_finished:
+                del self._requests[request.id]
+            self._queues.get(request.id, self._undelivered).append(output)
+
+
+class _Closed(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("Engine: it was closed: make a new one")
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:
-    """Raises for a model that trains, that another engine has, or that gives no logits."""
+    """Raises if the model is in training mode, has another engine, or has no logits."""
     if model.training:
         raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
     other = ENGINES.get(model)
@@ -544,10 +647,3 @@ def _refuse_unserved(model: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
         )
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    end = getattr(model.generation_config, "eos_token_id", None)
-    if end is None:
-        return frozenset()
-    return frozenset([end] if isinstance(end, int) else end)

@@ -1,9 +1,9 @@
-"""Llama-like models over packed tokens, by this library's ops alone beside the matrix products.
+"""Forward pass of Llama-like models over packed tokens.
 
-The weights are those of a model of transformers; query, key and value, and gate and up, become one
-product each. Every layer is then four products, two additions with norm, the activation, and
-between the first two products the rotary embedding with the cache write, and attention: as one op
-where every sequence has one token.
+torch computes the matrix products and this library's ops do the rest. The q, k and v projections
+are one product, and so are gate and up. So a layer has four products, two fused add and RMS norms,
+one activation, and rotary embedding with cache write and attention. A decode pass does the last
+three in one op.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from vllm_kernels.hf.llama_patch import FAMILIES
 __all__ = ["FusedLlama", "can_be_packed", "refuse_changing_rotary"]
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone."""
+"""Rotary types whose angles depend only on the position."""
 
 
 def refuse_changing_rotary(model: PreTrainedModel) -> None:
-    """Raises NotImplementedError for a rotary embedding whose frequencies change with the longest
-    position of a pass: in a packed row that is another sequence's."""
+    """Raises NotImplementedError if rotary frequencies depend on the longest position of a pass.
+
+    In a packed row, another sequence may have that position.
+    """
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
@@ -41,8 +43,10 @@ def refuse_changing_rotary(model: PreTrainedModel) -> None:
 
 
 def can_be_packed(model: PreTrainedModel) -> bool:
-    """Whether :class:`FusedLlama` serves ``model``: its family, plain linear layers, and a rotary
-    embedding that does not change with the length."""
+    """Whether :class:`FusedLlama` serves ``model``.
+
+    It needs a known family, plain linear layers and a fixed rotary embedding.
+    """
     config = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
@@ -57,16 +61,16 @@ def can_be_packed(model: PreTrainedModel) -> bool:
 
 
 class FusedLlama:
-    """The forward pass of a Llama-like model over one row of packed tokens.
+    """Forward pass of a Llama-like model over one row of packed tokens.
 
-    While it exists the model's projections are slices of joined weights, so that no memory is taken
-    twice; :meth:`close` separates them.
+    While it exists, the model's projections are views of joined weights, which saves memory.
+    :meth:`close` separates them.
 
     Args:
-        model: one that :func:`can_be_packed`.
-        pages: where keys and values go, and what attends to them.
-        windows: of each layer; 0: none.
-        max_length: of a sequence.
+        model: A model for which :func:`can_be_packed` is true.
+        pages: Cache writes and attention.
+        windows: Attention window of each layer in tokens. 0 means full attention.
+        max_length: Maximum number of tokens per sequence.
     """
 
     def __init__(
@@ -83,7 +87,16 @@ class FusedLlama:
         self._cos_sin = self._rotary_table(max_length)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, last: Tensor | None = None) -> Tensor:
-        """Logits [n, vocabulary] of the tokens ``last``, or of all; inputs int64 [num_tokens]."""
+        """Computes logits.
+
+        Args:
+            input_ids: int64 [num_tokens].
+            positions: int64 [num_tokens].
+            last: Rows that need logits, int64 [n]. None means all.
+
+        Returns:
+            Logits [n, vocabulary].
+        """
         decoder = self._model.model
         residual = decoder.embed_tokens(input_ids)  # [num_tokens, hidden]
         x = torch.empty_like(residual)
@@ -99,11 +112,11 @@ class FusedLlama:
         return self._model.lm_head(x if last is None else x[last])
 
     def close(self) -> None:
-        """Gives the model weights of their own back. Takes the memory of one layer for a moment."""
+        """Separates the joined weights, layer by layer. It needs memory for one layer."""
         for layer in self._model.model.layers:
             if not self._layers:
                 return
-            self._layers.pop(0)  # what it has joined is freed with the last slice of it
+            self._layers.pop(0)  # the last view of a joined weight frees it
             for group in _projections(layer):
                 if len(group) > 1:
                     for projection in group:
@@ -144,7 +157,7 @@ class FusedLlama:
 
     @torch.inference_mode()
     def _rotary_table(self, max_length: int) -> Tensor:
-        """[max_length, rotated]: cosines, then sines, as the model computes them."""
+        """Returns [max_length, rotated] with the model's cosines, then its sines."""
         positions = torch.arange(max_length, device=self._model.device)[None]
         like = torch.empty(0, dtype=self._pages.shape.dtype, device=self._model.device)
         cos, sin = self._model.model.rotary_emb(like, positions)
@@ -154,7 +167,7 @@ class FusedLlama:
 
 @dataclass
 class _Layer:
-    """Weights of one layer; a linear layer's are [out, in]."""
+    """Weights of one layer. Linear weights are [out, in]."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -188,7 +201,7 @@ class _Layer:
 
 
 def _projections(layer: nn.Module) -> list[list[nn.Linear]]:
-    """Linear layers of a decoder layer, those with the same input together."""
+    """Returns the linear layers of a decoder layer, grouped by input."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -204,7 +217,7 @@ def _data(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _joined(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of all of them as one; theirs become slices of it."""
+    """Joins weights and biases. The projections' own become views of the result."""
     joined: list[Tensor | None] = []
     for name in ("weight", "bias"):
         parts = [getattr(projection, name) for projection in projections]

@@ -1,4 +1,4 @@
-"""Pages behind a row of packed tokens: where keys and values of each layer go, and attention."""
+"""Cache writes and attention over packed tokens, and the layer groups that share block tables."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _MOST_GROUPS = 8
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Layers that share block tables: those of one window.
+    """Layers with the same window share block tables.
 
-    Groups are of one size, so that a block of one group takes the place of a block of another in
-    the same tensors: layer i of each group shares tensor i (as in vLLM's hybrid KV-cache manager).
+    All groups have the same number of layers. So a block fits any group: layer i of every group
+    uses cache tensor i, as in vLLM's hybrid KV-cache manager.
     """
 
-    windows: tuple[int, ...]  # of each group; 0: all tokens
+    windows: tuple[int, ...]  # window of each group in tokens; 0: full attention
     group_of_layer: tuple[int, ...]
     tensor_of_layer: tuple[int, ...]
 
     @classmethod
     def of(cls, windows: Sequence[int]) -> LayerGroups:
-        """For layers with these windows (0: none)."""
+        """Groups layers by window. ``windows`` has one per layer, and 0 means full attention."""
         kinds = {window: list(windows).count(window) for window in windows}
         size = min(kinds.values())
         if sum(-(-layers // size) for layers in kinds.values()) > _MOST_GROUPS:
             size = max(kinds.values())
         groups: list[int] = []
         group_of_layer, tensor_of_layer = [], []
-        filled: dict[int, tuple[int, int]] = {}  # by window: its last group, and layers in it
+        filled: dict[int, tuple[int, int]] = {}  # window: (its last group, layers in that group)
         for window in windows:
             group, layers = filled.get(window, (0, size))
             if layers == size:
@@ -51,34 +51,34 @@ class LayerGroups:
 
     @property
     def num_tensors(self) -> int:
-        """Layers of a group."""
+        """The number of layers per group."""
         return max(self.tensor_of_layer) + 1
 
 
 @dataclass
 class StepInputs:
-    """What attention needs in every layer of one pass. S sequences, T tokens."""
+    """Attention inputs of one pass, for S sequences and T tokens."""
 
-    slot_mappings: list[Tensor]  # a group: int64 [T]
-    block_tables: list[Tensor]  # a group: int32 [S, blocks]
+    slot_mappings: list[Tensor]  # per group: int64 [T]
+    block_tables: list[Tensor]  # per group: int32 [S, blocks]
     seq_lens: Tensor  # int32 [S]
-    num_single: int  # leading sequences with one token
-    starts: Tensor | None  # int32 [S + 1]; None: one token a sequence
+    num_single: int  # number of leading sequences with one token
+    starts: Tensor | None  # query_start_loc, int32 [S + 1]; None: one token per sequence
     max_query_len: int
-    # int32 [], leading blocks that the single ones share where there is no window; None: they do
-    # not attend to them together
+    # int32 []: leading blocks that the one-token sequences share. None: no cascade attention.
     num_common_blocks: Tensor | None = None
 
 
 class PackedPages:
-    """What stores and attends, for one row of packed tokens.
+    """Writes keys and values and computes attention, for one row of packed tokens.
 
     Args:
-        cache, groups: of the layers.
-        num_heads: of a query.
+        cache: Cache tensors of all layers.
+        groups: Layer groups.
+        num_heads: Number of query heads.
     """
 
-    length = 0  # of what a mask would have to cover beside the new tokens
+    length = 0  # number of earlier tokens that an attention mask must cover
 
     def __init__(self, cache: KVCache, groups: LayerGroups, num_heads: int) -> None:
         self.cache = cache
@@ -89,8 +89,10 @@ class PackedPages:
         self._cascades: dict[int, CascadePlan] = {}  # by group
 
     def begin(self, step: StepInputs) -> None:
-        """Sets the pass. What it computes of lengths on the device belongs into the pass's CUDA
-        graph."""
+        """Sets the inputs of the next pass.
+
+        A CUDA graph of the pass must include this call, because it plans cascades on the device.
+        """
         self.step = step
         self._cascades = {}
         if step.num_common_blocks is None:
@@ -107,7 +109,7 @@ class PackedPages:
                 )
 
     def forward(self, call: LayerCall) -> Tensor:
-        """As ``Pages.forward``, of a batch of 1."""
+        """Does the same as ``Pages.forward``, for a batch of 1."""
         step = self.step
         assert step is not None
         slots = step.slot_mappings[self.groups.group_of_layer[call.layer]]
@@ -115,20 +117,20 @@ class PackedPages:
         return self.attend(call.layer, token_major(call.query), call.options)[None]
 
     def cascade(self, layer: int, options: AttentionOptions) -> CascadePlan | None:
-        """By which the single tokens attend to common blocks together. None: they do not."""
+        """Returns the cascade plan of the one-token sequences, or None without a cascade."""
         if not options.can_cascade:
             return None
         return self._cascades.get(self.groups.group_of_layer[layer])
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of all tokens: query and result are [T, heads, head_size]."""
+        """Computes attention for all tokens. Query and result are [T, heads, head_size]."""
         step = self.step
         assert step is not None
         tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
         plan, single = self.cascade(layer, options), step.num_single
         mixed = step.starts is not None
-        # A GPU works on all tokens of a call side by side; a CPU is faster at single ones in a call
-        # of their own.
+        # A GPU runs all tokens of a call in parallel. A CPU is faster if one-token sequences have
+        # a call of their own.
         apart = mixed and single and self.cache.device.type == "cpu"
         if plan is None and not apart:
             return self.cache.attend(

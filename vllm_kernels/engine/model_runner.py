@@ -1,8 +1,8 @@
-"""A model's forward pass over packed tokens: those of all sequences in one row.
+"""Runs a model over packed tokens. The tokens of all sequences form one row.
 
-:class:`ModelRunner` runs the plans of a scheduler: it uploads what the manager filled, calls the
-model, and returns the logits of the sequences that get a token. Passes of one token a sequence
-replay CUDA graphs on a GPU.
+:class:`ModelRunner` runs the plans of a scheduler. It uploads the buffers that the manager filled
+and calls the model. It returns logits of the sequences that get a token. Decode passes replay CUDA
+graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ModelRunner", "layer_options"]
 
 
 class _OptionsRecorder:
-    """Takes the place of pages in a pass that only asks each layer for its options."""
+    """Replaces the pages in a pass that only records each layer's attention options."""
 
     length = 0
 
@@ -44,13 +44,14 @@ class _OptionsRecorder:
 
 
 def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptions]:
-    """What every attention layer asks for, found by a pass over one token.
+    """Runs one token through the model and returns the attention options of every layer.
 
     Args:
-        shape: of a block of all layers.
+        model: The model to serve.
+        shape: Shape of one block over all layers.
 
     Raises:
-        NotImplementedError: what attention refuses, and layers that never came to it.
+        NotImplementedError: The attention is not supported, or a layer did not call it.
     """
     config = model.config.get_text_config(decoder=True)
     recorder = _OptionsRecorder(shape)
@@ -69,7 +70,7 @@ def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptio
 
 
 class _Buffers:
-    """Where a pass's input lies: on the host, filled by the manager, and on the device."""
+    """Input buffers of a pass. The manager fills the host ones; the device has copies."""
 
     def __init__(
         self, groups: int, sequences: int, blocks: int, tokens: int, device: torch.device
@@ -95,8 +96,13 @@ class _Buffers:
         self.block_tables = self._device[5 + groups :]
 
     def upload(self, tokens: int, sequences: int, input_ids: Tensor | None = None) -> None:
-        """Copies the first ``tokens`` and ``sequences`` to the device, without a wait, and there
-        ``input_ids`` over the first of those. See :meth:`wait`."""
+        """Starts the copy to the device. Call :meth:`wait` before you refill the host buffers.
+
+        Args:
+            tokens: Number of tokens to copy.
+            sequences: Number of sequences to copy.
+            input_ids: Token ids on the device. They replace the first host ids.
+        """
         if self._uploaded is not None:
             groups = len(self.host)
             sizes = [tokens, tokens, sequences, sequences + 1, 1, *[tokens] * groups]
@@ -108,31 +114,34 @@ class _Buffers:
             self.input_ids[: len(input_ids)] = input_ids
 
     def clear(self) -> None:
-        """Makes all rows on the device padding."""
+        """Turns all rows on the device into padding."""
         for tensor in (self.input_ids, self.positions, self.seq_lens, self.common):
             tensor.zero_()
         for slots in self.slot_mappings:
             slots.fill_(-1)
-        for group in self.host:  # on a CPU these are the same tensors
+        for group in self.host:  # on a CPU, host and device tensors are the same
             group.invalidate()
 
     def wait(self) -> None:
-        """Returns when the host's buffers may be filled again."""
+        """Waits until the host buffers may be refilled."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
 
 
 class ModelRunner:
-    """Runs plans.
+    """Runs the plans of a scheduler.
 
     Args:
-        model: after ``use_paged_attention``.
-        cache, groups: of its layers.
-        max_batch_size, max_batch_tokens, max_length: of a pass, and of a sequence.
-        cuda_graphs: whether passes of one token a sequence are captured, by batch size.
-        cascade: whether sequences of one token may attend together to blocks that they share.
-        backend: of torch.compile, through which the model is called; None: not at all.
-        fused: whether Llama-like models run as :class:`FusedLlama`.
+        model: The model, after ``use_paged_attention``.
+        cache: Cache tensors of all layers.
+        groups: Layer groups.
+        max_batch_size: Maximum number of sequences per pass.
+        max_batch_tokens: Maximum number of tokens per pass.
+        max_length: Maximum number of tokens per sequence.
+        cuda_graphs: Whether decode passes are captured. There is one graph per batch size.
+        cascade: Whether decoding sequences may use cascade attention.
+        backend: Backend of torch.compile. None calls the model directly.
+        fused: Whether Llama-like models run as :class:`FusedLlama`.
     """
 
     def __init__(
@@ -169,9 +178,9 @@ class ModelRunner:
         self._takes_positions = takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
-        # By the sequences of a pass, and whether they attend to common blocks together.
+        # The key is (batch size, whether the pass uses cascade attention).
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # Given, so that no model makes one. What is stored is told by slots, not by this.
+        # Passed so that the model does not build one. Attention uses slots and lengths instead.
         self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
         call: Callable[..., Any] = self._llama or model
         if backend is not None:
@@ -180,20 +189,19 @@ class ModelRunner:
 
     @property
     def host_buffers(self) -> list[BatchBuffers]:
-        """For the manager to fill, one a group."""
+        """Host buffers for the manager to fill, one per layer group."""
         return self._buffers.host
 
     def may_cascade(self) -> bool:
-        """Whether sequences of a pass may attend together to blocks that they share: not after the
-        CUDA graph of such a pass could not be captured."""
+        """Whether a pass may use cascade attention. A failed graph capture turns it off."""
         return self._cascades
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Captures the graphs of all sizes, over padding."""
+        """Captures the graphs of all batch sizes, over padding."""
         self._buffers.clear()
         blocks = self._buffers.block_tables[0].shape[1]
-        for size in reversed(self._graph_sizes):  # the largest first: the others fit its memory
+        for size in reversed(self._graph_sizes):  # largest first: the others reuse its memory
             for cascade in (False, True):
                 if cascade and not self._common_blocks(size, blocks):
                     continue
@@ -201,12 +209,14 @@ class ModelRunner:
                     return
 
     def wait(self) -> None:
-        """Returns when the manager may fill the buffers again."""
+        """Waits until the manager may refill the host buffers."""
         self._buffers.wait()
 
     def close(self) -> None:
-        """Forgets the graphs, frees the cache, and then leaves the model as it was: that needs
-        memory."""
+        """Drops the graphs, frees the cache and restores the model's weights.
+
+        The order matters because the last step needs memory.
+        """
         self._graphs.clear()
         self.pages.cache.free()
         if self._llama is not None:
@@ -214,14 +224,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
-        """The pass of ``plan``, whose buffers the manager has just filled.
+        """Runs the pass of a plan. The manager must have filled the buffers for it.
 
         Args:
-            tokens_before: for a plan without input_ids: int64 [sequences], on the device.
+            plan: The plan.
+            tokens_before: Token ids for a plan without input_ids: int64 [sequences], on the
+                device.
 
         Returns:
-            Logits of every sequence that has all of its tokens computed then, in the order of the
-            plan: [n, vocabulary]. Valid until the next pass.
+            Logits [n, vocabulary], valid until the next pass. There is a row for each sequence
+            without tokens left to compute, in the order of the plan.
         """
         buffers = self._buffers
         tokens, sequences, single = plan.num_tokens, len(plan.sequences), plan.num_single
@@ -258,7 +270,7 @@ class ModelRunner:
 
     @staticmethod
     def _is_ready(plan: Plan) -> np.ndarray:
-        """bool [sequences]: those of which the pass computes all that is left."""
+        """Returns bool [sequences]: whether the pass computes all remaining tokens."""
         return np.fromiter(
             (seq.num_to_compute == n for seq, n in zip(plan.sequences, plan.counts)), np.bool_
         )
@@ -268,8 +280,7 @@ class ModelRunner:
         return logits if ready.all() else logits[upload(ready.nonzero()[0], logits.device)]
 
     def _common_blocks(self, sequences: int, blocks: int) -> int:
-        """``blocks`` that so many sequences of one token share, if it pays that they attend to them
-        together; else 0."""
+        """Returns ``blocks`` if cascade attention over so many shared blocks pays, else 0."""
         return blocks if self._cascades and self._pays(sequences, blocks) else 0
 
     def _pays(self, sequences: int, blocks: int) -> bool:
@@ -278,8 +289,10 @@ class ModelRunner:
         return cascade_pays(sequences, tokens, shape.token_bytes, self.pages.cache.device)
 
     def _columns(self, sequences: int) -> int:
-        """Columns of block_tables that so many sequences reach into, as a power of two: a few sizes
-        for torch.compile. (What a cascade costs besides attention grows with them.)"""
+        """Returns the number of block_tables columns to use, rounded up to a power of two.
+
+        Few distinct sizes keep torch.compile from recompiling. Fewer columns make cascades cheaper.
+        """
         longest = int(self._buffers.host[0].seq_lens[:sequences].max())
         blocks = -(-longest // self.pages.shape.block_size)
         return max(2, 1 << (blocks - 1).bit_length())
@@ -287,7 +300,7 @@ class ModelRunner:
     def _single_step(
         self, sequences: int, cascade: bool = False, columns: int | None = None
     ) -> StepInputs:
-        """One token a sequence; ``columns`` of the tables, None: all, as a CUDA graph needs."""
+        """Returns inputs of a decode pass. A CUDA graph needs all ``columns``, which is None."""
         buffers = self._buffers
         return StepInputs(
             slot_mappings=[slots[:sequences] for slots in buffers.slot_mappings],
@@ -300,7 +313,7 @@ class ModelRunner:
         )
 
     def _forward(self, step: StepInputs, tokens: int, last: Tensor | None = None) -> Tensor:
-        """Logits [n, vocabulary] of the tokens ``last``, or of all."""
+        """Returns logits [n, vocabulary] of the tokens ``last``, or of all tokens."""
         buffers = self._buffers
         self.pages.begin(step)
         if self._llama is not None:
@@ -318,16 +331,19 @@ class ModelRunner:
         return out.logits[0]
 
     def _replay(self, size: int, cascade: bool) -> Tensor | None:
-        """The pass over ``size`` sequences from its graph. None: the model cannot be captured.
+        """Replays the graph of ``size`` sequences, and captures it first if needed.
+
+        Returns:
+            Logits [size, vocabulary], or None if the model cannot be captured.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for the graph.
+            torch.OutOfMemoryError: There is no memory for the graph.
         """
         if (size, cascade) not in self._graphs:
             try:
                 self._graphs[size, cascade] = self._capture(self._single_step(size, cascade))
             except RuntimeError as error:
-                if cascade:  # it can do without
+                if cascade:  # try again without cascade attention
                     warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
                     self._cascades = False
                     return self._replay(size, False)
@@ -347,15 +363,17 @@ class ModelRunner:
         return logits
 
     def _capture(self, step: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Records the pass over the first rows of the device's buffers. What it computes meanwhile
-        is this very pass, which is then replayed: writing the same keys twice is fine."""
+        """Captures the pass over the first rows of the device buffers.
+
+        The warm-up runs compute the same pass that is replayed next. They write the same keys.
+        """
         size = step.num_single
-        if self._capture_stream is None:  # one for all: each stream has scratch of its own
+        if self._capture_stream is None:  # one stream, because each has its own workspace
             self._capture_stream = torch.cuda.Stream()
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # a library's first calls may allocate, compile or synchronise
+            for _ in range(2):  # first calls may allocate, compile or synchronise
                 self._forward(step, size)
         torch.cuda.current_stream().wait_stream(stream)
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
@@ -366,20 +384,22 @@ class ModelRunner:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether that, or what it came of, is want of memory: the end of a capture that it broke off
-    raises an error of its own."""
+    """Whether the error or one of its causes is an out-of-memory error.
+
+    An interrupted capture raises an error of its own on top.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to which passes are padded: dense where a padded row costs most."""
+    """Returns the batch sizes that passes are padded to. Small sizes are dense."""
     sizes = {1, 2, 4, max_batch_size, *range(8, 65, 8), *range(80, 257, 16)}
     sizes |= set(range(288, max_batch_size, 32))
     return sorted(size for size in sizes if size <= max_batch_size)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model wants to be told positions; those with ALiBi do not."""
+    """Whether the model's forward takes position_ids. ALiBi models do not."""
     return "position_ids" in inspect.signature(model.forward).parameters

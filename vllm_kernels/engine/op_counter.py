@@ -1,4 +1,4 @@
-"""Which ops a piece of code really ran, as torch's dispatcher saw them."""
+"""Counts the ops that torch dispatches, for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attentio
 
 
 class OpCounter(TorchDispatchMode):
-    """While open, counts every op that is dispatched, whoever calls it. Slows small models down."""
+    """Context manager that counts every dispatched op. It slows small models down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class OpCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def ours(self, op: str) -> int:
-        """Calls of ``torch.ops.vllm_kernels.<op>``."""
+        """Returns the number of calls to ``torch.ops.vllm_kernels.<op>``."""
         return self.counts[f"vllm_kernels::{op}"]
 
     def torch_attention(self) -> dict[str, int]:
-        """Calls of torch's own attention, fused or by softmax (not beam search's log_softmax)."""
+        """Returns the calls to torch's own attention, by op. log_softmax does not count."""
         return {
             name: count
             for name, count in self.counts.items()

@@ -1,4 +1,4 @@
-"""What an engine returns."""
+"""Results that an engine returns."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from vllm_kernels.engine.request import FinishReason, Request
 from vllm_kernels.engine.scheduler import SchedulerStatistics
 from vllm_kernels.kv_cache import Statistics
 
-__all__ = ["Completion", "EngineStatistics", "RequestOutput", "TokenOutput", "output_of"]
+__all__ = [
+    "Completion",
+    "EngineStatistics",
+    "RequestOutput",
+    "TokenOutput",
+    "output_of",
+    "raise_if_all_failed",
+]
 
 
 class TokenOutput(NamedTuple):
-    """One new token of one sequence."""
+    """One new token of one sequence, or the error that ended the sequence."""
 
     request_id: int
     index: int
-    """Which of the request's n sequences."""
+    """Index of the sequence among the request's ``n``."""
     token: int
+    """Token id. It is -1 without a token, if ``finish_reason`` is ERROR."""
     text: str
-    """What became certain of the text with this token (may be empty); without a tokenizer ""."""
+    """Text that this token made final. It may be empty, and is "" without a tokenizer."""
     finish_reason: FinishReason | None
+    error: Exception | None = None
+    """The reason for ERROR."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sequence of a request, finished."""
+    """One finished sequence of a request."""
 
     index: int
     tokens: list[int]
@@ -36,20 +46,23 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request, finished. Times in seconds."""
+    """A finished request. Times are in seconds."""
 
     request_id: int
     prompt: list[int]
     completions: list[Completion]
     num_cached_tokens: int
-    """Leading tokens of the prompt that were found in the prefix cache."""
-    time_to_first_token: float
+    """Number of leading prompt tokens that the prefix cache had."""
+    time_to_first_token: float | None
+    """None if there was no token."""
     total_time: float
+    error: Exception | None = None
+    """The reason for ``FinishReason.ERROR``. It has ``request_ids`` if a pass failed."""
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What the engine did so far, and how full its cache is now."""
+    """Counters since the start or the last reset, and the current use of the cache."""
 
     scheduler: SchedulerStatistics
     cache: Statistics
@@ -58,8 +71,8 @@ class EngineStatistics:
 
 
 def output_of(request: Request) -> RequestOutput:
-    """What became of a request that is finished."""
-    assert request.first_token_time is not None and request.finish_time is not None
+    """Returns the output of a finished request."""
+    assert request.finish_time is not None
     completions = []
     for sequence in request.sequences:
         assert sequence.finish_reason is not None
@@ -71,6 +84,14 @@ def output_of(request: Request) -> RequestOutput:
         request.prompt,
         completions,
         request.num_cached_tokens or 0,
-        request.first_token_time - request.arrival,
+        None if request.first_token_time is None else request.first_token_time - request.arrival,
         request.finish_time - request.arrival,
+        request.error,
     )
+
+
+def raise_if_all_failed(outputs: list[RequestOutput]) -> None:
+    """Raises the first error if every request ended with one."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors and len(errors) == len(outputs):
+        raise errors[0]

@@ -1,4 +1,4 @@
-"""Tokens between the device that drew them and the host."""
+"""Sampled tokens on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["PendingTokens"]
 
 
 class PendingTokens:
-    """Tokens that were drawn on the device, on their way to the host.
+    """Sampled tokens of one pass. The constructor starts their copy to the host.
 
     Args:
-        sequences: that get them.
+        sequences: The sequences that get a token, in row order.
         tokens: int64 [len(sequences)], on the device.
     """
 
@@ -32,15 +32,19 @@ class PendingTokens:
             self._arrived.record()
 
     def tokens_of(self, sequences: list[Sequence]) -> Tensor:
-        """Those of some of the sequences, on the device."""
+        """Returns the tokens of some of the sequences, on the device.
+
+        The next pass embeds them, so -1 (non-finite logits) becomes 0. Its result is dropped.
+        """
+        tokens = self._tokens.clamp_min(0)
         if sequences == self._order:
-            return self._tokens
+            return tokens
         row = {sequence: at for at, sequence in enumerate(self._order)}
-        rows = upload([row[sequence] for sequence in sequences], self._tokens.device)
-        return self._tokens[rows]
+        rows = upload([row[sequence] for sequence in sequences], tokens.device)
+        return tokens[rows]
 
     def fetch(self) -> list[int]:
-        """All of them, after a wait for the pass."""
+        """Waits for the pass and returns all tokens."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()

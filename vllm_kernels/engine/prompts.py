@@ -1,4 +1,4 @@
-"""What a prompt is, and what is said of something that is none."""
+"""Checks the arguments of requests, and converts prompts to token ids."""
 
 from __future__ import annotations
 
@@ -10,13 +10,55 @@ from reprlib import repr as short_repr
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "prompt_tokens", "refuse_no_list"]
+from vllm_kernels.engine.request import SamplingParams
+
+__all__ = ["Prompt", "checked_params", "params_of_prompts", "prompt_tokens"]
 
 Prompt = str | Items[int]
 
 
-def refuse_no_list(prompts: object) -> None:
-    """Raises TypeError for what is no list of prompts."""
+def checked_params(
+    params: SamplingParams | None,
+    salt: str | bytes | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> SamplingParams:
+    """Checks the parameters and the salt of a request. None means the default parameters.
+
+    Raises:
+        TypeError: params or salt has the wrong type.
+        ValueError: There are stop strings but no tokenizer.
+    """
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams):
+        hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
+        raise TypeError(f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}")
+    if params.stop and tokenizer is None:
+        raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
+    if not isinstance(salt, str | bytes | None):
+        raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
+    return params
+
+
+def params_of_prompts(
+    prompts: Items[Prompt], params: SamplingParams | Items[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    """Returns the parameters of each prompt.
+
+    Raises:
+        TypeError: ``prompts`` is not a list of prompts.
+        ValueError: There are more or fewer parameters than prompts.
+    """
+    _refuse_no_list(prompts)
+    chosen = list(params) if isinstance(params, Items) else [params] * len(prompts)
+    if len(chosen) != len(prompts):
+        raise ValueError(
+            f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
+        )
+    return chosen
+
+
+def _refuse_no_list(prompts: object) -> None:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
         raise TypeError(
             f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
@@ -33,17 +75,23 @@ def refuse_no_list(prompts: object) -> None:
 def prompt_tokens(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int
 ) -> list[int]:
-    """The token ids of a prompt.
+    """Returns the token ids of a prompt.
+
+    Args:
+        prompt: Text, or token ids.
+        tokenizer: The engine's tokenizer. Text needs one.
+        vocabulary: Number of tokens in the vocabulary.
 
     Raises:
-        TypeError: what is no prompt, saying what to do with it.
-        ValueError: text without a tokenizer, or a token that is not in the vocabulary.
+        TypeError: The prompt has another type. The message says how to convert it.
+        ValueError: There is text without a tokenizer, or a token outside the vocabulary.
     """
     if not isinstance(prompt, str):
         tokens = _token_ids(prompt)
     elif tokenizer is None:
         raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
     else:
+        _refuse_surrogates(prompt)
         tokens = tokenizer(prompt)["input_ids"]
     for token in tokens:
         if not 0 <= token < vocabulary:
@@ -53,10 +101,25 @@ def prompt_tokens(
     return tokens
 
 
+def _refuse_surrogates(prompt: str) -> None:
+    """Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Engine: prompt: expected text without lone surrogates, got {short_repr(prompt)} with "
+            f"{prompt[error.start]!r} at {error.start}"
+        ) from None
+
+
 def _token_ids(prompt: Items[int]) -> list[int]:
     if not isinstance(prompt, bytes | Mapping):
         try:
-            return list(map(index, prompt))
+            tokens = list(prompt)
+            if set(map(type, tokens)) == {int}:
+                return tokens
+            if not any(map(_is_bool, tokens)):
+                return list(map(index, tokens))
         except TypeError:
             pass
     raise TypeError(
@@ -65,8 +128,13 @@ def _token_ids(prompt: Items[int]) -> list[int]:
     )
 
 
+def _is_bool(token: object) -> bool:
+    """Whether it is a boolean of Python, numpy or torch. ``operator.index`` takes True for 1."""
+    return isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
+
+
 def _hint(prompt: object) -> str:
-    """What to do with something that is no prompt."""
+    """Says how to turn ``prompt`` into a prompt. Empty if unknown."""
     first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
     if isinstance(first, Mapping):
         if "input_ids" in first:

@@ -1,4 +1,4 @@
-"""What an engine is asked to do, and the sequences it makes of it."""
+"""Requests, their sampling parameters and their sequences."""
 
 from __future__ import annotations
 
@@ -19,33 +19,37 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """max_tokens, or the model's longest sequence."""
+    """The sequence reached max_tokens or the engine's max_length."""
     ABORT = "abort"
-    """The caller's wish."""
+    """The caller aborted the request."""
+    ERROR = "error"
+    """The request could not be served. ``RequestOutput.error`` has the exception."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """How an engine samples the tokens of one request.
 
     Args:
-        max_tokens: new tokens of a sequence, >= 1.
-        temperature: what logits are divided by; below 1e-5: always the likeliest token (greedy).
-        top_k: only the k likeliest tokens; 0: all.
-        top_p: of those, only the likeliest whose probabilities together reach p (Holtzman et al.
-            2019, arXiv:1904.09751); 1: all.
-        seed: of the request's own random numbers: the same logits then give the same tokens,
-            whatever else is in the batch. None: random.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive,
-            multiplied where negative (Keskar et al. 2019, arXiv:1909.05858); 1: none.
-        n: sequences that continue the prompt, sharing its blocks.
-        stop_token_ids: tokens that end a sequence, beside the model's end-of-sequence tokens. The
+        max_tokens: Maximum number of new tokens per sequence, >= 1.
+        temperature: Divisor of the logits, >= 0. Below 1e-5 sampling is greedy.
+        top_k: Sample from the k likeliest tokens. 0 means all.
+        top_p: Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751). Sample from the
+            likeliest tokens whose probabilities add up to p. It applies after top_k. 1 means all.
+        seed: Seed of the request. The same logits and seed give the same tokens in any batch.
+            None means random.
+        repetition_penalty: Penalty on tokens of prompt and output (Keskar et al. 2019,
+            arXiv:1909.05858). It divides positive logits and multiplies negative ones. 1 means
+            none.
+        n: Number of sequences that continue the prompt. They share its blocks.
+        stop_token_ids: Tokens that end a sequence, besides the model's end-of-sequence tokens. The
             token is part of the output.
-        stop: strings that end a sequence; the text is cut before them. Needs a tokenizer.
-        ignore_eos: whether the model's end-of-sequence tokens are tokens like others.
+        stop: Strings that end a sequence. The text is cut before them. Needs a tokenizer.
+        ignore_eos: Whether to go on after an end-of-sequence token of the model.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what was given.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
     """
 
     max_tokens: int = 16
@@ -71,7 +75,9 @@ class SamplingParams:
         for name in ("max_tokens", "top_k", "n"):
             check(_is_int(getattr(self, name)), name, "an integer", TypeError)
         for name in ("temperature", "top_p", "repetition_penalty"):
-            check(isinstance(getattr(self, name), Real), name, "a number", TypeError)
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            check(is_number, name, "a number", TypeError)
         check(self.seed is None or _is_int(self.seed), "seed", "an integer or None", TypeError)
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0 <= self.temperature < float("inf"), "temperature", "a number >= 0")
@@ -92,8 +98,10 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken. So small a temperature leaves no other a chance,
-        and logits divided by it might overflow."""
+        """Whether the sampler takes the likeliest token.
+
+        A smaller temperature leaves no other token a chance, and the division may overflow.
+        """
         return self.temperature < 1e-5
 
 
@@ -103,22 +111,31 @@ def _is_int(value: object) -> bool:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what becomes of it. Times are seconds of time.perf_counter()."""
+    """A prompt and its sequences. Times are in seconds, from time.perf_counter()."""
 
     id: int
     prompt: list[int]
     params: SamplingParams
     arrival: float
-    salt: str | bytes | None = None  # its prefixes are found by requests with the same one alone
+    salt: str | bytes | None = None  # only requests with the same salt share cached prefixes
     sequences: list[Sequence] = field(default_factory=list)
     first_token_time: float | None = None
     finish_time: float | None = None
-    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache when admitted
+    num_cached_tokens: int | None = None  # prompt tokens in the prefix cache at admission
+    error: Exception | None = None  # why it ended with FinishReason.ERROR
+    num_failures: int = 0  # failed passes with this request since its last token
+    num_failures_alone: int = 0  # failed passes without other requests since its last token
+    is_paused: bool = False  # keeps the request out of passes
 
     @property
     def is_finished(self) -> bool:
-        """Whether all of its sequences are."""
+        """Whether all sequences are finished."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def num_output(self) -> int:
+        """The number of new tokens of all sequences."""
+        return sum(sequence.num_output for sequence in self.sequences)
 
 
 @dataclass(eq=False)
@@ -127,11 +144,11 @@ class Sequence:
 
     id: int
     request: Request
-    index: int  # among the request's n
+    index: int  # 0 .. n - 1
     tokens: list[int]  # prompt and output
-    num_computed: int = 0  # leading tokens whose keys and values are in the cache
-    num_pending: int = 0  # tokens behind ``tokens`` that are sampled and not fetched yet
-    text: str = ""  # of the output, where there is a tokenizer
+    num_computed: int = 0  # number of leading tokens with keys and values in the cache
+    num_pending: int = 0  # number of sampled tokens that are not in ``tokens`` yet
+    text: str = ""  # text of the output; needs a tokenizer
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
 
@@ -141,7 +158,10 @@ class Sequence:
         self._key = blake2b(secret).digest()
 
     def random_number(self) -> float:
-        """That of the next token, in [0, 1): the same one, however often it is asked for."""
+        """Returns the random number of the next token, in [0, 1).
+
+        It depends only on the seed and the position, so a repeated pass draws the same token.
+        """
         digest = blake2b(b"%d" % self.num_output, key=self._key, digest_size=8)
         return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
 
@@ -152,15 +172,15 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """How many new tokens there are."""
+        """The number of new tokens."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose keys and values are missing: 1 while decoding."""
+        """The number of tokens without keys and values. It is 1 while decoding."""
         return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
     def width(self) -> int:
-        """Sequences that this one stands for: all of its request's until the prompt is computed."""
+        """The number of batch rows to reserve: ``n`` until the prompt is computed, then 1."""
         return self.request.params.n if len(self.request.sequences) == 1 else 1

@@ -1,16 +1,16 @@
-"""Which tokens of which sequences go into the next forward pass.
+"""Chooses the tokens of each forward pass.
 
-Continuous batching (Yu et al. 2022, Orca, OSDI 22) over paged memory (Kwon et al. 2023,
-arXiv:2309.06180): every pass takes one token of each sequence that is being decoded, then as much
-of prompts as fits (chunked prefill; Agrawal et al. 2024, arXiv:2403.02310). Sequences that memory
-does not suffice for are preempted, youngest first: swapped to the host, or freed and computed
-again. Knows the manager and no model.
+The scheduler does continuous batching (Yu et al. 2022, Orca, OSDI 22) over paged memory (Kwon et
+al. 2023, arXiv:2309.06180). A pass has one token of each decoding sequence, then prompt chunks up
+to the token limit (chunked prefill, Agrawal et al. 2024, arXiv:2403.02310). If blocks run short,
+the youngest sequence is preempted: swapped to the host, or freed and recomputed later. The
+scheduler calls the KV-cache manager and knows no model.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -20,12 +20,19 @@ import numpy.typing as npt
 from vllm_kernels.engine.request import FinishReason, Request, Sequence
 from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
 
-__all__ = ["Copies", "Plan", "Scheduler", "SchedulerStatistics"]
+__all__ = [
+    "Copies",
+    "Plan",
+    "Scheduler",
+    "SchedulerStatistics",
+    "blocks_at_most",
+    "num_usable_blocks",
+]
 
 
 @dataclass
 class Copies:
-    """Blocks to copy before the pass, in order of ``kind``'s calls."""
+    """Block copies that must precede the pass."""
 
     kind: str  # "copy", "swap_out" or "swap_in"
     pairs: npt.NDArray[np.int64]  # [n, 2], (source, destination)
@@ -35,35 +42,41 @@ class Copies:
 class Plan:
     """One forward pass."""
 
-    sequences: list[Sequence]  # those of one token first
-    counts: list[int]  # tokens of each
-    input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: those that the last pass gave
+    sequences: list[Sequence]  # sequences with one token come first
+    counts: list[int]  # number of tokens per sequence
+    input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: the tokens of the last pass
     copies: list[Copies]
     num_common_blocks: int = 0
-    """Leading blocks that the sequences of one token share, in each group without a window; 0
-    where they are not counted."""
+    """Number of leading blocks that all one-token sequences share. 0 also means not counted.
+
+    It holds for every layer group without a window.
+    """
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """The number of tokens of all sequences."""
         return sum(self.counts)
 
     @property
     def num_single(self) -> int:
-        """Leading sequences with one token each."""
+        """The number of leading sequences with one token."""
         return self.counts.count(1)
 
 
 @dataclass
 class SchedulerStatistics:
-    """Since the scheduler was made.
+    """Counters since the start or the last reset.
 
     Args:
-        num_steps: passes.
-        num_tokens: computed, those computed again included.
-        num_swapped, num_recomputed: preemptions by swapping, and by computing again.
-        num_cached_tokens: of prompts, found in the prefix cache at first admission.
-        num_prompt_tokens: of prompts that were admitted, each once.
+        num_steps: Number of passes.
+        num_tokens: Number of computed tokens. Recomputed ones count again.
+        num_swapped: Number of preemptions that swapped to the host.
+        num_recomputed: Number of preemptions that freed the blocks.
+        num_cached_tokens: Number of prompt tokens that the prefix cache had at first admission.
+        num_prompt_tokens: Number of prompt tokens of admitted requests. Each counts once.
+        num_failed_passes: Number of passes that failed and were recomputed.
+        num_errors: Number of requests that ended with ``FinishReason.ERROR``.
+        num_non_finite: Number of these whose logits were NaN or infinite.
     """
 
     num_steps: int = 0
@@ -72,31 +85,38 @@ class SchedulerStatistics:
     num_recomputed: int = 0
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_failed_passes: int = 0
+    num_errors: int = 0
+    num_non_finite: int = 0
 
 
 @dataclass
 class _Queues:
-    waiting: deque[Sequence] = field(default_factory=deque)  # nothing of them is in memory
-    swapped: deque[Sequence] = field(default_factory=deque)  # on the host
-    running: list[Sequence] = field(default_factory=list)  # by arrival
+    waiting: deque[Sequence] = field(default_factory=deque)  # hold no blocks
+    swapped: deque[Sequence] = field(default_factory=deque)  # hold host blocks
+    running: list[Sequence] = field(default_factory=list)  # in order of arrival
+    held: deque[Sequence] = field(default_factory=deque)  # may not run now; hold no blocks
 
 
 class Scheduler:
-    """Requests in, plans of forward passes out.
+    """Takes requests and plans forward passes.
+
+    A waiting sequence is held back while another one computes a prefix for it. The prefix must be
+    half of its missing tokens and an eighth of ``max_batch_tokens``. The next pass finds the prefix
+    cached. Sequences behind it wait too. While sequences run, admission leaves a hundredth of the
+    blocks free, so that running sequences can grow without a preemption.
 
     Args:
-        manager: of the blocks; all of its sequences are the scheduler's.
-        buffers: filled for each plan, one a group of layers; their sizes bound a pass.
-        max_batch_size: sequences in one pass.
-        max_batch_tokens: tokens in one pass, >= max_batch_size.
-        max_length: tokens of a sequence.
-        prefix_caching: whether the manager finds blocks of sequences that run.
-        may_cascade: whether a plan says how many blocks its sequences share, asked for each.
+        manager: The KV-cache manager. The scheduler owns all of its sequences.
+        buffers: Host buffers that each plan fills, one per layer group. Their sizes bound a pass.
+        max_batch_size: Maximum number of sequences per pass.
+        max_batch_tokens: Maximum number of tokens per pass, >= max_batch_size.
+        max_length: Maximum number of tokens per sequence.
+        prefix_caching: Whether the manager shares blocks of running sequences.
+        may_cascade: Called for each plan. True asks for ``Plan.num_common_blocks``.
 
-    A sequence waits, and those behind it, while half or more of what it would compute (and an
-    eighth of a pass) is being computed for another: the next pass finds it cached. While others
-    run, a hundredth of the blocks is kept free of new sequences, so that those that run can grow
-    before one has to be preempted.
+    Raises:
+        ValueError: A limit is too small.
     """
 
     def __init__(
@@ -124,20 +144,21 @@ class Scheduler:
         self.max_length = max_length
         self.prefix_caching = prefix_caching
         self._may_cascade = may_cascade
-        # Groups of layers whose common blocks are counted.
+        # Only layer groups without a window can cascade.
         self._full_groups = [group for group, window in enumerate(manager.windows) if not window]
         self.watermark_blocks = max(1, manager.num_blocks // 100)
         self.statistics = SchedulerStatistics()
         self._queues = _Queues()
         self._next_id = count()
+        self._isolated: frozenset[Request] | None = None  # only these may run
 
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Takes a request in; its first sequence waits for room.
+        """Adds a request. Its first sequence waits for admission.
 
         Raises:
-            ValueError: a request that could not be served even if it were alone.
+            ValueError: The request does not fit even if it runs alone.
         """
         prompt, params = len(request.prompt), request.params
         if prompt < 1:
@@ -153,7 +174,8 @@ class Scheduler:
                 f"{params.n}"
             )
         longest = min(prompt + params.max_tokens, self.max_length)
-        needed, there = self._blocks_at_most(longest), self._num_blocks()
+        needed = blocks_at_most(longest, self.manager, self.max_batch_tokens)
+        there = num_usable_blocks(self.manager)
         if needed > there:
             raise ValueError(
                 f"Engine: prompt and max_tokens: {longest} tokens need {needed} blocks, the cache "
@@ -161,44 +183,76 @@ class Scheduler:
             )
         sequence = Sequence(next(self._next_id), request, 0, list(request.prompt))
         request.sequences.append(sequence)
-        self._queues.waiting.append(sequence)
-
-    def abort(self, request: Request) -> None:
-        """Ends what is left of a request and frees its blocks."""
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self.finish(sequence, FinishReason.ABORT)
+        queues = self._queues
+        (queues.waiting if self._may_run(request) else queues.held).append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a sequence and frees its blocks, which stay findable as a prefix."""
+        """Ends a sequence and frees its blocks.
+
+        The prefix cache can still find the blocks, unless the reason is an error.
+        """
         queues = self._queues
-        for queue in (queues.running, queues.waiting, queues.swapped):
+        for queue in (queues.running, queues.waiting, queues.swapped, queues.held):
             if sequence in queue:
                 queue.remove(sequence)
         if sequence.id in self.manager:
-            self.manager.free(sequence.id)
+            num_computed = 0 if reason is FinishReason.ERROR else None
+            self.manager.free(sequence.id, num_computed=num_computed)
         sequence.finish_reason = reason
+
+    def isolate(self, requests: Collection[Request] | None) -> None:
+        """Lets only these requests run. None lets all run."""
+        self._isolated = None if requests is None else frozenset(requests)
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Moves sequences in and out of the held queue.
+
+        Paused requests are held, and so are requests outside an isolated group. They lose their
+        blocks and are recomputed later.
+        """
+        queues = self._queues
+        for queue in (queues.running, queues.swapped):
+            for sequence in [one for one in queue if not self._may_run(one.request)]:
+                queue.remove(sequence)
+                self.manager.free(sequence.id)
+                sequence.num_computed = 0
+                queues.held.append(sequence)
+        idle = sorted(
+            [*queues.waiting, *queues.held], key=lambda one: (one.request.arrival, one.id)
+        )
+        queues.waiting = deque(one for one in idle if self._may_run(one.request))
+        queues.held = deque(one for one in idle if not self._may_run(one.request))
+
+    @property
+    def has_runnable(self) -> bool:
+        """Whether a sequence waits, runs or is swapped out. Held ones do not count."""
+        return self.num_unfinished > len(self._queues.held)
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that are waiting, running or swapped out."""
+        """The number of sequences that wait, run, are swapped out or held."""
         queues = self._queues
-        return len(queues.waiting) + len(queues.running) + len(queues.swapped)
+        held = len(queues.held)
+        return len(queues.waiting) + len(queues.running) + len(queues.swapped) + held
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks of the device."""
+        """The number of sequences that hold device blocks."""
         return len(self._queues.running)
 
     # Passes.
 
     def schedule(self) -> Plan | None:
-        """Plans the next pass, and fills the buffers for it. None: nothing is left to do.
+        """Plans the next pass and fills the buffers.
+
+        Returns:
+            The plan, or None if no request may run.
 
         Raises:
-            RuntimeError: naming a request that finds no room though nothing else runs.
+            RuntimeError: A request finds too few blocks though nothing else runs.
         """
-        if not self.num_unfinished:
+        if not self.has_runnable:
             return None
         copies: list[Copies] = []
         chosen, budget = self._continue_running()
@@ -213,7 +267,7 @@ class Scheduler:
             plan = self._step(chosen, copies)
             if plan is not None:
                 break
-            if admitted:  # they were let in by an estimate: send them back, youngest first
+            if admitted:  # admission is an estimate: undo it, youngest first
                 self._send_back(admitted.pop(), chosen)
             else:
                 self._preempt_youngest(chosen, copies)
@@ -222,14 +276,14 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self) -> Plan | None:
-        """Plans the next pass while the tokens that the last one gave are not known yet.
+        """Plans the next pass before the host knows the tokens of the last one.
 
-        It takes one token of every sequence but those that end with the last pass for certain. One
-        that turns out to have ended otherwise is computed in vain.
+        The plan has one token of each running sequence, unless the last pass ends it by length. A
+        sequence that ends by a stop token or string is computed once too often.
 
         Returns:
-            The plan, without input_ids. None: the next pass may be another one (sequences may be
-            admitted, prompts go on, blocks run short), or there is none: fetch the tokens, then
+            The plan, without input_ids. None if the next pass depends on unknown results: after an
+            admission, with prompt chunks left, or if blocks run short. Then fetch the tokens and
             call :meth:`schedule`.
         """
         queues = self._queues
@@ -257,44 +311,62 @@ class Scheduler:
         return Plan(order, [1] * len(order), None, copies, self._common_blocks(ids))
 
     def record(self, plan: Plan) -> None:
-        """Says which tokens a plan of :meth:`schedule_ahead` had, now that they are known: so its
-        full blocks can be found as prefixes."""
+        """Tells the manager the tokens of a plan by :meth:`schedule_ahead`, once they are known.
+
+        The prefix cache needs them to find the plan's full blocks.
+        """
         alive = [sequence for sequence in plan.sequences if sequence.finish_reason is None]
         ids = [sequence.id for sequence in alive]
         self.manager.record_tokens(ids, 1, [sequence.tokens[-1] for sequence in alive])
 
     def computed(self, plan: Plan) -> list[Sequence]:
-        """Takes note that a plan's pass was run.
+        """Records that a plan's pass ran.
 
         Returns:
-            The sequences that get a token now, in the order of the plan. Where a request wants
-            several and its prompt is complete, its other sequences follow the first: they share
-            its blocks from here on.
+            The sequences that get a token now, in the order of the plan. A request with ``n`` > 1
+            forks after its prompt. Its other sequences follow the first and share its blocks.
+            Sequences that ended during the pass are included, because they have logits.
         """
         ready: list[Sequence] = []
         for sequence, num_tokens in zip(plan.sequences, plan.counts):
             sequence.num_computed += num_tokens
-            if sequence.num_to_compute == 0:
+            if sequence.finish_reason is not None:
+                ready.append(sequence)
+            elif sequence.num_to_compute == 0:
                 ready += [sequence, *self._fork(sequence)]
         return ready
 
-    def failed(self) -> None:
-        """Takes note that a plan's pass was not run to its end: what the cache holds, and what the
-        host holds of it, is unknown, so everything that runs or is swapped out is computed again.
+    def failed(self, requests: Iterable[Request]) -> None:
+        """Records that a pass failed, which leaves blocks and queues in an unknown state.
+
+        Args:
+            requests: All unfinished requests. Their sequences return to waiting and are
+                recomputed.
         """
-        queues = self._queues
-        for sequence in reversed([*queues.running, *queues.swapped]):
-            self.manager.free(sequence.id)
-            sequence.num_computed = sequence.num_pending = 0
-            queues.waiting.appendleft(sequence)
-        queues.running.clear()
-        queues.swapped.clear()
+        self.manager.free_batch(self.manager.sequence_ids())
         self.manager.reset_prefix_cache()
+        self._queues = _Queues()
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.num_computed = sequence.num_pending = 0
+                    self._queues.held.append(sequence)
+        self.regroup()
+        self.statistics.num_failed_passes += 1
 
     # Inner workings.
 
+    def _may_run(self, request: Request) -> bool:
+        if request.is_paused:
+            return False
+        return self._isolated is None or request in self._isolated
+
     def _continue_running(self) -> tuple[dict[Sequence, int], int]:
-        """Tokens of the running sequences, decoding ones first, and what is left of the budget."""
+        """Chooses tokens of the running sequences, decoding ones first.
+
+        Returns:
+            The number of tokens per sequence, and the rest of the token limit.
+        """
         budget = self.max_batch_tokens
         chosen: dict[Sequence, int] = {}
         prompts = []
@@ -314,7 +386,7 @@ class Scheduler:
     def _admit(
         self, chosen: dict[Sequence, int], budget: int, copies: list[Copies]
     ) -> list[Sequence]:
-        """Adds sequences that fit: swapped ones, then waiting ones, none before an older one."""
+        """Admits sequences that fit, swapped ones before waiting ones, in order of arrival."""
         queues = self._queues
         if not queues.swapped and not queues.waiting:
             return []
@@ -333,15 +405,15 @@ class Scheduler:
         if queues.swapped:
             return []
         admitted: list[Sequence] = []
-        # What running prompts will still ask for: they were let in with all of their tokens.
+        # Blocks that running prompts still need. Admission counted all of their tokens.
         promised = sum(self._blocks(sequence.num_to_compute) for sequence in queues.running)
         while queues.waiting and budget:
             sequence = queues.waiting[0]
             if places < sequence.width:
                 break
             tokens = np.array(sequence.tokens, np.int32)
-            # The estimate has room for the whole prompt in every group, more than windows hold.
-            # Where nothing else runs, what add() has checked is enough.
+            # can_allocate counts the whole prompt in every group, although a window holds less.
+            # If nothing else runs, the check in add() is enough.
             salt = sequence.request.salt
             if queues.running and not self.manager.can_allocate(tokens, salt=salt):
                 break
@@ -361,8 +433,10 @@ class Scheduler:
         return admitted
 
     def _comes(self, sequence: Sequence, matched: int, chosen: dict[Sequence, int]) -> bool:
-        """Whether half or more of what a waiting sequence lacks in the cache, and enough to be
-        worth a pass, is in this pass for another sequence."""
+        """Whether this pass computes a prefix that ``sequence`` should wait for.
+
+        The prefix must be half of its missing tokens and an eighth of ``max_batch_tokens``.
+        """
         if not self.prefix_caching:
             return False
         tokens, block = sequence.tokens, self.manager.block_size
@@ -383,23 +457,23 @@ class Scheduler:
         return False
 
     def _places(self) -> int:
-        """Sequences that may be admitted."""
+        """Returns the number of sequences that may still be admitted."""
         return self.max_batch_size - sum(sequence.width for sequence in self._queues.running)
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may find room: what :meth:`_admit` asks, roughly."""
+        """Whether :meth:`_admit` may admit a waiting sequence. This is an estimate."""
         if self._places() < sequence.width:
             return False
         tokens = np.array(sequence.tokens, np.int32)
         return self.manager.can_allocate(tokens, salt=sequence.request.salt)
 
     def _is_tight(self, needed: int) -> bool:
-        """Whether so many blocks would leave too few to those that run."""
+        """Whether ``needed`` blocks would leave too few for the running sequences."""
         free = self.manager.num_free_blocks - self.watermark_blocks
         return bool(self._queues.running) and needed > free
 
     def _step(self, chosen: dict[Sequence, int], copies: list[Copies]) -> Plan | None:
-        """Hands out the slots of all tokens; None where there are too few blocks."""
+        """Allocates slots for all tokens. Returns None if there are too few blocks."""
         order = sorted(chosen, key=lambda sequence: chosen[sequence] > 1)  # stable: single first
         counts = [chosen[sequence] for sequence in order]
         input_ids = np.fromiter(
@@ -425,14 +499,14 @@ class Scheduler:
         return Plan(order, counts, input_ids, copies, self._common_blocks(ids[: counts.count(1)]))
 
     def _common_blocks(self, ids: Integers) -> int:
-        """Leading blocks that these sequences share, in each group without a window."""
+        """Returns the number of leading blocks that all ``ids`` share in full-attention groups."""
         groups = self._full_groups
         if len(ids) < 2 or not groups or not self._may_cascade():
             return 0
         return min(self.manager.num_common_prefix_blocks(ids, group=group) for group in groups)
 
     def _run(self, sequence: Sequence) -> None:
-        """Puts a sequence among the running ones, by arrival."""
+        """Adds a sequence to the running ones, in order of arrival."""
         running = self._queues.running
         at = len(running)
         while at and running[at - 1].request.arrival > sequence.request.arrival:
@@ -467,7 +541,7 @@ class Scheduler:
             self.statistics.num_recomputed += 1
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The request's other sequences, once its prompt is computed."""
+        """Creates the request's other sequences, once its prompt is computed."""
         request = sequence.request
         if sequence.width == 1:
             return []
@@ -485,7 +559,7 @@ class Scheduler:
     def _count_cached(self, sequence: Sequence, cached: int) -> None:
         sequence.num_computed = cached
         request = sequence.request
-        if request.num_cached_tokens is None:  # not one that is computed again
+        if request.num_cached_tokens is None:  # first admission, not a recomputation
             request.num_cached_tokens = cached
             self.statistics.num_cached_tokens += cached
             self.statistics.num_prompt_tokens += len(sequence.tokens)
@@ -493,16 +567,17 @@ class Scheduler:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size) * self.manager.num_groups
 
-    def _blocks_at_most(self, num_tokens: int) -> int:
-        """What one sequence of so many tokens ever holds, in all groups."""
-        needed = 0
-        for window in self.manager.windows:
-            # A window's blocks are given back by each step: one holds the window and the step.
-            held = min(num_tokens, window + self.max_batch_tokens) if window else num_tokens
-            needed += -(-held // self.manager.block_size) + (1 if window else 0)
-        return needed
 
-    def _num_blocks(self) -> int:
-        """Blocks that sequences may hold."""
-        has_null_block = self.manager.null_block is not None
-        return self.manager.num_blocks - has_null_block
+def blocks_at_most(num_tokens: int, manager: KVCacheManager, max_batch_tokens: int) -> int:
+    """Returns the most blocks that a sequence of ``num_tokens`` ever holds."""
+    needed = 0
+    for window in manager.windows:
+        # Each step frees blocks before the window, so a sequence holds window + step.
+        held = min(num_tokens, window + max_batch_tokens) if window else num_tokens
+        needed += -(-held // manager.block_size) + (1 if window else 0)
+    return needed
+
+
+def num_usable_blocks(manager: KVCacheManager) -> int:
+    """Returns the number of blocks that sequences may hold."""
+    return manager.num_blocks - (manager.null_block is not None)

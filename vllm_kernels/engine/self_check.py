@@ -1,7 +1,7 @@
-"""Whether a packed forward pass gives the logits of the model's own attention.
+"""Compares logits of a packed forward pass with those of the model's own attention.
 
-Models differ in ways that no configuration tells (where positions come from, which state a layer
-keeps beside its keys): so an engine compares before it serves.
+No config says where positions come from or what state a layer keeps besides its keys. So an engine
+compares logits before it serves a model.
 """
 
 from __future__ import annotations
@@ -24,18 +24,26 @@ __all__ = ["verify"]
 _LONGEST = 60
 _SHORT = 5
 _TOLERANCE = {torch.float32: 1e-2}
-"""Of the relative error of a row of logits, by the model's dtype; wrong positions or a wrong mask
-give errors around 1."""
+"""Bound on the relative error of a row of logits, by the model's dtype.
+
+Wrong positions or a wrong mask give errors around 1.
+"""
 _TOLERANCE_OF_16_BITS = 0.15
 _TOLERANCE_OF_8_BIT_CACHES = 0.3
 
 
 def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
-    """Two short sequences, one in two parts, beside each other, against the model one by one.
+    """Runs two short sequences in one batch, and compares with the model on each alone.
+
+    One of the sequences runs in two chunks.
+
+    Args:
+        packed: The model runner to check.
+        manager: Its KV-cache manager, without sequences.
 
     Raises:
-        NotImplementedError: their logits differ.
-        ValueError: they differ, and the cache has 8 bits: its scales are likely to be wrong.
+        NotImplementedError: The logits differ.
+        ValueError: The logits differ with an 8-bit cache, so its scales are probably wrong.
     """
     model = packed.model
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -71,8 +79,10 @@ def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
 
 
 def _long(packed: ModelRunner, manager: KVCacheManager) -> int:
-    """Tokens of the longer sequence: over the edge of a small window and over that of a block, if
-    there is room."""
+    """Returns the length of the longer sequence in tokens.
+
+    If the cache has room, it exceeds two blocks and every small window.
+    """
     windows = packed.pages.groups.windows
     edges = [edge for edge in (*windows, 2 * manager.block_size) if 0 < edge < _LONGEST]
     blocks = manager.num_free_blocks // manager.num_groups - -(-_SHORT // manager.block_size)
@@ -83,7 +93,7 @@ def _long(packed: ModelRunner, manager: KVCacheManager) -> int:
 def _packed_logits(
     packed: ModelRunner, manager: KVCacheManager, long: list[int], short: list[int]
 ) -> list[Tensor]:
-    """Logits after short[:4], short and long."""
+    """Returns the logits after short[:4], short and long."""
     request = Request(-1, [], SamplingParams(), arrival=time.perf_counter())
     a = Sequence(0, request, 0, long)
     b = Sequence(1, request, 0, short[:4])
@@ -107,7 +117,7 @@ def _packed_logits(
 def _step(
     packed: ModelRunner, manager: KVCacheManager, counts: dict[Sequence, int]
 ) -> list[Tensor]:
-    """So many tokens of each sequence, in one pass if that is large enough, else in several."""
+    """Computes ``counts`` tokens of each sequence, in one pass if the limits allow."""
     if len(counts) <= packed.max_batch_size and sum(counts.values()) <= packed.max_batch_tokens:
         return _pass(packed, manager, list(counts), list(counts.values()))
     rows = []
@@ -138,7 +148,7 @@ def _pass(
 
 @torch.inference_mode()
 def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """[vocabulary], after the last of ``tokens``."""
+    """Returns logits [vocabulary] after the last of ``tokens``, by the model's own attention."""
     options = {"use_cache": False}
     if takes_positions(model):
         options["position_ids"] = torch.arange(len(tokens), device=model.device)[None]

@@ -1,4 +1,4 @@
-"""Small tensors from Python to a device."""
+"""Copies small host values to a device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["upload"]
 def upload(
     values: Sequence[Any] | npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A tensor of ``values``. On a GPU without a wait for what runs there, as ``torch.tensor``
-    with a device would have it."""
+    """Returns a tensor of ``values`` on ``device``.
+
+    The copy to a GPU is asynchronous. ``torch.tensor(values, device=...)`` would synchronise.
+    """
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

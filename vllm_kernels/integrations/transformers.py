@@ -21,6 +21,7 @@ attention.
 
 from __future__ import annotations
 
+from vllm_kernels.engine.async_engine import AsyncEngine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.outputs import Completion, RequestOutput, TokenOutput
 from vllm_kernels.engine.request import FinishReason, SamplingParams
@@ -30,6 +31,7 @@ from vllm_kernels.hf.paged_cache import PagedCache
 
 __all__ = [
     "NAME",
+    "AsyncEngine",
     "Completion",
     "Engine",
     "FinishReason",

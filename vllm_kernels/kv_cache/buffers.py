@@ -119,7 +119,7 @@ class BatchBuffers:
                 )
 
         def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
+            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pin_memory)
 
         return cls(
             tensor(max_sequences, max_blocks, dtype=torch.int32),

@@ -1,7 +1,7 @@
 """The ops as typed Python calls.
 
 Names and argument order are those of vLLM's ``_custom_ops``, so a call site moves over by changing
-the import; README, "The ops", names the exceptions. Every op runs on CPU and CUDA tensors, writes
+the import; docs/from_vllm.md names the exceptions. Every op runs on CPU and CUDA tensors, writes
 into tensors the caller owns, and is for inference only: under grad mode a tensor that requires grad
 is refused.
 
@@ -10,15 +10,13 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from vllm_kernels import _library
-from vllm_kernels.errors import InvalidArgument, InvalidIndex
+from vllm_kernels.errors import InvalidIndex
 from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops._explain import explain
+from vllm_kernels.ops._fake import register_fakes
 from vllm_kernels.ops.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
@@ -181,37 +179,5 @@ def check() -> None:
             raise InvalidIndex(str(error)) from None
 
 
-def _fake(op: str) -> Callable[..., None]:
-    """What runs for fake and meta tensors. torch calls it for a call with any meta tensor, too."""
-    names = [argument.name for argument in getattr(library_ops, op).default._schema.arguments]
-
-    def fake(*args: object, **kwargs: object) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = [
-            (name, tensor)
-            for name, value in given.items()
-            if not (op.startswith("copy_blocks") and name == "block_mapping")  # may be on the CPU
-            for tensor in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(tensor, Tensor)
-        ]
-        meta = next((name for name, tensor in tensors if tensor.is_meta), None)
-        real = next(((name, tensor) for name, tensor in tensors if not tensor.is_meta), None)
-        if meta is not None and real is not None:
-            raise InvalidArgument(
-                f"{op}: {meta}: expected a tensor on {real[1].device} (from {real[0]}), got meta"
-            )
-
-    return fake
-
-
-def _register_fakes() -> None:
-    """All ops write into their arguments and return nothing."""
-    for name in OPS:
-        if name == "swap_blocks":  # its mapping is on the CPU, wherever the caches are
-            torch.library.register_fake("vllm_kernels::swap_blocks")(lambda *args, **kwargs: None)
-        else:
-            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(name))
-
-
-_register_fakes()
+register_fakes(OPS)
 _library.explain_missing_cuda(OPS)

@@ -155,8 +155,9 @@ def paged_attention_v2(
     """:func:`paged_attention_v1` with vLLM's scratch arguments, which are checked and not used.
 
     Both run :func:`paged_attention`'s kernels. The contents of the scratch are unspecified.
+    The other arguments are those of v1.
 
-    Args (in addition to those of v1):
+    Args:
         exp_sum: [num_seqs, num_heads, partitions] float32.
         max_logits: [num_seqs, num_heads, partitions] float32.
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
@@ -293,14 +294,15 @@ def paged_attention(
 
     A sequence's query tokens are its last ones: of ``n`` query tokens, token i has the position
     ``p = seq_len - n + i`` and attends to the tokens t with ``p - sliding_window < t <= p``. That
-    serves decoding (n = 1), speculative verification, chunked prefill and prefill. With
+    serves decoding (n = 1), speculative verification, chunked prefill and prefill. With::
 
         s(t) = cap(scale * q . k[t]) - slope * |t - p|,   cap(x) = softcap * tanh(x / softcap)
 
     the result is ``out = sum exp(s(t)) v[t] / (sum exp(s(t)) + exp(sink))`` and
     ``lse = log(sum exp(s(t)) + exp(sink))``, without exp(sink) if there are no sinks. A query
-    token without visible tokens (a negative position too) gives 0 and -inf (its sink). (Pages: Kwon
-    et al. 2023, arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
+    token without visible tokens gives 0 and -inf (its sink); with causal=True, one of negative
+    position too. ``return_lse`` changes no bit of out. (Pages: Kwon et al. 2023,
+    arXiv:2309.06180; ALiBi: Press et al. 2022, arXiv:2108.12409; softcap: Gemma 2,
     arXiv:2408.00118; sinks: Xiao et al. 2024, arXiv:2309.17453, as logits of gpt-oss.)
 
     Slots that are visible to no query token of the sequence may hold anything. The visible ones of
@@ -312,20 +314,26 @@ def paged_attention(
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; the stride between
             tokens is free. head_size: a multiple of 8 (of 16 for an 8-bit cache) from 32 to 256.
         key_cache, value_cache: dtype of query, float8_e4m3fn, float8_e5m2 or int8. By layout:
-            "vllm"  K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes' worth,
-                    V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
-            "NHD"   [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
-            "HND"   [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+
+            - "vllm": K [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 bytes'
+              worth, V [num_blocks, num_kv_heads, head_size, block_size]; a head's page contiguous
+            - "NHD": [num_blocks, block_size, num_kv_heads, head_size]; last dimension contiguous
+            - "HND": [num_blocks, num_kv_heads, block_size, head_size]; last dimension contiguous
+
             All other strides are free: slices of a packed tensor need no copy. block_size is a
             power of two from 1 to 256; num_heads is a multiple of num_kv_heads.
         block_tables: [num_seqs, max_blocks_per_seq] int32; ids of invisible blocks (past the
             sequence's end, before its window) are ignored.
-        seq_lens: [num_seqs] int32, in tokens, the query tokens included. On CUDA a call whose
-            seq_lens or query_start_loc change while it runs may not end.
-        scale: of the product; head_size ** -0.5 by default.
+        seq_lens: [num_seqs] int32, in tokens, the query tokens included. A length above 0 but less
+            than the sequence's query tokens is an error if causal, or if window_right is 0. CUDA
+            reports it only with VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions
+            give 0. On CUDA a call whose seq_lens or query_start_loc change while it runs may not
+            end.
+        scale: of the product, finite; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
-            None: one a sequence. Tokens that no sequence owns are left as they are. Padded rows of
-            0 tokens and 0 query tokens, as BatchBuffers has them, are fine.
+            None: one a sequence. Tokens that no sequence owns get 0 and lse -inf; a given out stays
+            as it is there. Padded rows of 0 tokens and 0 query tokens, as BatchBuffers has them,
+            are fine.
         max_query_len: a bound on a sequence's query tokens, num_tokens by default. CUDA chooses the
             kernel by it, so give it wherever a batch has several tokens. Where it is too low, a CPU
             raises and CUDA leaves a sequence's tokens past it out.
@@ -333,8 +341,9 @@ def paged_attention(
         sliding_window: tokens visible to a query token, itself included; 0: all.
         softcap: bound on the scaled product; 0: none.
         sinks: [num_heads] float32.
-        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32, not
-            negative, one element or [num_kv_heads]; None stands for 1.
+        k_scale, v_scale: for an 8-bit cache, whose elements stand for element * scale: float32,
+            finite and > 0, one element or [num_kv_heads]; None stands for 1. (CUDA reports others
+            only with VLLM_KERNELS_CHECK=1.)
         layout: "vllm", "NHD" or "HND". NHD taken for HND is no error where head numbers fit.
         out: like query, written; the stride between tokens is free. None: a new tensor.
         return_lse: whether to return the log-sum-exp as well.
@@ -364,8 +373,8 @@ def paged_attention(
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a length, block id or query_start_loc out of range, before anything is written; on CUDA
-            such a row is contained (clamped, skipped).
+            a length, block id, query_start_loc or scale out of range, before anything is written;
+            on CUDA such a row is contained (clamped, skipped).
     """
     if is_grad_enabled():
         inference_only(
@@ -378,9 +387,12 @@ def paged_attention(
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
         max_query_len = 1 if query_start_loc is None else query.shape[0]
-    if out is None:
-        out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    if query_start_loc is None:
+        if out is None:
+            out = query.new_empty(query.shape)
+    else:
+        out = _owned_by_nobody(query, out, lse)
     op = _traced if is_dynamo_compiling() else _direct
     try:
         op(
@@ -391,6 +403,13 @@ def paged_attention(
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
+
+
+def _owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    """Sets what tokens keep that no sequence owns: lse -inf, and 0 in an out that is made here."""
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    return query.new_zeros(query.shape) if out is None else out
 
 
 @overload
@@ -494,7 +513,8 @@ def varlen_attention(
             float8_e5m2 or int8; the strides of tokens and heads are free (slices of a packed QKV
             product need no copy). num_heads is a multiple of num_kv_heads.
         query_start_loc, key_start_loc: [num_seqs + 1] int32, where each sequence starts and the
-            last one ends. Query tokens that no sequence owns are left as they are.
+            last one ends. Query tokens that no sequence owns get 0 and lse -inf; a given out stays
+            as it is there.
         causal: whether keys after a query token's position are invisible to it.
         window: (left, right): visible keys before and after the position; -1: all.
         k_scale, v_scale: for 8-bit keys and values, as :func:`paged_attention` has them.
@@ -517,9 +537,8 @@ def varlen_attention(
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
         max_query_len = query.shape[0]
-    if out is None:
-        out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+    out = _owned_by_nobody(query, out, lse)
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
     try:
         op(
@@ -570,7 +589,7 @@ def fused_decode_attention(
     head sizes up to 128 and pages of up to 16 tokens; else the launches of the two ops (which in
     the other layouts take as long).
 
-    The new token's slot must be the one that tables and lengths give for the last token,
+    The new token's slot must be the one that tables and lengths give for the last token::
 
         slot_mapping[s] = block_tables[s, (seq_lens[s] - 1) // block_size] * block_size
                         + (seq_lens[s] - 1) % block_size
@@ -595,9 +614,9 @@ def fused_decode_attention(
             change while it runs may not end.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
-        epsilon: of the norm, >= 0.
-        scale, alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, workspace,
-            fixed_split_size: as :func:`paged_attention` has them.
+        epsilon: of the norm, finite, >= 0.
+        scale, alibi_slopes, sliding_window, softcap, sinks: as :func:`paged_attention` has them.
+        k_scale, v_scale, layout, workspace, fixed_split_size: likewise.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
 

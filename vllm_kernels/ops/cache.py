@@ -61,7 +61,8 @@ def reshape_and_cache(
             tensors), "int8" (uint8 or int8): x / scale to nearest even, saturating. A NaN is stored
             as NaN in fp8 and as 0 in int8.
         k_scale, v_scale: float32 on the same device, both of one element or both [num_kv_heads];
-            for 8-bit caches.
+            for 8-bit caches, where they are finite and > 0. (The CPU refuses others, CUDA reports
+            them with VLLM_KERNELS_CHECK=1.)
 
     Single tokens cost a 32-byte sector per value, because a token's values are block_size apart.
     On CUDA the tokens of a call are taken in groups of 16; a group whose slots are 16 neighbours
@@ -91,7 +92,8 @@ def reshape_and_cache_flash(
 ) -> None:
     """:func:`reshape_and_cache` for the layout of flash attention.
 
-    Args (where they differ):
+    Args:
+        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as :func:`reshape_and_cache`.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size], written; the
             strides of blocks, tokens and heads are free. A cache of layout HND,
             [num_blocks, num_kv_heads, block_size, head_size], is written through its view
@@ -124,7 +126,8 @@ def reshape_and_cache_per_token_quant(
     them with their blocks. :func:`gather_paged_kv` reads such a cache; attention over it is later
     work (``paged_attention`` takes one scale, or one a KV head).
 
-    Args (where they differ from :func:`reshape_and_cache`):
+    Args:
+        key, value, slot_mapping: as :func:`reshape_and_cache`.
         key_cache, value_cache: int8, in ``layout``, written. "vllm", or "NHD" [num_blocks,
             block_size, num_kv_heads, head_size], or "HND" [num_blocks, num_kv_heads, block_size,
             head_size]; free strides as :func:`vllm_kernels.paged_attention` has them.
@@ -188,7 +191,8 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """:func:`cp_gather_cache` that converts an 8-bit cache to dst's dtype: element * scale.
 
-    Args (where they differ):
+    Args:
+        src_cache, block_table, cu_seq_lens, seq_starts: as :func:`cp_gather_cache`.
         dst: [num_rows, ...] float32, float16 or bfloat16, entries of as many elements, written.
         token_to_seq: [>= num_tokens] int32, the sequence of each row, as in cu_seq_lens; it saves
             the search. A row that cu_seq_lens does not give
@@ -241,7 +245,7 @@ def gather_paged_kv(
         seq_starts: [num_seqs] int32, a sequence's first token to gather; None: 0.
         k_scale, v_scale: for 8-bit caches, float32, both of one element, or [num_kv_heads], or
             [num_blocks, num_kv_heads, block_size] (written by
-            :func:`reshape_and_cache_per_token_quant`).
+            :func:`reshape_and_cache_per_token_quant`); None stands for 1.
         layout: "vllm", "NHD" or "HND".
 
     Raises:
@@ -355,7 +359,8 @@ def copy_blocks(
 
     Args:
         key_caches, value_caches: one tensor a layer, [num_blocks, ...], of any layout and dtype,
-            written. All blocks have one size in bytes, without gaps; the stride of blocks is free.
+            written; none shares memory with another. All blocks have one size in bytes, without
+            gaps; the stride of blocks is free.
         block_mapping: [n, 2] int64, pairs (source, destination), on the caches' device or the CPU.
             No block may be a destination twice, or both a source and a destination: the order of
             the copies is not defined on CUDA (on the CPU it is that of the list).
@@ -363,8 +368,9 @@ def copy_blocks(
     Needs no sync and no upload; safe in CUDA graphs (a mapping on the CPU is then baked in).
 
     Raises:
-        RuntimeError: also for a block out of range where the mapping is on the CPU, before anything
-            is copied; on CUDA such a pair is skipped.
+        RuntimeError: also for a block out of range or a destination that occurs twice, before
+            anything is copied, where the mapping is on the CPU. On CUDA a pair out of range is
+            skipped, and both are reported with VLLM_KERNELS_CHECK=1.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         _refuse_one_tensor("copy_blocks", name, caches)
@@ -407,7 +413,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
         torch.cuda.current_stream().wait_stream(copies)  # before the blocks are written again
 
     Raises:
-        RuntimeError: also for a block out of range, before anything is copied.
+        RuntimeError: also for a block out of range or, between two tensors, one of dst that occurs
+            twice, before anything is copied.
     """
     call.swap_blocks(src, dst, block_mapping)
 
@@ -425,7 +432,7 @@ def convert_fp8(
         input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8,
             or the float8 dtype that kv_dtype names), which gives the direction:
             8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
-        scale: of the 8-bit side.
+        scale: of the 8-bit side, finite and > 0.
         kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".
 
     Raises:

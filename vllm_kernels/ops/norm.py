@@ -28,7 +28,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
         out: [..., hidden_size], written; may be ``input`` itself. Rows may be strided.
         input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
         weight: [hidden_size], dtype of ``input``.
-        epsilon: >= 0.
+        epsilon: finite, >= 0.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.
@@ -46,7 +46,7 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
         input: [..., hidden_size], float32, float16 or bfloat16, written. Rows may be strided.
         residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
         weight: [hidden_size], dtype of ``input``.
-        epsilon: >= 0.
+        epsilon: finite, >= 0.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.

@@ -39,7 +39,7 @@ def rms_norm_static_fp8_quant(
         input: [..., hidden_size], float32, float16 or bfloat16. Rows may be strided.
         weight: [hidden_size], dtype of ``input``.
         scale: float32 of one element, on the device of ``input``.
-        epsilon: >= 0.
+        epsilon: finite, >= 0.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given.

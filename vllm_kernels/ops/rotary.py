@@ -66,7 +66,7 @@ def fused_qk_norm_rope(
             key); float32, float16 or bfloat16. Tokens may be strided.
         num_heads_q, num_heads_k, num_heads_v: heads of query, key and value in ``qkv``.
         head_dim: elements a head, at most 256.
-        eps: >= 0.
+        eps: finite, >= 0.
         q_weight, k_weight: [head_dim], dtype of ``qkv``.
         cos_sin_cache, is_neox: as ``rotary_embedding`` has them; partial rotary too.
         position_ids: [num_tokens] int64.
@@ -120,7 +120,7 @@ def rope_and_cache(
         layout: "vllm", "NHD" or "HND".
         k_scale, v_scale: for 8-bit caches, float32 of one element or one a KV head; None for 1.
         q_weight, k_weight: [head_size], dtype of ``query``, of the RMS norm of every head; or None.
-        epsilon: of the norm, >= 0.
+        epsilon: of the norm, finite, >= 0.
 
     Raises:
         RuntimeError: naming the argument, what was expected and what was given. A position or slot

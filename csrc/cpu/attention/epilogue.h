@@ -33,7 +33,8 @@ inline void store_row(DType dtype, void* to, int64_t element, const float* from,
 // row_max = -inf.
 struct RowState {
   float row_max;
-  float row_sum;     // sum of p = exp(score - row_max)
+  float row_sum;     // sum of p = exp(score - row_max), as rounded for acc
+  float exact_sum;   // sum of unrounded p, for lse
   const float* acc;  // [head_size] sum of p v
 };
 
@@ -44,13 +45,14 @@ inline void epilogue(const PagedAttentionParams& p, int64_t token, int32_t head,
     const float sink = p.sinks[head];
     const float new_max = sink > row.row_max ? sink : row.row_max;
     rescale = rescale_factor(row.row_max, new_max);
-    row.row_sum =
-        row.row_sum * rescale + (sink == -kInfinity ? 0.0f : rescale_factor(sink, new_max));
+    const float sink_p = sink == -kInfinity ? 0.0f : rescale_factor(sink, new_max);
+    row.row_sum = row.row_sum * rescale + sink_p;
+    row.exact_sum = row.exact_sum * rescale + sink_p;
     row.row_max = new_max;
   }
   if (p.lse != nullptr) {
     p.lse[token * p.num_heads + head] =
-        row.row_sum == 0.0f ? -kInfinity : row.row_max + std::log(row.row_sum);
+        row.exact_sum == 0.0f ? -kInfinity : row.row_max + std::log(row.exact_sum);
   }
   const int32_t kv_head = head / (p.num_heads / p.kv.num_kv_heads);
   const float scale =
@@ -79,7 +81,8 @@ inline void end_split(const AttentionPlan& plan, int64_t task, bool starts_tile,
     float* to = plan.partial(task, starts_tile, row);
     to[0] = state.row_sum;
     to[1] = state.row_max;
-    for (int d = 0; d < head_size; ++d) to[2 + d] = state.acc[d];
+    to[2] = state.exact_sum;
+    for (int d = 0; d < head_size; ++d) to[kPartialHeader + d] = state.acc[d];
   }
 }
 

@@ -77,7 +77,7 @@ class PagedAttentionTask {
                    {.first = static_cast<int32_t>(next), .count = kv_block_size(last - next)});
     }
     end_split(plan_, task_, starts, ends, tile.rows(), [&](int row) -> RowState {
-      return {row_max_[row], row_sum_[row], out_ + row * stride_};
+      return {row_max_[row], row_sum_[row], row_sum_[row], out_ + row * stride_};
     });
   }
 

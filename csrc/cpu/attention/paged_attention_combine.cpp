@@ -1,7 +1,7 @@
 // The second launch of both attention kernels. It combines the partials of tiles that several tasks
 // had splits of:
 //   row_max = max_i row_max_i    w_i = exp(row_max_i - row_max)
-//   out = sum_i w_i acc_i / sum_i w_i row_sum_i
+//   out = sum_i w_i acc_i / sum_i w_i row_sum_i      exact_sum = sum_i w_i exact_sum_i
 // Task i combines the tile that begins in task i of the first launch and ends in a later one. There
 // is at most one.
 #include "cpu/attention/decode_tiles.h"
@@ -26,14 +26,16 @@ void combine_tile(const AttentionPlan& plan, int64_t task, int64_t begin, int64_
       if (from[1] > row_max) row_max = from[1];
     }
     alignas(64) float acc[kMaxHeadSize] = {};
-    float row_sum = 0.0f;
+    float row_sum = 0.0f, exact_sum = 0.0f;
     for (int64_t owner = task; owner <= last; ++owner) {
       const float* from = plan.partial(owner, owner == task, row);
       const float weight = rescale_factor(from[1], row_max);
       row_sum += weight * from[0];
-      for (int d = 0; d < head_size; ++d) acc[d] += weight * from[2 + d];
+      exact_sum += weight * from[2];
+      for (int d = 0; d < head_size; ++d) acc[d] += weight * from[kPartialHeader + d];
     }
-    epilogue(plan.params, rows, row, {.row_max = row_max, .row_sum = row_sum, .acc = acc});
+    epilogue(plan.params, rows, row,
+             {.row_max = row_max, .row_sum = row_sum, .exact_sum = exact_sum, .acc = acc});
   }
 }
 

@@ -167,6 +167,7 @@ class DecodeTask {
     for (int head = 0; head < split.heads; ++head) {
       row_max_[head] = -kInfinity;
       row_sum_[head] = 0.0f;
+      exact_sum_[head] = 0.0f;
     }
     for (int i = 0; i < split.heads * head_vectors_; ++i) out_[i] = Vec{};
   }
@@ -266,7 +267,7 @@ class DecodeTask {
     const float block_max = largest(lane_max);
     const float new_max = block_max > old_max ? block_max : old_max;
     const Vec shift = splat(new_max == -kInfinity ? 0.0f : new_max);
-    Vec sums = {};
+    Vec sums = {}, exact_sums = {};
     constexpr int kTokens = Packed::kTokens, kStep = kTokenRows ? 1 : H;
     Prob* probs = probs_ + head * (kTokenRows ? kMaxBlockTokens / kTokens : 1);
     for (int t = 0; t < tokens; t += kTokens) {
@@ -274,7 +275,8 @@ class DecodeTask {
       for (int i = 0; i < kTokens / kLanes; ++i) {
         const Vec prob = exp(load(scores + t + i * kLanes) - shift);
         e[i] = Packed::round(prob);
-        sums += p_.lse == nullptr ? e[i] : prob;  // lse needs unrounded p
+        sums += e[i];
+        if (p_.lse != nullptr) exact_sums += prob;
       }
       Prob operands[Packed::kOperands];
       Packed::pack(e, operands);
@@ -283,6 +285,9 @@ class DecodeTask {
     const float rescale = rescale_factor(old_max, new_max);
     row_max_[tile_head] = new_max;
     row_sum_[tile_head] = row_sum_[tile_head] * rescale + sum(sums);
+    if (p_.lse != nullptr) {
+      exact_sum_[tile_head] = exact_sum_[tile_head] * rescale + sum(exact_sums);
+    }
     return rescale;
   }
 
@@ -313,7 +318,7 @@ class DecodeTask {
   void end_split(const Split& split) {
     unpack_out(split, unpacked_);
     const auto state_of = [&](int head) -> RowState {
-      return {row_max_[head], row_sum_[head], unpacked_ + head * head_size_};
+      return {row_max_[head], row_sum_[head], exact_sum_[head], unpacked_ + head * head_size_};
     };
     cpu::end_split(plan_, task_, split.starts_tile, split.ends_tile, split.rows(p_), state_of);
   }
@@ -335,6 +340,7 @@ class DecodeTask {
   alignas(64) char tail_[kMaxHeadSize * Values::kBytes];
   float row_max_[kMaxTileHeads];
   float row_sum_[kMaxTileHeads];
+  float exact_sum_[kMaxTileHeads];
   float unpacked_[kMaxTileHeads * kMaxHeadSize];  // unpack_out() of the split that just ended
 };
 

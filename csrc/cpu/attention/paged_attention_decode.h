@@ -16,6 +16,8 @@
 
 namespace vllm_kernels::cpu {
 
+constexpr int kPartialHeader = 3;  // floats
+
 // The fields that the plans of both attention kernels share.
 struct AttentionPlan {
   PagedAttentionParams params;
@@ -25,18 +27,18 @@ struct AttentionPlan {
   int32_t grain_tokens = 0;
   int32_t tasks = 1;
   int64_t num_grains = 0;  // of the batch
-  // [tasks][2][rows of a tile][head_size + 2]; index 1 is a tile that begins in this task. A row is
-  // row_sum, row_max, then the unnormalized output.
+  // [tasks][2][rows of a tile][head_size + kPartialHeader]; index 1 is a tile that begins in this
+  // task. A row is row_sum, row_max, exact_sum (epilogue.h), then the unnormalized output.
   float* partials = nullptr;
 
   // Task t has grains [first_grain(t), first_grain(t + 1)).
   int64_t first_grain(int64_t task) const { return num_grains * task / tasks; }
   int64_t partial_size() const {  // floats
-    return int64_t{heads_per_tile} * queries_per_tile * (params.kv.head_size + 2);
+    return int64_t{heads_per_tile} * queries_per_tile * (params.kv.head_size + kPartialHeader);
   }
   float* partial(int64_t task, bool starts_tile, int64_t row) const {
     return partials + (2 * task + (starts_tile ? 1 : 0)) * partial_size() +
-           row * (params.kv.head_size + 2);
+           row * (params.kv.head_size + kPartialHeader);
   }
   // Chooses the number of tasks for `threads` threads and `bytes` bytes of K and V.
   void set_tasks(int64_t threads, int64_t bytes) {

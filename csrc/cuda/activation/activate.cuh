@@ -16,7 +16,7 @@ struct RowChunks {
   unsigned threads = 256;  // of a CTA, one Vec each
 
   RowChunks(int64_t rows, int64_t vecs) {
-    while (threads > 64 && ceil_div(vecs, threads) * rows < current_device_info().num_sms) {
+    while (threads > 64 && ceil_div(vecs, threads) * rows < current_device_model().num_sms) {
       threads /= 2;
     }
     per_row = ceil_div(vecs, threads);

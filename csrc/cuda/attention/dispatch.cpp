@@ -494,7 +494,7 @@ std::string describe(const KernelChoice& choice) {
 std::string describe(const AttentionChoice& choice) {
   std::string text = describe(choice.main);
   if (choice.has_concurrent_decode) {
-    text += "\nbeside it, for sequences of fewer than " + std::to_string(choice.min_query_len) +
+    text += "\nconcurrently, for sequences of fewer than " + std::to_string(choice.min_query_len) +
             " query tokens: " + describe(choice.concurrent_decode);
   }
   return text;

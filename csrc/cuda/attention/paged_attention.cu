@@ -39,7 +39,7 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
 }  // namespace
 
 void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
-  const AttentionChoice choice = choose_kernel(p, current_device_info());
+  const AttentionChoice choice = choose_kernel(p, current_device_model());
   check_fixed_split(p, choice.main);
   if (choice.has_concurrent_decode) {
     check_fixed_split(concurrent_params(p, choice), choice.concurrent_decode);

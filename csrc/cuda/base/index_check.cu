@@ -6,9 +6,7 @@
 #include "cuda/base/index_check.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
-#include <string_view>
 
 #include "cuda/base/launch.cuh"
 
@@ -41,7 +39,7 @@ __device__ bool in_use(const IndexCheckParams& p, int64_t i) {
 }
 
 __device__ IndexBounds bounds_at(const IndexCheckParams& p, int64_t i) {
-  return i > 0 ? p.bounds.after(value_at(p, i - 1)) : p.bounds;
+  return p.bounds_of(i / p.columns, value_at(p, i), i > 0 ? value_at(p, i - 1) : 0);
 }
 
 __device__ bool out_of_bounds(const IndexBounds& bounds, int64_t value) {
@@ -92,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
                  .one_dimensional = p.one_dimensional,
                  .repeated = !out_of_bounds(bounds_at(p, i), value),
                  .row = i / p.columns,
-                 .column = i % p.columns,
+                 .column = i % p.columns + p.first_column,
                  .value = value};
   __threadfence_system();
   report->reported = taken + 1;
@@ -122,14 +120,6 @@ Report* report_of_current_device() {
 }
 
 }  // namespace
-
-bool check_mode() {
-  static const bool on = [] {
-    const char* value = std::getenv("VLLM_KERNELS_CHECK");
-    return value != nullptr && *value != '\0' && std::string_view(value) != "0";
-  }();
-  return on;
-}
 
 void scan_indices(const IndexCheckParams& p, void* stream) {
   if (p.rows * p.columns == 0) return;

@@ -10,9 +10,6 @@
 
 namespace vllm_kernels::cuda {
 
-// Whether VLLM_KERNELS_CHECK is set, is not empty and is not "0". The variable is read only once.
-bool check_mode();
-
 // Enqueues a scan of one index argument on `stream` of the current device.
 void scan_indices(const IndexCheckParams& params, void* stream);
 

@@ -39,7 +39,7 @@ int code_architecture();
 // Whether those kernels were compiled for sm_90a, with wgmma.
 bool code_has_wgmma();
 
-inline const DeviceModel& current_device_info() {
+inline const DeviceModel& current_device_model() {
   static DeviceModel infos[kMaxDevices];
   static std::once_flag filled[kMaxDevices];
   int device = 0;
@@ -79,7 +79,7 @@ int dynamic_shared_memory(const char* op) {
   if (bytes == 0) {  // two threads may both get here; they set the same value
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kKernel), op);
-    bytes = current_device_info().shared_memory_per_block -
+    bytes = current_device_model().shared_memory_per_block -
             static_cast<int>(attributes.sharedSizeBytes);
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
     cached.store(bytes, std::memory_order_release);
@@ -132,7 +132,7 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
   dependent[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = dependent;
-  config.numAttrs = current_device_info().architecture >= 90 ? 1 : 0;
+  config.numAttrs = current_device_model().architecture >= 90 ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error == cudaErrorNoKernelImageForDevice) throw_no_code();

@@ -64,7 +64,7 @@ void launch_as(const ConvertFp8Params& p, Stream stream) {
   const bool vectorized = aligned16(p.output) && aligned16(p.input);
   const int64_t vecs = ceil_div(p.count, vectorized ? 16 : 1);
   const int64_t blocks =
-      std::min<int64_t>(ceil_div(vecs, kThreads), int64_t{32} * current_device_info().num_sms);
+      std::min<int64_t>(ceil_div(vecs, kThreads), int64_t{32} * current_device_model().num_sms);
   launch_kernel("convert_fp8",
                 vectorized ? convert_fp8_kernel<To, From, 16> : convert_fp8_kernel<To, From, 1>,
                 dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,

@@ -172,7 +172,7 @@ void launch_width(const GatherCacheParams& p, Stream stream) {
   const int num_tensors = p.value == nullptr || transposed ? 1 : 2;
   const int per_head = kv.head_size / kWidth;
   int tokens = kGroup;
-  const int64_t wanted = int64_t{2} * current_device_info().num_sms;
+  const int64_t wanted = int64_t{2} * current_device_model().num_sms;
   while (tokens > 1 && int64_t{p.tokens.num_rows} / tokens * num_tensors < wanted) tokens /= 2;
   const RowVecs row_vecs{.tokens = tokens,
                          .by_token = FastDivisor(kv.num_kv_heads * per_head),

@@ -23,5 +23,13 @@ constexpr int kManyTokens = 1024;
 // registers and fewer resident CTAs (kCrowd is false). 8-bit caches have one kernel for any number.
 // (1024 tokens: 40 registers instead of 32 take 13% longer, as the next launch has no room.)
 constexpr int kFewRowTokens = 512;
+// Layout NHD: above so many 16-byte chunks in a row, a CTA has 128 threads, or 256. Shorter rows
+// share a CTA. (No row.)
+constexpr int kShortRowChunks = 16, kLongRowChunks = 128;
+
+// reshape_and_cache_per_token_quant: up to this many tokens a CTA is one warp. (No row.)
+constexpr int kFewQuantTokens = 64;
+// MLA cache ops: up to this many tokens a CTA takes one token. (No row.)
+constexpr int kFewMlaTokens = 1024;
 
 }  // namespace vllm_kernels::cuda

@@ -2,7 +2,7 @@
 // [kv_lora_rank] and k_pe [pe_dim], which all heads share.
 //
 //   concat_and_cache_mla_kernel      writes entries [kv_c | k_pe], as they are or in fp8;
-//                                    1 token a CTA up to kFewTokens, else 4
+//                                    1 token a CTA up to kFewMlaTokens, else 4
 //   concat_and_cache_ds_mla_kernel   writes 656-byte entries of "fp8_ds_mla"; a warp a token
 //   cp_gather_and_upconvert_kernel   gathers 656-byte entries into rows; a warp an entry
 //   concat_mla_q_kernel              q_out = [ql_nope | q_pe]; a grid-stride loop
@@ -23,14 +23,14 @@
 #include "cuda/base/types.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/cache/duplicate_slots.cuh"
+#include "cuda/cache/heuristics.h"
 #include "cuda/launchers.h"
 
 namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxTokens = 32;    // of a CTA
-constexpr int kFewTokens = 1024;  // up to here a CTA takes one token
+constexpr int kMaxTokens = 32;  // of a CTA
 
 // Loads the CTA's own slots into `list` [kMaxTokens] in shared memory. Returns a mask of the own
 // tokens whose slot a later token repeats. All threads of the CTA call it.
@@ -236,7 +236,7 @@ bool inputs_aligned(const ConcatAndCacheMlaParams& p) {
 
 template <typename T>
 void launch_ds_mla(const ConcatAndCacheMlaParams& p, Stream stream) {
-  const int tokens = p.num_tokens <= kFewTokens ? 1 : kThreads / 32;
+  const int tokens = p.num_tokens <= kFewMlaTokens ? 1 : kThreads / 32;
   const auto kernel = inputs_aligned(p) ? concat_and_cache_ds_mla_kernel<T, true>
                                         : concat_and_cache_ds_mla_kernel<T, false>;
   launch_kernel("concat_and_cache_mla", kernel, dim3(ceil_div(p.num_tokens, tokens)),
@@ -246,7 +246,7 @@ void launch_ds_mla(const ConcatAndCacheMlaParams& p, Stream stream) {
 template <typename T, typename C, int kWidth>
 void launch_entries(const ConcatAndCacheMlaParams& p, Stream stream) {
   const int vecs_per_entry = (p.kv_lora_rank + p.pe_dim) / kWidth;
-  const int tokens = p.num_tokens <= kFewTokens ? 1 : 4;
+  const int tokens = p.num_tokens <= kFewMlaTokens ? 1 : 4;
   const int threads = std::min(kThreads, (tokens * vecs_per_entry + 31) / 32 * 32);
   launch_kernel("concat_and_cache_mla", concat_and_cache_mla_kernel<T, C, kWidth>,
                 dim3(ceil_div(p.num_tokens, tokens)), dim3(threads), 0, stream, p,
@@ -283,7 +283,7 @@ void launch_concat(const ConcatMlaQParams& p, Stream stream) {
     throw std::runtime_error("concat_mla_q: too many elements for one call: split it");
   }
   const int64_t blocks =
-      std::min<int64_t>(ceil_div(count, kThreads), int64_t{32} * current_device_info().num_sms);
+      std::min<int64_t>(ceil_div(count, kThreads), int64_t{32} * current_device_model().num_sms);
   launch_kernel("concat_mla_q", concat_mla_q_kernel<V>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kThreads), 0, stream, static_cast<const V*>(p.nope),
                 static_cast<const V*>(p.rope), static_cast<V*>(p.out), in_accesses(p.nope_rows),
@@ -308,7 +308,7 @@ void launch(const ConcatAndCacheMlaParams& params, Stream stream) {
 void launch(const UpconvertMlaParams& p, Stream stream) {
   // Enough CTAs to fill the device if one sequence had all rows; at least one CTA a sequence.
   const int64_t wanted = std::min<int64_t>(ceil_div(p.num_rows, kThreads / 32),
-                                           int64_t{16} * current_device_info().num_sms);
+                                           int64_t{16} * current_device_model().num_sms);
   const int64_t splits = std::max<int64_t>(1, wanted / p.num_seqs);
   const unsigned blocks = grid_size("cp_gather_and_upconvert_fp8_kv_cache", splits * p.num_seqs);
   dispatch_float(p.dtype, [&](auto model) {

@@ -18,6 +18,7 @@
 #include "cuda/base/quant.cuh"
 #include "cuda/base/types.cuh"
 #include "cuda/cache/duplicate_slots.cuh"
+#include "cuda/cache/heuristics.h"
 #include "cuda/cache/kv_writer.cuh"
 #include "cuda/launchers.h"
 
@@ -46,7 +47,6 @@ struct TokenQuantWrite : CacheWrite {
 
 constexpr int kMaxTokens = 32;    // of a CTA
 constexpr int kMaxThreads = 512;  // of a CTA
-constexpr int kFewTokens = 64;    // up to here a CTA is one warp
 constexpr int kWidth = kVecWidth<int8_t>;
 
 // Quantizes a row, given the bits of its largest magnitude.
@@ -306,7 +306,7 @@ void launch_once(const Params& p, Stream stream) {
     // page, so that it finds aligned runs of slots.
     const int warp_tokens = 32 / lanes;
     int tokens = warp_tokens;
-    if (w.num_tokens > kFewTokens) {
+    if (w.num_tokens > kFewQuantTokens) {
       const int run = !transposed || kv.block_size % 16 == 0 ? 16 : kv.block_size % 8 == 0 ? 8 : 1;
       tokens = std::max(run, warp_tokens);
     }

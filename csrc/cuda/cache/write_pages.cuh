@@ -382,7 +382,7 @@ struct PagesShape {
     const int chunks = p.kv.head_size / p.kv.x;
     const int64_t groups = ceil_div(p.num_tokens, run);
     const bool few = p.num_tokens <= kFewTokens;
-    idle = spread && groups * p.kv.num_kv_heads < current_device_info().num_sms;
+    idle = spread && groups * p.kv.num_kv_heads < current_device_model().num_sms;
     lanes = few ? kFewChunks : run == 16 && (chunks <= 8 || idle) ? 8 : 16;
     write.head_splits = static_cast<int>(ceil_div(chunks, lanes));
     write.by_head_splits = FastDivisor(write.head_splits);

@@ -173,11 +173,11 @@ struct RowsShape {
     write.row_size = one_row ? kv.num_kv_heads * kv.head_size : kv.head_size;
     const int chunks = write.row_size / kv.x;
     const bool many = p.num_tokens > kManyTokens && max_each > 0;
-    threads = many || chunks > 128 ? 256 : chunks > 16 ? 128 : 64;
+    threads = many || chunks > kLongRowChunks ? 256 : chunks > kShortRowChunks ? 128 : 64;
     write.lanes = std::min(chunks, threads);
     write.by_lanes = FastDivisor(write.lanes);
     write.by_head_size = FastDivisor(kv.head_size);
-    const bool single = !many && chunks > 16;
+    const bool single = !many && chunks > kShortRowChunks;
     write.rows = single ? 1 : std::min(threads / write.lanes, 32);
     each = many && write.rows <= 2 ? std::min(2, max_each) : 1;
     grid = dim3(static_cast<unsigned>(ceil_div(p.num_tokens, each * write.rows)),

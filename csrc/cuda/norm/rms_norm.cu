@@ -212,7 +212,7 @@ void launch_rows(const RmsNormParams& p, Stream stream) {
     return run(rms_norm_short_kernel<T, kAdd>, ceil_div(rows, rows_per_block), 256, lanes);
   }
   const int64_t widest =
-      rows <= current_device_info().num_sms ? kMaxThreads<1> : kThreadsOfSharedSm;
+      rows <= current_device_model().num_sms ? kMaxThreads<1> : kThreadsOfSharedSm;
   if (rows < kManyRows && vectors <= widest) return run_with(rms_norm_kernel<T, kAdd, 1>, 1);
   if (vectors <= 2 * kMaxThreads<2>) return run_with(rms_norm_kernel<T, kAdd, 2>, 2);
   if (vectors <= 4 * kMaxThreads<4>) return run_with(rms_norm_kernel<T, kAdd, 4>, 4);

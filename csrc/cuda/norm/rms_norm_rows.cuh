@@ -13,7 +13,7 @@ inline bool prefetches_early(const RmsNormParams& p) {
   const int64_t arrays = p.residual == nullptr ? 1 : 2;
   const int64_t bytes = p.input_rows.count * p.hidden_size * size_of(p.dtype) * arrays;
   return p.input_rows.count <= kPrefetchRows &&
-         bytes <= kPrefetchShareOfL2 * current_device_info().l2_bytes;
+         bytes <= kPrefetchShareOfL2 * current_device_model().l2_bytes;
 }
 
 // Prefetches `bytes` of each array into L2, one lane per array. `bytes` and the addresses are

@@ -234,11 +234,7 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
   RopeAndCacheParams slice = params;
   const bool stores = params.stores && params.num_slots > 0;
   const bool paged = params.kv.value_dim_stride != 1;
-  // Measured, in us. One token in layout vllm: rope_and_cache_kernel 2.3, launch_writers() 2.9.
-  // Rows (layout NHD), from 16 tokens on: launch_writers() 1.31, rope_and_cache_kernel 1.49.
-  // launch_many() gains from 1024 tokens on (7.9 instead of 8.2), but not at 256 (2.9 instead of
-  // 2.6); its threshold of 512 slots lies between.
-  const bool gains = params.num_tokens >= (paged ? 2 : 16);
+  const bool gains = params.num_tokens >= (paged ? kMinPagedWriterTokens : kMinRowWriterTokens);
   const bool in_writers = stores && gains && fits_writers(params);
   const bool in_many = in_writers && (!paged || fits_runs(params));
   // In layout vllm a token's values lie block_size elements apart. The cache writer gathers several
@@ -264,9 +260,9 @@ void launch(const RopeAndCacheParams& params, Stream stream) {
     advance(slice.query, params.query, done);
     advance(slice.key, params.key, done);
     advance(slice.value, params.value, done);
-    const auto launch_slice = in_many && slice.num_slots > 512 ? launch_many
-                              : in_writers                     ? launch_writers
-                                                               : launch_once;
+    const auto launch_slice = in_many && slice.num_slots > kManySlots ? launch_many
+                              : in_writers                            ? launch_writers
+                                                                      : launch_once;
     launch_slice(slice, stream);
   }
 }

@@ -157,9 +157,7 @@ void quantized(const char* op, const Tensor& out, const Tensor& input,
   Argument o = expect.tensor("out", out);
   quantized_dtype(o, scales.scale_of).inner_contiguous().written();
   require_half_of(o, x);
-  if (o.size(-1) > INT32_MAX) {
-    o.fail("expected a last dimension < 2^31, got shape " + o.shape_text());
-  }
+  int32_size(o, "a last dimension", o.size(-1));  // kernels count its elements
   Arguments read(x), written(o);
   const QuantParams quant = read_scales(expect, scales, o, read, written);
   expect.apart(written, read);

@@ -15,11 +15,12 @@ namespace {
 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv, void* workspace) {
-  if (cuda::check_mode()) raise_bad_index();
+  if (check_mode()) raise_bad_index();
   run_on_stream(qkv, [&](cuda::Stream stream) { cuda::launch(params, workspace, stream); });
 }
 #else
 void launch_fused(const FusedDecodeAttentionParams& params, const Tensor& qkv, void* workspace) {
+  if (qkv.is_meta()) return;
   if (!report_cpu_kernel("fused_decode_attention", "rope_and_cache, then paged_attention's")) {
     launch(params.rope, qkv);
   }
@@ -73,7 +74,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   const void* biases = read_vector(expect, "bias", or_null(bias), x, width, read);
   const void* q_gain = read_vector(expect, "q_weight", or_null(q_weight), x, sizes.head_size, read);
   const void* k_gain = read_vector(expect, "k_weight", or_null(k_weight), x, sizes.head_size, read);
-  expect.not_negative("epsilon", epsilon);
+  const float checked_epsilon = expect.finite_not_negative("epsilon", epsilon);
   const RopeTables tables =
       rope_tables(expect, "positions", positions, cos_sin_cache, num_seqs, sizes.head_size);
   const Argument slots =
@@ -88,7 +89,7 @@ void fused_decode_attention(const Tensor& out, const Tensor& qkv, const std::opt
   queries.out.shape({&num_seqs, &queries.num_heads, &sizes.head_size}).written();
   require_contiguous_heads(queries.out, num_seqs);
   void* scratch = read_workspace(expect, workspace, written);
-  RopeAndCacheParams rope = pack_rope(expect, tables, x, kv.head_size, epsilon, is_neox);
+  RopeAndCacheParams rope = pack_rope(expect, tables, x, kv.head_size, checked_epsilon, is_neox);
   check_slots(expect, slots, num_slots);
   read_pages(expect, attention, block_tables, seq_lens, num_seqs, read);
   read.add(tables.positions, tables.cos_sin_cache, slots);

@@ -53,8 +53,8 @@ void merge_attn_states(const Tensor& output, const std::optional<Tensor>& output
                                      .prefix_lse = pl.as<const float>(),
                                      .suffix_lse = sl.as<const float>(),
                                      .num_tokens = num_tokens,
-                                     .num_heads = static_cast<int32_t>(num_heads),
-                                     .head_size = static_cast<int32_t>(head_size),
+                                     .num_heads = int32_size(p, "num_heads", num_heads),
+                                     .head_size = int32_size(p, "head_size", head_size),
                                      .dtype = p.dtype()};
   launch(params, output);
 }
@@ -77,7 +77,7 @@ void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& ou
                          .float32()
                          .shape({&num_partials, &num_tokens, &num_heads})
                          .contiguous();
-  if (num_partials > INT32_MAX) p.fail("expected num_partials < 2^31, got shape " + p.shape_text());
+  const int32_t partials = int32_size(p, "num_partials", num_partials);
   expect.apart(o, {p, l});
   float* out_lse = nullptr;
   if (output_lse) {
@@ -101,9 +101,9 @@ void combine_attn_partials(const Tensor& output, const std::optional<Tensor>& ou
                                          .head_stride = p.stride(2),
                                          .lse_partial = l.as<const float>(),
                                          .num_tokens = num_tokens,
-                                         .num_partials = static_cast<int32_t>(num_partials),
-                                         .num_heads = static_cast<int32_t>(num_heads),
-                                         .head_size = static_cast<int32_t>(head_size),
+                                         .num_partials = partials,
+                                         .num_heads = int32_size(p, "num_heads", num_heads),
+                                         .head_size = int32_size(p, "head_size", head_size),
                                          .dtype = p.dtype()};
   launch(params, output);
 }

@@ -88,12 +88,14 @@ void launch_plan(Plan plan, const Tensor& query) {
 }
 
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {
+  if (params.query == nullptr) return;  // a meta tensor
   if (report_cpu_kernel("paged_attention", "decode")) return;
   launch_plan<cpu::DecodeCombine>(cpu::plan_decode(params, torch::stable::get_num_threads()),
                                   query);
 }
 
 void launch_paged_attention(const PagedAttentionParams& given, const Tensor& query, void*) {
+  if (given.query == nullptr) return;  // a meta tensor
   const PagedAttentionParams params = cpu::tighten_bounds(given);
   if (cpu::fits_decode_kernel(params)) return launch_decode(params, query);
   if (report_cpu_kernel("paged_attention", "general (several query tokens, windows, any mask)"))
@@ -146,10 +148,10 @@ void set_queries(PagedAttentionParams& params, const Queries& queries) {
   params.out = queries.out.mutable_data();
   params.query = queries.query.data();
   params.query_stride = queries.query.stride(0);
-  params.num_seqs = static_cast<int32_t>(queries.num_seqs);
-  params.num_heads = static_cast<int32_t>(queries.num_heads);
+  params.num_seqs = int32_size(queries.query, "num_seqs", queries.num_seqs);
+  params.num_heads = int32_size(queries.query, "num_heads", queries.num_heads);
   params.dtype = queries.query.dtype();
-  params.num_tokens = static_cast<int32_t>(queries.num_tokens);
+  params.num_tokens = int32_size(queries.query, "num_tokens", queries.num_tokens);
   params.out_stride = queries.out.stride(0);
   params.lse = queries.lse ? queries.lse->as<float>() : nullptr;
   // Nothing comes after a sequence's last token.
@@ -189,8 +191,8 @@ PagedAttentionParams read_scores(Expect& expect, Size& num_heads, double scale, 
     expect.fail("softcap: expected a finite number >= 0 (0: none), got " + std::to_string(softcap));
   }
   PagedAttentionParams params{};
-  params.scale = static_cast<float>(scale);
-  params.softcap = static_cast<float>(softcap);
+  params.scale = expect.finite("scale", scale);
+  params.softcap = expect.finite("softcap", softcap);
   params.alibi_slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, read);
   params.sinks = read_per_head(expect, "sinks", sinks, num_heads, read);
   return params;
@@ -198,7 +200,7 @@ PagedAttentionParams read_scores(Expect& expect, Size& num_heads, double scale, 
 
 int32_t number_of_tokens(const Expect& expect, int64_t value, int64_t low, const char* expected) {
   if (value < low) expect.fail(std::string(expected) + ", got " + std::to_string(value));
-  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+  return clamped_int32(value);
 }
 
 void read_window_and_split(const Expect& expect, PagedAttentionParams& params,
@@ -219,7 +221,7 @@ int32_t right_window(const Expect& expect, int64_t window_right) {
 int32_t window_of(int64_t sliding_window) {
   // Positions may be negative (more query tokens than tokens): position - window stays in range.
   constexpr int64_t kLongest = int64_t{1} << 30;
-  return static_cast<int32_t>(std::min(sliding_window, kLongest));
+  return clamped_int32(std::min(sliding_window, kLongest));
 }
 
 const float* read_per_head(Expect& expect, const char* name, const std::optional<Tensor>& values,
@@ -253,16 +255,18 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
                               .shape({&num_seqs, &max_blocks})
                               .inner_contiguous();
   const Argument lens = expect.tensor("seq_lens", seq_lens).int32().shape({&num_seqs}).contiguous();
-  if (max_blocks > INT32_MAX) {
-    tables.fail("expected max_blocks_per_seq < 2^31, got shape " + tables.shape_text());
-  }
+  params.max_blocks_per_seq = int32_size(tables, "max_blocks_per_seq", max_blocks);
   const int64_t table_tokens = max_blocks * params.kv.block_size;
   params.block_tables = tables.as<const int32_t>();
   params.block_table_stride = tables.stride(0);
-  params.max_blocks_per_seq = static_cast<int32_t>(max_blocks);
   params.seq_lens = lens.as<const int32_t>();
   params.max_seq_len = std::min(max_seq_len, table_tokens);
-  check_index(expect, lens, {.noun = "a length that fits block_tables", .high = table_tokens + 1});
+  // Not causal, all query tokens see the same tokens, however many there are.
+  const int32_t* starts = params.window_right == 0 ? params.query_start_loc : nullptr;
+  check_index(expect, lens,
+              {.noun = "a length that fits block_tables",
+               .high = table_tokens + 1,
+               .query_start_loc = starts});
   if (max_seq_len < table_tokens) {
     check_index(expect, lens, {.noun = "a length up to max_seq_len", .high = max_seq_len + 1});
   }

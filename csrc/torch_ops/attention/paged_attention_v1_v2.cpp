@@ -22,7 +22,7 @@ BlockSparse block_sparse(const Expect& expect, int64_t tp_rank, int64_t local_bl
       expect.fail(std::string(name) + ": expected " + std::to_string(low) + " to " +
                   std::to_string(INT32_MAX) + ", got " + std::to_string(value));
     }
-    return static_cast<int32_t>(value);
+    return clamped_int32(value);
   };
   return {
       .tp_rank = checked("tp_rank", tp_rank, 0),
@@ -94,8 +94,8 @@ PagedAttentionParams pack(Expect& expect, Arguments& touched, const Tensor& out,
   PagedAttentionParams params{};
   params.kv = cache_of_dtype(k, v, stored, kv_cache_dtype, KvLayout::kVllm, sizes);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
-  set_scales(params.kv, ks, vs);
-  params.scale = static_cast<float>(scale);
+  set_scales(expect, params.kv, ks, vs);
+  params.scale = expect.finite("scale", scale);
   params.alibi_slopes = read_per_head(expect, "alibi_slopes", alibi_slopes, num_heads, touched);
   if (max_seq_len < 0) {
     expect.fail("max_seq_len: expected a length >= 0, got " + std::to_string(max_seq_len));

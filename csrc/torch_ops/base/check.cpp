@@ -1,7 +1,9 @@
 // The checks of check.h, and the text of their errors.
 #include "torch_ops/base/check.h"
 
-#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
 #include <stdexcept>
 
 namespace vllm_kernels {
@@ -52,17 +54,22 @@ std::optional<DType> known_dtype(int32_t scalar_type) {
 
 std::string device_text(int32_t type, int32_t index) {
   if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_meta()) return "meta";
   if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
   return "device type " + std::to_string(type);
 }
 
-int64_t span_bytes(const Argument& a) {  // from the first element to past the last
+int64_t span_elements(const Argument& a) {  // from the first element to past the last
   int64_t last = 0;
   for (int64_t d = 0; d < a.dim(); ++d) {
     if (a.size(d) == 0) return 0;
     last += (a.size(d) - 1) * a.stride(d);
   }
-  return (last + 1) * a.element_size();
+  return last + 1;
+}
+
+int64_t span_bytes(const Argument& a) {
+  return span_elements(a) * a.element_size();
 }
 
 }  // namespace
@@ -214,7 +221,7 @@ Argument& Argument::contiguous() {
 }
 
 Argument& Argument::on_cpu() {
-  if (device_type_ != aoti_torch_device_type_cpu()) {
+  if (!is_cpu() && !is_meta()) {
     fail("expected a tensor on cpu, got " + device_text(device_type_, device_index_));
   }
   return *this;
@@ -246,6 +253,19 @@ Argument& Argument::written() {
   return *this;
 }
 
+// A storage may be freed, or cut, while tensors still point into it.
+void Argument::require_memory(int64_t storage_offset, int64_t storage_bytes) const {
+  const int64_t elements = span_elements(*this);
+  if (elements == 0) return;
+  const int64_t size = element_size();
+  const bool null = reinterpret_cast<intptr_t>(data_) == storage_offset * size;
+  if (!null && (storage_offset + elements) * size <= storage_bytes) return;
+  if (is_meta()) return;
+  fail("expected memory for all elements, got shape " + shape_text() + " in a storage of " +
+       std::to_string(storage_bytes) + " bytes" + (null ? " at a null pointer" : "") +
+       "; was it freed?");
+}
+
 void Expect::fail(const std::string& message) const {
   throw std::runtime_error(std::string(op_) + ": " + message);
 }
@@ -253,6 +273,29 @@ void Expect::fail(const std::string& message) const {
 void Expect::not_negative(const char* name, double value) const {
   if (value >= 0) return;
   fail(std::string(name) + ": expected a number >= 0, got " + std::to_string(value));
+}
+
+float Expect::finite(const char* name, double value) const {
+  if (std::abs(value) <= std::numeric_limits<float>::max()) return static_cast<float>(value);
+  fail(std::string(name) + ": expected a number that is finite in float32, got " +
+       number_text(value));
+}
+
+float Expect::finite_not_negative(const char* name, double value) const {
+  not_negative(name, value);
+  return finite(name, value);
+}
+
+float Expect::finite_positive(const char* name, double value) const {
+  const float number = finite(name, value);
+  if (number > 0) return number;
+  fail(std::string(name) + ": expected a number > 0, got " + number_text(value));
+}
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", value);
+  return text;
 }
 
 Argument Expect::tensor_on_any_device(const char* name, const Tensor& tensor) {
@@ -270,6 +313,10 @@ Argument Expect::tensor_on_any_device(const char* name, const Tensor& tensor) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &argument.device_type_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &argument.device_index_));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &argument.data_));
+  int64_t offset = 0, bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &offset));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+  argument.require_memory(offset, bytes);
   return argument;
 }
 
@@ -328,6 +375,7 @@ void Expect::same_or_apart(const Argument& out, const Argument& input) const {
 }
 
 bool Expect::overlap(const Argument& out, const Argument& input) const {
+  if (out.data() == nullptr || input.data() == nullptr) return false;  // no elements, or meta
   const int64_t gap = static_cast<const char*>(input.data()) - static_cast<const char*>(out.data());
   if (gap >= 0 ? gap >= span_bytes(out) : -gap >= span_bytes(input)) return false;
   if (span_bytes(out) == 0 || span_bytes(input) == 0) return false;

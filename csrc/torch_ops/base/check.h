@@ -2,6 +2,7 @@
 // gets a RuntimeError with exactly this text:
 //   rms_norm: weight: expected hidden_size = 64 (from input) at dimension 0, got shape [32]
 #pragma once
+#include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <string>
 #include <string_view>
 
+#include "environment.h"
 #include "ops/dtype.h"
 #include "ops/rows.h"
 #include "torch_ops/base/schema_types.h"
@@ -52,6 +54,7 @@ class Argument {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
   }
   bool is_cpu() const { return device_type_ == aoti_torch_device_type_cpu(); }
+  bool is_meta() const { return device_type_ == aoti_torch_device_type_meta(); }
   int32_t device_index() const { return device_index_; }
   const void* data() const { return data_; }
   void* mutable_data() const { return data_; }
@@ -84,7 +87,7 @@ class Argument {
   // --- checks on the memory
   Argument& inner_contiguous();  // last stride 1
   Argument& contiguous();
-  Argument& on_cpu();
+  Argument& on_cpu();   // or meta
   Argument& written();  // no two elements share an address
 
   [[noreturn]] void fail(const std::string& expected_and_got) const;
@@ -94,6 +97,7 @@ class Argument {
   friend class Expect;
   Argument& exactly(int32_t scalar_type, const char* hint);
   const char* uint8_hint() const;
+  void require_memory(int64_t storage_offset, int64_t storage_bytes) const;
   [[noreturn]] void fail_size(int64_t dimension, const Size& wanted) const;
 
   // Set by Expect. No default values: an unused Arguments array then costs nothing.
@@ -129,10 +133,11 @@ class Arguments {
 
 class Expect {
  public:
-  explicit Expect(const char* op) : op_(op) {}
+  // Throws for an environment variable of unknown value.
+  explicit Expect(const char* op) : op_(op) { check_environment(); }
 
-  // Reads the tensor's metadata. Requires it to be defined, and on the device of the first tensor
-  // read.
+  // Reads the tensor's metadata. Requires it to be defined, with memory for all its elements, and
+  // on the device of the first tensor read.
   Argument tensor(const char* name, const Tensor& tensor);
   // The same, on any device.
   Argument tensor_on_any_device(const char* name, const Tensor& tensor);
@@ -155,15 +160,44 @@ class Expect {
     if (!condition) fail(message);
   }
   void not_negative(const char* name, double value) const;
+  // As float32, in which it must be finite.
+  float finite(const char* name, double value) const;
+  float finite_not_negative(const char* name, double value) const;
+  float finite_positive(const char* name, double value) const;
   [[noreturn]] void fail(const std::string& message) const;
   const char* op() const { return op_; }
 
  private:
+  static void check_environment() {
+    static const bool kKnown = (check_mode(), logs_reports(), true);
+    (void)kKnown;
+  }
+
   const char* op_;
   const char* first_name_ = nullptr;
   int32_t device_type_ = -1;
   int32_t device_index_ = -1;
 };
+
+// --- 64-bit numbers as int32. Kernels count in 32 bits. Only these two functions cast
+// (tools/check_house.py).
+
+// Throws where a size of `of` does not fit:
+//   paged_attention: key_cache: expected num_kv_heads < 2^31, got shape [4, 16, 4294967297, 32]
+inline int32_t int32_size(const Argument& of, const char* what, int64_t value) {
+  if (value < 0 || value > INT32_MAX) {
+    of.fail(std::string("expected ") + what + " < 2^31, got shape " + of.shape_text());
+  }
+  return static_cast<int32_t>(value);
+}
+
+// The nearest int32, for bounds whose size past 2^31 does not matter.
+inline int32_t clamped_int32(int64_t value) {
+  return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
+}
+
+// As %g prints it: 1e+308, nan, -1.
+std::string number_text(double value);
 
 // `tensor` or null, [size] of the dtype of `as`. `read` gets it where it is given.
 const void* read_vector(Expect& expect, const char* name, const Tensor* tensor, const Argument& as,

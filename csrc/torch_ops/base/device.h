@@ -39,7 +39,7 @@ void run_on_stream(const OnDevice& tensor, const Run& run) {
 // first.
 template <typename Params>
 void launch(const Params& params, const Tensor& on) {
-  if (cuda::check_mode()) raise_bad_index();
+  if (check_mode()) raise_bad_index();
   run_on_stream(on, [&](cuda::Stream stream) { cuda::launch(params, stream); });
 }
 
@@ -49,9 +49,10 @@ void launch(const Params& params, const Tensor& on) {
 
 constexpr bool kOnCpu = true;
 
-// Runs the tasks of the CPU kernel on torch's threads.
+// Runs the tasks of the CPU kernel on torch's threads. Does nothing for meta tensors.
 template <typename Params>
-void launch(const Params& params, const Tensor&) {
+void launch(const Params& params, const Tensor& on) {
+  if (on.is_meta()) return;
   const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
   const int64_t tasks = kernel.num_tasks(params);
   if (tasks == 1) {
@@ -70,6 +71,19 @@ void launch(const Params& params, const Tensor&) {
 
 // Registers for this library's device:
 //   VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
-#define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library)
+// The CPU library also registers the op's twin in vllm_kernels_checks, for meta tensors.
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+#define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(CUDA, library)
+#else
+#define VLLM_KERNELS_IMPL(library)                                 \
+  static void register_ops(torch::stable::detail::StableLibrary&); \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, CPU, on_cpu) {           \
+    register_ops(on_cpu);                                          \
+  }                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels_checks, Meta, on_meta) {  \
+    register_ops(on_meta);                                         \
+  }                                                                \
+  static void register_ops(torch::stable::detail::StableLibrary& library)
+#endif
 #define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
   STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)

@@ -2,6 +2,8 @@
 // kernel in check mode (cuda/base/index_check.h).
 #include "torch_ops/base/index_check.h"
 
+#include <algorithm>
+#include <cfloat>
 #include <stdexcept>
 
 #include "torch_ops/base/device.h"
@@ -9,13 +11,22 @@
 namespace vllm_kernels {
 namespace {
 
+std::string value_text(const BadIndex& bad) {
+  if (!bad.bounds.is_scale) return std::to_string(bad.value);
+  return number_text(bad.scale());
+}
+
 [[noreturn]] void fail(const BadIndex& bad) {
   const IndexBounds& bounds = bad.bounds;
   std::string text = std::string(bad.op) + ": " + bad.argument + "[" + std::to_string(bad.row) +
                      (bad.one_dimensional ? "" : ", " + std::to_string(bad.column)) +
-                     "] = " + std::to_string(bad.value) + ": expected ";
-  if (bad.repeated) {
+                     "] = " + value_text(bad) + ": expected ";
+  if (bounds.is_scale) {
+    text += bounds.noun;
+  } else if (bad.repeated) {
     text += std::string(bounds.noun) + " that no earlier element names";
+  } else if (bounds.query_start_loc != nullptr && bad.value > 0 && bad.value < bounds.low) {
+    text += "at least its " + std::to_string(bounds.low) + " query tokens";
   } else {
     text += std::string(bounds.skip ? "-1 (skipped) or " : "") + bounds.noun + " in [" +
             std::to_string(bounds.low) + ", " + std::to_string(bounds.high) + ")";
@@ -26,7 +37,7 @@ namespace {
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 
 void scan(const IndexCheckParams& params, const Argument& values) {
-  if (!cuda::check_mode()) return;
+  if (!check_mode()) return;
   run_on_stream(values, [&](cuda::Stream stream) { cuda::scan_indices(params, stream); });
 }
 
@@ -35,9 +46,10 @@ void scan(const IndexCheckParams& params, const Argument& values) {
 template <typename Int>
 void scan_as(const IndexCheckParams& p) {
   IndexBounds bounds = p.bounds;
+  const bool varies = bounds.max_increase >= 0 || bounds.query_start_loc != nullptr;
   for (int64_t row = 0; row < p.rows; ++row) {
     const Int* values = static_cast<const Int*>(p.values) + row * p.row_stride;
-    if (row > 0) bounds = p.bounds.after(values[-p.row_stride]);
+    if (varies) bounds = p.bounds_of(row, values[0], row > 0 ? values[-p.row_stride] : 0);
     const ColumnRange used = p.used_columns(row);
     for (int64_t column = used.begin; column < used.end; ++column) {
       const int64_t value = values[column];
@@ -58,6 +70,7 @@ void scan(const IndexCheckParams& params, const Argument&) {
 
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used) {
+  if (values.data() == nullptr) return;  // no elements, or a meta tensor
   const bool flat = values.dim() == 1;
   scan({.op = expect.op(),
         .argument = values.name(),
@@ -77,9 +90,52 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
        values);
 }
 
+void check_scale(const Expect& expect, const Argument& scale) {
+  if (scale.data() == nullptr) return;  // no elements, or a meta tensor
+  const int64_t count = scale.numel();
+  if constexpr (kOnCpu) {
+    const float* values = scale.as<const float>();
+    const auto good = [](float value) { return value > 0 && value <= FLT_MAX; };
+    if (std::all_of(values, values + count, good)) return;
+  }
+  scan({.op = expect.op(),
+        .argument = scale.name(),
+        .bounds = {.noun = "a finite number > 0",
+                   .low = 1,
+                   .high = IndexBounds::kInfinityBits,
+                   .is_scale = true},
+        .values = scale.data(),
+        .is_int64 = false,
+        .one_dimensional = true,
+        .rows = count,
+        .columns = 1,
+        .row_stride = 1},
+       scale);
+}
+
+void check_unique(const Expect& expect, const Argument& values, int64_t column,
+                  const IndexBounds& bounds) {
+  if (kOnCpu || values.data() == nullptr) return;
+  IndexBounds unique = bounds;
+  unique.low = INT64_MIN;  // their range is another check's
+  unique.high = INT64_MAX;
+  unique.unique = true;
+  scan({.op = expect.op(),
+        .argument = values.name(),
+        .bounds = unique,
+        .values = values.as<const int64_t>() + column,
+        .is_int64 = true,
+        .one_dimensional = false,
+        .rows = values.size(0),
+        .columns = 1,
+        .row_stride = values.stride(0),
+        .first_column = column},
+       values);
+}
+
 void raise_bad_index() {
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
-  if (!cuda::check_mode()) return;
+  if (!check_mode()) return;
   if (const std::optional<BadIndex> bad = cuda::take_bad_index()) fail(*bad);
 #endif
 }

@@ -1,4 +1,5 @@
-// Checks of index tensors (slots, positions, lengths, block tables): one call per argument.
+// Checks of index tensors (slots, positions, lengths, block tables) and of scales: one call per
+// argument.
 #pragma once
 #include <optional>
 
@@ -22,13 +23,22 @@ struct UsedColumns {
   const int32_t* row_starts = nullptr;          // [rows], or null; with cumulative_lengths
 };
 
-// Checks `values`: [n] or [rows, columns], int32 or int64, stride 1 in the last dimension.
+// Checks `values`: [n] or [rows, columns], int32 or int64, stride 1 in the last dimension. Meta
+// tensors have no values and pass.
 //   CPU   scans on every call and throws before anything is written:
 //         reshape_and_cache: slot_mapping[5] = 999: expected -1 (skipped) or a slot in [0, 512)
 //   CUDA  does nothing: the kernel contains bad values. With VLLM_KERNELS_CHECK=1 it enqueues a
 //         scan. The next op, or vllm_kernels.check(), throws its finding in the same words.
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used = {});
+
+// The same for a contiguous float32 tensor of any shape: finite numbers > 0.
+//   reshape_and_cache: k_scale[0] = nan: expected a finite number > 0
+void check_scale(const Expect& expect, const Argument& scale);
+
+// CUDA, check mode: no value >= 0 may occur twice in column `column` of [rows, columns].
+void check_unique(const Expect& expect, const Argument& values, int64_t column,
+                  const IndexBounds& bounds);
 
 // Throws the first finding of earlier CUDA ops' finished scans, without a sync. launch() calls it.
 void raise_bad_index();

@@ -1,11 +1,14 @@
 // The checks of quant.h: scales of 8-bit results.
 #include "torch_ops/base/quant.h"
 
+#include "torch_ops/base/index_check.h"
+
 namespace vllm_kernels {
 namespace {
 
-const float* one_float(Expect& expect, const char* name, const Tensor& tensor, Arguments& read) {
+const float* one_scale(Expect& expect, const char* name, const Tensor& tensor, Arguments& read) {
   const Argument value = expect.tensor(name, tensor).float32().one_element();
+  check_scale(expect, value);
   read.add(value);
   return value.as<const float>();
 }
@@ -46,7 +49,7 @@ QuantParams read_scales(Expect& expect, const ScaleArguments& given, const Argum
                         Arguments& read, Arguments& written) {
   QuantParams params{.scale_of = given.scale_of, .dtype = out.dtype()};
   if (given.scale_of == ScaleOf::kTensor) {
-    params.scale = one_float(expect, "scale", given.scales, read);
+    params.scale = one_scale(expect, "scale", given.scales, read);
     return params;
   }
   const bool grouped = given.scale_of == ScaleOf::kGroup;
@@ -56,7 +59,7 @@ QuantParams read_scales(Expect& expect, const ScaleArguments& given, const Argum
   if (grouped) {
     check_group_scales(s, rows, out.size(-1) / given.group_size, given.is_scale_transposed);
     params.scale_group_stride = s.stride(1);
-    params.group_size = static_cast<int32_t>(given.group_size);
+    params.group_size = clamped_int32(given.group_size);
   } else if (s.contiguous().numel() != rows) {
     s.fail("expected one element a row of input, " + std::to_string(rows) + ", got shape " +
            s.shape_text());
@@ -65,7 +68,7 @@ QuantParams read_scales(Expect& expect, const ScaleArguments& given, const Argum
   params.scales = s.as<float>();
   if (given.scale_ub != nullptr) {
     expect.that(params.dtype != DType::kInt8, "scale_ub: expected None for int8");
-    params.upper_bound = one_float(expect, "scale_ub", *given.scale_ub, read);
+    params.upper_bound = one_scale(expect, "scale_ub", *given.scale_ub, read);
   }
   written.add(s);
   return params;

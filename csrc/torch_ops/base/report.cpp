@@ -28,7 +28,7 @@ void take_explanation(const Tensor& /*on*/, const Tensor& text) {
 }  // namespace
 }  // namespace vllm_kernels
 
-VLLM_KERNELS_IMPL(library) {
+VLLM_KERNELS_IMPL_WITH_KEY(VLLM_KERNELS_DISPATCH_KEY, library) {
   library.impl("start_explaining", TORCH_BOX(&vllm_kernels::start_explaining));
   library.impl("take_explanation", TORCH_BOX(&vllm_kernels::take_explanation));
 }

@@ -22,6 +22,14 @@ class Tensor {
     return index;
   }
 
+  // Without memory: only its arguments are checked (torch.ops.vllm_kernels_checks).
+  bool is_meta() const {
+    static const int32_t kMeta = aoti_torch_device_type_meta();
+    int32_t type = -1;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(get(), &type));
+    return type == kMeta;
+  }
+
  private:
   struct Delete {
     void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }

@@ -23,6 +23,7 @@ void convert_fp8(const Tensor& output, const Tensor& input, double scale, const 
     o.fail("expected as many elements as input = " + std::to_string(i.numel()) + ", got shape " +
            o.shape_text());
   }
+  const float checked_scale = expect.finite_positive("scale", scale);
   expect.apart(o, i);
   if (i.numel() == 0) return;
 
@@ -32,7 +33,7 @@ void convert_fp8(const Tensor& output, const Tensor& input, double scale, const 
                                 .count = i.numel(),
                                 .output_dtype = quantizes ? eight : wide,
                                 .input_dtype = quantizes ? wide : eight,
-                                .scale = static_cast<float>(scale)};
+                                .scale = checked_scale};
   launch(params, input);
 }
 

@@ -2,7 +2,9 @@
 // block_mapping [num_pairs, 2]. ops/copy_blocks.h has the rules for pairs.
 #include "ops/copy_blocks.h"
 
+#include <algorithm>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "torch_ops/base/check.h"
@@ -39,6 +41,21 @@ Argument read_pairs(Expect& expect, const Tensor& block_mapping, bool any_device
   return pairs.int64().shape({&num_pairs, &two}).contiguous();
 }
 
+// No page may be destination twice: the order of the copies would decide.
+void refuse_duplicate_destinations(const Expect& expect, const int64_t* pairs, int64_t num_pairs) {
+  if (num_pairs < 2) return;
+  std::vector<std::pair<int64_t, int64_t>> destinations;  // (page, index of its pair)
+  destinations.reserve(num_pairs);
+  for (int64_t i = 0; i < num_pairs; ++i) destinations.emplace_back(pairs[2 * i + 1], i);
+  std::ranges::sort(destinations);
+  const auto page = [](const auto& destination) { return destination.first; };
+  const auto found = std::ranges::adjacent_find(destinations, {}, page);
+  if (found == destinations.end()) return;
+  const auto& [block, pair] = found[1];
+  expect.fail("block_mapping[" + std::to_string(pair) + ", 1] = " + std::to_string(block) +
+              ": expected a block that no earlier element names");
+}
+
 // Checks pairs in host memory before any copy, whatever the caches' device.
 void check_pairs_on_host(const Expect& expect, const int64_t* pairs, int64_t num_pairs,
                          int64_t num_sources, int64_t num_destinations) {
@@ -56,17 +73,74 @@ struct NamedCaches {
   const std::vector<Tensor>& caches;  // one per layer
 };
 
+// A cache of copy_blocks in memory, whose pages are contiguous.
+struct PlacedCache {
+  Argument argument;
+  int64_t index;  // in its list
+
+  int64_t start() const { return reinterpret_cast<int64_t>(argument.data()); }
+  int64_t end() const {
+    return start() + (argument.size(0) - 1) * pitch() + dense_block_bytes(argument);
+  }
+  int64_t pitch() const { return block_stride_bytes(argument); }
+  std::string text() const {
+    return std::string(argument.name()) + "[" + std::to_string(index) + "]";
+  }
+};
+
+// Whether two caches share memory; `second` does not start before `first`.
+bool overlap(const Expect& expect, const PlacedCache& first, const PlacedCache& second,
+             int64_t block_bytes) {
+  if (second.start() >= first.end()) return false;
+  if (first.argument.size(0) == 1) return true;
+  const int64_t pitch = first.pitch();
+  if (second.pitch() != pitch) {  // either pitch may be a multiple of the other
+    return expect.overlap(first.argument, second.argument) &&
+           expect.overlap(second.argument, first.argument);
+  }
+  const int64_t shift = (second.start() - first.start()) % pitch;
+  return shift < block_bytes || shift > pitch - block_bytes;
+}
+
+// Requires that no two caches share memory. Caches of one packed tensor interleave: their ranges
+// overlap, their pages do not.
+void require_apart(const Expect& expect, std::vector<PlacedCache>& caches, int64_t block_bytes) {
+  if (caches.front().argument.data() == nullptr) return;  // no elements, or meta tensors
+  std::ranges::sort(caches, {}, &PlacedCache::start);
+  for (size_t first = 0, last; first < caches.size(); first = last) {
+    // The caches [first, last) whose ranges hang together.
+    int64_t end = caches[first].end();
+    bool one_pitch = true;
+    for (last = first + 1; last < caches.size() && caches[last].start() < end; ++last) {
+      end = std::max(end, caches[last].end());
+      one_pitch = one_pitch && caches[last].pitch() == caches[first].pitch();
+    }
+    // Of one pitch and within one pitch, neighbours decide; else all pairs.
+    const int64_t within = caches[last - 1].start() - caches[first].start() + block_bytes;
+    const bool neighbours = one_pitch && within <= caches[first].pitch();
+    for (size_t i = first + 1; i < last; ++i) {
+      for (size_t j = neighbours ? i - 1 : first; j < i; ++j) {
+        if (!overlap(expect, caches[j], caches[i], block_bytes)) continue;
+        expect.fail(caches[j].text() + " and " + caches[i].text() + " overlap in memory");
+      }
+    }
+  }
+}
+
 // Copies within every cache of the lists. The first list must not be empty.
 void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
                  const Tensor& block_mapping) {
   const NamedCaches& front = *lists.begin();
   Size num_blocks("num_blocks");
   std::vector<BlockCopy> copies;
+  std::vector<PlacedCache> placed;
   copies.reserve(lists.size() * front.caches.size());
+  placed.reserve(copies.capacity());
   int64_t block_bytes = -1;
   for (const auto& [name, caches] : lists) {
     for (const Tensor& tensor : caches) {
       const Argument cache = expect.tensor(name, tensor).rank(2, 8).at(0, num_blocks).written();
+      placed.push_back({cache, &tensor - caches.data()});
       const int64_t bytes = dense_block_bytes(cache);
       if (block_bytes < 0) block_bytes = bytes;
       if (bytes != block_bytes) {
@@ -83,11 +157,15 @@ void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
   const bool on_host =
       kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
   const Argument pairs = read_pairs(expect, block_mapping, on_host && !kOnCpu);
-  if (pairs.numel() == 0 || block_bytes == 0) return;
+  if (num_blocks > 0 && block_bytes > 0) require_apart(expect, placed, block_bytes);
+  if (pairs.data() == nullptr || block_bytes == 0) return;  // none, or a meta tensor
   if (on_host) {
     check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), num_blocks, num_blocks);
+    refuse_duplicate_destinations(expect, pairs.as<const int64_t>(), pairs.size(0));
   } else {
-    check_index(expect, pairs, {.noun = "a block", .low = 0, .high = num_blocks});
+    const IndexBounds blocks{.noun = "a block", .low = 0, .high = num_blocks};
+    check_index(expect, pairs, blocks);
+    check_unique(expect, pairs, 1, blocks);
   }
   const CopyBlocksParams params{.copies = copies.data(),
                                 .num_copies = static_cast<int64_t>(copies.size()),
@@ -135,15 +213,20 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   }
   const int64_t block_bytes = dense_block_bytes(from);
   const Argument pairs = read_pairs(expect, block_mapping, true).on_cpu();
-  if (pairs.numel() == 0 || block_bytes == 0) return;
+  if (pairs.data() == nullptr || block_bytes == 0) return;  // none, or a meta tensor
   check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), from.size(0), to.size(0));
+  const bool one_tensor = from.data() == to.data() || expect.overlap(from, to);
+  // Within one tensor the copies have the order of the list.
+  if (!one_tensor) {
+    refuse_duplicate_destinations(expect, pairs.as<const int64_t>(), pairs.size(0));
+  }
 
   const SwapBlocksParams params{.copy = {from.as<const char>(), to.as<char>(),
                                          block_stride_bytes(from), block_stride_bytes(to)},
                                 .pairs = pairs.as<const int64_t>(),
                                 .num_pairs = pairs.size(0),
                                 .block_bytes = block_bytes,
-                                .one_tensor = from.data() == to.data() || expect.overlap(from, to)};
+                                .one_tensor = one_tensor};
   launch(params, to.is_cpu() ? src : dst);
 }
 

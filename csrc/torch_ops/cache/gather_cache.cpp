@@ -48,27 +48,28 @@ class GatherTables {
 
   // Packs the tables and checks their values (check_index). A sequence longer than its block table
   // is an error on the CPU. On CUDA its rows past the table are filled with zeros.
-  PagedTokens pack(int64_t num_blocks, int64_t block_size, int64_t num_rows) const {
+  PagedTokens pack(int64_t num_blocks, int32_t block_size, int64_t num_rows) const {
     constexpr int64_t kMaxRows = INT32_MAX - 64;
-    expect_.that(num_rows <= kMaxRows && table_.size(1) <= INT32_MAX,
-                 "expected fewer than 2^31 - 64 rows and as many blocks a sequence, got " +
-                     std::to_string(num_rows) + " and " + std::to_string(table_.size(1)));
-    const int64_t capacity = table_.size(1) * block_size;  // tokens of a sequence
+    if (num_rows > kMaxRows) {
+      expect_.fail("expected fewer than 2^31 - 64 rows, got " + std::to_string(num_rows));
+    }
+    const int32_t columns = int32_size(table_, "blocks_per_seq", table_.size(1));
+    const int64_t capacity = int64_t{columns} * block_size;  // tokens of a sequence
     const PagedTokens tokens{.block_table = table_.as<const int32_t>(),
                              .block_table_stride = table_.stride(0),
-                             .blocks_per_seq = static_cast<int32_t>(table_.size(1)),
+                             .blocks_per_seq = columns,
                              .cu_seq_lens = ends_.as<const int32_t>(),
                              .seq_starts = starts_ ? starts_->as<const int32_t>() : nullptr,
-                             .num_seqs = static_cast<int32_t>(num_seqs_),
-                             .num_rows = static_cast<int32_t>(num_rows),
+                             .num_seqs = int32_size(ends_, "num_seqs", num_seqs_),
+                             .num_rows = clamped_int32(num_rows),
                              .num_blocks = num_blocks,
-                             .block_size = static_cast<int32_t>(block_size)};
+                             .block_size = block_size};
     check_index(expect_, ends_,
                 {.noun = "a row", .low = 0, .high = num_rows + 1, .max_increase = capacity});
     if (starts_)
       check_index(expect_, *starts_, {.noun = "a token", .low = 0, .high = capacity + 1});
-    if constexpr (kOnCpu) {
-      for (int64_t seq = 0; starts_ && seq < num_seqs_; ++seq) {
+    if (kOnCpu && starts_ && !starts_->is_meta()) {
+      for (int64_t seq = 0; seq < num_seqs_; ++seq) {
         const int64_t length = tokens.cu_seq_lens[seq + 1] - tokens.cu_seq_lens[seq];
         if (length == 0 || tokens.seq_starts[seq] + length <= capacity) continue;
         expect_.fail("seq_starts[" + std::to_string(seq) +
@@ -116,17 +117,19 @@ GatherCacheParams entries(const Expect& expect, const Argument& src, const Argum
     dst.fail("expected entries of " + std::to_string(elements) +
              " elements (from src_cache), got shape " + dst.shape_text());
   }
-  expect.that(src.size(0) * src.size(1) <= INT32_MAX && elements * unit <= INT32_MAX / 32,
-              "src_cache: expected fewer than 2^31 tokens and entries of less than 64 MiB, got "
-              "shape " +
-                  src.shape_text());
+  const int32_t block_size = int32_size(src, "block_size", src.size(1));
+  count_slots(src, src.size(0), block_size);
+  constexpr int64_t kMaxEntryBytes = int64_t{64} << 20;
+  if (elements * unit >= kMaxEntryBytes) {
+    src.fail("expected entries of less than 64 MiB, got shape " + src.shape_text());
+  }
   GatherCacheParams params{.op = expect.op(), .dtype = rows};
   PagedKv& kv = params.kv;
   kv.key = src.mutable_data();
   kv.num_blocks = src.size(0);
   kv.num_kv_heads = 1;
-  kv.head_size = static_cast<int32_t>(elements * unit);
-  kv.block_size = static_cast<int32_t>(src.size(1));
+  kv.head_size = int32_size(src, "an entry's elements", elements * unit);
+  kv.block_size = block_size;
   kv.dtype = stored;
   kv.layout = KvLayout::kNHD;
   kv.x = 16 / size_of(stored);
@@ -151,7 +154,7 @@ void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& b
   read.add(src);
   expect.apart(out, read);
   if (out.numel() == 0 || !tables.any()) return;
-  params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
+  params.tokens = tables.pack(src.size(0), params.kv.block_size, out.size(0));
   launch(params, src_cache);
 }
 
@@ -168,6 +171,7 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
   src.cache_dtype(stored, kv_cache_dtype);
   GatherCacheParams params = entries(expect, src, out, stored, out.dtype(), 1);
   const Argument s = expect.tensor("scale", scale).float32().one_element();
+  if (size_of(stored) == 1) check_scale(expect, s);
   params.kv.k_scale = s.as<const float>();
   const Argument seqs = expect.tensor("token_to_seq", token_to_seq).int32().rank(1, 1).contiguous();
   expect.that(num_tokens >= 0 && num_tokens <= out.size(0) && num_tokens <= seqs.size(0),
@@ -179,15 +183,16 @@ void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
   read.add(src, seqs, s);
   expect.apart(out, read);
   if (out.numel() == 0 || num_tokens == 0 || !tables.any()) return;
-  params.tokens = tables.pack(src.size(0), src.size(1), out.size(0));
-  params.tokens.num_rows = static_cast<int32_t>(num_tokens);
+  params.tokens = tables.pack(src.size(0), params.kv.block_size, out.size(0));
+  params.tokens.num_rows = clamped_int32(num_tokens);
   params.tokens.token_to_seq = seqs.as<const int32_t>();
   check_index(expect, seqs, {.noun = "a sequence", .low = 0, .high = params.tokens.num_seqs},
               {.rows = num_tokens});
   launch(params, src_cache);
 }
 
-// k_scale and v_scale: one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size].
+// k_scale and v_scale: one element, [num_kv_heads], or [num_blocks, num_kv_heads, block_size]. None
+// stands for 1. A token's own scale may be 0 or NaN (reshape_and_cache_per_token_quant).
 void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& sizes,
                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                        Arguments& read) {
@@ -195,11 +200,7 @@ void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& si
   const bool wanted = kv.dtype != params.dtype;
   int64_t elements = 0;
   const auto pointer = [&](const char* name, const std::optional<Tensor>& scale) -> const float* {
-    if (!scale) {
-      expect.that(!wanted, std::string(name) + ": expected a tensor, for the cache is " +
-                               name_of(kv.dtype) + ", got None");
-      return nullptr;
-    }
+    if (!scale) return nullptr;
     Argument s = expect.tensor(name, *scale).float32().contiguous();
     if (!wanted) {
       s.fail(std::string("expected None: only 8-bit caches have scales, this one is ") +
@@ -217,6 +218,7 @@ void set_gather_scales(Expect& expect, GatherCacheParams& params, CacheSizes& si
     }
     elements = s.numel();
     read.add(s);
+    if (s.dim() != 3) check_scale(expect, s);
     if (s.dim() == 3) {
       params.scale_block_stride = int64_t{kv.num_kv_heads} * kv.block_size;
       params.scale_head_stride = kv.block_size;
@@ -255,8 +257,7 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
                            .value_row_stride = v.stride(0),
                            .value_head_stride = v.stride(1),
                            .dtype = k.dtype()};
-  expect.that(params.kv.num_blocks * params.kv.block_size <= INT32_MAX,
-              "key_cache: expected num_blocks * block_size < 2^31, got shape " + kc.shape_text());
+  count_slots(kc, params.kv.num_blocks, params.kv.block_size);
   GatherTables tables(expect, "block_tables", block_tables, cu_seq_lens, seq_starts);
   Arguments read = tables.read();
   read.add(kc, vc);

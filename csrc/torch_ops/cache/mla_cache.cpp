@@ -52,8 +52,10 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& 
   }
   cache.written();
   if (block_size < 1) cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
+  const int32_t slots_per_block = int32_size(cache, "block_size", block_size);
   const Argument slots = read_slots(expect, slot_mapping, num_tokens);
   const Argument s = expect.tensor("scale", scale).float32().one_element();
+  if (!ds_mla && size_of(stored) == 1) check_scale(expect, s);
   expect.apart(cache, {latent, rope, slots, s});
   const int64_t num_slots = count_slots(cache, num_blocks, block_size);
   if (slots.numel() == 0) return;
@@ -64,13 +66,13 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, const Tensor& 
                                        .k_pe = rope.data(),
                                        .kv_c_stride = latent.stride(0),
                                        .k_pe_stride = rope.stride(0),
-                                       .kv_lora_rank = static_cast<int32_t>(rank),
-                                       .pe_dim = static_cast<int32_t>(pe_dim),
+                                       .kv_lora_rank = int32_size(latent, "kv_lora_rank", rank),
+                                       .pe_dim = int32_size(rope, "pe_dim", pe_dim),
                                        .cache = cache.mutable_data(),
                                        .block_stride = cache.stride(0),
                                        .token_stride = cache.stride(1),
                                        .num_blocks = num_blocks,
-                                       .block_size = static_cast<int32_t>(block_size),
+                                       .block_size = slots_per_block,
                                        .dtype = latent.dtype(),
                                        .cache_dtype = stored,
                                        .ds_mla = ds_mla,
@@ -90,6 +92,7 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
   expect.that(batch_size >= 0, "batch_size: expected one >= 0, got " + std::to_string(batch_size));
   Argument src = expect.tensor("src_cache", src_cache);
   check_ds_mla(src, num_blocks, block_size);
+  const int32_t tokens_per_block = int32_size(src, "block_size", block_size);
   const Argument out =
       expect.tensor("dst", dst).floating().shape({&num_rows, &width}).inner_contiguous().written();
   if (reinterpret_cast<uintptr_t>(out.data()) % 16 != 0 ||
@@ -102,16 +105,18 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
     table.fail("expected at least batch_size = " + std::to_string(batch_size) +
                " rows, got shape " + table.shape_text());
   }
+  const int32_t columns = int32_size(table, "blocks_per_seq", table.size(1));
+  const int32_t num_seqs = int32_size(table, "batch_size", batch_size);
   const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().shape({&seqs}).contiguous();
   const Argument starts =
       expect.tensor("workspace_starts", workspace_starts).int32().shape({&seqs}).contiguous();
   expect.apart(out, {src, table, lengths, starts});
   if (out.numel() == 0 || batch_size == 0 || block_size < 1) return;
-  const int64_t capacity = table.size(1) * block_size;
+  const int64_t capacity = int64_t{columns} * tokens_per_block;
   check_index(expect, lengths, {.noun = "a length that fits block_table", .high = capacity + 1});
   check_index(expect, starts, {.noun = "a row", .low = 0, .high = num_rows + 1});
   const auto* counts = lengths.as<const int32_t>();
-  if constexpr (kOnCpu) {
+  if (kOnCpu && !starts.is_meta()) {
     const auto* firsts = starts.as<const int32_t>();
     for (int64_t seq = 0; seq < batch_size; ++seq) {
       if (int64_t{firsts[seq]} + counts[seq] <= num_rows) continue;
@@ -122,24 +127,22 @@ void cp_gather_and_upconvert_fp8_kv_cache(const Tensor& src_cache, const Tensor&
     }
   }
   check_index(expect, table, {.noun = "a block", .low = 0, .high = num_blocks},
-              {.rows = batch_size,
-               .tokens_per_column = static_cast<int32_t>(block_size),
-               .row_lengths = counts});
+              {.rows = batch_size, .tokens_per_column = tokens_per_block, .row_lengths = counts});
   const UpconvertMlaParams params{.cache = src.data(),
                                   .block_stride = src.stride(0),
                                   .token_stride = src.stride(1),
                                   .num_blocks = num_blocks,
-                                  .block_size = static_cast<int32_t>(block_size),
+                                  .block_size = tokens_per_block,
                                   .rows = out.mutable_data(),
                                   .row_stride = out.stride(0),
                                   .num_rows = num_rows,
                                   .dtype = out.dtype(),
                                   .block_table = table.as<const int32_t>(),
                                   .block_table_stride = table.stride(0),
-                                  .blocks_per_seq = table.size(1),
+                                  .blocks_per_seq = columns,
                                   .seq_lens = counts,
                                   .workspace_starts = starts.as<const int32_t>(),
-                                  .num_seqs = static_cast<int32_t>(batch_size)};
+                                  .num_seqs = num_seqs};
   launch(params, src_cache);
 }
 
@@ -169,8 +172,8 @@ void concat_mla_q(const Tensor& ql_nope, const Tensor& q_pe, const Tensor& q_out
                                 .nope_rows = expect.rows(nope),
                                 .rope_rows = expect.rows(rope),
                                 .out_rows = expect.rows(out),
-                                .nope_bytes = static_cast<int32_t>(nope_dim * size),
-                                .rope_bytes = static_cast<int32_t>(pe_dim * size),
+                                .nope_bytes = int32_size(nope, "bytes of a row", nope_dim * size),
+                                .rope_bytes = int32_size(rope, "bytes of a row", pe_dim * size),
                                 .dtype = out.dtype()};
   launch(params, q_out);
 }

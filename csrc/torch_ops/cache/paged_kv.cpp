@@ -2,8 +2,6 @@
 // PagedKv.
 #include "torch_ops/cache/paged_kv.h"
 
-#include <limits>
-
 namespace vllm_kernels {
 namespace {
 
@@ -29,9 +27,9 @@ void set_sizes(PagedKv& kv, const Argument& cache, const CacheSizes& sizes, DTyp
     cache.fail("expected block_size >= 1, got shape " + cache.shape_text());
   }
   kv.num_blocks = sizes.num_blocks;
-  kv.num_kv_heads = static_cast<int32_t>(sizes.num_kv_heads);
-  kv.head_size = static_cast<int32_t>(sizes.head_size);
-  kv.block_size = static_cast<int32_t>(sizes.block_size);
+  kv.num_kv_heads = int32_size(cache, "num_kv_heads", sizes.num_kv_heads);
+  kv.head_size = int32_size(cache, "head_size", sizes.head_size);
+  kv.block_size = int32_size(cache, "block_size", sizes.block_size);
   kv.dtype = dtype;
   kv.layout = layout;
   kv.x = 16 / size_of(dtype);
@@ -137,9 +135,7 @@ PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Siz
   Size num_keys("num_keys"), num_kv_heads("num_kv_heads");
   const Argument& k = key.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
   const Argument& v = value.shape({&num_keys, &num_kv_heads, &head_size}).inner_contiguous();
-  if (num_keys > std::numeric_limits<int32_t>::max()) {
-    k.fail("expected num_keys < 2^31, got shape " + k.shape_text());
-  }
+  int32_size(k, "num_keys", num_keys);
   CacheSizes sizes;
   sizes.num_blocks.value = num_keys > 0 ? 1 : 0;
   sizes.num_kv_heads.value = num_kv_heads;
@@ -209,6 +205,7 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
              name_of(kv.dtype));
     }
     check_scale_size(kv, s, elements);
+    check_scale(expect, s);
     elements = s.numel();
     read.add(s);
     return s.as<const float>();
@@ -218,14 +215,19 @@ void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scal
   kv.scale_stride = elements > 1 ? 1 : 0;
 }
 
-void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
-  kv.k_scale = k_scale.float32().one_element().as<const float>();
-  kv.v_scale = v_scale.float32().one_element().as<const float>();
+void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+  k_scale.one_element();
+  v_scale.one_element();
+  set_head_scales(expect, kv, k_scale, v_scale);
 }
 
-void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale) {
+void set_head_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale) {
   check_scale_size(kv, k_scale.float32().contiguous(), 0);
   check_scale_size(kv, v_scale.float32().contiguous(), k_scale.numel());
+  if (size_of(kv.dtype) == 1) {
+    check_scale(expect, k_scale);
+    check_scale(expect, v_scale);
+  }
   kv.k_scale = k_scale.as<const float>();
   kv.v_scale = v_scale.as<const float>();
   kv.scale_stride = k_scale.numel() > 1 ? 1 : 0;

@@ -49,16 +49,16 @@ PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvL
 // one page in layout NHD. Dtypes as for paged_cache().
 PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size);
 
-// k_scale and v_scale of an 8-bit cache: float32, one element or one per KV head. None stands for
-// 1. A scale that is given is added to `read`.
+// k_scale and v_scale of an 8-bit cache: float32, finite and > 0, one element or one per KV head.
+// None stands for 1. A scale that is given is added to `read`.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Arguments& read);
 
 // k_scale and v_scale: one float32 each, on the cache's device. Only 8-bit caches use them.
-void set_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale);
 
 // The same, or both [num_kv_heads].
-void set_head_scales(PagedKv& kv, Argument& k_scale, Argument& v_scale);
+void set_head_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale);
 
 // --- for every op that writes tokens into a paged cache
 
@@ -75,11 +75,11 @@ inline Argument read_slots(Expect& expect, const Tensor& slot_mapping, const Siz
 
 // The number of slots of a cache. Kernels number slots in 31 bits.
 inline int64_t count_slots(const Argument& cache, int64_t num_blocks, int64_t block_size) {
-  const int64_t num_slots = num_blocks * block_size;
-  if (num_slots > INT32_MAX) {
-    cache.fail("expected num_blocks * block_size < 2^31, got " + std::to_string(num_slots));
+  if (block_size > 0 && num_blocks > INT32_MAX / block_size) {
+    cache.fail("expected num_blocks * block_size < 2^31, got " + std::to_string(num_blocks) +
+               " * " + std::to_string(block_size));
   }
-  return num_slots;
+  return num_blocks * block_size;
 }
 
 inline void check_slots(const Expect& expect, const Argument& slots, int64_t num_slots) {

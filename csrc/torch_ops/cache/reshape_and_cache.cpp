@@ -65,7 +65,7 @@ void write(const char* op, KvLayout layout, const Tensor& key, const Tensor& val
   vc.written();
   const Argument slots = read_slots(expect, slot_mapping, tokens.num_tokens);
   Argument ks = expect.tensor("k_scale", k_scale), vs = expect.tensor("v_scale", v_scale);
-  set_head_scales(kv, ks, vs);
+  set_head_scales(expect, kv, ks, vs);
   expect.apart({vc, kc}, {tokens.key, tokens.value, slots, ks, vs});
   const ReshapeAndCacheParams params = tokens.pack(kc, kv, slots);
   if (params.num_tokens > 0) launch(params, key);

@@ -29,7 +29,7 @@ std::optional<RmsNormParams> read_norm(const char* op, const NormTensors& tensor
   Size hidden_size("hidden_size");
   Argument x = expect.tensor("input", tensors.input).floating().rank(1, 8).at(-1, hidden_size);
   x.inner_contiguous();
-  if (hidden_size > INT32_MAX) x.fail("expected hidden_size < 2^31, got shape " + x.shape_text());
+  int32_size(x, "hidden_size", hidden_size);  // kernels count its elements
   const void* weights = read_vector(expect, "weight", tensors.weight, x, hidden_size, read);
   const bool in_place = tensors.out == nullptr;
   Argument o = in_place ? x : expect.tensor("out", *tensors.out);
@@ -46,7 +46,7 @@ std::optional<RmsNormParams> read_norm(const char* op, const NormTensors& tensor
   if (in_place) written.add(x);
   if (scales != nullptr) *quant = read_scales(expect, *scales, o, read, written);
   expect.apart(written, read);
-  expect.not_negative("epsilon", epsilon);
+  const float checked_epsilon = expect.finite_not_negative("epsilon", epsilon);
   if (x.numel() == 0) return std::nullopt;
   return RmsNormParams{.out = o.mutable_data(),
                        .input = x.data(),
@@ -56,7 +56,7 @@ std::optional<RmsNormParams> read_norm(const char* op, const NormTensors& tensor
                        .input_rows = expect.rows(x),
                        .residual_rows = r ? expect.rows(*r) : Rows{},
                        .hidden_size = hidden_size,
-                       .epsilon = static_cast<float>(epsilon),
+                       .epsilon = checked_epsilon,
                        .dtype = x.dtype()};
 }
 

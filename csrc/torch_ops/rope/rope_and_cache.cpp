@@ -33,7 +33,7 @@ ProjectedHeads projected_heads(const Argument& x, const void* weight) {
           .token_stride = x.stride(0),
           .head_stride = x.stride(1),
           .weight = weight,
-          .count = static_cast<int32_t>(x.size(1))};
+          .count = int32_size(x, "heads", x.size(1))};
 }
 
 void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& key,
@@ -74,11 +74,12 @@ void rope_and_cache(const Tensor& positions, const Tensor& query, const Tensor& 
   set_scales(expect, kv, k_scale, v_scale, read);
   const void* q_gain = read_vector(expect, "q_weight", or_null(q_weight), q, sizes.head_size, read);
   const void* k_gain = read_vector(expect, "k_weight", or_null(k_weight), q, sizes.head_size, read);
-  expect.not_negative("epsilon", epsilon);
+  const float checked_epsilon = expect.finite_not_negative("epsilon", epsilon);
   expect.apart({vc, kc, q}, read);
   const int64_t num_slots = count_slots(kc, kv.num_blocks, kv.block_size);
   if (num_tokens == 0) return;
-  RopeAndCacheParams params = pack_rope(expect, tables, q, sizes.head_size, epsilon, is_neox);
+  RopeAndCacheParams params =
+      pack_rope(expect, tables, q, sizes.head_size, checked_epsilon, is_neox);
   check_slots(expect, slots, num_slots);
 
   params.query = projected_heads(q, q_gain);
@@ -111,12 +112,12 @@ void fused_qk_norm_rope(const Tensor& qkv, int64_t num_heads_q, int64_t num_head
   const void* k_gain = read_vector(expect, "k_weight", &k_weight, x, head_size, read);
   const RopeTables tables =
       rope_tables(expect, "position_ids", position_ids, cos_sin_cache, num_tokens, head_dim);
-  expect.not_negative("eps", eps);
+  const float checked_eps = expect.finite_not_negative("eps", eps);
   read.add(tables.positions, tables.cos_sin_cache);
   expect.apart(x, read);
   if (x.numel() == 0 || num_heads_q + num_heads_k == 0) return;
 
-  RopeAndCacheParams params = pack_rope(expect, tables, x, head_dim, eps, is_neox);
+  RopeAndCacheParams params = pack_rope(expect, tables, x, head_dim, checked_eps, is_neox);
   params.query = qkv_heads(x, head_dim, 0, num_heads_q, q_gain);
   params.key = qkv_heads(x, head_dim, num_heads_q, num_heads_k, k_gain);
   launch(params, qkv);

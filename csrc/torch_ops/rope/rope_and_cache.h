@@ -42,7 +42,7 @@ inline RopeTables rope_tables(Expect& expect, const char* positions_name, const 
 
 // Checks the values of the positions. Packs all but the heads and the cache; `x` has their dtype.
 inline RopeAndCacheParams pack_rope(const Expect& expect, const RopeTables& tables,
-                                    const Argument& x, int64_t head_size, double epsilon,
+                                    const Argument& x, int64_t head_size, float epsilon,
                                     bool is_neox) {
   const auto& [positions, c] = tables;
   check_positions(expect, positions, c);
@@ -53,9 +53,9 @@ inline RopeAndCacheParams pack_rope(const Expect& expect, const RopeTables& tabl
   params.max_position = c.size(0);
   params.num_tokens = positions.size(0);
   params.kv.dtype = x.dtype();
-  params.head_size = static_cast<int32_t>(head_size);
-  params.rotary_size = static_cast<int32_t>(c.size(1));
-  params.epsilon = static_cast<float>(epsilon);
+  params.head_size = int32_size(x, "head_size", head_size);
+  params.rotary_size = int32_size(c, "rotary_size", c.size(1));
+  params.epsilon = epsilon;
   params.is_neox = is_neox;
   params.dtype = x.dtype();
   params.cos_sin_dtype = c.dtype();
@@ -72,7 +72,7 @@ inline ProjectedHeads qkv_heads(const Argument& qkv, int64_t head_size, int64_t 
           .head_stride = head_size,
           .bias = bias == nullptr ? nullptr : static_cast<const char*>(bias) + offset,
           .weight = weight,
-          .count = static_cast<int32_t>(count)};
+          .count = int32_size(qkv, "heads", count)};
 }
 
 // Key and value go into slots of the cache.

@@ -5,10 +5,12 @@
 // choice: UPDATE_GOLDEN=1 build/csrc_tests/choose_kernel_tests, then read the diff.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <random>
 #include <sstream>
+#include <tuple>
 
 #include "cuda/attention/dispatch.h"
 
@@ -213,4 +215,31 @@ TEST(ChooseKernel, LaunchShapesFitTheDevice) {
 }
 
 }  // namespace
+// With fixed_split_size a sequence has the same bits in every batch, so the batch must not choose
+// what rounds: kernel, form, and how rows and tokens are shared by warps.
+TEST(ChooseKernel, FixedSplitsMakeTheBatchIrrelevant) {
+  for (const NamedDevice& device : kDevices) {
+    Draw draw(11);
+    for (int i = 0; i < 20000; ++i) {
+      Call call = draw_call(draw);
+      call.params.fixed_split_size = 2048;
+      PagedAttentionParams alone = call.params;
+      alone.num_seqs = 1;
+      alone.num_tokens = std::min(alone.num_tokens, draw.of({1, alone.max_query_len}));
+      const AttentionChoice in_batch = choose_kernel(call.params, device.model);
+      const AttentionChoice single = choose_kernel(alone, device.model);
+      const auto rounding = [](const AttentionChoice& choice) {
+        const KernelChoice& main = choice.main;
+        const bool decodes =
+            main.kernel == AttentionKernel::kDecode || main.kernel == AttentionKernel::kDecodeWgmma;
+        return std::tuple(main.kernel, main.form, main.padded_head_size, main.multi_warp,
+                          main.consumer_shift, main.warp_shift, decodes ? main.warps : 0,
+                          main.simt.split_tokens, choice.has_concurrent_decode);
+      };
+      EXPECT_EQ(rounding(in_batch), rounding(single)) << device.name << " " << call.name;
+      EXPECT_FALSE(in_batch.has_concurrent_decode) << device.name << " " << call.name;
+    }
+  }
+}
+
 }  // namespace vllm_kernels::cuda

@@ -40,6 +40,25 @@ constexpr int kMinSplitTokens = 1024;
 // 0.5: decode/verification.md, c_b32_n8_fp8: 111 to 87 us.)
 constexpr float kMaxSplitShare = 0.25f, kWgmmaMaxSplitShare = 0.5f;
 
+// Min length of a work tile whose first pages are prefetched into L2, as a multiple of its
+// pipelines' stages. With shorter tiles the prefetch delays the primary kernel more than it saves.
+// (decode/speculative_prologue.md: b8_c8k 66.9 to 65.9 us; for shorter tiles, b1_c8k 13.8
+// to 14.8.)
+constexpr int kPrefetchLength = 4;
+
+// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
+// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
+// longer ones hide. (decode/tile_scheduling.md, ragged128: 262.1 us, 266.7 with the
+// shortest last.)
+constexpr int kLengthClasses = 6, kShortestClass = 2;
+
+// Prefill: length classes of tiles, equal shares of the longest one's tokens, longest first. (No
+// row.)
+constexpr int kPrefillClasses = 16;
+// Prefill: cost of a tile's prologue and epilogue, in tokens of an H200.
+// (prefill/mixed_batches.md.)
+constexpr float kEndTokens = 150.0f;
+
 // Prefill: max bytes of K and V of a section of KV heads, as a fraction of L2. (24 MB of an H200's
 // 60 MiB. prefill/sm90_mainloop.md, d_mha_4x2k: 282 to 247 us.)
 constexpr float kSectionShareOfL2 = 0.3815f;
@@ -61,6 +80,9 @@ constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 // SIMT: min tokens of a split, as in vLLM's paged_attention_v2. (v1_v2_on_decode.md, float32, 1 x
 // 8k: 4160 us without splits, 289 us with them.)
 constexpr int kSimtSplitTokens = 512;
+// SIMT: resident CTAs per SM, which limits a thread to 128 registers. Loads of other CTAs hide the
+// latency of one. (v1_v2_on_decode.md, float32, 8 x 4k: 609 us with 3 CTAs, 355 us with 4.)
+constexpr int kSimtCtasPerSm = 4;
 
 // The same limit in query tokens, for `group` query heads per KV head.
 constexpr int concurrent_decode_tokens(int group) {
@@ -83,6 +105,88 @@ constexpr bool prefers_plain_rows(int head_size, bool is_16_bit, bool contiguous
     default:
       return false;
   }
+}
+
+// Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
+struct PrefillTuning {
+  int consumers = 2;  // consumer warpgroups, 64 rows of a work tile each
+  int tokens;         // of a KV tile
+  // Buffers in shared memory: tiles of K, tiles of V, queries of work tiles.
+  int key_stages, value_stages;
+  int query_stages = 1;
+  bool query_in_registers = false;  // saves a fifth of the shared-memory reads
+  int consumer_registers;           // of a thread, by setmaxnreg
+  int producer_registers = 56;
+};
+
+// adjusts: scores have a softcap or ALiBi. Rows of prefill/sm90_mainloop.md, in us. Heads
+// of 64 (e_d64_4x2k): 162; two consumers with 128 tokens 173; 112 tokens 163. Heads of 128
+// (a_1x8k): 771; 785 with queries in shared memory. Heads of 256: 80 tokens instead of 64 spill
+// (409 to 406).
+constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
+  if (cache_is_8bit) {
+    if (head_size <= 64) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 200};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+    }
+    return {.tokens = 64, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+  }
+  if (adjusts) {
+    if (head_size <= 64) {
+      return {.consumers = 3,
+              .tokens = 80,
+              .key_stages = 3,
+              .value_stages = 3,
+              .query_stages = 2,
+              .consumer_registers = 152};
+    }
+    if (head_size <= 128) {
+      return {.tokens = 128,
+              .key_stages = 3,
+              .value_stages = 2,
+              .query_stages = 2,
+              .consumer_registers = 224};
+    }
+    if (head_size <= 192) {
+      return {.tokens = 80, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+    }
+    return {.tokens = 64,
+            .key_stages = 2,
+            .value_stages = 2,
+            .consumer_registers = 232,
+            .producer_registers = 40};
+  }
+  if (head_size <= 64) {
+    return {.consumers = 3,
+            .tokens = 96,
+            .key_stages = 3,
+            .value_stages = 3,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 152};
+  }
+  if (head_size <= 128) {
+    return {.tokens = 128,
+            .key_stages = 3,
+            .value_stages = 2,
+            .query_stages = 2,
+            .query_in_registers = true,
+            .consumer_registers = 224};
+  }
+  if (head_size <= 192) {
+    return {.tokens = 96, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
+  }
+  return {.tokens = 64,
+          .key_stages = 2,
+          .value_stages = 2,
+          .consumer_registers = 232,
+          .producer_registers = 40};
 }
 
 }  // namespace vllm_kernels::cuda

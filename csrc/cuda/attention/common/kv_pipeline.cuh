@@ -27,6 +27,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/base/fast_divmod.cuh"
 #include "cuda/base/launch.cuh"
@@ -60,12 +61,6 @@ struct PipelineLayout {
 struct KvTensorMaps {
   CUtensorMap key, value;
 };
-
-// Min length of a work tile whose first pages are prefetched into L2, as a multiple of its
-// pipelines' stages. With shorter tiles the prefetch delays the primary kernel more than it saves.
-// (docs/lab/decode/speculative_prologue.md: b8_c8k 66.9 to 65.9 us; for shorter tiles, b1_c8k 13.8
-// to 14.8.)
-constexpr int kPrefetchLength = 4;
 
 // Forms in which a page of a head, or a stage's share of it, is contiguous in shared memory. It is
 // also contiguous in global memory, unless PipelineLayout::uses_tma_boxes says otherwise.
@@ -601,7 +596,7 @@ void set_stage_layout(const PagedKv& kv, PipelineLayout& pipeline, KvStageLayout
   pipeline.chunks = kv.head_size * kBytes / 16;
   pipeline.chunk_divisor = FastDivisor(std::max(1, pipeline.chunks));
   const StageBytes bytes =
-      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_info().architecture);
+      stage_bytes(kv, kForm, kMaxHeadSize, kTokens, current_device_model().architecture);
   pipeline.line_shift = static_cast<uint8_t>(bytes.line_shift);
   pipeline.key_offset = bytes.key_offset;
   pipeline.stage_bytes = bytes.total;

@@ -100,7 +100,7 @@ template <typename Cache, int kTokens, KvForm kForm>
 KvTensorMaps kv_tensor_maps(const PagedKv& kv, int line_shift) {
   if (kForm == KvForm::kPlainRows && !rows_are_contiguous(kv))
     return plain_row_maps(kv, std::min(kv.block_size, kTokens));
-  if (is_whole(kForm) || current_device_info().architecture < 90) return {};
+  if (is_whole(kForm) || current_device_model().architecture < 90) return {};
   if (kForm == KvForm::kPackedBoxes) return packed_box_maps(kv, kBoxTokens<Cache, kTokens>);
   // The pages are read once, so L2 must not fetch more than one row of the box.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;

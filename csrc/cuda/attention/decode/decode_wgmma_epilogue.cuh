@@ -191,7 +191,7 @@ struct DecodeWgmmaEpilogue {
   }
 
   // Clears the flags of the published stats, once all warps have read them.
-  __device__ __forceinline__ void take_stats_back() const {
+  __device__ __forceinline__ void clear_stats_flags() const {
     for (int i = warp * 32 + lane; i < work_tile.num_splits << shape.row_shift;
          i += 128 * kConsumers) {
       clear_flag(stats_of(0, i));
@@ -285,7 +285,7 @@ __device__ __forceinline__ void end_tile(const DecodeWgmmaEpilogue<Mma>& end, Mm
     if (work_tile.split + 1 != work_tile.num_splits) return;
     end.combine_splits();
     barrier.sync<0>();
-    end.take_stats_back();
+    end.clear_stats_flags();
     barrier.sync<1>();
     return;
   }

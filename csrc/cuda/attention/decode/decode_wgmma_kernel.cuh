@@ -378,7 +378,7 @@ void launch_decode_wgmma(const PagedAttentionParams& p, const KernelChoice& choi
   constexpr auto kKernel =
       paged_attention_decode_wgmma_kernel<Cache, kMaxHeadSize, kMaxTiles, kForm>;
   constexpr int kConsumers = wgmma_consumers(kMaxTiles);
-  const int num_sms = current_device_info().num_sms;
+  const int num_sms = current_device_model().num_sms;
   DecodeWgmmaShape shape;
   shape.cap = score_cap(p.softcap);
   set_stage_layout<Cache, kMaxHeadSize, kStageTokens, kForm>(p.kv, shape.pipeline,

@@ -49,12 +49,6 @@ struct WorkShape {
   __device__ __forceinline__ int stage_tokens() const { return 1 << stage_shift; }
 };
 
-// Length classes, by stages: longer than 1/2, 1/4 ... 1/64 of the longest sequence, in this order.
-// All shorter sequences come with class 2. Their work tiles are mostly latency, which the copies of
-// longer ones hide. (docs/lab/decode/tile_scheduling.md, ragged128: 262.1 us, 266.7 with the
-// shortest last.)
-constexpr int kLengthClasses = 6, kShortestClass = 2;
-
 // Stages of a split where the caller gives its tokens (PagedAttentionParams::fixed_split_size).
 __device__ __forceinline__ int fixed_split_stages(const PagedAttentionParams& p, int stage_shift) {
   const int stages = p.fixed_split_size >> stage_shift;
@@ -77,18 +71,18 @@ struct SequenceIndices {
   int32_t first_query, end_query;
 };
 
-// `past`: bypass L1, which is not coherent with the primary kernel's writes.
+// `bypass_l1`: L1 is not coherent with the primary kernel's writes.
 __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionParams& p, int seq,
-                                                        bool past) {
+                                                        bool bypass_l1) {
   const auto load = [&](const int32_t* at) {
     // Two registers: with one, the next load would wait for this one.
-    int32_t new_token = 0, cached = 0;
-    if (past) {
-      new_token = __ldcg(at);
+    int32_t from_l2 = 0, from_l1 = 0;
+    if (bypass_l1) {
+      from_l2 = __ldcg(at);
     } else {
-      cached = *at;
+      from_l1 = *at;
     }
-    return opaque(new_token) | opaque(cached);
+    return opaque(from_l2) | opaque(from_l1);
   };
   SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
   if (p.query_start_loc != nullptr) {

@@ -49,7 +49,7 @@ KernelChoice choose(const FusedDecodeAttentionParams& params) {
   const PagedAttentionParams& p = params.attention;
   // A CTA prepares the query heads of a KV head, its key and its value.
   const int threads = (p.num_heads / p.kv.num_kv_heads + 2) << new_token_lane_shift(p.kv.head_size);
-  KernelChoice choice = choose_fused_decode(p, current_device_info(), threads);
+  KernelChoice choice = choose_fused_decode(p, current_device_model(), threads);
   if (!vecs_fit(params.rope)) choice.obstacles |= kUnalignedProjection;
   return choice;
 }

@@ -24,11 +24,6 @@
 
 namespace vllm_kernels::cuda {
 
-constexpr int kPrefillClasses = 16;
-// Work of a tile's prologue and epilogue, in tokens, measured on an H200
-// (docs/lab/prefill/mixed_batches.md).
-constexpr float kEndTokens = 150.0f;
-
 // No sequence is longer, and a position plus this does not overflow.
 constexpr int kMaxWindowRight = 1 << 30;
 
@@ -65,7 +60,7 @@ inline float concurrent_ratio(const PagedAttentionParams& p, const DeviceModel& 
 // Fills the fields that both prefill kernels set alike.
 inline PrefillShape prefill_shape(const PagedAttentionParams& p, int min_query_len) {
   const int group = p.num_heads / p.kv.num_kv_heads;
-  const auto l2_bytes = static_cast<float>(current_device_info().l2_bytes);
+  const auto l2_bytes = static_cast<float>(current_device_model().l2_bytes);
   return {.group = group,
           .min_rows = min_query_len * group,
           .softmax_scale_log2 = p.scale * kLog2E,

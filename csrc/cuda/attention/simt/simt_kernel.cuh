@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "cuda/attention/common/combine.cuh"
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kernel_choice.h"
 #include "cuda/attention/common/score_mod.cuh"
 #include "cuda/attention/common/workspace.h"
@@ -23,9 +24,6 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kSimtMaxHeadSize = 256;
-// 128 registers: loads of other CTAs hide the latency of one. (docs/lab/v1_v2_on_decode.md,
-// float32, 8 x 4k: 609 us with 3 CTAs, 355 us with 4.)
-constexpr int kSimtCtasPerSm = 4;
 
 // The query heads of a CTA, all of one KV head.
 struct HeadRange {

@@ -416,7 +416,7 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
       .page_tokens = static_cast<uint32_t>(kv.block_size),
       .page_divisor = FastDivisor(kv.block_size)};
   check_shared_memory<kKernel>("paged_attention", choice);
-  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(32 * choice.warps), choice.shared_bytes, stream, p, shape, launch.next);
 }
 

@@ -16,6 +16,7 @@
 //
 // kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
 #pragma once
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/kv_smem_layout.cuh"
 #include "cuda/attention/common/online_softmax.cuh"
 #include "cuda/attention/common/score_mod.cuh"
@@ -28,88 +29,6 @@
 namespace vllm_kernels::cuda {
 
 constexpr int kPrefillBoxTokens = 16;  // tokens of a page that TMA copies at once
-
-// Tile shape of a CTA. Registers (65536 in all) and shared memory limit it.
-struct PrefillTuning {
-  int consumers = 2;  // consumer warpgroups, 64 rows of a work tile each
-  int tokens;         // of a KV tile
-  // Buffers in shared memory: tiles of K, tiles of V, queries of work tiles.
-  int key_stages, value_stages;
-  int query_stages = 1;
-  bool query_in_registers = false;  // saves a fifth of the shared-memory reads
-  int consumer_registers;           // of a thread, by setmaxnreg
-  int producer_registers = 56;
-};
-
-// adjusts: scores have a softcap or ALiBi. Rows of docs/lab/prefill/sm90_mainloop.md, in us. Heads
-// of 64 (e_d64_4x2k): 162; two consumers with 128 tokens 173; 112 tokens 163. Heads of 128
-// (a_1x8k): 771; 785 with queries in shared memory. Heads of 256: 80 tokens instead of 64 spill
-// (409 to 406).
-constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_is_8bit) {
-  if (cache_is_8bit) {
-    if (head_size <= 64) {
-      return {.tokens = 128,
-              .key_stages = 3,
-              .value_stages = 3,
-              .query_stages = 2,
-              .consumer_registers = 200};
-    }
-    if (head_size <= 128) {
-      return {.tokens = 128, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
-    }
-    return {.tokens = 64, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
-  }
-  if (adjusts) {
-    if (head_size <= 64) {
-      return {.consumers = 3,
-              .tokens = 80,
-              .key_stages = 3,
-              .value_stages = 3,
-              .query_stages = 2,
-              .consumer_registers = 152};
-    }
-    if (head_size <= 128) {
-      return {.tokens = 128,
-              .key_stages = 3,
-              .value_stages = 2,
-              .query_stages = 2,
-              .consumer_registers = 224};
-    }
-    if (head_size <= 192) {
-      return {.tokens = 80, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
-    }
-    return {.tokens = 64,
-            .key_stages = 2,
-            .value_stages = 2,
-            .consumer_registers = 232,
-            .producer_registers = 40};
-  }
-  if (head_size <= 64) {
-    return {.consumers = 3,
-            .tokens = 96,
-            .key_stages = 3,
-            .value_stages = 3,
-            .query_stages = 2,
-            .query_in_registers = true,
-            .consumer_registers = 152};
-  }
-  if (head_size <= 128) {
-    return {.tokens = 128,
-            .key_stages = 3,
-            .value_stages = 2,
-            .query_stages = 2,
-            .query_in_registers = true,
-            .consumer_registers = 224};
-  }
-  if (head_size <= 192) {
-    return {.tokens = 96, .key_stages = 2, .value_stages = 2, .consumer_registers = 224};
-  }
-  return {.tokens = 64,
-          .key_stages = 2,
-          .value_stages = 2,
-          .consumer_registers = 232,
-          .producer_registers = 40};
-}
 
 constexpr int kDequantWarps = 3;  // dequant producer warps of K, and as many of V
 

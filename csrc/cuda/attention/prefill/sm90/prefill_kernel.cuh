@@ -384,9 +384,9 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   shape.query_by_tma = Config::kRows % shape.group == 0;
   shape.has_concurrent_launch = launch.has_concurrent_launch;
-  shape.concurrent_ratio = concurrent_ratio(p, current_device_info(), Config::kRows, kHeadSize);
+  shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize);
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit
-  launch_kernel("paged_attention", kKernel, dim3(current_device_info().num_sms),
+  launch_kernel("paged_attention", kKernel, dim3(current_device_model().num_sms),
                 dim3(Config::kThreads), Config::kSharedBytes, stream, p, shape,
                 score_cap(p.softcap), prefill_maps<Config>(p, shape), launch.next);
 }

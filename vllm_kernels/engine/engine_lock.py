@@ -1,0 +1,81 @@
+"""The lock around an engine's calls: first come, first served, not reentrant, not forked."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+__all__ = ["EngineLock"]
+
+
+class EngineLock:
+    """Serialises the calls of several threads, in order of arrival.
+
+    ``threading.Lock`` has no order: a thread that generates would take it again at once, and others
+    would wait for its last token. This lock goes to the thread that waits longest.
+
+    Raises:
+        RuntimeError: The thread holds the lock already, or the process was forked.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        # Reentrant: the garbage collector may run a stream's cleanup inside these methods.
+        self._mutex = threading.RLock()
+        self._owner: int | None = None
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        self._refuse_fork()
+        if self._owner == me:
+            raise RuntimeError(
+                "Engine: expected no call from inside a step (by a hook of the model, a tokenizer "
+                "or a signal handler), got one: call the engine after the step"
+            )
+        gate = threading.Lock()
+        try:
+            with self._mutex:
+                if self._owner is None:
+                    self._owner = me
+                    return
+                gate.acquire()
+                self._waiting.append((gate, me))
+            gate.acquire()  # release() opens it and makes this thread the owner
+        except BaseException:  # KeyboardInterrupt
+            with self._mutex:
+                if (gate, me) in self._waiting:
+                    self._waiting.remove((gate, me))
+            if self._owner == me:
+                self.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def try_acquire(self) -> bool:
+        """Takes the lock if it is free. A forked process never gets it."""
+        if os.getpid() != self._pid:
+            return False
+        with self._mutex:
+            if self._owner is not None:
+                return False
+            self._owner = threading.get_ident()
+            return True
+
+    def release(self) -> None:
+        """Hands the lock to the thread that waits longest."""
+        with self._mutex:
+            if self._waiting:
+                gate, self._owner = self._waiting.popleft()
+                gate.release()
+            else:
+                self._owner = None
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"Engine: expected a call in process {self._pid}, which made it, got one in its "
+                f"fork {os.getpid()}: make an engine in each process"
+            )

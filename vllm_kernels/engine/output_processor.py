@@ -1,0 +1,118 @@
+"""Appends sampled tokens to their sequences, decodes them, and applies the stop conditions."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from vllm_kernels.engine.detokenizer import Detokenizer
+from vllm_kernels.engine.outputs import TokenOutput
+from vllm_kernels.engine.request import FinishReason, Request, Sequence
+from vllm_kernels.engine.scheduler import Scheduler
+
+__all__ = ["OutputProcessor"]
+
+
+class OutputProcessor:
+    """Turns sampled tokens into outputs, and ends sequences.
+
+    Args:
+        model: The model. Its generation config has the end-of-sequence tokens.
+        tokenizer: The model's tokenizer. None means no text.
+        scheduler: It frees the blocks of ended sequences.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        scheduler: Scheduler,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._end_tokens = _end_tokens(model)
+        self._texts: dict[int, Detokenizer] = {}  # by sequence id
+
+    def add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
+        """Appends a token to its sequence, and ends the sequence if a stop condition holds.
+
+        Args:
+            sequence: The sequence.
+            token: The token id. -1 marks NaN or infinite logits.
+            now: The time in seconds.
+
+        Raises:
+            ArithmeticError: The logits are NaN or infinite.
+            Exception: The tokenizer failed.
+        """
+        request = sequence.request
+        if token < 0:
+            self._scheduler.statistics.num_non_finite += 1
+            raise ArithmeticError(
+                f"Engine: request {request.id}: expected finite logits for output token "
+                f"{sequence.num_output} of sequence {sequence.index}, got NaN or infinity"
+            )
+        params = request.params
+        if request.first_token_time is None:
+            request.first_token_time = now
+        tokens = sequence.tokens
+        tokens.append(token)
+        request.num_failures = request.num_failures_alone = 0
+        reason = None
+        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
+            reason = FinishReason.STOP
+        elif (
+            len(tokens) - len(request.prompt) >= params.max_tokens
+            or len(tokens) >= self._scheduler.max_length
+        ):
+            reason = FinishReason.LENGTH
+        text = ""
+        if self._tokenizer is not None:
+            text, reason = self._add_text(sequence, token, reason)
+        if reason is not None:
+            self._scheduler.finish(sequence, reason)
+            self._texts.pop(sequence.id, None)
+            if request.is_finished:
+                request.finish_time = now
+        return TokenOutput(request.id, sequence.index, token, text, reason)
+
+    def end(
+        self, request: Request, now: float, error: Exception | None = None
+    ) -> list[TokenOutput]:
+        """Ends the unfinished sequences of a request, by ABORT or with an error.
+
+        Returns:
+            An output without a token for each ended sequence.
+        """
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        outputs = []
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._scheduler.finish(sequence, reason)
+                self._texts.pop(sequence.id, None)
+                outputs.append(TokenOutput(request.id, sequence.index, -1, "", reason, error))
+        request.error, request.finish_time = error, now
+        self._scheduler.statistics.num_errors += error is not None
+        return outputs
+
+    def _add_text(
+        self, sequence: Sequence, token: int, reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        """Returns the text that a token makes final, and the finish reason if the sequence ends."""
+        assert self._tokenizer is not None
+        detokenizer = self._texts.get(sequence.id)
+        if detokenizer is None:
+            request = sequence.request
+            detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params.stop)
+            self._texts[sequence.id] = detokenizer
+        text = detokenizer.add(token)
+        if reason is not None:
+            text += detokenizer.finish()
+        sequence.text = detokenizer.text
+        return text, FinishReason.STOP if detokenizer.is_stopped else reason
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    end = getattr(model.generation_config, "eos_token_id", None)
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)
