@@ -40,9 +40,8 @@ Exceptions make_exceptions(py::module_& module) {
   const auto add = [&](const char* name, const char* doc, const py::tuple& bases) {
     return new_exception(module, name, doc, bases);
   };
-  types.invalid_argument =
-      add("InvalidArgument", "An argument out of range, or buffers that do not fit.",
-          below_invalid);
+  types.invalid_argument = add(
+      "InvalidArgument", "An argument out of range, or buffers that do not fit.", below_invalid);
   types.unknown_sequence =
       add("UnknownSequence", "A sequence id that was never added, or was freed.", below);
   types.duplicate_sequence =
