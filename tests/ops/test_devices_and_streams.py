@@ -51,7 +51,7 @@ def test_what_is_no_tensor_is_named():
     cache = torch.zeros(2, 16, 2, 32)
     rows, one = torch.zeros(4, 2, 32), torch.ones(1)
     with pytest.raises(
-        RuntimeError, match=r"Expected a value of type 'Tensor' for argument 'slot_mapping'"
+        TypeError, match=r"^reshape_and_cache_flash: slot_mapping: expected a tensor, got float"
     ):
         vllm_kernels.reshape_and_cache_flash(rows, rows, cache, cache, 1.0, "auto", one, one)
     lens = torch.ones(1, dtype=torch.int32)
