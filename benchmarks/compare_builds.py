@@ -184,7 +184,10 @@ def worker(groups: list[str], pattern: str) -> None:
         row = next(rows, None)
         if row is not None:
             for name, (call, copies) in row[1]().items():
-                graphs[name] = Graph(call, copies)
+                try:
+                    graphs[name] = Graph(call, copies)
+                except RuntimeError as error:  # the writer on rows of 8 bits
+                    print(f"{row[0]} {name}: left out: {error}", file=sys.stderr)
         print(json.dumps([row and row[0], list(graphs)]), file=answers)
 
 

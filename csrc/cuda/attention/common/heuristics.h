@@ -59,9 +59,11 @@ constexpr int kPrefillClasses = 16;
 // (prefill/mixed_batches.md.)
 constexpr float kEndTokens = 150.0f;
 
-// Prefill: max bytes of K and V of a section of KV heads, as a fraction of L2. (24 MB of an H200's
-// 60 MiB. prefill/sm90_mainloop.md, d_mha_4x2k: 282 to 247 us.)
-constexpr float kSectionShareOfL2 = 0.3815f;
+// Prefill: max bytes of K and V of a section of KV heads, and the same as a fraction of L2. The
+// smaller one counts: 24 MB on an H200 (60 MiB of L2) and on an H100 (50 MiB).
+// (prefill/sm90_mainloop.md, H200, d_mha_4x2k: 282 to 247 us. H100, b_8x256p4k: 20 MB are 9% slower
+// than 24 MB, docs/lab/house.md.)
+constexpr float kMaxSectionBytes = 24e6f, kSectionShareOfL2 = 0.4578f;
 
 // Prefill with a concurrent decode launch: SM cycles per (row, token, dimension), for 16-bit
 // caches, 8-bit caches, and scores with a softcap or ALiBi. At 1.98 GHz they are 0.75, 1.15 and 1.3

@@ -15,6 +15,7 @@
 // sequence, and a round is 32 sequences. Early reads: none, the callers wait for the primary kernel
 // first.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "cuda/attention/common/heuristics.h"
@@ -66,7 +67,7 @@ inline PrefillShape prefill_shape(const PagedAttentionParams& p, int min_query_l
           .softmax_scale_log2 = p.scale * kLog2E,
           .window_right = std::min(p.window_right, kMaxWindowRight),
           .group_divisor = FastDivisor(group),
-          .section_bytes = kSectionShareOfL2 * l2_bytes};
+          .section_bytes = std::min(kMaxSectionBytes, kSectionShareOfL2 * l2_bytes)};
 }
 
 // Masked scores are -inf before the scaling, and -inf * 0 is NaN.
