@@ -10,14 +10,14 @@ BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' 
 
 DOCS_TOOLS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
 
-.PHONY: demo test bench docs lint format build clean help
+.PHONY: demo test bench docs lint types format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
 	@echo "make test    every test this machine can run"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
 	@echo "make docs    the documentation as a site, in build/docs"
-	@echo "make build   compile in place     make lint / make format     make clean"
+	@echo "make build   compile in place     make lint / make types / make format     make clean"
 	@echo "Variables: VENV, PYTHON, VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, MAX_JOBS, TEST_WORKERS"
 
 # torch first and alone: asked for together with others, pip may take another build of it.
@@ -53,6 +53,13 @@ lint: build
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+# The package, and a user's code, for both type checkers; stubtest compares the stub with _C.
+types: build
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(PY) -m mypy.stubtest vllm_kernels._C --mypy-config-file pyproject.toml \
+	  --allowlist tests/typing/stubtest_allow.txt
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .

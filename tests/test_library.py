@@ -127,5 +127,7 @@ def test_broken_cuda_library_leaves_the_cpu_ops(monkeypatch, tmp_path):
 def test_the_command_without_arguments_prints_its_help(capsys):
     assert main([]) == 2
     printed = capsys.readouterr()
-    assert "{demo,bench,info}" in printed.err and "versions, build, libraries" in printed.err
+    assert (
+        "{demo,bench,info,selftest}" in printed.err and "versions, build, libraries" in printed.err
+    )
     assert not printed.out

@@ -201,7 +201,7 @@ def test_names_of_vllm() -> None:
 def test_environment_variables_are_listed() -> None:
     listed = (ROOT / "docs/environment.md").read_text()
     text = "".join(path.read_text() for pattern in SOURCES for path in ROOT.glob(pattern))
-    reads = r"\w*(?:getenv|environment)\w*\(\"(\w+)\"|\$ENV\{(VLLM_KERNELS_\w+)\}"
+    reads = r"\w*(?:getenv|environ)[.\w]*\(\"(\w+)\"|\$ENV\{(VLLM_KERNELS_\w+)\}"
     read = set(re.findall(reads, text))
     names = {name for pair in read for name in pair if name}
     assert names >= {"VLLM_KERNELS_CHECK", "VLLM_KERNELS_ISA", "VLLM_KERNELS_LOG"}

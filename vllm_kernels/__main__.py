@@ -1,4 +1,4 @@
-"""``python -m vllm_kernels demo``, ``bench`` and ``info``."""
+"""The command ``vllm_kernels``: ``info``, ``selftest``, ``demo`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
+from vllm_kernels import _version
+from vllm_kernels._requirements import install_line
 from vllm_kernels.bench.arguments import add_arguments
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m vllm_kernels")
+    parser = argparse.ArgumentParser(prog="vllm_kernels")
+    parser.add_argument("--version", action="store_true", help="the version, with the commit")
     commands = parser.add_subparsers(dest="command")
     demo = commands.add_parser(
         "demo",
@@ -26,21 +29,32 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True)
     engine = benches.add_parser("engine", help="replays a trace of requests")
     add_arguments(engine, TOY_MODEL)
-    commands.add_parser("info", help="versions, build, libraries, CPU level, GPU")
+    info = commands.add_parser("info", help="versions, build, libraries, CPU level, GPU")
+    info.add_argument("--json", action="store_true", help="everything, for a bug report")
+    commands.add_parser(
+        "selftest", help="each group of ops against PyTorch, on the CPU and each GPU, in seconds"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.version:
+        print(f"vllm_kernels {_version.version} (commit {_version.commit or 'unknown'})")
+        return 0
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
     if arguments.command == "info":
         from vllm_kernels.info import print_info
 
-        print_info()
+        print_info(arguments.json)
         return 0
+    if arguments.command == "selftest":
+        from vllm_kernels.selftest import run_selftest
+
+        return run_selftest()
     try:
         if arguments.command == "bench":
             return _bench(arguments)
@@ -49,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         if error.name is None or error.name.startswith("vllm_kernels"):
             raise
         print(
-            f"The {arguments.command} needs {error.name}: in the clone of vllm_kernels, "
-            "pip install --no-build-isolation '.[demo]'",
+            f"The {arguments.command} needs {error.name.split('.')[0]}: {install_line('demo')}",
             file=sys.stderr,
         )
         return 2

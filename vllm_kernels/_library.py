@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from vllm_kernels import _log
+from vllm_kernels.errors import Unsupported
+
 _PACKAGE = Path(__file__).parent
 _OLDEST_TORCH = (2, 11)
 
@@ -76,12 +79,15 @@ def explain_missing_cuda(op_names: list[str]) -> None:
     for name in op_names:
 
         def refuse(*args: object, _name: str = name, **kwargs: object) -> None:
-            raise RuntimeError(f"{_name}: no CUDA implementation: {cuda_reason}")
+            raise Unsupported(f"{_name}: no CUDA implementation: {cuda_reason}")
 
         library.impl(name, refuse)
 
 
 _keep_alive: list[torch.library.Library] = []
 
+_log.set_up()
 _load_core()
 cuda_loaded, cuda_reason = _load_cuda()
+_log.logger.info("CPU library: %s", CPU_LIBRARY)
+_log.logger.info("CUDA library: %s", CUDA_LIBRARY if cuda_loaded else cuda_reason)

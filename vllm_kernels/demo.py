@@ -127,7 +127,7 @@ class _Demo:
                     if fullest is None or now.used_blocks >= fullest.used_blocks:
                         fullest = now
 
-            tokens = self.model.generate(
+            tokens = self.model.generate(  # type: ignore[operator]
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 past_key_values=cache,
@@ -175,7 +175,8 @@ def load(folder: Path, device: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval(), tokenizer
 
 
 def run_demo(
@@ -210,7 +211,10 @@ def run_demo(
 
     with torch.inference_mode():
         # transformers first, before anything of ours touches the model.
-        model.generate(**_one_token(model), max_new_tokens=2, do_sample=False)  # warm up
+        # Warm up.
+        model.generate(  # type: ignore[operator]
+            **_one_token(model), max_new_tokens=2, do_sample=False
+        )
         theirs = [demo.generate(run, f"transformers, {run.name}") for run in runs]
         use_paged_attention(model)
         with patched_layers(model):
@@ -285,7 +289,7 @@ def _print_texts(demo: _Demo, runs: list[Run], results: list[Result]) -> None:
         start = result.tokens.shape[1] - result.new_columns
         for prompt, row in zip(run.prompts, result.tokens):
             text = demo.tokenizer.decode(row[start:], skip_special_tokens=True)
-            demo.console.print(f"[bold]{escape(prompt)}[/]{escape(text)}\n", highlight=False)
+            demo.console.print(f"[bold]{escape(prompt)}[/]{escape(str(text))}\n", highlight=False)
 
 
 def _print_table(

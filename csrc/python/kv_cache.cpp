@@ -456,7 +456,13 @@ void bind_swap(Class& manager, const std::string& name, Swap swap) {
       name.c_str(),
       [swap, argument = name + ": sequence_ids"](KVCacheManager& self, py::handle object) {
         const Int64Input ids(object, argument.c_str());
-        const int64_t room = self.num_table_entries(ids.values());
+        int64_t room = 0;
+        try {
+          room = self.num_table_entries(ids.values());
+        } catch (const UnknownSequence&) {
+          (self.*swap)(ids.values(), {});  // throws the same in its own name
+          throw;
+        }
         return collect_copies(
             room, [&](std::span<BlockCopy> copies) { return (self.*swap)(ids.values(), copies); });
       },

@@ -1,5 +1,5 @@
-// Each C++ error of the manager has a Python exception below KVCacheError. A translator raises it
-// with the same message.
+// Each C++ error of the manager has a Python exception below KVCacheError, which is below
+// vllm_kernels.Error. A translator raises it with the same message.
 #include "python/kv_cache_exceptions.h"
 
 #include <exception>
@@ -31,18 +31,17 @@ py::object new_exception(py::module_& module, const char* name, const char* doc,
 }
 
 Exceptions make_exceptions(py::module_& module) {
-  const auto builtin = [](PyObject* type) { return py::reinterpret_borrow<py::object>(type); };
   Exceptions types;
+  const auto errors = py::module_::import("vllm_kernels.errors");
   types.error = new_exception(module, "KVCacheError", "The base of KVCacheManager's exceptions.",
-                              py::make_tuple(builtin(PyExc_RuntimeError)));
+                              py::make_tuple(errors.attr("Error")));
   const py::tuple below = py::make_tuple(types.error);
-  const py::tuple below_value_error = py::make_tuple(types.error, builtin(PyExc_ValueError));
+  const py::tuple below_invalid = py::make_tuple(types.error, errors.attr("InvalidArgument"));
   const auto add = [&](const char* name, const char* doc, const py::tuple& bases) {
     return new_exception(module, name, doc, bases);
   };
-  types.invalid_argument =
-      add("InvalidArgument", "An argument out of range, or buffers that do not fit.",
-          below_value_error);
+  types.invalid_argument = add(
+      "InvalidArgument", "An argument out of range, or buffers that do not fit.", below_invalid);
   types.unknown_sequence =
       add("UnknownSequence", "A sequence id that was never added, or was freed.", below);
   types.duplicate_sequence =

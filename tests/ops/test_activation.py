@@ -226,7 +226,7 @@ def test_required_tensor_is_none(device, name):
 def test_grad_mode(device, name):
     x = make(name, 4, 64, device=device).requires_grad_()
     out = torch.empty(4, 64, device=device)
-    with raises(rf"^{name}: inference only: use torch.no_grad\(\)$"):
+    with raises(rf"^{name}: \w+: requires grad, .*no_grad\(\)$"):
         getattr(vllm_kernels, name)(out, x)
     with torch.inference_mode():
         getattr(vllm_kernels, name)(out, x)

@@ -211,7 +211,7 @@ def test_grad_mode_opcheck_and_compile(device, dtype):
     one, scales = torch.ones(1, device=device), torch.zeros(4, 2, device=device)
     cases = {STATIC: (out, x, one), BLOCK: (out, x, scales, 64, one, False)}
     for name, args in cases.items():
-        with raises(rf"^{name}: inference only: use torch.no_grad\(\)$"):
+        with raises(rf"^{name}: \w+: requires grad, .*no_grad\(\)$"):
             getattr(vllm_kernels, name)(args[0], torch.nn.Parameter(x), *args[2:])
         opcheck_float8(name, *args)
         assert_compiles(getattr(vllm_kernels, name), *args)

@@ -51,7 +51,7 @@ def test_what_is_no_tensor_is_named():
     cache = torch.zeros(2, 16, 2, 32)
     rows, one = torch.zeros(4, 2, 32), torch.ones(1)
     with pytest.raises(
-        RuntimeError, match=r"Expected a value of type 'Tensor' for argument 'slot_mapping'"
+        TypeError, match=r"^reshape_and_cache_flash: slot_mapping: expected a tensor, got float"
     ):
         vllm_kernels.reshape_and_cache_flash(rows, rows, cache, cache, 1.0, "auto", one, one)
     lens = torch.ones(1, dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_scales_and_slopes_that_require_grad_are_refused():
     cache, lens = torch.zeros(2, 16, 2, 32), torch.ones(1, dtype=torch.int32)
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         given = {name: torch.ones(2, requires_grad=True)}
-        with pytest.raises(RuntimeError, match=r"^paged_attention: inference only"):
+        with pytest.raises(RuntimeError, match=r"^paged_attention: .*inference only"):
             vllm_kernels.paged_attention(
                 torch.zeros(1, 2, 32), cache, cache, lens[None], lens, layout="NHD", **given
             )

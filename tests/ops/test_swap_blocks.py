@@ -165,7 +165,7 @@ def test_nothing_to_do(route):
 
 def test_inference_only(route):
     src = pool(3, route[0]).requires_grad_()
-    with raises(r"^swap_blocks: inference only: use torch.no_grad\(\)$"):
+    with raises(r"^swap_blocks: \w+: requires grad, .*no_grad\(\)$"):
         vllm_kernels.swap_blocks(src, pool(3, route[1]), torch.tensor([[1, 2]]))
 
 

@@ -9,7 +9,12 @@ from importlib.util import find_spec
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 import vllm_kernels
@@ -121,7 +126,7 @@ def _refuse_unservable(
             raise BenchError(f"{where}: {error}") from None
 
 
-def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
+def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if not (arguments.model / "config.json").is_file():
         raise BenchError(f"--model: expected a folder with a config.json, got {arguments.model}")
     if arguments.device == "cuda" and not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
@@ -136,7 +141,8 @@ def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, object]:
     tokenizer = None
     if arguments.trace is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
-    return model.to(arguments.device).eval(), tokenizer
+    model.to(arguments.device)  # pyright: ignore[reportArgumentType]
+    return model.eval(), tokenizer
 
 
 def _trace(

@@ -9,7 +9,14 @@ from statistics import mean, median, quantiles
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -55,7 +62,11 @@ def replay(
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     waiting = list(enumerate(trace))[::-1]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns: tuple[ProgressColumn, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
     columns += (TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
     quiet = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
@@ -215,7 +226,7 @@ def _generate(
         rows = [[0] * (columns - len(request.prompt)) + list(request.prompt) for request in batch]
         mask = [[0] * (columns - len(r.prompt)) + [1] * len(r.prompt) for r in batch]
         longest = max(request.max_tokens for request in batch)
-        out = model.generate(
+        out = model.generate(  # type: ignore[operator]
             torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             max_new_tokens=longest,

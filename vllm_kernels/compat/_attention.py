@@ -25,6 +25,7 @@ from vllm_kernels.compat._checks import (
 )
 from vllm_kernels.compat._options import Options, floats
 from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops import paged_attention, varlen_attention
 from vllm_kernels.ops._common import inference_only
 
@@ -36,8 +37,9 @@ def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> 
     rows = query.float()
     if descale is not None:
         descale = torch.atleast_2d(descale)
-        whole = descale.shape[0] == 1 or descale.stride(0) == 0 or seqs is None
-        per_token = descale[:1] if whole else descale[seqs]
+        assert isinstance(descale, Tensor)
+        whole = descale.shape[0] == 1 or descale.stride(0) == 0
+        per_token = descale[:1] if whole or seqs is None else descale[seqs]
         group = query.shape[1] // descale.shape[1]
         rows = rows * per_token.float().repeat_interleave(group, dim=1)[..., None]
     return rows.bfloat16()
@@ -66,9 +68,8 @@ def varlen(
     check_tensors(name, q=q, k=k, v=v)
     check_integers(name, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_given_integers(name, seqused_k=seqused_k, block_table=block_table)
-    if max_seqlen_q is None or (seqused_k is not None and max_seqlen_k is None):
-        missing = "max_seqlen_q" if max_seqlen_q is None else "max_seqlen_k"
-        raise RuntimeError(f"{name}: {missing}: expected the longest sequence's tokens, got None")
+    if max_seqlen_q is None:
+        raise _no_longest(name, "max_seqlen_q")
     pages = "" if block_table is None else "num_blocks, page_size"
     check_shapes(name, q, k, v, 3, pages)
     batch = sequences(name, cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -80,6 +81,8 @@ def varlen(
     elif seqused_k is None:
         out, lse = ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options)
     else:
+        if max_seqlen_k is None:
+            raise _no_longest(name, "max_seqlen_k")
         check_rows(name, batch, seqused_k=seqused_k)
         # Of each sequence's keys only the first: pages of one token.
         first = cu_seqlens_k[:-1, None]
@@ -92,6 +95,10 @@ def varlen(
         )
         out = _first(out, value_size)
     return out, _by_head(lse)
+
+
+def _no_longest(function: str, name: str) -> InvalidArgument:
+    return InvalidArgument(f"{function}: {name}: expected the longest sequence's tokens, got None")
 
 
 def ragged(
@@ -250,11 +257,11 @@ def _check_new_given(
     name: str, k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None
 ) -> None:
     if (k is None) != (v is None):
-        raise RuntimeError(f"{name}: expected k and v together, got one of them")
+        raise InvalidArgument(f"{name}: expected k and v together, got one of them")
     if k is not None:
         check_tensors(name, k=k, v=v)
         if cache_seqlens is None:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{name}: cache_seqlens: expected what the cache holds before k and v, got None"
             )
 
@@ -279,7 +286,7 @@ def _rotate(
     tokens: Tensor,
     starts: Tensor | None,
     lengths: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: list[Tensor],
     interleaved: bool,
     options: Options,
 ) -> Tensor:
@@ -336,20 +343,19 @@ def with_cache(
     target, pages = pages_of(
         name, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, batch, table_name
     )
-    if k is not None:
+    if k is not None and v is not None:
         check_new(name, k, v, batch, starts_new is not None, k_cache, options)
         if block_table is not None and block_table.shape[1] == 0:
             raise wrong(name, table_name, "pages for k and v", block_table)
     capacity = pages.table.shape[1] * pages.key.shape[1]
-    if rotates := any(table is not None for table in rotary):
-        check_rotary(name, *rotary, k, q.shape[-1], capacity)
+    tables = check_rotary(name, rotary, k, q.shape[-1], capacity)
     check_places(name, cache_batch_idx, cache_leftpad, k_cache)
     lengths = lengths_of(cache_seqlens, capacity, batch, q.device)
-    new = None if k is None else new_tokens(k, v, starts_new)
+    new = None if k is None or v is None else new_tokens(k, v, starts_new)
     check_lengths(name, lengths, None if new is None else new.counts, pages.table, capacity)
     if new is not None:
-        if rotates:
-            tokens = _rotate(new, tokens, starts, lengths, rotary, rotary_interleaved, options)
+        if tables:
+            tokens = _rotate(new, tokens, starts, lengths, tables, rotary_interleaved, options)
         lengths = append(new, target, lengths, options)
     else:
         lengths = lengths.clamp_min(0)
@@ -366,5 +372,5 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     (batch, length), keys = q.shape[:2], k.shape[1]
     starts = [_even_starts(batch, count, q.device) for count in (length, keys)]
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out, lse = ragged(*rows, *starts, length, options)
+    out, lse = ragged(rows[0], rows[1], rows[2], starts[0], starts[1], length, options)
     return _by_batch(out, lse, batch, length)

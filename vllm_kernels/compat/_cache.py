@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kernels._types import KVCacheDType
 from vllm_kernels.compat._checks import check_pages, wrong
 from vllm_kernels.compat._options import Options
 from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
 
 
@@ -40,7 +42,7 @@ def pages_of(
             ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad),
         ):  # fmt: skip
             if value is not None:
-                raise RuntimeError(f"{function}: {name}: expected None with a block table")
+                raise InvalidArgument(f"{function}: {name}: expected None with a block table")
         check_pages(function, k_cache, "k_cache", block_table, table_name, batch)
         pages = Pages(k_cache, v_cache, int32_table(block_table))
         return pages, pages
@@ -70,7 +72,7 @@ def pages_of(
         first = first + cache_leftpad.int()
     columns = torch.arange(length // page, dtype=torch.int32, device=device)
     target = Pages(k_cache, v_cache, index.int()[:, None])
-    return target, Pages(*views, first[:, None] + columns)
+    return target, Pages(views[0], views[1], first[:, None] + columns)
 
 
 def _row_tokens(function: str, k_cache: Tensor, v_cache: Tensor) -> int:
@@ -80,13 +82,13 @@ def _row_tokens(function: str, k_cache: Tensor, v_cache: Tensor) -> int:
     for cache in (k_cache, v_cache):
         row, token = cache.stride()[:2]
         if rows > 1 and row % token != 0:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{function}: expected caches whose rows are whole numbers of tokens apart, got "
                 f"strides {list(cache.stride())}"
             )
         steps.append(row // token if rows > 1 else length)
     if steps[0] != steps[1]:
-        raise RuntimeError(f"{function}: expected k_cache and v_cache with like strides")
+        raise InvalidArgument(f"{function}: expected k_cache and v_cache with like strides")
     return steps[0]
 
 
@@ -113,7 +115,9 @@ class NewTokens:
 
     def positions(self, lengths: Tensor) -> Tensor:
         """[tokens], behind lengths [batch]."""
-        return lengths if self.seqs is None else lengths[self.seqs] + self.index
+        if self.seqs is None or self.index is None:
+            return lengths
+        return lengths[self.seqs] + self.index
 
 
 def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
@@ -139,13 +143,12 @@ def new_tokens(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> NewTokens:
 def _slots(new: NewTokens, pages: Pages, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Where the tokens go, -1: nowhere; and which sequences are no paddings (see append())."""
     page, width = pages.key.shape[1], pages.table.shape[1]
-    one_each = new.seqs is None
-    ends = lengths if one_each else lengths.add(new.counts < 1, alpha=-1)
+    ends = lengths if new.seqs is None else lengths.add(new.counts < 1, alpha=-1)
     ends = ends.clamp_min(0) // page
     first = pages.table.gather(1, ends.clamp_max(width - 1)[:, None])[:, 0]
     real = (lengths >= 0) & (first >= 0) & (ends < width)
     position = new.positions(lengths)
-    if one_each:
+    if new.seqs is None or new.index is None:
         block, good = first.long(), real
     else:
         column = position // page
@@ -164,11 +167,17 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
     lengths = lengths.long()
     slots, real = _slots(new, pages, lengths)
     key, value = rows_contiguous(new.key), rows_contiguous(new.value)
-    caches, stored = (pages.key, pages.value), pages.key.dtype
+    key_cache, value_cache, stored = pages.key, pages.value, pages.key.dtype
     if key.dtype == stored and stored.itemsize == 1:  # nothing to divide: pairs of bytes
-        key, value, *caches = (x.view(torch.bfloat16) for x in (key, value, *caches))
+        key, value, key_cache, value_cache = (
+            x.view(torch.bfloat16) for x in (key, value, key_cache, value_cache)
+        )
         stored = torch.bfloat16
-    name = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
+    name: dict[torch.dtype, KVCacheDType] = {
+        torch.float8_e4m3fn: "fp8_e4m3",
+        torch.float8_e5m2: "fp8_e5m2",
+        torch.int8: "int8",
+    }
     one = torch.ones(1, dtype=torch.float32, device=key.device)
     scales = [one, one]
     if stored in name:
@@ -177,7 +186,8 @@ def append(new: NewTokens, pages: Pages, lengths: Tensor, options: Options) -> T
             (one if scale is None else scale.float().reshape(-1)[:heads]).expand(heads).contiguous()
             for scale in (options.k_descale, options.v_descale)
         ]
-    reshape_and_cache_flash(key, value, *caches, slots, name.get(stored, "auto"), *scales)
+    kind = name.get(stored, "auto")
+    reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, scales[0], scales[1])
     return torch.where(real, lengths + new.counts, 0).int()
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm_kernels.errors import InvalidArgument, InvalidType, Unsupported
+
 if TYPE_CHECKING:
     from vllm_kernels.compat._options import Options
 
@@ -16,18 +18,18 @@ def refuse(function: str, **unsupported: object) -> None:
     """Raises NotImplementedError for the first argument that is neither None, 0 nor False."""
     for name, value in unsupported.items():
         if value is not None and not (isinstance(value, (int, float)) and not value):
-            raise NotImplementedError(f"{function}: {name}: not supported, got {value!r:.60}")
+            raise Unsupported(f"{function}: {name}: not supported, got {value!r:.60}")
 
 
-def wrong(function: str, name: str, want: str, got: Tensor) -> RuntimeError:
-    return RuntimeError(f"{function}: {name}: expected {want}, got {list(got.shape)}")
+def wrong(function: str, name: str, want: str, got: Tensor) -> InvalidArgument:
+    return InvalidArgument(f"{function}: {name}: expected {want}, got {list(got.shape)}")
 
 
 def check_tensors(function: str, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor):
             kind = "None" if value is None else type(value).__name__
-            raise RuntimeError(f"{function}: {name}: expected a tensor, got {kind}")
+            raise InvalidType(f"{function}: {name}: expected a tensor, got {kind}")
 
 
 def check_integers(function: str, **values: object) -> None:
@@ -36,7 +38,7 @@ def check_integers(function: str, **values: object) -> None:
         if not isinstance(value, Tensor):
             check_tensors(function, **{name: value})
         elif value.dtype != torch.int32 and value.dtype != torch.int64:
-            raise RuntimeError(f"{function}: {name}: expected int32 or int64, got {value.dtype}")
+            raise InvalidArgument(f"{function}: {name}: expected int32 or int64, got {value.dtype}")
 
 
 def check_given_integers(function: str, **values: object) -> None:
@@ -76,7 +78,7 @@ def check_shapes(
         last = size if cache else "head_size_v"
         want = f"shape [{', '.join(map(str, k_shape[:-1]))}, {last}]"
     elif cache and v_shape[-1] != size:
-        raise NotImplementedError(
+        raise Unsupported(
             f"{function}: {value}: not supported with a head size of its own, {v_shape[-1]} beside "
             f"{size}"
         )
@@ -152,28 +154,37 @@ def check_new(
         if rows.dtype == k_cache.dtype:
             continue
         if rows.dtype.itemsize == 1 or k_cache.dtype.itemsize != 1:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{function}: {name}: expected {k_cache.dtype} (from k_cache), got {rows.dtype}"
             )
         if descale is not None and descale.dim() == 2 and len(descale) > 1 and descale.stride(0):
-            raise NotImplementedError(
+            raise Unsupported(
                 f"{function}: {name}_descale: not supported with a row for each sequence where "
                 f"{name} of {rows.dtype} is put into a cache of {k_cache.dtype}"
             )
 
 
 def check_rotary(
-    function: str, cos: Tensor, sin: Tensor, k: Tensor | None, head_size: int, capacity: int
-) -> None:
-    """Of the cosines and sines of a cache of so many tokens."""
+    function: str,
+    rotary: tuple[Tensor | None, Tensor | None],
+    k: Tensor | None,
+    head_size: int,
+    capacity: int,
+) -> list[Tensor]:
+    """The cosines and sines of a cache of so many tokens, checked; none if nothing is rotated."""
+    given = [table for table in rotary if table is not None]
+    if not given:
+        return []
     if k is None:
-        raise RuntimeError(f"{function}: rotary_cos: expected k and v with it, got None")
-    check_tensors(function, rotary_cos=cos, rotary_sin=sin)
+        raise InvalidArgument(f"{function}: rotary_cos: expected k and v with it, got None")
+    check_tensors(function, rotary_cos=rotary[0], rotary_sin=rotary[1])
+    cos, sin = given
     if cos.dim() != 2 or cos.shape[0] < capacity or not 0 < 2 * cos.shape[1] <= head_size:
         want = f"shape [positions, rotary_dim / 2], a row for each of {capacity} tokens of a cache"
         raise wrong(function, "rotary_cos", f"{want}, rotary_dim at most {head_size}", cos)
     if sin.shape != cos.shape:
         raise wrong(function, "rotary_sin", f"shape {list(cos.shape)} (from rotary_cos)", sin)
+    return given
 
 
 def check_places(
@@ -191,7 +202,7 @@ def check_places(
         outside = (values < 0) | (values > most)
         if outside.any():
             row = int(outside.nonzero()[0])
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{function}: {name}[{row}] = {int(values[row])}: expected 0 to {most}"
             )
 
@@ -212,7 +223,7 @@ def check_lengths(
     if past.any():
         row = int(past.nonzero()[0])
         count = 0 if counts is None else int(counts[row])
-        raise RuntimeError(
+        raise InvalidArgument(
             f"{function}: cache_seqlens[{row}] = {int(lengths[row])}: expected a length that fits "
             f"a cache of {capacity} tokens with {count} new ones"
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kernels.compat._checks import wrong
+from vllm_kernels.errors import InvalidArgument
 
 _PLAIN: dict[str, Tensor | None] = {"alibi_slopes": None, "k_scale": None, "v_scale": None}
 
@@ -19,7 +20,7 @@ class Options:
     function: str
     scale: float | None = None
     causal: bool = False
-    window: tuple[int, int] | None = (-1, -1)
+    window: tuple[int | None, int | None] = (-1, -1)
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None  # [num_heads] or [batch, num_heads]
     sinks: Tensor | None = None  # [num_heads]
@@ -32,7 +33,7 @@ class Options:
         if self.window is None:
             self.window = (-1, -1)
         if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{self.function}: window_size: expected (left, right), got {self.window!r:.40}"
             )
         # Whether there are no slopes, sinks and descales. Asked several times a call.
@@ -49,7 +50,7 @@ class Options:
         ):  # fmt: skip
             value = self.sinks if name == "s_aux" else getattr(self, name)
             if value is not None and not isinstance(value, Tensor):
-                raise RuntimeError(
+                raise InvalidArgument(
                     f"{self.function}: {name}: expected a tensor {shape}, got {value!r:.40}"
                 )
 

@@ -22,11 +22,14 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from vllm_kernels.compat import _attention, bert_padding
 from vllm_kernels.compat._checks import check_tensors, refuse
 from vllm_kernels.compat._options import Options
+from vllm_kernels.errors import InvalidArgument
 
 __all__ = [
     "flash_attn_func",
@@ -152,27 +155,27 @@ def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> 
     check_tensors(function, **{name: rows})
     rank = lead.count(",") + 4
     if rows.dim() != rank or rows.shape[-3] != count:
-        raise RuntimeError(
+        raise InvalidArgument(
             f"{function}: {name}: expected shape [{lead}, {count}, num_heads, head_size], got "
             f"{list(rows.shape)}"
         )
     return rows.unbind(-3)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: object, **kwargs: object) -> Result:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, "batch, seqlen")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: object, **kwargs: object) -> Result:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, 2, "batch, seqlen_k")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: object, **kwargs: object
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "total")
@@ -181,9 +184,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, *args: object, **kwargs: object
-) -> Result:
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
     """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D]."""
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "total_k")
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

@@ -24,6 +24,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import Error, InvalidType, Unsupported
 from vllm_kernels.hf.attention_overrides import bind_own_attention, unbind_own_attention
 from vllm_kernels.kv_cache.tensors import KVShape
 
@@ -94,8 +96,10 @@ class LayerCall:
 class Pages(Protocol):
     """The interface of a cache's batch, which stores and attends."""
 
-    length: int
-    shape: KVShape
+    @property
+    def length(self) -> int: ...
+    @property
+    def shape(self) -> KVShape: ...
 
     def forward(self, call: LayerCall) -> Tensor:
         """Stores the new keys and values of a layer, then attends.
@@ -130,7 +134,7 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Passes the new keys and values on to attention, which gets the padding mask as well."""
         if self.index == 0 and self.config._attn_implementation != NAME:
-            raise RuntimeError(
+            raise Error(
                 f"PagedCache: the model's attention is {self.config._attn_implementation!r}, which "
                 "cannot read blocks: call use_paged_attention(model)"
             )
@@ -154,7 +158,7 @@ def refuse_no_model(what: str, model: object) -> None:
     path = isinstance(model, str | PathLike)
     got = short_repr(model) if path else type(model).__name__
     hint = ": load it with AutoModelForCausalLM.from_pretrained" if path else ""
-    raise TypeError(f"{what}: model: expected a model of transformers, got {got}{hint}")
+    raise InvalidType(f"{what}: model: expected a model of transformers, got {got}{hint}")
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:
@@ -171,7 +175,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     if not bind_own_attention(model, NAME):
         model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        raise NotImplementedError(
+        raise Unsupported(
             f"use_paged_attention: model type: {model.config.model_type} computes attention in a "
             "way of its own, which is not served"
         )
@@ -189,7 +193,10 @@ def stop_paged_attention(model: PreTrainedModel) -> None:
 
 
 def kv_shape(
-    model: PreTrainedModel, block_size: int, layout: str = "vllm", cache_dtype: str = "auto"
+    model: PreTrainedModel,
+    block_size: int,
+    layout: Layout = "vllm",
+    cache_dtype: KVCacheDType = "auto",
 ) -> KVShape:
     """The shape of a block for ``model``.
 
@@ -201,18 +208,18 @@ def kv_shape(
     layer_types = set(getattr(config, "layer_types", None) or ())
     others = layer_types - {"full_attention", "sliding_attention"}
     if others:
-        raise NotImplementedError(
+        raise Unsupported(
             "PagedCache: layer types: expected full_attention and sliding_attention, got "
             f"{', '.join(sorted(others))}"
         )
     if config.is_encoder_decoder:
-        raise NotImplementedError("PagedCache: encoder-decoder models are not served")
+        raise Unsupported("PagedCache: encoder-decoder models are not served")
     heads, kv_heads, head_size = (
         _of_all_layers(config, name)
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     if not heads:
-        raise NotImplementedError(f"PagedCache: {config.model_type} has no attention heads")
+        raise Unsupported(f"PagedCache: {config.model_type} has no attention heads")
     if not kv_heads:
         kv_heads = 1 if getattr(config, "multi_query", False) else heads
     return KVShape(
@@ -231,7 +238,7 @@ def _of_all_layers(config: Any, name: str) -> int | None:
     try:
         return getattr(config, name, None)
     except Exception:  # transformers' refusal to give one value for layers that differ
-        raise NotImplementedError(
+        raise Unsupported(
             f"PagedCache: {config.model_type}: {name}: expected the same in all layers"
         ) from None
 
@@ -268,7 +275,7 @@ def _attention(
     """
     layer: PagedLayer | None = getattr(key, _HANDLE, None)
     if layer is None:
-        raise NotImplementedError(
+        raise Unsupported(
             "vllm_kernels attention: past_key_values: expected a PagedCache, got another cache or "
             f"none: {_without_cache(module)}"
         )
@@ -277,7 +284,7 @@ def _attention(
     window = sliding_window or 0
     masked = getattr(attention_mask, _WINDOW, 0)
     if window != masked:  # the model and its mask disagree
-        raise NotImplementedError(
+        raise Unsupported(
             f"vllm_kernels attention: sliding_window: {window} of the layer, {masked} of its mask"
         )
     options = AttentionOptions(
@@ -297,13 +304,13 @@ def _refuse_other_shapes(
     """Raises NotImplementedError for a dtype or heads that are not those of the cache."""
     shape = layer.pages.shape
     if query.dtype != shape.dtype:
-        raise NotImplementedError(
+        raise Unsupported(
             f"vllm_kernels attention: query: expected {shape.dtype} (from PagedCache), "
             f"got {query.dtype}"
         )
     for name, heads in (("key", key), ("value", value)):
         if (heads.shape[1], heads.shape[3]) != (shape.num_kv_heads, shape.head_size):
-            raise NotImplementedError(
+            raise Unsupported(
                 f"vllm_kernels attention: {type(module).__name__} {layer.index}: {name}: expected "
                 f"{shape.num_kv_heads} heads of size {shape.head_size} (from the model's config), "
                 f"got {heads.shape[1]} of size {heads.shape[3]}"
@@ -387,13 +394,13 @@ def _refuse_unserved(
 ) -> None:
     """Raises NotImplementedError for arguments that change the result and are not supported."""
     if torch.is_grad_enabled() and query.requires_grad:
-        raise NotImplementedError("vllm_kernels attention: inference only: use torch.no_grad()")
+        raise Unsupported("vllm_kernels attention: inference only: use torch.no_grad()")
     if dropout > 0:
-        raise NotImplementedError(f"vllm_kernels attention: dropout: expected 0, got {dropout}")
+        raise Unsupported(f"vllm_kernels attention: dropout: expected 0, got {dropout}")
     if not getattr(module, "is_causal", True):
-        raise NotImplementedError("vllm_kernels attention: is_causal: expected True, got False")
+        raise Unsupported("vllm_kernels attention: is_causal: expected True, got False")
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise NotImplementedError(
+        raise Unsupported(
             "vllm_kernels attention: attention_mask: expected one of padding, [batch, columns], "
             "over plain causal attention or its sliding window; got a custom mask or packed "
             "sequences"
@@ -403,7 +410,7 @@ def _refuse_unserved(
         if name not in _HARMLESS and argument is not None and argument is not False:
             if name == "is_causal" and argument is True:
                 continue
-            raise NotImplementedError(f"vllm_kernels attention: {name}: not served")
+            raise Unsupported(f"vllm_kernels attention: {name}: not served")
 
 
 AttentionInterface.register(NAME, _attention)

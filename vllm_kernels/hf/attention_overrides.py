@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from vllm_kernels.errors import Unsupported
+
 _SLOPES = "vllm_kernels_slopes"  # attribute of an attention module: [heads], float32
 
 _MODULES = {
@@ -78,7 +80,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 def _bound(forward: Callable[..., Any], attention: Callable[..., Tensor]) -> Callable[..., Any]:
     def bound(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if kwargs.pop("output_attentions", None):
-            raise NotImplementedError("vllm_kernels attention: output_attentions: not served")
+            raise Unsupported("vllm_kernels attention: output_attentions: not served")
         return forward(self, attention, *args, **kwargs), None
 
     return bound
@@ -91,7 +93,7 @@ def _update(cache: Cache | None, key: Tensor, value: Tensor, layer: int) -> tupl
 # BLOOM.
 
 
-def _bloom_slopes(model: PreTrainedModel) -> Tensor:
+def _bloom_slopes(model: Any) -> Tensor:
     """The slopes out of the bias of the second of two tokens."""
     ones = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     alibi = model.base_model.build_alibi_tensor(ones, model.config.n_head, torch.float32)
@@ -110,7 +112,7 @@ def _bloom_forward(
 ) -> Tensor:
     """Replaces BloomAttention's; uses the slopes instead of the bias ``alibi``."""
     if self.pretraining_tp > 1 and self.slow_but_exact:
-        raise NotImplementedError("vllm_kernels attention: slow_but_exact: not served")
+        raise Unsupported("vllm_kernels attention: slow_but_exact: not served")
     batch, columns, _ = hidden_states.shape
     qkv = self.query_key_value(hidden_states)
     query, key, value = qkv.view(batch, columns, self.num_heads, 3, self.head_dim).unbind(3)
@@ -128,7 +130,7 @@ def _bloom_forward(
 # MPT.
 
 
-def _mpt_slopes(model: PreTrainedModel) -> Tensor:
+def _mpt_slopes(model: Any) -> Tensor:
     """The slopes out of the biases of two tokens. transformers' MPT always has ALiBi, with
     alibi_bias_max 8 whatever the config says."""
     heads = model.config.n_heads
@@ -205,5 +207,9 @@ def _rotate_pairs(heads: Tensor, sin: Tensor, cos: Tensor, rotated: int) -> Tens
     return torch.cat([result, heads[..., rotated:]], -1)
 
 
-_FORWARDS = {"bloom": _bloom_forward, "mpt": _mpt_forward, "gptj": _gptj_forward}
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "bloom": _bloom_forward,
+    "mpt": _mpt_forward,
+    "gptj": _gptj_forward,
+}
 _SLOPES_OF = {"bloom": _bloom_slopes, "mpt": _mpt_slopes}

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import vllm_kernels
+from vllm_kernels.errors import Unsupported
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Model types that are served, and how the names of their classes begin."""
@@ -33,14 +35,12 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
     """
     config = model.config
     if config.model_type not in FAMILIES:
-        raise NotImplementedError(
+        raise Unsupported(
             f"patched_layers: model type: expected one of {', '.join(FAMILIES)}, "
             f"got {config.model_type}"
         )
     if config.hidden_act != "silu":
-        raise NotImplementedError(
-            f"patched_layers: hidden_act: expected silu, got {config.hidden_act}"
-        )
+        raise Unsupported(f"patched_layers: hidden_act: expected silu, got {config.hidden_act}")
     modeling = sys.modules[type(model).__module__]
     family = FAMILIES[config.model_type]
     forwards = {
@@ -56,7 +56,7 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
             if forward is None:
                 continue
             if "forward" in vars(module):
-                raise NotImplementedError("patched_layers: the model's layers are patched already")
+                raise Unsupported("patched_layers: the model's layers are patched already")
             module.forward = MethodType(forward, module)
             patched.append(module)
         yield
@@ -66,14 +66,14 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
             del module.forward
 
 
-def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """In place of an RMSNorm's forward."""
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     vllm_kernels.rms_norm(out, hidden_states, self.weight, self.variance_epsilon)
     return out
 
 
-def _swiglu(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _swiglu(self: Any, hidden_states: Tensor) -> Tensor:
     """In place of an MLP's forward. The op takes gate and up in one tensor, hence the cat."""
     gate_up = torch.cat([self.gate_proj(hidden_states), self.up_proj(hidden_states)], -1)
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
@@ -92,7 +92,7 @@ def _rotary_embedding(
         cos, sin: [batch or 1, columns, head_size], both halves equal.
     """
     if unsqueeze_dim != 1:
-        raise NotImplementedError(f"rotary: unsqueeze_dim: expected 1, got {unsqueeze_dim}")
+        raise Unsupported(f"rotary: unsqueeze_dim: expected 1, got {unsqueeze_dim}")
     batch, _, columns, head_size = query.shape
     query = query.transpose(1, 2).contiguous()
     key = key.transpose(1, 2).contiguous()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_kernels.errors import Error, InvalidArgument
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
 from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 
@@ -96,10 +97,10 @@ class PagedBatch:
             OutOfBlocks: the pool is too small for these sequences; nothing has changed.
         """
         if self.cache.is_freed:
-            raise RuntimeError("PagedCache: it was freed: make a new one")
+            raise Error("PagedCache: it was freed: make a new one")
         layers = self.cache.shape.num_layers
         if self._written is not None and len(self._written) < layers:
-            raise RuntimeError(
+            raise Error(
                 f"PagedCache: the pass before came through {len(self._written)} of {layers} layers "
                 "(it failed, or layer 0 attends twice in a pass, which is not served): reset() it"
             )
@@ -130,9 +131,7 @@ class PagedBatch:
         plan, written = self._pass, self._written
         assert plan is not None and written is not None
         if layer in written:
-            raise RuntimeError(
-                f"PagedCache: layer {layer} attends twice in a pass, which is not served"
-            )
+            raise Error(f"PagedCache: layer {layer} attends twice in a pass, which is not served")
         self.cache.write(
             layer, self._packed(key, plan), self._packed(value, plan), plan.slot_mapping
         )
@@ -207,23 +206,25 @@ class PagedBatch:
     def _new_columns(self, batch_size: int, num_columns: int, mask: Tensor | None) -> Tensor:
         """bool [batch_size, num_columns] on the CPU: which of the new columns are tokens."""
         if self._rows and batch_size != len(self._rows):
-            raise ValueError(
+            raise InvalidArgument(
                 f"PagedCache: it holds {len(self._rows)} sequences, got a batch of {batch_size}: "
                 f"{_RESET}"
             )
         if mask is None:
             if not self._is_token.all():
-                raise ValueError("PagedCache: padding was stored before, got no attention_mask")
+                raise InvalidArgument(
+                    "PagedCache: padding was stored before, got no attention_mask"
+                )
             return torch.ones(batch_size, num_columns, dtype=torch.bool)
         expected = (batch_size, self.length + num_columns)
         if mask.shape != expected:
-            raise ValueError(
+            raise InvalidArgument(
                 f"PagedCache: attention_mask: expected shape {list(expected)} (batch size, columns "
                 f"stored before + new), got {list(mask.shape)}{f': {_RESET}' * bool(self._rows)}"
             )
         mask = mask.to(device="cpu", dtype=torch.bool)
         if self._rows and not torch.equal(mask[:, : self.length], self._is_token):
-            raise ValueError(
+            raise InvalidArgument(
                 "PagedCache: attention_mask: differs from the one that columns stored before had: "
                 f"{_RESET}"
             )

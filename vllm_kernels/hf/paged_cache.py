@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.hf.attention_interface import PagedLayer, kv_shape, refuse_no_model
 from vllm_kernels.hf.paged_batch import PagedBatch
 from vllm_kernels.kv_cache import Statistics
@@ -41,8 +43,8 @@ class PagedCache(Cache):
         num_blocks: int,
         block_size: int = 16,
         *,
-        layout: str = "vllm",
-        cache_dtype: str = "auto",
+        layout: Layout = "vllm",
+        cache_dtype: KVCacheDType = "auto",
     ) -> None:
         refuse_no_model("PagedCache", model)
         shape = kv_shape(model, block_size, layout, cache_dtype)
@@ -60,7 +62,7 @@ class PagedCache(Cache):
             ("block_size", block_size, 1),
         ):
             if size < minimum:
-                raise ValueError(
+                raise InvalidArgument(
                     f"PagedCache.blocks_needed: {name}: expected at least {minimum}, got {size}"
                 )
         return num_sequences * -(-num_tokens // block_size)
@@ -88,7 +90,7 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` columns; transformers 5 passes numbers <= 0."""
         if tokens_to_remove > 0:
-            raise ValueError(
+            raise InvalidArgument(
                 f"PagedCache.crop: expected minus the columns to remove, got {tokens_to_remove}"
             )
         self._batch.crop(-tokens_to_remove)

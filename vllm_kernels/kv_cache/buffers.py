@@ -54,6 +54,13 @@ class BatchBuffers:
         "slot_mapping",
     )
 
+    # As they were given; `zeros` gives tensors. Any: a union would want a cast at every use.
+    block_tables: Any
+    seq_lens: Any
+    query_start_loc: Any
+    slot_mapping: Any
+    positions: Any
+
     def __init__(
         self,
         block_tables: Buffer,

@@ -59,7 +59,7 @@ def _refuse_kinds(windows: object, **integers: object) -> None:
     refused the arguments."""
 
     def fits(value: object) -> bool:
-        return isinstance(value, Integral) and -(2**63) <= value < 2**63
+        return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
 
     for name, value in integers.items():
         if not fits(value):

@@ -18,6 +18,15 @@ import torch
 from torch import Tensor
 
 import vllm_kernels
+from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import (
+    Error,
+    InvalidArgument,
+    InvalidIndex,
+    InvalidType,
+    OutOfMemory,
+    Unsupported,
+)
 
 __all__ = ["CACHE_DTYPES", "LAYOUTS", "KVCache", "KVShape", "Pairs", "free_memory"]
 
@@ -53,7 +62,8 @@ class KVShape:
         cache_dtype: "auto" (dtype), or one of CACHE_DTYPES.
 
     Raises:
-        NotImplementedError: a shape that the kernels do not support; it names the argument.
+        Unsupported: a shape that the kernels do not support; it names the argument.
+        InvalidArgument: a wrong word or number.
     """
 
     num_layers: int
@@ -61,16 +71,21 @@ class KVShape:
     head_size: int
     dtype: torch.dtype
     block_size: int = 16
-    layout: str = "vllm"
-    cache_dtype: str = "auto"
+    layout: Layout = "vllm"
+    cache_dtype: KVCacheDType = "auto"
 
     def __post_init__(self) -> None:
-        def check(holds: bool, name: str, expected: str, got: object) -> None:
+        def check(
+            holds: bool, name: str, expected: str, got: object, kind: type[Error] = Unsupported
+        ) -> None:
             if not holds:
-                raise NotImplementedError(f"KV cache: {name}: expected {expected}, got {got}")
+                raise kind(f"KVShape: {name}: expected {expected}, got {got}")
 
-        check(self.num_layers >= 1, "num_layers", "at least 1", self.num_layers)
-        check(self.num_kv_heads >= 1, "num_kv_heads", "at least 1", self.num_kv_heads)
+        for name in ("num_layers", "num_kv_heads"):
+            number = getattr(self, name)
+            check(number >= 1, name, "at least 1", number, InvalidArgument)
+        dtype = f"the {type(self.dtype).__name__} {self.dtype!r}"
+        check(isinstance(self.dtype, torch.dtype), "dtype", "a torch.dtype", dtype, InvalidType)
         step = 8 if self.cache_dtype == "auto" else 16
         check(
             self.head_size in _HEAD_SIZES and self.head_size % step == 0,
@@ -81,10 +96,11 @@ class KVShape:
             self.block_size in (1, 2, 4, 8, 16, 32, 64, 128, 256),
             "block_size", "a power of two from 1 to 256", self.block_size,
         )  # fmt: skip
-        check(self.layout in LAYOUTS, "layout", " or ".join(LAYOUTS), self.layout)
+        layout = f"{self.layout!r:.40}"
+        check(self.layout in LAYOUTS, "layout", " or ".join(LAYOUTS), layout, InvalidArgument)
         check(
             self.cache_dtype == "auto" or self.cache_dtype in CACHE_DTYPES,
-            "cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", self.cache_dtype,
+            "cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", self.cache_dtype, InvalidArgument,
         )  # fmt: skip
 
     @property
@@ -109,8 +125,10 @@ class KVShape:
             pack = _VECTOR_BYTES // self.stored_dtype.itemsize
             return (num_blocks, heads, size // pack, block, pack), (num_blocks, heads, size, block)
         if self.layout == "NHD":
-            return ((num_blocks, block, heads, size),) * 2
-        return ((num_blocks, heads, block, size),) * 2
+            both = (num_blocks, block, heads, size)
+        else:
+            both = (num_blocks, heads, block, size)
+        return both, both
 
 
 class KVCache:
@@ -146,9 +164,9 @@ class KVCache:
         v_scale: Tensor | float = 1.0,
     ) -> None:
         if num_blocks < 1:
-            raise ValueError(f"KVCache: num_blocks: expected at least 1, got {num_blocks}")
+            raise InvalidArgument(f"KVCache: num_blocks: expected at least 1, got {num_blocks}")
         if num_host_blocks < 0:
-            raise ValueError(f"KVCache: num_host_blocks: expected >= 0, got {num_host_blocks}")
+            raise InvalidArgument(f"KVCache: num_host_blocks: expected >= 0, got {num_host_blocks}")
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -157,7 +175,7 @@ class KVCache:
         tensors = range(shape.num_layers)
         of_layer = list(tensors if tensor_of_layer is None else tensor_of_layer)
         if set(of_layer) != set(tensors):
-            raise ValueError(
+            raise InvalidArgument(
                 f"KVCache: tensor_of_layer: expected all of 0 to {shape.num_layers - 1} (from "
                 f"shape.num_layers), got {of_layer}"
             )
@@ -175,7 +193,7 @@ class KVCache:
 
     @classmethod
     def from_bytes(
-        cls, shape: KVShape, num_bytes: int, *, host_bytes: int = 0, **options: object
+        cls, shape: KVShape, num_bytes: int, *, host_bytes: int = 0, **options: Any
     ) -> KVCache:
         """As many blocks as fit into ``num_bytes`` (and ``host_bytes`` on the host).
 
@@ -183,23 +201,25 @@ class KVCache:
             ValueError: not even one block fits.
         """
         if num_bytes < shape.block_bytes:
-            raise ValueError(
+            raise InvalidArgument(
                 f"KVCache: a block takes {shape.block_bytes:,} bytes, got {num_bytes:,}"
             )
         return cls(
             shape,
             num_bytes // shape.block_bytes,
             num_host_blocks=host_bytes // shape.block_bytes,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
     @classmethod
     def from_free_memory(
-        cls, shape: KVShape, fraction: float, *, device: torch.device | str, **options: object
+        cls, shape: KVShape, fraction: float, *, device: torch.device | str, **options: Any
     ) -> KVCache:
         """As many blocks as fit into ``fraction`` of the memory that is free on ``device`` now."""
         if not 0 < fraction <= 1:
-            raise ValueError(f"KVCache: fraction: expected more than 0, up to 1, got {fraction}")
+            raise InvalidArgument(
+                f"KVCache: fraction: expected more than 0, up to 1, got {fraction}"
+            )
         num_bytes = int(free_memory(torch.device(device)) * fraction)
         return cls.from_bytes(shape, num_bytes, device=device, **options)
 
@@ -320,7 +340,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.paged_attention` of ``query`` [num_tokens, num_heads, head_size]
         over this layer's pages."""
-        result = vllm_kernels.paged_attention(
+        return vllm_kernels.paged_attention(
             query,
             *self._pages(layer),
             block_tables,
@@ -336,8 +356,6 @@ class KVCache:
             **self._scales_of(layer),
             out=out,
         )
-        assert isinstance(result, Tensor)
-        return result
 
     def attend_cascade(
         self,
@@ -353,7 +371,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.cascade_attention` of one query token a sequence over this layer's
         pages; as :meth:`attend` if ``plan`` has common blocks."""
-        result = vllm_kernels.cascade_attention(
+        return vllm_kernels.cascade_attention(
             query,
             *self._pages(layer),
             block_tables,
@@ -365,8 +383,6 @@ class KVCache:
             **self._scales_of(layer),
             out=out,
         )
-        assert isinstance(result, Tensor)
-        return result
 
     # Copies of whole blocks, as the manager asks for them: int64 [n, 2], (source, destination), the
     # array that its call returned, a tensor or a list.
@@ -395,13 +411,13 @@ class KVCache:
         """Key cache and value cache of a layer."""
         if not 0 <= layer < len(self.key_caches):
             if self.is_freed:
-                raise RuntimeError("KVCache: it was freed: make a new one")
-            raise IndexError(
+                raise Error("KVCache: it was freed: make a new one")
+            raise InvalidIndex(
                 f"KVCache: layer: expected 0 to {len(self.key_caches) - 1}, got {layer}"
             )
         return self.key_caches[layer], self.value_caches[layer]
 
-    def _scales_of(self, layer: int) -> dict[str, Tensor]:
+    def _scales_of(self, layer: int) -> dict[str, Any]:
         """Of an 8-bit cache; others have none."""
         if not self._is_quantized:
             return {}
@@ -412,7 +428,7 @@ class KVCache:
         if not len(pairs):
             return
         if not self.num_host_blocks:
-            raise RuntimeError("KVCache: swap: there are no host blocks: give num_host_blocks")
+            raise Error("KVCache: swap: there are no host blocks: give num_host_blocks")
         mapping = _mapping(pairs)
         for device, host in zip(self._keys + self._values, self._host_keys + self._host_values):
             yield device, host, mapping
@@ -420,29 +436,39 @@ class KVCache:
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        options = {"dtype": self.shape.stored_dtype, "device": device, "pin_memory": pinned}
+        dtype = self.shape.stored_dtype
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "pin_memory": pinned}
         key_shape, value_shape = self.shape.cache_shapes(num_blocks)
         layers = range(self.shape.num_layers)
-        keys = [torch.empty(key_shape, **options) for _ in layers]
-        return keys, [torch.empty(value_shape, **options) for _ in layers]
+        try:
+            keys = [torch.empty(key_shape, **options) for _ in layers]
+            return keys, [torch.empty(value_shape, **options) for _ in layers]
+        except RuntimeError as error:
+            needed = num_blocks * self.shape.block_bytes
+            free = free_memory(device)
+            if needed <= free and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise OutOfMemory(
+                f"KVCache: {num_blocks:,} blocks: need {needed:,} bytes on {device}, free {free:,}"
+            ) from None
 
     def _scales(self, name: str, scale: Tensor | float, layers: int) -> list[Tensor]:
         """A tensor a layer: [num_kv_heads]."""
         heads = self.shape.num_kv_heads
         scales = torch.as_tensor(scale, dtype=torch.float32)
         if not self._is_quantized and not bool((scales == 1).all()):
-            raise ValueError(
+            raise InvalidArgument(
                 f"KVCache: {name}: expected 1.0 (only 8-bit caches have scales, this one is "
                 f"{self.shape.stored_dtype}), got {short_repr(scale)}"
             )
         if not bool(((scales > 0) & scales.isfinite()).all()):
-            raise ValueError(
+            raise InvalidArgument(
                 f"KVCache: {name}: expected more than 0 and finite, got {short_repr(scale)}"
             )
         if scales.ndim == 0:
             scales = scales.expand(layers)
         if scales.shape not in ((layers,), (layers, heads)):
-            raise ValueError(
+            raise InvalidArgument(
                 f"KVCache: {name}: expected a number, [{layers}] or [{layers}, {heads}], got "
                 f"{list(scales.shape)}"
             )
@@ -456,7 +482,7 @@ def _mapping(pairs: Pairs) -> Tensor:
         return pairs
     array = np.asarray(pairs)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"KVCache: pairs: expected integers, [n, 2], got {short_repr(pairs)}")
+        raise InvalidType(f"KVCache: pairs: expected integers, [n, 2], got {short_repr(pairs)}")
     return torch.from_numpy(array.astype(np.int64))  # a copy, as arrays may be read-only
 
 

@@ -13,22 +13,148 @@ from __future__ import annotations
 import torch
 
 from vllm_kernels import _library
-from vllm_kernels.ops import activation, attention, cache, cascade, norm, norm_quant, rotary
+from vllm_kernels.errors import InvalidIndex
 from vllm_kernels.ops._common import library_ops
 from vllm_kernels.ops._explain import explain
 from vllm_kernels.ops._fake import register_fakes
-from vllm_kernels.ops.activation import *  # noqa: F403
-from vllm_kernels.ops.attention import *  # noqa: F403
-from vllm_kernels.ops.cache import *  # noqa: F403
-from vllm_kernels.ops.cascade import *  # noqa: F403
-from vllm_kernels.ops.norm import *  # noqa: F403
-from vllm_kernels.ops.norm_quant import *  # noqa: F403
-from vllm_kernels.ops.rotary import *  # noqa: F403
+from vllm_kernels.ops.activation import (
+    fatrelu_and_mul,
+    gelu_and_mul,
+    gelu_fast,
+    gelu_new,
+    gelu_quick,
+    gelu_tanh_and_mul,
+    mul_and_silu,
+    silu_and_mul,
+    silu_and_mul_per_block_quant,
+    silu_and_mul_quant,
+    silu_and_mul_split,
+    silu_and_mul_with_clamp,
+    swigluoai_and_mul,
+)
+from vllm_kernels.ops.attention import (
+    combine_attn_partials,
+    fused_decode_attention,
+    merge_attn_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    paged_attention_workspace,
+    varlen_attention,
+)
+from vllm_kernels.ops.cache import (
+    concat_and_cache_mla,
+    concat_mla_q,
+    convert_fp8,
+    copy_blocks,
+    copy_blocks_mla,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_cache,
+    gather_and_maybe_dequant_cache,
+    gather_paged_kv,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    reshape_and_cache_per_token_quant,
+    swap_blocks,
+)
+from vllm_kernels.ops.cascade import (
+    CascadePlan,
+    cascade_attention,
+    cascade_pays,
+    cascade_plan,
+)
+from vllm_kernels.ops.norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_weightless,
+    gemma_fused_add_rms_norm,
+    gemma_rms_norm,
+    rms_norm,
+    rms_norm_weightless,
+)
+from vllm_kernels.ops.norm_quant import (
+    fused_add_rms_norm_static_fp8_quant,
+    rms_norm_dynamic_per_token_quant,
+    rms_norm_per_block_quant,
+    rms_norm_static_fp8_quant,
+)
+from vllm_kernels.ops.rotary import (
+    fused_qk_norm_rope,
+    rope_and_cache,
+    rotary_embedding,
+)
 
-_rooms = (norm, norm_quant, rotary, activation, cache, attention)
-_no_ops = [*cascade.__all__, "check", "explain", "paged_attention_workspace"]
-__all__ = ["check", "explain", *(name for room in (*_rooms, cascade) for name in room.__all__)]
+__all__ = [
+    "check",
+    "explain",
+    # norm
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_weightless",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
+    "rms_norm",
+    "rms_norm_weightless",
+    # norm_quant
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
+    # rotary
+    "fused_qk_norm_rope",
+    "rope_and_cache",
+    "rotary_embedding",
+    # activation
+    "fatrelu_and_mul",
+    "gelu_and_mul",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_quick",
+    "gelu_tanh_and_mul",
+    "mul_and_silu",
+    "silu_and_mul",
+    "silu_and_mul_per_block_quant",
+    "silu_and_mul_quant",
+    "silu_and_mul_split",
+    "silu_and_mul_with_clamp",
+    "swigluoai_and_mul",
+    # cache
+    "concat_and_cache_mla",
+    "concat_mla_q",
+    "convert_fp8",
+    "copy_blocks",
+    "copy_blocks_mla",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "gather_and_maybe_dequant_cache",
+    "gather_paged_kv",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "reshape_and_cache_per_token_quant",
+    "swap_blocks",
+    # attention
+    "combine_attn_partials",
+    "fused_decode_attention",
+    "merge_attn_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "paged_attention_workspace",
+    "varlen_attention",
+    # cascade
+    "cascade_attention",
+    "cascade_pays",
+    "cascade_plan",
+    "CascadePlan",
+]
 
+_no_ops = {
+    "CascadePlan",
+    "cascade_attention",
+    "cascade_pays",
+    "cascade_plan",
+    "check",
+    "explain",
+    "paged_attention_workspace",
+}
 OPS = [name for name in __all__ if name not in _no_ops]
 """Every op of the library."""
 
@@ -47,7 +173,10 @@ def check() -> None:
     if _library.cuda_loaded and torch.cuda.is_initialized():
         for device in library_ops.scanned_devices.default():
             torch.cuda.synchronize(device)
-        library_ops.raise_bad_index.default()
+        try:
+            library_ops.raise_bad_index.default()
+        except RuntimeError as error:
+            raise InvalidIndex(str(error)) from None
 
 
 register_fakes(OPS)

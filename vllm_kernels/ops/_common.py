@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
+
+from vllm_kernels import _log
+from vllm_kernels.errors import InvalidArgument
+from vllm_kernels.ops._refusals import refused
 
 library_ops = torch.ops.vllm_kernels
 
@@ -15,29 +21,37 @@ ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
 
 
 def inference_only(op: str, *tensors: object) -> None:
-    """The stable C ABI cannot ask requires_grad, so the rule is kept here."""
+    """The stable C ABI cannot ask requires_grad, so the rule is kept here. Errors have the name
+    of the caller's variable."""
     if is_grad_enabled():
         for tensor in tensors:
             # The op's schema refuses anything but a tensor, by name.
             if getattr(tensor, "requires_grad", False):
-                raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
+                raise needs_no_grad(op, _name_of(tensor, sys._getframe(1).f_locals))
 
 
-def refuse_numbers(op: str, of: str = "one element", **scales: object) -> None:
-    """Raises an error that names the dtype and the shapes of a scale. Call it only after the op's
-    schema has refused the call, so that correct calls pay nothing."""
-    for name, scale in scales.items():
-        if not isinstance(scale, Tensor | None):  # None: the op has its own error
-            raise RuntimeError(
-                f"{op}: {name}: expected a float32 tensor of {of}, got {scale!r:.40}"
-            ) from None
+def _name_of(tensor: object, variables: Mapping[str, object]) -> str:
+    for name, value in variables.items():
+        if any(one is tensor for one in (value if isinstance(value, list | tuple) else [value])):
+            return name
+    return "tensors"
 
 
-def entry_points(op: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def needs_no_grad(op: str, name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{op}: {name}: requires grad, and the op is inference only: use torch.no_grad()"
+    )
+
+
+def entry_points(op: str) -> tuple[Any, Callable[..., None]]:
     """The op as torch.compile knows it, and what its __call__ calls. Without that, a call costs
     0.3 us less."""
     traced = getattr(library_ops, op).default
-    return traced, getattr(traced, "_op", traced)
+    direct = getattr(traced, "_op", traced)
+    if _log.calls_are_logged:
+        names = [argument.name for argument in traced._schema.arguments]
+        direct = _log.logged(op, names, direct)
+    return traced, direct
 
 
 def calls(ops: Iterable[str], **scales_of: str) -> SimpleNamespace:
@@ -53,24 +67,23 @@ def calls(ops: Iterable[str], **scales_of: str) -> SimpleNamespace:
 
 def _call(op: str, scales_of: str) -> Callable[..., None]:
     traced, direct = entry_points(op)
-    tensors = {
-        argument.name: place
-        for place, argument in enumerate(traced._schema.arguments)
-        if "Tensor" in str(argument.type)
-    }
-    scales = [name for name in tensors if name.endswith(("scale", "scale_ub"))]
-    places = list(tensors.values())
+    arguments_of_op = traced._schema.arguments
+    names = [argument.name for argument in arguments_of_op]
+    places = [
+        place
+        for place, argument in enumerate(arguments_of_op)
+        if "Tensor" in str(argument.type) and "List" not in str(argument.type)
+    ]
 
     def call(*arguments: object) -> None:
         if is_grad_enabled():
             for place in places:
                 # The op's schema refuses anything but a tensor, by name.
                 if getattr(arguments[place], "requires_grad", False):
-                    raise RuntimeError(f"{op}: inference only: use torch.no_grad()")
+                    raise needs_no_grad(op, names[place])
         try:
             (traced if is_dynamo_compiling() else direct)(*arguments)
-        except RuntimeError:
-            refuse_numbers(op, scales_of, **{name: arguments[tensors[name]] for name in scales})
-            raise
+        except RuntimeError as error:
+            raise refused(op, error, dict(zip(names, arguments)), scales_of) from None
 
     return call

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops import attention
 from vllm_kernels.ops._common import library_ops
 
@@ -55,10 +56,10 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> str:
     """
     if op not in _EXPLAINED:
         names = ", ".join(sorted(known.__name__ for known in _EXPLAINED))
-        raise ValueError(f"explain: op: expected one of {names}, got {op!r}")
+        raise InvalidArgument(f"explain: op: expected one of {names}, got {op!r}")
     on = next(_tensors([*args, *kwargs.values()]), None)
     if on is None:
-        raise ValueError(f"explain: expected tensors among the arguments of {op.__name__}")
+        raise InvalidArgument(f"explain: expected tensors among the arguments of {op.__name__}")
     text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     library_ops.start_explaining.default(on)
     try:

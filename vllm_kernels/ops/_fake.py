@@ -4,11 +4,13 @@ ops do, by the same C++ code."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vllm_kernels.errors import InvalidArgument
 from vllm_kernels.ops._common import library_ops
 
 __all__ = ["register_fakes"]
@@ -46,7 +48,7 @@ def _fake(op: str) -> Callable[..., None]:
 
 
 def _require_one_device(op: str, given: dict[str, object]) -> None:
-    """Raises RuntimeError for tensors on several devices, in the words of the C++ checks."""
+    """Raises InvalidArgument for tensors on several devices, in the words of the C++ checks."""
     tensors = [
         (name, tensor)
         for name, value in given.items()
@@ -60,15 +62,15 @@ def _require_one_device(op: str, given: dict[str, object]) -> None:
     for name, device in others:
         mixed = device.type == "meta" if op == "swap_blocks" else device != home
         if home is not None and mixed:
-            raise RuntimeError(
+            raise InvalidArgument(
                 f"{op}: {name}: expected a tensor on {home} (from {first}), got {device}"
             )
     mapping = given.get(MAPPING)
     if isinstance(mapping, Tensor) and mapping.is_meta and home is not None:
-        raise RuntimeError(f"{op}: {MAPPING}: expected a tensor on cpu, got meta")
+        raise InvalidArgument(f"{op}: {MAPPING}: expected a tensor on cpu, got meta")
 
 
-def _without_memory(value: object) -> object:
+def _without_memory(value: Any) -> Any:
     """The argument with meta tensors for tensors, and example values for symbols: torch.compile
     traces dynamic shapes with one, and asking for it adds no guard."""
     if isinstance(value, Tensor):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.ops._common import (
     ONE_OR_EACH_HEAD,
     calls,
     entry_points,
     inference_only,
-    refuse_numbers,
 )
+from vllm_kernels.ops._refusals import refused
 
 __all__ = [
     "fused_decode_attention",
@@ -48,7 +51,7 @@ def paged_attention_v1(
     block_size: int,
     max_seq_len: int,
     alibi_slopes: Tensor | None,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
     tp_rank: int = 0,
@@ -121,9 +124,8 @@ def paged_attention_v1(
                 blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
                 blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention_v1", k_scale=k_scale, v_scale=v_scale)
-        raise
+    except RuntimeError as error:
+        raise refused("paged_attention_v1", error, locals()) from None
 
 
 def paged_attention_v2(
@@ -141,7 +143,7 @@ def paged_attention_v2(
     block_size: int,
     max_seq_len: int,
     alibi_slopes: Tensor | None,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
     tp_rank: int = 0,
@@ -181,11 +183,88 @@ def paged_attention_v2(
                 kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention_v2", k_scale=k_scale, v_scale=v_scale)
-        raise
+    except RuntimeError as error:
+        raise refused("paged_attention_v2", error, locals()) from None
 
 
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: bool,
+    workspace: Tensor | None = ...,
+    fixed_split_size: int = ...,
+    kv_ready: bool = ...,
+    causal: bool = ...,
+    window_right: int = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -202,7 +281,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     out: Tensor | None = None,
     return_lse: bool = False,
     workspace: Tensor | None = None,
@@ -303,7 +382,7 @@ def paged_attention(
             out, query, key_cache, value_cache, alibi_slopes, sinks, k_scale, v_scale,
         )  # fmt: skip
     if not isinstance(query, Tensor):
-        raise RuntimeError(f"paged_attention: query: expected a tensor, got {query!r:.40}")
+        raise refused("paged_attention", TypeError(), {"query": query})
     if scale is None:
         scale = query.shape[-1] ** -0.5
     if max_query_len is None:
@@ -321,9 +400,8 @@ def paged_attention(
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
             workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("paged_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
 
 
@@ -334,6 +412,69 @@ def _owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> T
     return query.new_zeros(query.shape) if out is None else out
 
 
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    workspace: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    workspace: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    out: Tensor | None = ...,
+    return_lse: bool,
+    workspace: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -391,7 +532,7 @@ def varlen_attention(
             "varlen_attention", out, query, key, value, alibi_slopes, sinks, k_scale, v_scale
         )
     if not isinstance(query, Tensor):
-        raise RuntimeError(f"varlen_attention: query: expected a tensor, got {query!r:.40}")
+        raise refused("varlen_attention", TypeError(), {"query": query})
     if scale is None:
         scale = max(1, query.shape[-1]) ** -0.5
     if max_query_len is None:
@@ -405,9 +546,8 @@ def varlen_attention(
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
             workspace,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("varlen_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("varlen_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
 
 
@@ -433,7 +573,7 @@ def fused_decode_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     fixed_split_size: int = 0,
@@ -495,11 +635,9 @@ def fused_decode_attention(
             out, qkv, bias, cos_sin_cache, key_cache, value_cache, q_weight, k_weight, alibi_slopes,
             sinks, k_scale, v_scale,
         )  # fmt: skip
-    for name, tensor in (("qkv", qkv), ("value_cache", value_cache)):
-        if not isinstance(tensor, Tensor):
-            raise RuntimeError(
-                f"fused_decode_attention: {name}: expected a tensor, got {tensor!r:.40}"
-            )
+    if not (isinstance(qkv, Tensor) and isinstance(value_cache, Tensor)):
+        given = {"qkv": qkv, "value_cache": value_cache}
+        raise refused("fused_decode_attention", TypeError(), given)
     shape = _heads_of_query(qkv, value_cache, layout)
     if scale is None:
         scale = max(1, shape[2]) ** -0.5
@@ -512,13 +650,12 @@ def fused_decode_attention(
             block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,
             alibi_slopes, sliding_window, softcap, sinks, workspace, fixed_split_size,
         )  # fmt: skip
-    except RuntimeError:
-        refuse_numbers("fused_decode_attention", ONE_OR_EACH_HEAD, k_scale=k_scale, v_scale=v_scale)
-        raise
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise refused("fused_decode_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out
 
 
-def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: str) -> tuple[int, int, int]:
+def _heads_of_query(qkv: Tensor, value_cache: Tensor, layout: Layout) -> tuple[int, int, int]:
     """[num_seqs, num_heads, head_size]; zeros for shapes that the op refuses before it checks
     out."""
     if qkv.dim() != 2 or value_cache.dim() != 4:

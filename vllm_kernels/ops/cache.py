@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
+from vllm_kernels._types import KVCacheDType, Layout
+from vllm_kernels.errors import InvalidType
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
@@ -36,7 +40,7 @@ def reshape_and_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
@@ -82,7 +86,7 @@ def reshape_and_cache_flash(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
@@ -109,7 +113,7 @@ def reshape_and_cache_per_token_quant(
     key_scales: Tensor,
     value_scales: Tensor,
     slot_mapping: Tensor,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
 ) -> None:
     """Writes new keys and values into int8 caches, with one scale a token and head.
 
@@ -181,7 +185,7 @@ def gather_and_maybe_dequant_cache(
     cu_seq_lens: Tensor,
     token_to_seq: Tensor,
     num_tokens: int,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType,
     scale: Tensor,
     seq_starts: Tensor | None = None,
 ) -> None:
@@ -221,7 +225,7 @@ def gather_paged_kv(
     seq_starts: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
 ) -> None:
     """Gathers the K and V of paged sequences, of any layout, into rows, for attention kernels that
     read contiguous keys.
@@ -258,7 +262,7 @@ def concat_and_cache_mla(
     k_pe: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: KVCacheDType | Literal["fp8_ds_mla"],
     scale: Tensor,
 ) -> None:
     """Writes tokens into the cache of multi-head latent attention (DeepSeek-V2 and on): one entry a
@@ -343,7 +347,7 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
 def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
     if isinstance(caches, Tensor):
         shape = list(caches.shape)
-        raise RuntimeError(
+        raise InvalidType(
             f"{op}: {name}: expected a list of tensors, one a layer, got a tensor of shape {shape}"
         )
 
@@ -415,7 +419,12 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     call.swap_blocks(src, dst, block_mapping)
 
 
-def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+def convert_fp8(
+    output: Tensor,
+    input: Tensor,
+    scale: float = 1.0,
+    kv_dtype: Literal["fp8", "fp8_e4m3", "fp8_e5m2"] = "fp8",
+) -> None:
     """Converts a cache to or from 8 bits, element by element in memory; the shapes may differ.
 
     Args:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from vllm_kernels._types import Layout
+from vllm_kernels.errors import InvalidArgument, InvalidType
 from vllm_kernels.ops.attention import combine_attn_partials, paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
@@ -84,7 +86,7 @@ def cascade_plan(
     num_seqs, columns = block_tables.shape
     if num_tokens is None:
         num_tokens = num_seqs
-    options = {"dtype": torch.int32, "device": block_tables.device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": block_tables.device}
     common = num_common_blocks
     if not isinstance(common, Tensor):
         common = torch.full((), common, **options)
@@ -123,6 +125,66 @@ def _num_splits(rows: int, num_kv_heads: int, device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // max(1, ctas)
 
 
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_common_blocks: int | Tensor | CascadePlan,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_common_blocks: int | Tensor | CascadePlan,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_common_blocks: int | Tensor | CascadePlan,
+    *,
+    scale: float | None = ...,
+    query_start_loc: Tensor | None = ...,
+    max_query_len: int | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def cascade_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -138,7 +200,7 @@ def cascade_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -170,21 +232,36 @@ def cascade_attention(
         RuntimeError: as :func:`paged_attention` does, and if num_common_blocks is negative or
             more than the columns of block_tables.
     """
-    shared = {"scale": scale, "softcap": softcap, "layout": layout}
+    shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "layout": layout}
     shared |= {"k_scale": k_scale, "v_scale": v_scale}
-    own = {"query_start_loc": query_start_loc, "max_query_len": max_query_len, "sinks": sinks}
-    plan = num_common_blocks if isinstance(num_common_blocks, CascadePlan) else None
-    is_count = plan is None and not isinstance(num_common_blocks, Tensor)
-    if is_count:
-        num_common_blocks = operator.index(num_common_blocks)
-    if block_tables.shape[0] == 0 or (is_count and num_common_blocks == 0):
+    own: dict[str, Any] = {
+        "query_start_loc": query_start_loc,
+        "max_query_len": max_query_len,
+        "sinks": sinks,
+    }
+    if not isinstance(block_tables, Tensor) or not isinstance(query, Tensor):
+        name, value = "query", query
+        if isinstance(query, Tensor):
+            name, value = "block_tables", block_tables
+        kind = "None" if value is None else type(value).__name__
+        raise InvalidType(f"cascade_attention: {name}: expected a tensor, got {kind}")
+    if not isinstance(num_common_blocks, (Tensor, CascadePlan)):
+        try:
+            num_common_blocks = operator.index(num_common_blocks)
+        except TypeError:
+            raise InvalidType(
+                "cascade_attention: num_common_blocks: expected an int, a tensor or a CascadePlan, "
+                f"got {num_common_blocks!r:.40}"
+            ) from None
+    no_common = isinstance(num_common_blocks, int) and num_common_blocks == 0
+    if block_tables.shape[0] == 0 or no_common:
         return paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, out=out, return_lse=return_lse,
             **own, **shared,
         )  # fmt: skip
-    _refuse_other_plans(plan, num_common_blocks, block_tables)
+    _refuse_other_plans(num_common_blocks, block_tables)
     num_tokens, num_heads, _ = query.shape
-    if plan is None:
+    if not isinstance(num_common_blocks, CascadePlan):
         plan = cascade_plan(
             block_tables,
             seq_lens,
@@ -195,6 +272,8 @@ def cascade_attention(
             query_start_loc=query_start_loc,
             num_tokens=num_tokens,
         )
+    else:
+        plan = num_common_blocks
     partials = query.new_empty(plan.num_splits + 1, *query.shape)
     lses = _both_levels(query, key_cache, value_cache, plan, partials, own, shared)
     if out is None:
@@ -205,17 +284,17 @@ def cascade_attention(
 
 
 def _refuse_other_plans(
-    plan: CascadePlan | None, num_common_blocks: int | Tensor | CascadePlan, block_tables: Tensor
+    num_common_blocks: int | Tensor | CascadePlan, block_tables: Tensor
 ) -> None:
     """Raises RuntimeError for a plan or a number that does not fit the tables."""
-    is_count = plan is None and not isinstance(num_common_blocks, Tensor)
-    if is_count and not 0 < num_common_blocks <= block_tables.shape[1]:
-        raise RuntimeError(
+    plan = num_common_blocks if isinstance(num_common_blocks, CascadePlan) else None
+    if isinstance(num_common_blocks, int) and not 0 < num_common_blocks <= block_tables.shape[1]:
+        raise InvalidArgument(
             f"cascade_attention: num_common_blocks: expected 0 to {block_tables.shape[1]} (the "
             f"columns of block_tables), got {num_common_blocks}"
         )
     if plan is not None and plan.seq_lens.shape[0] - plan.num_splits != block_tables.shape[0]:
-        raise RuntimeError(
+        raise InvalidArgument(
             f"cascade_attention: plan: expected one of {block_tables.shape[0]} sequences (from "
             f"block_tables), got one of {plan.seq_lens.shape[0] - plan.num_splits}"
         )

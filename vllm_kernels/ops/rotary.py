@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vllm_kernels._types import Layout
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls
 
 __all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
@@ -90,7 +91,7 @@ def rope_and_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    layout: str = "vllm",
+    layout: Layout = "vllm",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_weight: Tensor | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def _attention(
     window: visible tokens before and after a query token's position; negative: all.
     """
     num_tokens, num_heads, head_size = query.shape
-    scale = head_size**-0.5 if scale is None else scale
+    factor = head_size**-0.5 if scale is None else scale
     left, right = window
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
@@ -227,7 +227,7 @@ def _attention(
         rows = slice(tokens.start, tokens.stop)
         # [kv_heads, group * tokens, head_size] -> logits [num_heads, tokens, seen]
         grouped = query[rows].double().transpose(0, 1).reshape(len(key), -1, head_size)
-        logits = (scale * grouped @ key.transpose(1, 2)).view(num_heads, len(tokens), end - first)
+        logits = (factor * grouped @ key.transpose(1, 2)).view(num_heads, len(tokens), end - first)
         if softcap > 0:
             logits = softcap * torch.tanh(logits / softcap)
         seen = torch.arange(first, end, device=query.device)
@@ -274,7 +274,7 @@ def fused_decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     layout: str = "vllm",
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rope_and_cache, then paged_attention -> (out in float64, key cache, value cache afterwards).
 
@@ -283,10 +283,11 @@ def fused_decode_attention(
     num_kv_heads, head_size = token_rows(value_cache[:0], layout).shape[2:]
     qkv = qkv if bias is None else qkv + bias
     num_heads = qkv.shape[1] // head_size - 2 * num_kv_heads
-    heads = qkv.unflatten(1, (-1, head_size)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    rows = qkv.unflatten(1, (-1, head_size))
+    query, key, value = rows.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     query, keys, values = rope_and_cache(
-        positions, *heads, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping, layout,
-        k_scale, v_scale, q_weight, k_weight, epsilon,
+        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
+        layout, k_scale, v_scale, q_weight, k_weight, epsilon,
     )  # fmt: skip
     out, _ = paged_attention(
         query, keys, values, block_tables, seq_lens, k_scale=k_scale, v_scale=v_scale,

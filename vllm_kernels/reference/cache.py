@@ -85,7 +85,7 @@ def reshape_and_cache(
     """The caches afterwards. K [blocks, heads, D/x, block, x], V [blocks, heads, D, block]."""
     k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
     v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    return tuple(_put(*x, slot_mapping, "vllm") for x in ((key_cache, k), (value_cache, v)))
+    return _put(key_cache, k, slot_mapping, "vllm"), _put(value_cache, v, slot_mapping, "vllm")
 
 
 def reshape_and_cache_flash(
@@ -101,7 +101,7 @@ def reshape_and_cache_flash(
     """The caches afterwards. K, V [blocks, block, heads, D]."""
     k = _to_store(key, kv_cache_dtype, k_scale, key_cache)
     v = _to_store(value, kv_cache_dtype, v_scale, value_cache)
-    return tuple(_put(*x, slot_mapping, "NHD") for x in ((key_cache, k), (value_cache, v)))
+    return _put(key_cache, k, slot_mapping, "NHD"), _put(value_cache, v, slot_mapping, "NHD")
 
 
 def write_tokens(
@@ -121,7 +121,7 @@ def write_tokens(
     return _put(cache, rows.to(cache.dtype), slot_mapping, layout)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 rows, and the scale of each, [...]."""
     scale = x.float().abs().amax(-1) / torch.tensor(127.0, device=x.device)
     return to_int8(x, torch.where(scale > 0, scale, 1.0)[..., None]), scale
@@ -138,8 +138,8 @@ def reshape_and_cache_per_token_quant(
     layout: str = "vllm",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The caches and scales afterwards."""
-    k, k_scales = quantize_rows(key)
-    v, v_scales = quantize_rows(value)
+    k, k_scales = _int8_rows(key)
+    v, v_scales = _int8_rows(value)
     keys = _put(key_cache, k, slot_mapping, layout)
     values = _put(value_cache, v, slot_mapping, layout)
     key_scales, value_scales = key_scales.clone(), value_scales.clone()

@@ -12,12 +12,23 @@
 #include <type_traits>
 
 #include "cuda/base/architecture.cuh"
+#include "cuda/base/built_for.h"
 #include "cuda/base/device.h"
 
 namespace vllm_kernels::cuda {
 
+// Throws the line that mends a build without code for the current device.
+[[noreturn]] inline void throw_no_code() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  throw std::runtime_error(no_code_for_gpu(built_architectures(), major * 10 + minor));
+}
+
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  if (error == cudaErrorNoKernelImageForDevice) throw_no_code();
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
@@ -124,6 +135,7 @@ void launch_kernel(const char* op, void (*kernel)(Parameters...), dim3 grid, dim
   config.numAttrs = current_device_model().architecture >= 90 ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error == cudaErrorNoKernelImageForDevice) throw_no_code();
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string(op) +
                              ": kernel launch refused: " + cudaGetErrorString(error));

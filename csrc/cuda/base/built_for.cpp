@@ -1,0 +1,9 @@
+#include "cuda/base/built_for.h"
+
+namespace vllm_kernels::cuda {
+
+const char* built_architectures() {
+  return VLLM_KERNELS_CUDA_ARCHITECTURES;
+}
+
+}  // namespace vllm_kernels::cuda

@@ -1,0 +1,11 @@
+"""Words that arguments take, for type checkers."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Layout: TypeAlias = Literal["vllm", "NHD", "HND"]
+"""How a paged cache arranges its elements; :func:`vllm_kernels.paged_attention` has the shapes."""
+
+KVCacheDType: TypeAlias = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+"""The elements of a cache, in vLLM's words; "auto" is the dtype of the keys."""

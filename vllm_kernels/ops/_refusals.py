@@ -1,0 +1,137 @@
+"""What is raised in place of torch's errors. It runs only after a call has failed."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from vllm_kernels.errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
+
+_OWN = re.compile(r"[a-z_0-9]+: ")
+_INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")
+_FLOAT_ADVICE = re.compile(r"(expected int\d+, got b?float\w*); cast it with .*$")
+"""A cast of lengths or ids that are floats would hide a mistake."""
+_SCALES = ("scale", "scale_ub")
+_INT64 = range(-(2**63), 2**63)
+
+
+def refused(
+    op: str,
+    error: Exception,
+    given: Mapping[str, object],
+    scales_of: str = "one element",
+) -> Exception:
+    """The error to raise in place of ``error``.
+
+    Args:
+        op: the function that was called, which is also the name of the registered op.
+        error: what it raised.
+        given: its arguments by the names of the op's schema; other names are ignored.
+        scales_of: the shapes that its scales may have.
+
+    Returns:
+        An :class:`Error` that names the argument, or ``error`` itself where it says enough: memory
+        or CUDA.
+    """
+    if isinstance(error, Error):
+        return type(error)(_blamed(op, str(error), given))
+    wrong_kind = _wrong_kind(op, given, scales_of)
+    if wrong_kind is not None:
+        return wrong_kind
+    text = str(error)
+    if isinstance(error, NotImplementedError):
+        return _no_kernel(op, given) or error
+    if type(error) is not RuntimeError or _OWN.match(text) is None:
+        return error
+    text = _FLOAT_ADVICE.sub(r"\1", _blamed(op, text, given))
+    if text.endswith("got None") and "expected a tensor" in text:
+        return InvalidType(text)
+    return (InvalidIndex if _INDEX.match(text) else InvalidArgument)(text)
+
+
+def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> InvalidType | None:
+    """The first argument whose Python type the schema does not take."""
+    if "window" in given and not _is_window(given["window"]):
+        return InvalidType(f"{op}: window: expected (left, right), got {_short(given['window'])}")
+    for argument in getattr(torch.ops.vllm_kernels, op).default._schema.arguments:
+        if argument.name not in given:
+            continue
+        value = given[argument.name]
+        kind = str(argument.type)
+        if kind.startswith("Optional["):
+            if value is None:
+                continue
+            kind = kind.removeprefix("Optional[").removesuffix("]")
+        fits, expected = _KINDS[kind]
+        if fits(value):
+            continue
+        got = _short(value)
+        if kind == "Tensor" and value is not None and argument.name.endswith(_SCALES):
+            expected = f"a float32 tensor of {scales_of}"
+        elif kind == "Tensor":
+            got = "None" if value is None else type(value).__name__
+        return InvalidType(f"{op}: {argument.name}: expected {expected}, got {got}")
+    return None
+
+
+def _blamed(op: str, text: str, given: Mapping[str, object]) -> str:
+    """The text, with the query in place of an ``out`` that is on the query's device."""
+    if text.startswith(f"{op}: out: expected a tensor on "):
+        for name in ("query", "qkv"):
+            if getattr(given.get(name), "device", None) == getattr(given["out"], "device", 0):
+                return text.replace(": out:", f": {name}:", 1)
+    return text
+
+
+def _no_kernel(op: str, given: Mapping[str, object]) -> Unsupported | None:
+    """For a tensor that is sparse, or on a device without kernels."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.layout != torch.strided:
+            return Unsupported(f"{op}: {name}: expected a dense tensor, got {value.layout}")
+        if value.device.type not in ("cpu", "cuda", "meta"):
+            return Unsupported(f"{op}: {name}: expected a CPU or CUDA tensor, got {value.device}")
+    return None
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.40}"
+
+
+def _is_window(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_int, value))
+
+
+def _is_int(value: object) -> bool:
+    try:
+        return operator.index(value) in _INT64  # type: ignore[arg-type]
+    except TypeError:
+        return isinstance(value, torch.SymInt)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Real | torch.SymFloat | torch.SymInt)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, int | torch.SymBool)  # torch takes 0 and 1
+
+
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(one, Tensor) for one in value)
+
+
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "Tensor": (lambda value: isinstance(value, Tensor), "a tensor"),
+    "List[Tensor]": (_are_tensors, "a list of tensors"),
+    "int": (_is_int, "an int"),
+    "float": (_is_float, "a float"),
+    "bool": (_is_bool, "a bool"),
+    "str": (lambda value: isinstance(value, str), "a str"),
+}
