@@ -38,6 +38,7 @@ function(add_cpu_kernels result)
         cpu_${level} PRIVATE -O2 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra
                              -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi
                              ${CPU_FLAGS_${level}})
+      sanitize_level(cpu_${level} ${level})
       list(APPEND objects $<TARGET_OBJECTS:cpu_${level}>)
     endif()
   endforeach()

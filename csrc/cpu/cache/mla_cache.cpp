@@ -144,10 +144,15 @@ void run_concat(const ConcatMlaQParams& p, int64_t first, int64_t last) {
   const int64_t size = size_of(p.dtype);
   for (int64_t row = first; row < last; ++row) {
     char* out = static_cast<char*>(p.out) + p.out_rows.offset(row) * size;
-    std::memcpy(out, static_cast<const char*>(p.nope) + p.nope_rows.offset(row) * size,
-                p.nope_bytes);
-    std::memcpy(out + p.nope_bytes,
-                static_cast<const char*>(p.rope) + p.rope_rows.offset(row) * size, p.rope_bytes);
+    // An empty part has a null pointer, which memcpy does not allow even for 0 bytes.
+    if (p.nope_bytes > 0) {
+      std::memcpy(out, static_cast<const char*>(p.nope) + p.nope_rows.offset(row) * size,
+                  p.nope_bytes);
+    }
+    if (p.rope_bytes > 0) {
+      std::memcpy(out + p.nope_bytes,
+                  static_cast<const char*>(p.rope) + p.rope_rows.offset(row) * size, p.rope_bytes);
+    }
   }
 }
 

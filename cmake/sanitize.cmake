@@ -1,0 +1,27 @@
+# VLLM_KERNELS_SANITIZE=address,undefined builds the bindings, the manager and the CPU kernels of
+# `baseline` and `avx2` with these sanitizers. `make sanitize` runs tests on them. Other levels are
+# compiled quickly and must not run: VLLM_KERNELS_ISA chooses one of the two.
+set(SANITIZED_LEVELS baseline avx2)
+
+function(sanitize target)
+  if(NOT VLLM_KERNELS_SANITIZE)
+    return()
+  endif()
+  target_compile_options(
+    ${target} PRIVATE -fsanitize=${VLLM_KERNELS_SANITIZE} -fno-sanitize-recover=all
+                      -fno-omit-frame-pointer -g1 -O1)
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL "SHARED_LIBRARY")
+    # The runtime comes with LD_PRELOAD, so its symbols stay undefined here.
+    target_link_options(${target} PRIVATE -fsanitize=${VLLM_KERNELS_SANITIZE} LINKER:-z,undefs)
+  endif()
+endfunction()
+
+# A CPU kernel library of one level.
+function(sanitize_level target level)
+  if(level IN_LIST SANITIZED_LEVELS)
+    sanitize(${target})
+  elseif(VLLM_KERNELS_SANITIZE)
+    target_compile_options(${target} PRIVATE -O0)
+  endif()
+endfunction()
