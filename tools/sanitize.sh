@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}
 shift || true
-build=build/cmake-sanitized site=build/sanitized
+build=build/sanitize-cmake site=build/sanitized
 bin=$(dirname "$(command -v "$python")")
 PATH=$bin:$PATH
 generator=(-G Ninja)
