@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 GROUPS = ("decode", "prefill", "small", "layer")
 REPLAY_SECONDS = 0.012
 SMALL_TOKENS = (16, 256, 4096)
@@ -63,7 +65,6 @@ def prefill_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
 
 def small_rows(ours: dict) -> Iterator[tuple[str, Callable[[], Calls]]]:
     """Hidden size 4096, 32 query heads, 8 KV heads of 128, 14336 activations, as kit's small.py."""
-    import torch
 
     def randn(copies: int, *shape: int) -> list:
         return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
@@ -127,9 +128,7 @@ class Graph:
     """A CUDA graph with one call per copy of the data."""
 
     def __init__(self, call: Callable[[int], object], copies: int) -> None:
-        import torch
-
-        self.torch, self.call, self.copies = torch, call, copies
+        self.call, self.copies = call, copies
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -146,14 +145,13 @@ class Graph:
     def time(self) -> float:
         """us per call: the median of some replays. The first one waits for its launch."""
         events = [
-            [self.torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            for _ in range(self.times + 1)
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.times + 1)
         ]
         for start, end in events:
             start.record()
             self.graph.replay()
             end.record()
-        self.torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in events[1:]) * 1e3 / self.copies
 
 
@@ -161,8 +159,6 @@ def worker(groups: list[str], pattern: str) -> None:
     """Reads requests from stdin: "next" prepares a row, a name measures that candidate."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else prints
-    import torch
-
     torch.set_grad_enabled(False)
     ours = runpy.run_path("benchmarks/peers_ours.py")
     rows = (

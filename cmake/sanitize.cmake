@@ -1,5 +1,5 @@
 # VLLM_KERNELS_SANITIZE=address,undefined builds the bindings, the manager and the CPU kernels of
-# `baseline` and `avx2` with these sanitizers. `make sanitize` runs tests on them. Other levels are
+# `baseline` and `avx2` with these sanitizers. `tools/sanitize.sh` runs tests on them. Other levels are
 # compiled quickly and must not run: VLLM_KERNELS_ISA chooses one of the two.
 set(SANITIZED_LEVELS baseline avx2)
 

@@ -9,17 +9,17 @@
 
 namespace vllm_kernels {
 
-// The place of the variable's value in `known`; -1 where it is unset or empty. Throws for others:
+// The index of the variable's value in `known`; -1 where it is unset or empty. Throws for others:
 //   VLLM_KERNELS_CHECK=foo: expected 0 or 1
 inline int environment_choice(const char* name, std::span<const char* const> known) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') return -1;
   std::string expected;
-  int place = 0;
+  int index = 0;
   for (const char* word : known) {
-    if (std::string_view(value) == word) return place;
-    const bool last = ++place == static_cast<int>(known.size());
-    expected += (place == 1 ? "" : last ? " or " : ", ") + std::string(word);
+    if (std::string_view(value) == word) return index;
+    const bool last = ++index == static_cast<int>(known.size());
+    expected += (index == 1 ? "" : last ? " or " : ", ") + std::string(word);
   }
   throw std::runtime_error(std::string(name) + "=" + value + ": expected " + expected);
 }

@@ -8,8 +8,7 @@ shift || true
 build=build/sanitize-cmake site=build/sanitized
 bin=$(dirname "$(command -v "$python")")
 PATH=$bin:$PATH
-generator=(-G Ninja)
-cmake -S . -B "$build" "${generator[@]}" -DPython_EXECUTABLE="$(command -v "$python")" \
+cmake -S . -B "$build" -G Ninja -DPython_EXECUTABLE="$(command -v "$python")" \
   -DVLLM_KERNELS_CUDA=off -DVLLM_KERNELS_SANITIZE=address,undefined > /dev/null
 cmake --build "$build" --parallel "${MAX_JOBS:-2}" > build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
 rm -rf "$site" && mkdir -p "$site"

@@ -90,14 +90,11 @@ def _cpu_level() -> str:
 def _built_by() -> str | None:
     """The compiler that the CPU library names."""
     try:
-        found = re.search(rb"(GCC: \([^)]*\) [\d.]+|clang version [\d.]+)", _library_bytes())
+        library = _library.CPU_LIBRARY.read_bytes()
     except OSError:
         return None
+    found = re.search(rb"(GCC: \([^)]*\) [\d.]+|clang version [\d.]+)", library)
     return found[1].decode() if found else None
-
-
-def _library_bytes() -> bytes:
-    return _library.CPU_LIBRARY.read_bytes()
 
 
 def collect() -> dict[str, object]:
@@ -137,10 +134,9 @@ def collect() -> dict[str, object]:
 def collect_info() -> dict[str, str]:
     """Lines of ``python -m vllm_kernels info``: what, and its value."""
     known = collect()
-    gpus = ", ".join(f"{gpu['name']} ({gpu['architecture']})" for gpu in _gpus())
+    gpus, variables = known["gpus"], known["variables"]
+    assert isinstance(gpus, list) and isinstance(variables, dict)
     cuda = known["cuda_library"] or f"not loaded: {known['cuda_not_loaded_because']}"
-    variables = known["variables"]
-    assert isinstance(variables, dict)
     lines = {
         "vllm_kernels": str(known["vllm_kernels"]),
         "commit": str(known["commit"] or "unknown"),
@@ -154,10 +150,10 @@ def collect_info() -> dict[str, str]:
         "CPU level": str(known["cpu_level"]),
         "CPU threads": str(known["cpu_threads"]),
         "driver": str(known["driver"] or "none"),
-        "GPU": gpus or "none",
+        "GPU": ", ".join(f"{gpu['name']} ({gpu['architecture']})" for gpu in gpus) or "none",
         "variables": " ".join(f"{name}={value}" for name, value in variables.items()) or "none",
     }
-    for number, gpu in enumerate(_gpus()):
+    for number, gpu in enumerate(gpus):
         if gpu["problem"]:
             lines[f"GPU {number}"] = str(gpu["problem"])
     return lines

@@ -154,6 +154,20 @@ def make_case(
     )
 
 
+def alone(case: Case, seq: int) -> tuple[Case, slice]:
+    """The call with one sequence of a batch that has query_start_loc, and its rows in the batch."""
+    starts = case.options["query_start_loc"]
+    first, end = starts[seq].item(), starts[seq + 1].item()
+    only = slice(seq, seq + 1)
+    one = replace(
+        case,
+        query=case.query[first:end],
+        block_tables=case.block_tables[only],
+        seq_lens=case.seq_lens[only],
+    )
+    return one.with_options(query_start_loc=starts.new_tensor([0, end - first])), slice(first, end)
+
+
 def assert_right(case: Case, *results: Tensor | tuple[Tensor, Tensor]) -> None:
     """Each out or (out, lse) within what the dtype and the length explain: see assert_near()."""
     want, want_lse = case.naive()

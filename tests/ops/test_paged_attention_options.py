@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_attention_cases import EIGHT_BITS, assert_right, check, make_case, per_head
+from paged_attention_cases import EIGHT_BITS, alone, assert_right, check, make_case, per_head
 
 
 @pytest.mark.parametrize("queries", [None, [1, 9, 17, 4]], ids=["decode", "several"])
@@ -98,17 +98,9 @@ def test_fixed_split_size_make_a_batch_invariant(device, dtype, layout, queries)
     case = plain.with_options(fixed_split_size=256)
     got = case.run()
     assert_right(plain, got)
-    first = 0
-    for seq, count in enumerate(queries):
-        rows = slice(first, first + count)
-        alone = replace(
-            case,
-            query=case.query[rows],
-            block_tables=case.block_tables[seq : seq + 1],
-            seq_lens=case.seq_lens[seq : seq + 1],
-        ).with_options(query_start_loc=case.query.new_tensor([0, count], dtype=torch.int32))
-        assert torch.equal(alone.run(), got[rows]), seq
-        first += count
+    for seq in range(len(lens)):
+        one, rows = alone(case, seq)
+        assert torch.equal(one.run(), got[rows]), seq
 
 
 def test_fixed_split_size_where_kv_heads_are_read_together(dtype):
@@ -116,13 +108,13 @@ def test_fixed_split_size_where_kv_heads_are_read_together(dtype):
     before = torch.get_num_threads()
     shapes = {"heads": 40, "kv_heads": 20, "layout": "NHD", "fixed_split_size": 256}
     case = make_case("cpu", dtype, [1200, 45, 700, 1], **shapes)
-    alone = replace(
+    one = replace(
         case, query=case.query[:1], block_tables=case.block_tables[:1], seq_lens=case.seq_lens[:1]
     )
     try:
         for threads in (1, 7):
             torch.set_num_threads(threads)
-            assert torch.equal(alone.run()[0], case.run()[0])
+            assert torch.equal(one.run()[0], case.run()[0])
     finally:
         torch.set_num_threads(before)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_attention_cases import EIGHT_BITS, Case, assert_right, make_case, per_head
+from paged_attention_cases import EIGHT_BITS, Case, alone, assert_right, make_case, per_head
 
 import vllm_kernels
 
@@ -86,20 +86,6 @@ def fixed_split_case(device: str) -> Case:
         causal=random.random() < 0.85,
     )
     return replace(case, max_query_len=most)
-
-
-def alone(case: Case, seq: int) -> tuple[Case, slice]:
-    """The call with one sequence of the batch, and its rows."""
-    starts = case.options["query_start_loc"]
-    first, end = starts[seq].item(), starts[seq + 1].item()
-    only = slice(seq, seq + 1)
-    part = replace(
-        case,
-        query=case.query[first:end],
-        block_tables=case.block_tables[only],
-        seq_lens=case.seq_lens[only],
-    )
-    return part.with_options(query_start_loc=starts.new_tensor([0, end - first])), slice(first, end)
 
 
 def points(seed: int) -> Iterator[int]:

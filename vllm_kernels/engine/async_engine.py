@@ -15,6 +15,7 @@ from time import monotonic
 from weakref import finalize
 
 from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.engine_lock import called_in_fork
 from vllm_kernels.engine.outputs import (
     RequestOutput,
     TokenOutput,
@@ -328,10 +329,7 @@ class _Worker:
     def error(self) -> RuntimeError:
         """Returns what callers get after the end of the thread."""
         if self.is_forked:
-            return RuntimeError(
-                f"AsyncEngine: expected a call in process {self._pid}, which made it, got one in "
-                f"its fork {os.getpid()}: make an engine in each process"
-            )
+            return called_in_fork("AsyncEngine", self._pid)
         if self._failure is None:
             return RuntimeError("AsyncEngine: it was closed: make a new one")
         error = RuntimeError(f"AsyncEngine: its thread failed: {self._failure!r}")

@@ -329,6 +329,7 @@ class Engine:
                 recomputes the running sequences.
         """
         with self._exclusive():
+            self._refuse_unusable()
             self._advance()
             outputs, self._undelivered = self._undelivered, []
             return outputs
@@ -531,7 +532,6 @@ class Engine:
 
     def _advance(self) -> None:
         """Runs one pass and queues its tokens."""
-        self._refuse_unusable()
         self._recovery.next_trial()
         try:
             with self._on_device:

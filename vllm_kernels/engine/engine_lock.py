@@ -6,7 +6,15 @@ import os
 import threading
 from collections import deque
 
-__all__ = ["EngineLock"]
+__all__ = ["EngineLock", "called_in_fork"]
+
+
+def called_in_fork(name: str, pid: int) -> RuntimeError:
+    """The error of a call in a fork of process ``pid``, which made the object."""
+    return RuntimeError(
+        f"{name}: expected a call in process {pid}, which made it, got one in its fork "
+        f"{os.getpid()}: make an engine in each process"
+    )
 
 
 class EngineLock:
@@ -28,7 +36,8 @@ class EngineLock:
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        self._refuse_fork()
+        if self._is_forked:
+            raise called_in_fork("Engine", self._pid)
         if self._owner == me:
             raise RuntimeError(
                 "Engine: expected no call from inside a step (by a hook of the model, a tokenizer "
@@ -57,7 +66,7 @@ class EngineLock:
 
     def try_acquire(self) -> bool:
         """Takes the lock if it is free. A forked process never gets it."""
-        if os.getpid() != self._pid:
+        if self._is_forked:
             return False
         with self._mutex:
             if self._owner is not None:
@@ -74,9 +83,6 @@ class EngineLock:
             else:
                 self._owner = None
 
-    def _refuse_fork(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"Engine: expected a call in process {self._pid}, which made it, got one in its "
-                f"fork {os.getpid()}: make an engine in each process"
-            )
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid

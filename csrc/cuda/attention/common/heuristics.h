@@ -61,8 +61,8 @@ constexpr float kEndTokens = 150.0f;
 
 // Prefill: max bytes of K and V of a section of KV heads, and the same as a fraction of L2. The
 // smaller one counts: 24 MB on an H200 (60 MiB of L2) and on an H100 (50 MiB).
-// (prefill/sm90_mainloop.md, H200, d_mha_4x2k: 282 to 247 us. On an H100 the
-// build with 20 MB took 9% longer at b_8x256p4k; the cause was not isolated, docs/lab/house.md.)
+// (prefill/sm90_mainloop.md, H200, d_mha_4x2k: 282 to 247 us. On an H100 the build with 20 MB took
+// 9% longer at b_8x256p4k; the cause was not isolated, docs/lab/house.md.)
 constexpr float kMaxSectionBytes = 24e6f, kSectionShareOfL2 = 0.4578f;
 
 // Prefill with a concurrent decode launch: SM cycles per (row, token, dimension), for 16-bit
