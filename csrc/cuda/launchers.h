@@ -49,8 +49,11 @@ void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention
 // paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that
-// no concurrent launch uses; null selects the stream's own workspace.
-void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
+// no concurrent launch uses; null selects the stream's own workspace. `scratch` has
+// gather_scratch_bytes(params), for this launch alone.
+int64_t gather_scratch_bytes(const PagedAttentionParams& params);
+void launch_paged_attention(const PagedAttentionParams& params, void* workspace, void* scratch,
+                            Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);

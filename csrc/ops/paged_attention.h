@@ -78,8 +78,9 @@ struct PagedAttentionParams {
   // once, maybe before the primary kernel ends.
   bool kv_ready = false;
   // Not null: no pages. Token t of a sequence is row key_start_loc[seq] + t of keys and values.
-  // `kv` describes these as one block in layout NHD. max_seq_len is the number of its rows;
-  // seq_lens and block_tables are null.
+  // `kv` describes these as one block in layout NHD. varlen_attention: max_seq_len is the number of
+  // its rows; seq_lens and block_tables are null. With seq_lens (CUDA: gathered pages) these have
+  // the lengths, and the rows are valid.
   const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
   // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
   // max_query_len query tokens belong to the first one.
@@ -134,7 +135,10 @@ VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttenti
 // A sequence's keys: `first` is a row of contiguous keys, 0 of pages.
 VLLM_KERNELS_HOST_DEVICE static inline RowRange key_range(const PagedAttentionParams& p,
                                                           int32_t seq) {
-  if (p.key_start_loc == nullptr) return {.first = 0, .count = usable_seq_len(p, seq)};
+  if (p.seq_lens != nullptr) {
+    return {.first = p.key_start_loc == nullptr ? 0 : p.key_start_loc[seq],
+            .count = usable_seq_len(p, seq)};
+  }
   return row_range(p.key_start_loc[seq], p.key_start_loc[seq + 1], p.max_seq_len);
 }
 

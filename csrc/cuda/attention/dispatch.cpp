@@ -4,7 +4,7 @@
 //   3  few query rows, causal, in pages                                       decode
 //      up to 8 rows per KV head: one warp per pipeline; more: wgmma, or several warps
 //   4  as 3 with many rows, if prefill cannot take query, out or scale        decode
-//   5  many query rows on Hopper, five head sizes                             prefill sm90
+//   5  many query rows on Hopper, pages of 16 tokens or more                  prefill sm90
 //   6  many query rows otherwise                                              prefill sm80
 //   7  anything else                                                          SIMT
 // After 5 and 6, a mixed batch gets a concurrent decode launch for its short sequences.
@@ -53,6 +53,14 @@ int padded_to_64_128_256(int head_size) {
   return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256;
 }
 
+// The head sizes of the prefill kernels.
+int padded_for_prefill(int head_size) {
+  for (const int size : {64, 96, 128, 192}) {
+    if (head_size <= size) return size;
+  }
+  return 256;
+}
+
 // Obstacles of the tensor-core kernels for pages: decode and prefill sm90.
 uint32_t tensor_core_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
@@ -86,12 +94,8 @@ uint32_t prefill_obstacles(const PagedAttentionParams& p) {
 uint32_t prefill_sm90_obstacles(const PagedAttentionParams& p, const DeviceModel& device) {
   const PagedKv& kv = p.kv;
   const bool is_8_bit = size_of(kv.dtype) == 1;
-  const bool longer = (kv.layout != KvLayout::kVllm || is_8_bit) && kv.block_size > 16 &&
-                      std::has_single_bit(static_cast<uint32_t>(kv.block_size));
-  const bool exact = kv.head_size == 64 || kv.head_size == 96 || kv.head_size == 128 ||
-                     kv.head_size == 192 || kv.head_size == 256;
-  return when(!device.has_wgmma, kNoWgmma) | when(!exact, kHeadSize) |
-         when(p.key_start_loc == nullptr && kv.block_size != 16 && !longer, kPageSize) |
+  return when(!device.has_wgmma, kNoWgmma) |
+         when(p.key_start_loc == nullptr && kv.block_size < 16, kPageSize) |
          when(!is_8_bit && kv.dtype != p.dtype, kCacheType) |
          when(is_8_bit && kv.head_size > kMaxHeadSize8Bit, kHeadSizeOn8Bit) |
          when(is_8_bit && p.modifies_scores(), kSoftcapOrAlibiOn8Bit);
@@ -105,10 +109,26 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
       fits_stride(kv, kv.value_dim_stride, kv.block_size % 16 == 0 ? 16 : 8 * element);
   return when(p.sparse.on(), kBlockSparse) | when(p.dtype == DType::kFloat32, kFloat32) |
          when(element != 1 && kv.dtype != p.dtype, kCacheType) |
-         when(kv.head_size > 256 || kv.head_size * element % 16 != 0, kHeadSize) |
          when(!cache_is_aligned(kv) || (kv.layout == KvLayout::kVllm && !vllm_pages),
               kUnalignedCache) |
          when(p.max_seq_len > kMaxLength, kLongSequences);
+}
+
+// Obstacles of prefill sm90 that do not count once K and V are gathered.
+constexpr uint32_t kGone =
+    kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit;
+
+// Rows of K and V to gather to contiguous 16-bit keys for prefill sm90; 0: none. The host has only
+// bounds on the lengths, so a wide block table may need too much scratch.
+int64_t rows_to_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
+  const bool is_contiguous = p.key_start_loc != nullptr;
+  const bool pays = size_of(p.kv.dtype) == 1 || sm90_obstacles != kNoObstacle;
+  const int64_t rows = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * p.max_seq_len;
+  const bool fits = rows <= INT32_MAX && gather_bytes(p, rows) <= kMaxGatherBytes;
+  return pays && fits && (sm90_obstacles & ~kGone) == kNoObstacle &&
+                 int64_t{p.max_query_len} * group_of(p) >= kGatherRows
+             ? rows
+             : 0;
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
@@ -271,12 +291,7 @@ KernelChoice choose_simt(const PagedAttentionParams& p, const DeviceModel& devic
 // Returns false if shared memory is too small.
 bool set_prefill_sm80_shape(const PagedAttentionParams& p, const DeviceModel& device,
                             KernelChoice& choice) {
-  const int head_size = p.kv.head_size;
-  choice.padded_head_size = head_size <= 64    ? 64
-                            : head_size <= 96  ? 96
-                            : head_size <= 128 ? 128
-                            : head_size <= 192 ? 192
-                                               : 256;
+  choice.padded_head_size = padded_for_prefill(p.kv.head_size);
   const PrefillSm80Sizes sizes(choice.padded_head_size, size_of(p.kv.dtype) == 1);
   const int max_rows = PrefillSm80Sizes::kMaxWarps * sizes.warp_rows();
   const int64_t tiles =
@@ -314,12 +329,13 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   }
   AttentionChoice choice;
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
-  if (sm90 == kNoObstacle) {
-    choice.main = {
-        .kernel = AttentionKernel::kPrefillSm90,
-        .form = p.kv.layout == KvLayout::kVllm ? KvForm::kPackedPages : KvForm::kSwizzledRows,
-        .padded_head_size = p.kv.head_size,
-        .grid = {.x = device.num_sms}};
+  choice.gathered_rows = rows_to_gather(p, sm90);
+  if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
+    const bool reads_packed_pages = p.kv.layout == KvLayout::kVllm && choice.gathered_rows == 0;
+    choice.main = {.kernel = AttentionKernel::kPrefillSm90,
+                   .form = reads_packed_pages ? KvForm::kPackedPages : KvForm::kSwizzledRows,
+                   .padded_head_size = padded_for_prefill(p.kv.head_size),
+                   .grid = {.x = device.num_sms}};
   } else {
     const uint32_t sm80 = prefill_sm80_obstacles(p);
     choice.main = {
@@ -418,9 +434,7 @@ constexpr Words kObstacleWords[] = {
     {kScaleNotPositive, "prefill kernels need scale > 0"},
     {kFewRows, "too few query rows for the prefill kernels"},
     {kNoWgmma, "wgmma kernels need an H100 or H200 and code for 9.0a"},
-    {kHeadSize, "prefill sm90 has heads of 64, 96, 128, 192 and 256"},
-    {kPageSize,
-     "prefill sm90 needs pages of 16 tokens (8 bits, NHD, HND: or a longer power of two)"},
+    {kPageSize, "prefill sm90 needs pages of 16 tokens or more"},
     {kCacheType, "prefill kernels need a cache of the query's dtype, or of 8 bits"},
     {kSoftcapOrAlibiOn8Bit, "prefill sm90 has no softcap or ALiBi on 8-bit caches"},
     {kHeadSizeOn8Bit, "prefill sm90 has 8-bit caches up to heads of 192"},
@@ -493,6 +507,10 @@ std::string describe(const KernelChoice& choice) {
 
 std::string describe(const AttentionChoice& choice) {
   std::string text = describe(choice.main);
+  if (choice.gathered_rows > 0) {
+    text += "\nafter K and V of up to " + std::to_string(choice.gathered_rows) +
+            " tokens are gathered to contiguous keys of 16 bits";
+  }
   if (choice.has_concurrent_decode) {
     text += "\nconcurrently, for sequences of fewer than " + std::to_string(choice.min_query_len) +
             " query tokens: " + describe(choice.concurrent_decode);

@@ -1,9 +1,11 @@
 // paged_attention and varlen_attention: launches the kernel that choose_kernel() names. A mixed
 // batch gets two launches: prefill, then a concurrent decode launch. ops/paged_attention.h has the
 // shapes, and the head of each kernel's file has its grid and its early reads.
+#include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/workspace.h"
 #include "cuda/attention/decode/decode.h"
 #include "cuda/attention/dispatch.h"
+#include "cuda/attention/prefill/gather_keys.h"
 #include "cuda/attention/prefill/prefill.h"
 #include "cuda/attention/simt/simt_kernel.cuh"
 #include "cuda/launchers.h"
@@ -21,9 +23,9 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
   });
 }
 
-void launch_prefill_sm90(const PagedAttentionParams& p, const PrefillLaunch& launch,
-                         Stream stream) {
-  dispatch_prefill_head_size(p.kv.head_size, [&](auto head_size) {
+void launch_prefill_sm90(const PagedAttentionParams& p, const KernelChoice& choice,
+                         const PrefillLaunch& launch, Stream stream) {
+  dispatch_prefill_head_size(choice.padded_head_size, [&](auto head_size) {
     PrefillSm90Kernels<decltype(head_size)::value>::launch(p, launch, stream);
   });
 }
@@ -38,7 +40,13 @@ void launch_prefill_sm80(const PagedAttentionParams& p, const KernelChoice& choi
 
 }  // namespace
 
-void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream stream) {
+int64_t gather_scratch_bytes(const PagedAttentionParams& p) {
+  if (int64_t{p.max_query_len} * p.num_heads < int64_t{kGatherRows} * p.kv.num_kv_heads) return 0;
+  return gather_bytes(p, choose_kernel(p, current_device_model()).gathered_rows);
+}
+
+void launch_paged_attention(const PagedAttentionParams& p, void* memory, void* scratch,
+                            Stream stream) {
   const AttentionChoice choice = choose_kernel(p, current_device_model());
   check_fixed_split(p, choice.main);
   if (choice.has_concurrent_decode) {
@@ -56,7 +64,8 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, Stream 
     case AttentionKernel::kDecodeWgmma:
       return launch_decode(p, choice.main, workspace, stream);
     case AttentionKernel::kPrefillSm90:
-      launch_prefill_sm90(p, launch, stream);
+      launch_prefill_sm90(choice.gathered_rows > 0 ? gather_keys(p, choice, scratch, stream) : p,
+                          choice.main, launch, stream);
       break;
     case AttentionKernel::kPrefillSm80:
       launch_prefill_sm80(p, choice.main, launch, stream);

@@ -62,8 +62,13 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 void launch_paged_attention(const PagedAttentionParams& params, const Tensor& query,
                             void* workspace) {
-  run_on_stream(
-      query, [&](cuda::Stream stream) { cuda::launch_paged_attention(params, workspace, stream); });
+  run_on_stream(query, [&](cuda::Stream stream) {
+    const int64_t bytes = cuda::gather_scratch_bytes(params);
+    // torch's allocator gives the memory to later work of this stream only.
+    std::optional<Tensor> scratch;
+    if (bytes > 0) scratch = Tensor::bytes_beside(query, bytes);
+    cuda::launch_paged_attention(params, workspace, scratch ? scratch->data() : nullptr, stream);
+  });
 }
 
 void launch_decode(const PagedAttentionParams& params, const Tensor& query) {

@@ -224,10 +224,9 @@ void set_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& 
 void set_head_scales(const Expect& expect, PagedKv& kv, Argument& k_scale, Argument& v_scale) {
   check_scale_size(kv, k_scale.float32().contiguous(), 0);
   check_scale_size(kv, v_scale.float32().contiguous(), k_scale.numel());
-  if (size_of(kv.dtype) == 1) {
-    check_scale(expect, k_scale);
-    check_scale(expect, v_scale);
-  }
+  if (size_of(kv.dtype) != 1) return;
+  check_scale(expect, k_scale);
+  check_scale(expect, v_scale);
   kv.k_scale = k_scale.as<const float>();
   kv.v_scale = v_scale.as<const float>();
   kv.scale_stride = k_scale.numel() > 1 ? 1 : 0;

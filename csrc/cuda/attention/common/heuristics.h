@@ -79,6 +79,12 @@ constexpr float kReadShareOfBus = 0.854f;
 // (prefill/mixed_batches.md, f_mix60_1k: 258 us. No row for either value.)
 constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 
+// Prefill sm90: from so many query rows of a sequence on, an 8-bit cache is gathered to 16-bit keys
+// first. (prefill/gathered_keys.md.)
+constexpr int kGatherRows = 1024;
+// Max bytes of the gathered K and V. (No row.)
+constexpr int64_t kMaxGatherBytes = int64_t{256} << 20;
+
 // SIMT: min tokens of a split, as in vLLM's paged_attention_v2. (v1_v2_on_decode.md, float32, 1 x
 // 8k: 4160 us without splits, 289 us with them.)
 constexpr int kSimtSplitTokens = 512;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ops/paged_kv.h"
+#include "ops/paged_attention.h"
 
 namespace vllm_kernels::cuda {
 
@@ -39,19 +39,18 @@ enum Obstacle : uint32_t {
   kScaleNotPositive = 1 << 10,      // prefill: scale > 0
   kFewRows = 1 << 11,               // prefill: too few query rows to fill the GPU
   kNoWgmma = 1 << 12,               // prefill sm90: code for sm_90a on an H100 or H200
-  kHeadSize = 1 << 13,              // prefill sm90: 64, 96, 128, 192 or 256
-  kPageSize = 1 << 14,              // prefill sm90: 16, or a longer power of two (not 16-bit vllm)
-  kCacheType = 1 << 15,             // prefill: cache of the query's dtype, or of 8 bits
-  kSoftcapOrAlibiOn8Bit = 1 << 16,  // prefill sm90
-  kHeadSizeOn8Bit = 1 << 17,        // prefill sm90: up to 192
-  kLongSequences = 1 << 18,         // prefill sm80: 2^30 tokens
-  kFixedSplit = 1 << 19,            // prefill: the batch may not choose the kernel
-  kWgmmaHeadSize = 1 << 20,         // decode_wgmma: up to 128
-  kFusedCache = 1 << 21,            // fused decode: float16, bfloat16 or e4m3, layout vllm
-  kFusedPageSize = 1 << 22,         // fused decode: up to 16 tokens
-  kFusedHeadSize = 1 << 23,         // fused decode: up to 128
-  kFusedGroup = 1 << 24,            // fused decode: up to 8 query heads per KV head
-  kUnalignedProjection = 1 << 25,   // fused decode: vectors of 16 bytes
+  kPageSize = 1 << 13,              // prefill sm90: 16 tokens or more
+  kCacheType = 1 << 14,             // prefill: cache of the query's dtype, or of 8 bits
+  kSoftcapOrAlibiOn8Bit = 1 << 15,  // prefill sm90
+  kHeadSizeOn8Bit = 1 << 16,        // prefill sm90: up to 192
+  kLongSequences = 1 << 17,         // prefill sm80: 2^30 tokens
+  kFixedSplit = 1 << 18,            // prefill: the batch may not choose the kernel
+  kWgmmaHeadSize = 1 << 19,         // decode_wgmma: up to 128
+  kFusedCache = 1 << 20,            // fused decode: float16, bfloat16 or e4m3, layout vllm
+  kFusedPageSize = 1 << 21,         // fused decode: up to 16 tokens
+  kFusedHeadSize = 1 << 22,         // fused decode: up to 128
+  kFusedGroup = 1 << 23,            // fused decode: up to 8 query heads per KV head
+  kUnalignedProjection = 1 << 24,   // fused decode: vectors of 16 bytes
 };
 
 // Grid and splits of the SIMT kernel.
@@ -91,7 +90,18 @@ struct AttentionChoice {
   bool has_concurrent_decode = false;
   KernelChoice concurrent_decode;
   int min_query_len = 1;  // sequences of fewer query tokens are the concurrent launch's
+  // Prefill sm90: rows of K and V that are first gathered to contiguous keys of the query's dtype;
+  // 0: K and V are read where they are.
+  int64_t gathered_rows = 0;
 };
+
+// Scratch of gather_keys(): K and V of `rows` rows, then the sequences' first rows.
+inline int64_t gathered_tensor_bytes(const PagedAttentionParams& p, int64_t rows) {
+  return rows * p.kv.num_kv_heads * p.kv.head_size * size_of(p.dtype);
+}
+inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
+  return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);
+}
 
 // SIMT: query heads and warps of a CTA.
 constexpr int kSimtHeads = 8, kSimtWarps = 4;

@@ -28,9 +28,20 @@ namespace vllm_kernels::cuda {
 // No sequence is longer, and a position plus this does not overflow.
 constexpr int kMaxWindowRight = 1 << 30;
 
+// Boxes of V that TMA copies from pages of layout vllm: V^T, a row of tokens per dimension. The
+// largest box that divides a page and a KV tile takes the fewest lines. (mainloop.cuh)
+struct ValueBoxes {
+  int shift = 0;        // log2 of a box's tokens / 16: 0, 1 or 2
+  int swizzle = 7;      // chunk i of 16 bytes of a box lies at i ^ (i / 8 & swizzle)
+  int permutation = 3;  // output column n is dimension n ^ (n / 8 & permutation)
+
+  VLLM_KERNELS_HOST_DEVICE int mask() const { return (1 << shift) - 1; }
+};
+
 struct PrefillShape {
   int group;                   // query heads of a KV head
   int page_shift;              // log2 of the tokens of a page
+  int head_size;               // of the tensors; the kernel pads it
   int min_rows;                // sequences of fewer query rows a KV head are left out
   float softmax_scale_log2;    // scores to log2 units
   int window_right;            // visible tokens past a query token, at most kMaxWindowRight
@@ -40,6 +51,7 @@ struct PrefillShape {
   FastDivisor group_divisor;
   float section_bytes;     // K and V of a section of KV heads
   float concurrent_ratio;  // see concurrent_ratio()
+  ValueBoxes value_boxes;  // sm90, layout vllm
 };
 
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
@@ -63,6 +75,7 @@ inline PrefillShape prefill_shape(const PagedAttentionParams& p, int min_query_l
   const int group = p.num_heads / p.kv.num_kv_heads;
   const auto l2_bytes = static_cast<float>(current_device_model().l2_bytes);
   return {.group = group,
+          .head_size = p.kv.head_size,
           .min_rows = min_query_len * group,
           .softmax_scale_log2 = p.scale * kLog2E,
           .window_right = std::min(p.window_right, kMaxWindowRight),

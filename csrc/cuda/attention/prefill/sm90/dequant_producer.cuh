@@ -100,8 +100,9 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           (present ? block * block_stride + pages.row_in_block(token) * token_stride : int64_t{0});
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512, from + j * 32 * dim_stride,
-                     present ? 16 : 0);
+        const bool copied = present && j * 32 + dim_of_lane < shape.head_size;
+        copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512,
+                     copied ? from + j * 32 * dim_stride : lane_base, copied ? 16 : 0);
       }
     };
     look_up(0);

@@ -9,10 +9,13 @@
 // kPackedPages (layout vllm), K: a box is [16 / 8 tokens][D / 8][8 tokens][16 bytes]. These are
 // core matrices without swizzle. One stride leads from 8 tokens to the next 8, through all boxes.
 //
-// kPackedPages, V: a box is V^T, D rows of 16 tokens (32 bytes). TMA writes it as lines of 128
-// bytes with the 128-byte swizzle, and wgmma reads it with the 32-byte swizzle. Both permute the
-// chunks of a row alike. The 128-byte swizzle also permutes rows: output column n is dimension
-// n ^ (n / 8 % 4). store() undoes that. TMA is faster with lines of 128 bytes than of 32.
+// kPackedPages, V: a box is V^T, D rows of 16, 32 or 64 tokens (ValueBoxes). wgmma reads it with
+// the swizzle of its row: 32, 64 or 128 bytes. TMA is faster with long lines. So where a box has
+// whole pages, TMA writes lines of 128 bytes with the 128-byte swizzle. It permutes the chunks of a
+// row like the shorter one, and also permutes rows: output column n is dimension n ^ (n / 8 % 4) of
+// pages of 16 tokens, n ^ (n / 8 % 2) of 32. store() undoes that.
+//
+// Head sizes between the instantiations: TMA pads K, V and queries with zeros in shared memory.
 //
 // kSwizzledRows (NHD, HND): [D / 64][tokens][128 bytes], with the 128-byte swizzle.
 #pragma once
@@ -128,17 +131,38 @@ struct PrefillMma {
     }
     wgmma_commit();
   }
+  // How start_out() finds 16 tokens of V.
+  struct ValueLayout {
+    uint64_t descriptor;  // of address 0
+    uint32_t steps[2];    // bytes to the next 16, and to the next 32 tokens
+
+    __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& given) {
+      const ValueBoxes boxes = Config::kCacheIs8Bit ? ValueBoxes{} : given;
+      if constexpr (kRowForm) {
+        descriptor = matrix_descriptor(0, kColumnStep, 1024, Swizzle::k128);
+        steps[0] = 2048;
+        steps[1] = 4096;
+      } else {
+        const Swizzle swizzle = boxes.shift == 0   ? Swizzle::k32
+                                : boxes.shift == 1 ? Swizzle::k64
+                                                   : Swizzle::k128;
+        descriptor = matrix_descriptor(0, 16, 256 << boxes.shift, swizzle);
+        steps[0] = boxes.shift > 0 ? 32 : kBoxBytes;
+        steps[1] = boxes.shift > 1 ? 64 : 2 * kBoxBytes;
+      }
+    }
+  };
   // Starts O += P V, one wgmma group. `value`: shared address.
-  __device__ __forceinline__ void start_out(uint32_t value) {
+  __device__ __forceinline__ void start_out(const ValueLayout& layout, uint32_t value) {
     warpgroup_fence_operand(probs);
     warpgroup_fence_operand(out);
     wgmma_fence();
-    const DescriptorHalves columns(
-        kRowForm ? matrix_descriptor(value >> 4, kColumnStep, 1024, Swizzle::k128)
-                 : matrix_descriptor(value >> 4, 16, 256, Swizzle::k32));
+    const DescriptorHalves columns(layout.descriptor | value >> 4);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      wgmma<T, kRowForm>(out, probs[box], columns.at(box * (kRowForm ? 2048 : kBoxBytes)), true);
+      const uint32_t offset = (box & 1) * layout.steps[0] + (box >> 1 & 1) * layout.steps[1] +
+                              (box >> 2) * (kRowForm ? 8192 : 4 * kBoxBytes);
+      wgmma<T, kRowForm>(out, probs[box], columns.at(offset), true);
     }
     wgmma_commit();
   }
@@ -217,27 +241,32 @@ struct PrefillMma {
     }
   }
 
-  // Writes row r of this lane, times `scale`. Each lane stores 16 bytes per 32 dimensions.
-  __device__ __forceinline__ void store(T* row, bool present, int r, float scale, int lane) const {
+  // Writes row r of this lane, times `scale`. Each lane stores 16 bytes per 32 dimensions, of the
+  // first `head_size`. `permutation`: see ValueBoxes.
+  __device__ __forceinline__ void store(T* row, int head_size, int permutation, int r, float scale,
+                                        int lane) const {
     const int quarter = lane % 4;
+    if (Config::kCacheIs8Bit) permutation = ValueBoxes{}.permutation;
+    const bool swaps_dims = !kRowForm && (permutation & 1) != 0;
+    const bool swaps_pairs = !kRowForm && (permutation & 2) != 0 && quarter >= 2;
 #pragma unroll
     for (int block = 0; block < kOutTiles / 4; ++block) {
       uint32_t pairs[4];  // this lane's 2 dimensions of 4 groups of 8
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&from)[4] = out[block * 4 + i];
-        const bool swapped = !kRowForm && i % 2 == 1;
-        pairs[i] = pack2<T>(from[2 * r + swapped] * scale, from[2 * r + 1 - swapped] * scale);
+        pairs[i] = pack2<T>(from[2 * r] * scale, from[2 * r + 1] * scale);
+        if (i % 2 == 1 && swaps_dims) pairs[i] = __byte_perm(pairs[i], 0, 0x1032);
       }
       // A 4 x 4 transpose: a lane gets all four pairs of one group of 8 dimensions.
       quad_transpose(pairs, quarter);
-      if (!kRowForm && quarter >= 2) {
+      if (swaps_pairs) {
         pairs_swap(pairs[0], pairs[1]);
         pairs_swap(pairs[2], pairs[3]);
       }
-      if (present) {
-        *reinterpret_cast<uint4*>(row + block * 32 + quarter * 8) =
-            uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+      const int dim = block * 32 + quarter * 8;
+      if (dim < head_size) {
+        *reinterpret_cast<uint4*>(row + dim) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
   }

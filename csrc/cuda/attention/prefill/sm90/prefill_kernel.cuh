@@ -76,6 +76,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       warpgroup * 64 + thread / 32 * 16 + lane / 4;  // of the work tile; this lane also has row + 8
   query += warpgroup * 64 * 128;
   Mma tile;
+  const typename Mma::ValueLayout value_layout(shape.value_boxes);
   PipelineState<Config::kKeyStages> keys;
   PipelineState<Config::kValueStages> values;
   PipelineState<Config::kQueryStages> queries;
@@ -101,8 +102,8 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     slot_now = work_tiles.index;
     tiles_left = work_tile.tiles;
     first_token = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
-    score_scale = Config::kAdjusts ? 1.0f : shape.softmax_scale_log2;
-    if (Config::kCacheIs8Bit && p.kv.k_scale != nullptr) {
+    score_scale = shape.softmax_scale_log2;
+    if (p.kv.k_scale != nullptr) {
       score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
     }
     barrier_wait(shared_address(&shared.query_full[queries.index]), queries.phase);
@@ -138,7 +139,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       return work_tile.position + token_of_row(work_tile, r, head) - column;
     };
     if constexpr (Config::kAdjusts) {
-      tile.each_score([&](int, int, float score) { return score * shape.softmax_scale_log2; });
+      tile.each_score([&](int, int, float score) { return score * score_scale; });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         modify_scores(
@@ -172,12 +173,12 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       tile.each_score(
           [&](int i, int, float score) { return present_boxes >> i / 2 & 1 ? score : -INFINITY; });
     }
-    raised = tile.online_softmax(score_scale, factor);
+    raised = tile.online_softmax(Config::kAdjusts ? 1.0f : score_scale, factor);
     first_token -= kTokens;
   };
   const auto start_out = [&] {
     barrier_wait(shared_address(&shared.value_full[values.index]), values.phase);
-    tile.start_out(value + values.index * kTileBytes);
+    tile.start_out(value_layout, value + values.index * kTileBytes);
   };
   const auto end_out = [&] {
     wgmma_wait<0>();
@@ -196,8 +197,9 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       const RowResult result = row_result(p, work_tile.kv_head, head, row_max[r], quad_sum(sum[r]));
       const bool present = row + 8 * r < work_tile.rows;
       tile.store(static_cast<typename Config::T*>(p.out) + token * p.out_stride +
-                     head * int64_t{Config::kHeadSize},
-                 present, r, result.scale, lane);
+                     head * int64_t{shape.head_size},
+                 present ? shape.head_size : 0, shape.value_boxes.permutation, r, result.scale,
+                 lane);
       if (p.lse != nullptr && present && lane % 4 == 0) {
         p.lse[token * p.num_heads + head] = result.lse;
       }
@@ -336,9 +338,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+// The boxes of V in layout vllm.
+template <typename Config>
+ValueBoxes value_boxes(const PagedKv& kv) {
+  ValueBoxes boxes;
+  boxes.shift = std::min(std::countr_zero(static_cast<uint32_t>(Config::kTokens / 16)),
+                         std::min(2, std::countr_zero(static_cast<uint32_t>(kv.block_size / 16))));
+  if (kv.block_size == 16 << boxes.shift) {  // a box has a whole page
+    boxes.permutation = 3 >> boxes.shift;
+  } else {
+    boxes.swizzle = (2 << boxes.shift) - 1;
+    boxes.permutation = 0;
+  }
+  return boxes;
+}
+
 // Tensor maps of K, V and queries. Layout vllm: K is (8 tokens x 16 bytes, chunk, token / 8, KV
-// head, block). V is (4 dimensions x 16 tokens, line, KV head, block), pages of 16 tokens in lines
-// of 128 bytes; mainloop.cuh says why.
+// head, block). V is (token, dimension, KV head, block), or in lines of 128 bytes that hold rows of
+// several dimensions; mainloop.cuh says why.
 template <typename Config>
 PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shape) {
   const PagedKv& kv = p.kv;
@@ -367,11 +384,18 @@ PrefillMaps prefill_maps(const PagedAttentionParams& p, const PrefillShape& shap
   maps.key = encode_tensor_map<5>(
       kv.key, {64, chunks, kv.block_size / 8, kv.num_kv_heads, kv.num_blocks},
       {kv.key_chunk_stride * 2, 128, kv.key_head_stride * 2, kv.key_block_stride * 2},
-      {64, chunks, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
-  const int rows = kv.head_size / 4;
-  maps.value = encode_tensor_map<4>(kv.value, {64, rows, kv.num_kv_heads, kv.num_blocks},
-                                    {128, kv.value_head_stride * 2, kv.value_block_stride * 2},
-                                    {64, rows, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+      {64, Config::kHeadSize / 8, 2, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  // A line has the rows of `dims` dimensions.
+  const ValueBoxes& boxes = shape.value_boxes;
+  const int dims = boxes.swizzle == 7 ? 4 >> boxes.shift : 1;
+  maps.value = encode_tensor_map<4>(
+      kv.value,
+      {dims == 1 ? kv.block_size : 64, kv.head_size / dims, kv.num_kv_heads, kv.num_blocks},
+      {kv.value_dim_stride * dims * 2, kv.value_head_stride * 2, kv.value_block_stride * 2},
+      {(16 << boxes.shift) * dims, Config::kHeadSize / dims, 1, 1},
+      boxes.swizzle == 7   ? CU_TENSOR_MAP_SWIZZLE_128B
+      : boxes.swizzle == 3 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B);
   return maps;
 }
 
@@ -383,6 +407,9 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
   PrefillShape shape = prefill_shape(p, launch.min_query_len);
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   shape.query_by_tma = Config::kRows % shape.group == 0;
+  if (kForm == KvForm::kPackedPages && !kCacheIs8Bit) {
+    shape.value_boxes = value_boxes<Config>(p.kv);
+  }
   shape.has_concurrent_launch = launch.has_concurrent_launch;
   shape.concurrent_ratio = concurrent_ratio(p, current_device_model(), Config::kRows, kHeadSize);
   static_cast<void>(dynamic_shared_memory<kKernel>("paged_attention"));  // raises the limit

@@ -76,13 +76,14 @@ __device__ __forceinline__ void request_next_tile(PrefillShared<Config>& shared,
 
 // Block-table entries of a work tile's KV tiles, which come from the last to the first. The warp
 // reads the entries of kLookUpTiles KV tiles at once. Boxes whose tokens are all masked have none.
+// A copy may take 1 << box_shift boxes of 16 tokens: all of them have the first one's entry.
 template <typename Config>
 class TilePages {
  public:
   static constexpr int kBoxes = PrefillMma<Config>::kBoxes;
 
   __device__ __forceinline__ TilePages(const PagedAttentionParams& p, const PrefillShape& shape,
-                                       const PrefillTile& work_tile, int lane)
+                                       const PrefillTile& work_tile, int lane, int box_shift = 0)
       : table_(p.block_tables + work_tile.seq * p.block_table_stride),
         page_shift_(shape.page_shift),
         num_blocks_(static_cast<int>(p.kv.num_blocks)),
@@ -90,11 +91,12 @@ class TilePages {
         first_key_(work_tile.first_key),
         begin_(work_tile.begin),
         end_(work_tile.end),
+        box_tokens_(kPrefillBoxTokens << box_shift),
         lane_(lane) {}
 
-  // Whether any token of the box that begins at `token` is visible to a row.
+  // Whether any token of the copy that begins at `token` is visible to a row.
   __device__ __forceinline__ bool visible(int token) const {
-    return token + kPrefillBoxTokens > begin_ && token < end_;
+    return token + box_tokens_ > begin_ && token < end_;
   }
   // Goes to KV tile `number` of the work tile, in order; `first` is its first token. All lanes.
   __device__ __forceinline__ void look_up(int number, int first) {
@@ -122,7 +124,7 @@ class TilePages {
   const int32_t* table_;
   int page_shift_, num_blocks_;
   bool contiguous_;
-  int first_key_, begin_, end_, lane_;
+  int first_key_, begin_, end_, box_tokens_, lane_;
   int first_ = 0, first_lane_ = 0;
   int blocks_ = -1;  // of box lane % kBoxes in KV tile lane / kBoxes of the look-up
 };
@@ -130,34 +132,47 @@ class TilePages {
 // Copies V of a box in which only tokens [low, high) are visible. The others may be NaN and become
 // 0. `token`: the box's first, in its page. All lanes.
 template <typename Config>
-__device__ __forceinline__ void copy_value_box(const PagedKv& kv, int kv_head, int block, int token,
-                                               int low, int high, uint32_t to, int lane) {
+__device__ __forceinline__ void copy_value_box(const PagedKv& kv, const ValueBoxes& boxes,
+                                               int kv_head, int block, int token, int low, int high,
+                                               uint32_t to, int lane) {
   using T = typename Config::T;
   constexpr int kHeadSize = Config::kHeadSize, kTokens = Config::kTokens;
   const T* from = static_cast<const T*>(kv.value) + block * kv.value_block_stride +
                   kv_head * kv.value_head_stride + token * kv.value_token_stride;
-#pragma unroll 1
-  for (int i = lane; i < 2 * kHeadSize; i += 32) {
-    uint4 elements = {0, 0, 0, 0};
-    if constexpr (Config::kForm == KvForm::kSwizzledRows) {
-      constexpr int kChunks = kHeadSize / 8;
+  if constexpr (Config::kForm == KvForm::kSwizzledRows) {
+    constexpr int kChunks = kHeadSize / 8;
+#pragma unroll 4
+    for (int i = lane; i < kPrefillBoxTokens * kChunks; i += 32) {
       const int row = i / kChunks, chunk = i % kChunks;
-      if (row >= low && row < high) {
-        elements = *reinterpret_cast<const uint4*>(from + row * kv.value_token_stride + chunk * 8);
+      const bool present = row >= low && row < high && chunk * 8 < kv.head_size;
+      copy16_async(to + chunk / 8 * (kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
+                   present ? from + row * kv.value_token_stride + chunk * 8 : from,
+                   present ? 16 : 0);
+    }
+    wait_all_copies();
+  } else {
+    const int row_shift = boxes.shift + 1;  // log2 of the chunks of a row, 8 tokens each
+    const auto address = [&](int i) { return to + (i ^ (i >> 3 & boxes.swizzle)) * 16; };
+#pragma unroll 4
+    for (int i = lane; i < kHeadSize << row_shift; i += 32) {
+      const int dim = i >> row_shift, first = (i & (1 << row_shift) - 1) * 8;
+      const int tokens = dim < kv.head_size && first + 8 > low ? min(max(high - first, 0), 8) : 0;
+      copy16_async(address(i), tokens > 0 ? from + dim * kv.value_dim_stride + first : from,
+                   tokens * 2);
+    }
+    wait_all_copies();
+    if (low > 0 && low % 8 != 0) {  // a window begins within a chunk
+      __syncwarp();
+      for (int dim = lane; dim < kHeadSize; dim += 32) {
+        const uint32_t at = address((dim << row_shift) + low / 8);
+        uint4 elements = load_shared<uint4>(at);
+        const auto mask = [&](int pair) {  // of tokens 2 pair and 2 pair + 1
+          return (2 * pair >= low % 8 ? 0xffffu : 0u) | (2 * pair + 1 >= low % 8 ? ~0xffffu : 0u);
+        };
+        elements = uint4{elements.x & mask(0), elements.y & mask(1), elements.z & mask(2),
+                         elements.w & mask(3)};
+        store_shared(at, elements);
       }
-      store_shared(to + chunk / 8 * (kTokens * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
-                   elements);
-    } else {
-      const int first = i % 2 * 8;  // of the chunk's 8 tokens
-      elements = *reinterpret_cast<const uint4*>(from + i / 2 * kv.value_dim_stride + first);
-      const auto mask = [&](int pair) {  // tokens 2 pair and 2 pair + 1 of the 8
-        const int at = first + 2 * pair;
-        return (at >= low && at < high ? 0xffffu : 0u) |
-               (at + 1 >= low && at + 1 < high ? 0xffff0000u : 0u);
-      };
-      elements = uint4{elements.x & mask(0), elements.y & mask(1), elements.z & mask(2),
-                       elements.w & mask(3)};
-      store_shared(to + ((i ^ i >> 3 & 7) * 16), elements);
     }
   }
   fence_async_proxy();
@@ -180,13 +195,16 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
   constexpr uint32_t kBoxStep = kRowForm ? kPrefillBoxTokens * 128 : kBoxBytes;  // to the next box
   constexpr uint32_t kAllBoxes = (1u << kBoxes) - 1;
   static_assert(kBoxes * kColumns <= 32);
+  // Layout vllm: a copy of V has 1 << box_shift boxes, by the lane of the first.
+  const int box_shift = kValue && !kRowForm ? shape.value_boxes.shift : 0;
   const bool contiguous = Config::kForm == KvForm::kSwizzledRows && p.key_start_loc != nullptr;
   const CUtensorMap& box_map = !kValue ? maps.key : contiguous ? maps.value_box : maps.value;
   wait_for_primary_kernel();
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
   for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
-    Pages pages(p, shape, work_tile, lane);
+    Pages pages(p, shape, work_tile, lane, box_shift);
     const int box = lane % kBoxes, column = lane / kBoxes;
+    const bool copies = column < kColumns && (box & (1 << box_shift) - 1) == 0;
     const int begin = work_tile.begin, end = work_tile.end;
 #pragma unroll 1
     for (int i = 0; i < work_tile.tiles; ++i, state.advance()) {
@@ -213,13 +231,13 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
       } else {
         uint32_t masked_boxes = 0;  // bit i: box i of V has masked tokens; the lanes copy it
         if constexpr (kValue) {
-          const bool whole = token >= begin && token + kPrefillBoxTokens <= end;
-          masked_boxes = __ballot_sync(0xffffffffu, block >= 0 && !whole) & kAllBoxes;
+          const bool whole = token >= begin && token + (kPrefillBoxTokens << box_shift) <= end;
+          masked_boxes = __ballot_sync(0xffffffffu, copies && block >= 0 && !whole) & kAllBoxes;
 #pragma unroll 1
           for (uint32_t remaining = masked_boxes; remaining != 0; remaining &= remaining - 1) {
             const int masked_box = __ffs(remaining) - 1,
                       box_token = first + masked_box * kPrefillBoxTokens;
-            copy_value_box<Config>(p.kv, work_tile.kv_head,
+            copy_value_box<Config>(p.kv, shape.value_boxes, work_tile.kv_head,
                                    __shfl_sync(0xffffffffu, block, masked_box),
                                    pages.row_in_block(box_token), begin - box_token,
                                    end - box_token, stage + masked_box * kBoxStep, lane);
@@ -228,18 +246,20 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
           const uint32_t present = __ballot_sync(0xffffffffu, block >= 0 || !pages.visible(token));
           if (lane == 0) shared.present_boxes[state.index] = present & kAllBoxes;
         }
-        if (lane == 0) barrier_expect(full, (kBoxes - __popc(masked_boxes)) * kBoxBytes);
+        if (lane == 0) {
+          barrier_expect(full, (kBoxes - (__popc(masked_boxes) << box_shift)) * kBoxBytes);
+        }
         __syncwarp();
         // TMA reads zeros from a block out of bounds.
         const int from = block >= 0 ? block : static_cast<int>(p.kv.num_blocks);
         const int row = pages.row_in_block(token);
         const uint32_t to = stage + box * kBoxStep;
-        if (column < kColumns && (masked_boxes >> box & 1) == 0) {
+        if (copies && (masked_boxes >> box & 1) == 0) {
           if constexpr (Config::kForm == KvForm::kSwizzledRows) {
             tma_copy_box(to + column * (kTokens * 128), &box_map, column * 64, row,
                          work_tile.kv_head, from, full);
           } else if constexpr (kValue) {
-            tma_copy_box(to, &box_map, 0, 0, work_tile.kv_head, from, full);
+            tma_copy_box(to, &box_map, row, 0, work_tile.kv_head, from, full);
           } else {
             tma_copy_box(to, &box_map, 0, 0, row / 8, work_tile.kv_head, from, full);
           }
@@ -283,10 +303,12 @@ __device__ __forceinline__ void copy_queries(const PagedAttentionParams& p,
       const int row = i / kChunks, chunk = i % kChunks;
       int head;
       const int token = token_of_row(shape, work_tile, row, head);
+      const bool present = chunk * 8 < shape.head_size;
       copy16_async(query + chunk / 8 * (Config::kRows * 128) + row * 128 + ((chunk ^ row) % 8) * 16,
                    static_cast<const T*>(p.query) +
                        static_cast<int64_t>(work_tile.first_query + token) * p.query_stride +
-                       head * kHeadSize + chunk * 8);
+                       head * shape.head_size + (present ? chunk * 8 : 0),
+                   present ? 16 : 0);
     }
     wait_all_copies();
     fence_async_proxy();

@@ -1,0 +1,118 @@
+// Gathers K and V to contiguous 16-bit keys before a launch of prefill sm90.
+//
+// Scratch: K [rows, num_kv_heads, head_size], V of that shape, then the first row of each sequence
+// [num_seqs + 1]. Only sequences of min_query_len query tokens or more have rows.
+//
+// Two launches, or three for pages of layout vllm:
+//   key_starts_kernel   one CTA: an exclusive prefix sum of the lengths
+//   gather_paged_kv's   cache/gather_cache.cu, without scales: the upcast of 8 bits is exact
+//
+// Early reads: none. Each kernel waits for its primary kernel first.
+#include "cuda/attention/prefill/gather_keys.h"
+
+#include "cuda/base/launch.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+
+// starts[s]: rows of the sequences before s. Contiguous keys (one "sequence" of all rows): starts
+// is {0, rows}, and the block table after it {0}.
+__global__ void __launch_bounds__(kThreads)
+    key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int32_t* starts) {
+  launch_dependents();
+  wait_for_primary_kernel();
+  if (p.key_start_loc != nullptr) {
+    if (threadIdx.x < 3) starts[threadIdx.x] = threadIdx.x == 1 ? rows : 0;
+    return;
+  }
+  __shared__ int32_t warp_sums[kThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t before = 0;
+  for (int first = 0; first < p.num_seqs; first += kThreads) {
+    const int seq = first + static_cast<int>(threadIdx.x);
+    const bool gathered = seq < p.num_seqs && query_range(p, seq).count >= min_query_len;
+    int32_t sum = gathered ? usable_seq_len(p, seq) : 0;
+    const int32_t length = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    int32_t total = 0;
+    for (int i = 0; i < kThreads / 32; ++i) {
+      if (i < warp) sum += warp_sums[i];
+      total += warp_sums[i];
+    }
+    if (seq < p.num_seqs) starts[seq] = min(before + sum - length, rows);
+    before += total;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) starts[p.num_seqs] = min(before, rows);
+}
+
+}  // namespace
+
+PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
+                                 void* scratch, Stream stream) {
+  const PagedKv& kv = p.kv;
+  const int64_t tensor_bytes = gathered_tensor_bytes(p, choice.gathered_rows);
+  char* memory = static_cast<char*>(scratch);
+  auto* starts = reinterpret_cast<int32_t*>(memory + 2 * tensor_bytes);
+  const auto rows = static_cast<int32_t>(choice.gathered_rows);
+  launch_kernel("paged_attention", key_starts_kernel, dim3(1), dim3(kThreads), 0, stream, p,
+                choice.min_query_len, rows, starts);
+
+  const bool contiguous = p.key_start_loc != nullptr;
+  const int64_t row_stride = int64_t{kv.num_kv_heads} * kv.head_size;
+  GatherCacheParams gather = {.op = "paged_attention",
+                              .tokens = {.block_table = p.block_tables,
+                                         .block_table_stride = p.block_table_stride,
+                                         .blocks_per_seq = p.max_blocks_per_seq,
+                                         .cu_seq_lens = starts,
+                                         .num_seqs = p.num_seqs,
+                                         .num_rows = rows,
+                                         .num_blocks = kv.num_blocks,
+                                         .block_size = kv.block_size},
+                              .kv = kv,
+                              .key = memory,
+                              .value = memory + tensor_bytes,
+                              .key_row_stride = row_stride,
+                              .key_head_stride = kv.head_size,
+                              .value_row_stride = row_stride,
+                              .value_head_stride = kv.head_size,
+                              .dtype = p.dtype};
+  gather.kv.k_scale = gather.kv.v_scale = nullptr;
+  if (contiguous) {
+    gather.tokens.block_table = starts + 2;
+    gather.tokens.block_table_stride = 1;
+    gather.tokens.blocks_per_seq = 1;
+    gather.tokens.num_seqs = 1;
+  }
+  launch(gather, stream);
+
+  PagedAttentionParams gathered = p;
+  if (!contiguous) gathered.key_start_loc = starts;
+  gathered.kv = {.key = gather.key,
+                 .value = gather.value,
+                 .num_blocks = 1,
+                 .num_kv_heads = kv.num_kv_heads,
+                 .head_size = kv.head_size,
+                 .block_size = rows,
+                 .dtype = p.dtype,
+                 .layout = KvLayout::kNHD,
+                 .key_head_stride = kv.head_size,
+                 .key_token_stride = row_stride,
+                 .value_head_stride = kv.head_size,
+                 .value_token_stride = row_stride,
+                 .value_dim_stride = 1,
+                 .k_scale = kv.k_scale,
+                 .v_scale = kv.v_scale,
+                 .scale_stride = kv.scale_stride};
+  return gathered;
+}
+
+}  // namespace vllm_kernels::cuda
