@@ -1,10 +1,12 @@
-"""The kit's prefill rows (../shared/peers/prefill.py) in rounds over all candidates.
+"""Prompts beside the rivals, in rounds over all candidates.
 
 A prompt's attention heats the GPU until it lowers its clock: whoever is measured last looks slower.
 Here every round launches each candidate once, as a CUDA graph over all KV copies, after a pause;
-the figure is the median of the rounds.
+the figure is the median of the rounds. Rows are those of the kit (../shared/peers): prefill.py, or
+shapes.py and SHAPES below.
 
     . .peers/env.sh; OURS=benchmarks/peers_ours.py python3 benchmarks/peers_rounds.py --wl 'a_*,b_*'
+    . .peers/env.sh; python3 benchmarks/peers_rounds.py --set shapes --wl 'd*_8x1k' --peers 'fa3*'
 """
 
 from __future__ import annotations
@@ -23,6 +25,22 @@ import torch
 
 sys.path.insert(0, os.environ["KIT"])
 import prefill as kit
+
+# Rows of the kind of shapes.py's that it lacks: what its rows are compared with, and small pages.
+SHAPES = {
+    **{f"d{size}_8x1k": {"D": size} for size in (40, 88, 104, 136, 208)},
+    **{f"p{page}_2x4k": {"page": page, "lens": (2, 4096, 0)} for page in (1, 2, 4, 8, 16, 256)},
+    "p16_1k_on_50k": {"page": 16, "lens": (1, 1024, 50_000)},
+    **{
+        f"{rows}_on_8k{suffix}": {"lens": (8, rows, 8192), **kv}
+        for rows in (64, 128, 256, 512)
+        for suffix, kv in (("", {}), ("_fp8", {"kv": "fp8"}))
+    },
+}
+
+
+# Rivals that read the row's pages.
+PAGED = {*kit.PAGED16, "fa3_paged", "fa3_paged_s1"}
 
 
 def matches(name: str, patterns: str) -> bool:
@@ -55,27 +73,55 @@ def capture(call, work, rows, want) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def of_prefill(patterns: str, dtype: torch.dtype):
+    """Yields (row, work, checked rows of out, their reference, candidates) of prefill.py."""
+    sys.modules["__main__"].Skip = kit.Skip
+    candidates = {**runpy.run_path(os.environ["OURS"])["PREFILL"], **kit.PEERS}
+    for row, spec in kit.WL.items():
+        if matches(row, patterns):
+            work = kit.P(row, **{"dtype": dtype, **spec})
+            yield row, work, *work.ref(), candidates
+
+
+def of_shapes(patterns: str, dtype: torch.dtype):
+    """The same of shapes.py and SHAPES."""
+    import shapes
+
+    import vllm_kernels
+
+    shapes.vk = vllm_kernels
+    rows = shapes.prefill_rows()
+    for row, spec in SHAPES.items():
+        count, new, cached = spec.pop("lens", (8, 1024, 0))
+        rows[row] = {"qlens": [new] * count, "kvlens": [new + cached] * count, **spec}
+    for row, spec in rows.items():
+        if matches(row, patterns):
+            page, window = spec.pop("page", 16), spec.pop("window", 0)
+            kit.BS = page
+            work = kit.P(row, **{"dtype": dtype, **spec})
+            work.page, work.window, work.note = page, window, ""
+            yield row, work, *shapes.rows_ref(work), shapes.PREFILL
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--set", choices=["prefill", "shapes"], default="prefill")
     parser.add_argument("--wl", default="a_*,b_*,d_*,e_*,f_*")
-    parser.add_argument("--peers", default="ours_*,fa3,fa3_s1,fa3_p16*,fi_fa3")
+    parser.add_argument("--peers", default="fa3,fa3_s1,fa3_p16*,fi_fa3")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", default=os.environ.get("OUT", "/tmp") + "/rounds.json")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     torch.set_grad_enabled(False)
-    sys.modules["__main__"].Skip = kit.Skip
-    ours = runpy.run_path(os.environ["OURS"])["PREFILL"]
-    candidates = {**ours, **kit.PEERS}
-    result, ratios = {}, {name: [] for name in ours}
-    for workload, spec in kit.WL.items():
-        if not matches(workload, args.wl):
-            continue
-        work, calls, graphs = kit.P(workload, **{"dtype": dtype, **spec}), {}, {}
-        rows, want = work.ref()
+    ours = ("vllm", "NHD", "HND", "varlen")
+    result, ratios = {}, {}
+    of_set = of_shapes if args.set == "shapes" else of_prefill
+    for workload, work, rows, want, candidates in of_set(args.wl, dtype):
+        calls, graphs = {}, {}
         for name, prepare in candidates.items():
-            if not matches(name, args.peers):
+            is_ours = name in ours or name.startswith("ours_")
+            if not is_ours and not matches(name, args.peers):
                 continue
             try:
                 calls[name] = prepare(work)
@@ -89,23 +135,20 @@ def main() -> None:
             for name, graph in graphs.items():
                 times[name].append(replay_time(graph) / work.R)
         medians = result[workload] = {n: statistics.median(t) for n, t in times.items()}
-        paged = [us for name, us in medians.items() if name in kit.PAGED16]
+        paged = [us for name, us in medians.items() if name in PAGED]
         texts = []
         for name, us in medians.items():
             text = f"{name} {us:.1f} us {work.flops / us / 1e6:.0f} TFLOP/s"
-            if name in ours and paged:
-                ratios[name].append(min(paged) / us)
+            if (name in ours or name.startswith("ours_")) and paged:
+                ratios.setdefault(name, []).append(min(paged) / us)
                 text += f" ({ratios[name][-1]:.2f})"
             texts.append(text)
         print(workload, *texts, sep="\n  ", flush=True)
         with open(args.out, "w") as file:
             json.dump(result, file)
     for name, of_name in ratios.items():
-        if of_name:
-            mean = math.exp(sum(map(math.log, of_name)) / len(of_name))
-            print(
-                f"{name}: speed against the best peer on 16-token pages, geometric mean {mean:.3f}"
-            )
+        mean = math.exp(sum(map(math.log, of_name)) / len(of_name))
+        print(f"{name}: speed against the best peer on the same pages, geometric mean {mean:.3f}")
 
 
 if __name__ == "__main__":
