@@ -1,8 +1,9 @@
 """paged_attention of prompts and chunks of them, where a GPU has a kernel for many query rows.
 
-That one takes more than 64 query rows a KV head, in pages of 16 tokens (of more in NHD and HND, and
-of 8 bits), where tiles of 128 rows keep half of the device busy: the cases are about as small as
-that allows. The CPU, which has no such kernel, runs them with fewer tokens and heads.
+That one takes more than 64 query rows a KV head, in pages of 16 tokens or more, where tiles of 128
+rows keep half of the device busy: the cases are about as small as that allows. The CPU, which has no
+such kernel, runs them with fewer tokens and heads. test_gathered_keys.py has the cases whose K and V
+are gathered first.
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ def test_which_kernel_runs(cuda):
     assert "prefill" not in kernels_of(make(cuda, BF16, [9000, 400], [1, 1], **groups).run)
 
 
-@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256, 32, 40, 72, 80, 104, 136, 160, 248])
 def test_prompts(device, layout, head_size):
-    """No prefix and some, one tile of rows and several, ends inside of pages and of tiles."""
+    """No prefix and some, one tile of rows and several, ends inside of pages and of tiles.
+
+    The first five sizes have a kernel, which pads the others.
+    """
     if device == "cpu" and head_size != 128:
         pytest.skip("the CPU's kernel is the one that other tests have")
     dtype = F16 if head_size in (96, 256) else BF16
@@ -121,7 +125,7 @@ def test_tokens_after_the_query(device, layout, head_size, right):
     check(make(device, F16, [300, 130], [290, 130], sliding_window=64, softcap=3.0, **options))
 
 
-@pytest.mark.parametrize("head_size", [64, 96, 128, 192])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 48, 80, 112, 176])
 @pytest.mark.parametrize("stored", EIGHT_BITS, ids=str)
 def test_eight_bits(cuda, layout, stored, head_size):
     shapes = {"stored": stored, "head_size": head_size, "layout": layout, "scales_per_head": True}
@@ -130,10 +134,10 @@ def test_eight_bits(cuda, layout, stored, head_size):
 
 
 @pytest.mark.parametrize("head_size, block_size, order, stored", [
-    (80, 16, "vllm", None), (112, 16, "NHD", None), (160, 32, "HND", None), (128, 8, "vllm", None),
-    (128, 64, "vllm", None), (128, 256, "vllm", None), (64, 1, "NHD", None), (128, 4, "HND", None),
-    (256, 16, "vllm", torch.int8), (112, 16, "NHD", torch.float8_e4m3fn),
-    (128, 8, "vllm", torch.float8_e5m2), (64, 1, "NHD", torch.float8_e4m3fn),
+    (112, 8, "NHD", None), (160, 4, "HND", None), (128, 8, "vllm", None), (256, 8, "vllm", None),
+    (64, 1, "NHD", None), (128, 4, "HND", None), (256, 16, "vllm", torch.int8),
+    (224, 16, "NHD", torch.float8_e4m3fn), (128, 8, "vllm", torch.float8_e5m2),
+    (64, 1, "NHD", torch.float8_e4m3fn),
 ], ids=str)  # fmt: skip
 def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
     """What Hopper's own kernel leaves to the one that every architecture from sm_80 on has."""
@@ -148,6 +152,7 @@ def test_sizes_of_the_mma_kernel(cuda, head_size, block_size, order, stored):
 def test_whole_blocks_of_the_mma_kernel(cuda, order, stored):
     """Items for every multiprocessor: 256 rows each, over one tile, two and more."""
     shapes = {"head_size": 112, "heads": 72, "kv_heads": 72, "layout": order, "stored": stored}
+    shapes["block_size"] = 8 if stored is None or order != "vllm" else 16
     check(make(cuda, BF16, [300, 130, 40], [300, 77, 40], **shapes))
     check(make(cuda, F16, [500, 131, 64], [290, 131, 64], sliding_window=50, **shapes))
 
@@ -254,9 +259,15 @@ def test_long_prompt(device):
     assert_right(case, case.run())
 
 
-def test_longer_pages_of_rows(cuda):
-    for block_size, order in ((32, "HND"), (256, "NHD"), (32, "vllm"), (8, "vllm")):
-        check(make(cuda, BF16, [300, 130], [300, 77], block_size=block_size, layout=order))
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
+def test_longer_pages(cuda, layout, head_size, block_size):
+    """In layout vllm a box of V has up to 64 tokens of a page, and rows of masked tokens in it."""
+    shapes = {"head_size": head_size, "block_size": block_size, "layout": layout}
+    check(make(cuda, BF16, [300, 130], [300, 77], **shapes))
+    check(make(cuda, F16, [517, 131], [290, 131], sliding_window=77, **shapes))
+    if head_size in (64, 192):  # tiles of 80 tokens
+        check(make(cuda, BF16, [300, 131], [300, 77], softcap=2.0, sliding_window=50, **shapes))
 
 
 def test_a_sequences_result_does_not_depend_on_the_batch(cuda, layout):

@@ -118,17 +118,31 @@ uint32_t prefill_sm80_obstacles(const PagedAttentionParams& p) {
 constexpr uint32_t kGone =
     kSmallPages | kPageSize | kUnalignedCache | kSoftcapOrAlibiOn8Bit | kHeadSizeOn8Bit;
 
-// Rows of K and V to gather to contiguous 16-bit keys for prefill sm90; 0: none. The host has only
-// bounds on the lengths, so a wide block table may need too much scratch.
-int64_t rows_to_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
+// Whether prefill sm90 is faster with K and V gathered to contiguous 16-bit keys.
+bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
+  const bool is_8_bit = size_of(p.kv.dtype) == 1;
+  const bool has_slow_rows = p.kv.layout != KvLayout::kVllm && p.kv.head_size % 16 != 0;
+  const int64_t rows = int64_t{p.max_query_len} * group_of(p);
+  // The room depends on the batch. With fixed_split_size the kernel must not.
+  return p.fixed_split_size == 0 && (sm90_obstacles & ~kGone) == kNoObstacle &&
+         (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= kGatherRows) ||
+          (has_slow_rows && rows >= kGatherSlowRows));
+}
+
+// Sets which K and V are gathered. The host has only a bound on the lengths. If they may not fit,
+// a second launch must be possible: only contiguous keys are gathered all or none.
+void choose_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles,
+                   AttentionChoice& choice) {
+  if (!should_gather(p, sm90_obstacles)) return;
   const bool is_contiguous = p.key_start_loc != nullptr;
-  const bool pays = size_of(p.kv.dtype) == 1 || sm90_obstacles != kNoObstacle;
-  const int64_t rows = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * p.max_seq_len;
-  const bool fits = rows <= INT32_MAX && gather_bytes(p, rows) <= kMaxGatherBytes;
-  return pays && fits && (sm90_obstacles & ~kGone) == kNoObstacle &&
-                 int64_t{p.max_query_len} * group_of(p) >= kGatherRows
-             ? rows
-             : 0;
+  const int64_t bound = is_contiguous ? int64_t{p.kv.block_size} : p.num_seqs * p.max_seq_len;
+  const int64_t room = kMaxGatherBytes / gather_bytes(p, 1);
+  if (bound <= room) {
+    choice.gathered_rows = bound;
+  } else if (!is_contiguous && sm90_obstacles == kNoObstacle) {
+    choice.gathered_rows = room;
+    choice.gathers_some = true;
+  }
 }
 
 // Reasons to run decode where both kinds of kernel could run. With few rows, prefill has tiles for
@@ -329,7 +343,7 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   }
   AttentionChoice choice;
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
-  choice.gathered_rows = rows_to_gather(p, sm90);
+  choose_gather(p, sm90, choice);
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
     const bool reads_packed_pages = p.kv.layout == KvLayout::kVllm && choice.gathered_rows == 0;
     choice.main = {.kernel = AttentionKernel::kPrefillSm90,
@@ -510,6 +524,7 @@ std::string describe(const AttentionChoice& choice) {
   if (choice.gathered_rows > 0) {
     text += "\nafter K and V of up to " + std::to_string(choice.gathered_rows) +
             " tokens are gathered to contiguous keys of 16 bits";
+    if (choice.gathers_some) text += "; the same kernel without that for other sequences";
   }
   if (choice.has_concurrent_decode) {
     text += "\nconcurrently, for sequences of fewer than " + std::to_string(choice.min_query_len) +

@@ -23,10 +23,20 @@ void launch_decode(const PagedAttentionParams& p, const KernelChoice& choice,
   });
 }
 
-void launch_prefill_sm90(const PagedAttentionParams& p, const KernelChoice& choice,
-                         const PrefillLaunch& launch, Stream stream) {
-  dispatch_prefill_head_size(choice.padded_head_size, [&](auto head_size) {
-    PrefillSm90Kernels<decltype(head_size)::value>::launch(p, launch, stream);
+void launch_prefill_sm90(const PagedAttentionParams& p, const AttentionChoice& choice,
+                         PrefillLaunch launch, void* scratch, Stream stream) {
+  dispatch_prefill_head_size(choice.main.padded_head_size, [&](auto head_size) {
+    const auto run = PrefillSm90Kernels<decltype(head_size)::value>::launch;
+    if (choice.gathered_rows == 0) return run(p, launch, stream);
+    const GatheredKeys keys = gather_keys(p, choice, scratch, stream);
+    launch.gathered_starts = keys.starts;
+    if (choice.gathers_some) {
+      PrefillLaunch others = launch;
+      others.has_concurrent_launch = false;  // it follows the last launch
+      run(p, others, stream);
+    }
+    launch.takes_gathered = true;
+    run(keys.params, launch, stream);
   });
 }
 
@@ -64,8 +74,7 @@ void launch_paged_attention(const PagedAttentionParams& p, void* memory, void* s
     case AttentionKernel::kDecodeWgmma:
       return launch_decode(p, choice.main, workspace, stream);
     case AttentionKernel::kPrefillSm90:
-      launch_prefill_sm90(choice.gathered_rows > 0 ? gather_keys(p, choice, scratch, stream) : p,
-                          choice.main, launch, stream);
+      launch_prefill_sm90(p, choice, launch, scratch, stream);
       break;
     case AttentionKernel::kPrefillSm80:
       launch_prefill_sm80(p, choice.main, launch, stream);

@@ -100,8 +100,8 @@ Call draw_call(Draw& draw) {
   p.max_query_len = draw.of({1, 1, 1, 2, 5, 8, 16, 40, 300, 300, 4096, 4096});
   const bool ragged = p.max_query_len > 1 && draw.one_in(3);
   p.num_tokens = p.num_seqs * p.max_query_len - (ragged ? p.max_query_len - 1 : 0);
-  p.max_seq_len = 1 << 17;
-  p.max_blocks_per_seq = (1 << 17) / kv.block_size;
+  p.max_seq_len = p.num_seqs == 2 ? 1 << 13 : 1 << 17;  // short enough to be gathered, or not
+  p.max_blocks_per_seq = static_cast<int32_t>(p.max_seq_len / kv.block_size);
   const int query_offset = draw.one_in(15) ? draw.of({2, 4, 8}) : 0;
   p.query = at(4096 + query_offset);
   p.query_stride = int64_t{p.num_heads} * kv.head_size + (draw.one_in(15) ? 4 : 0);

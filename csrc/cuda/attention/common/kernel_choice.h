@@ -90,14 +90,20 @@ struct AttentionChoice {
   bool has_concurrent_decode = false;
   KernelChoice concurrent_decode;
   int min_query_len = 1;  // sequences of fewer query tokens are the concurrent launch's
-  // Prefill sm90: rows of K and V that are first gathered to contiguous keys of the query's dtype;
-  // 0: K and V are read where they are.
+  // Prefill sm90: room for rows of K and V that are first gathered to contiguous keys of the
+  // query's dtype; 0: K and V are read where they are.
   int64_t gathered_rows = 0;
+  // The sequences may have more rows. A second launch reads the others' K and V where they are.
+  bool gathers_some = false;
 };
 
-// Scratch of gather_keys(): K and V of `rows` rows, then the sequences' first rows.
+// Scratch of gather_keys(): K and V of `rows` rows, then the sequences' first rows. Heads are
+// padded to 32 bytes: TMA is slow where rows begin within a sector.
+inline int64_t gathered_head_stride(const PagedAttentionParams& p) {
+  return (p.kv.head_size + 15) / 16 * 16;
+}
 inline int64_t gathered_tensor_bytes(const PagedAttentionParams& p, int64_t rows) {
-  return rows * p.kv.num_kv_heads * p.kv.head_size * size_of(p.dtype);
+  return rows * p.kv.num_kv_heads * gathered_head_stride(p) * size_of(p.dtype);
 }
 inline int64_t gather_bytes(const PagedAttentionParams& p, int64_t rows) {
   return rows == 0 ? 0 : 2 * gathered_tensor_bytes(p, rows) + int64_t{4} * (p.num_seqs + 3);

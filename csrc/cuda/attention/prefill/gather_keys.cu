@@ -1,7 +1,8 @@
 // Gathers K and V to contiguous 16-bit keys before a launch of prefill sm90.
 //
 // Scratch: K [rows, num_kv_heads, head_size], V of that shape, then the first row of each sequence
-// [num_seqs + 1]. Only sequences of min_query_len query tokens or more have rows.
+// [num_seqs + 1]. Only sequences of min_query_len query tokens or more have rows, and only while
+// there is room.
 //
 // Two launches, or three for pages of layout vllm:
 //   key_starts_kernel   one CTA: an exclusive prefix sum of the lengths
@@ -17,8 +18,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// starts[s]: rows of the sequences before s. Contiguous keys (one "sequence" of all rows): starts
-// is {0, rows}, and the block table after it {0}.
+// starts[s]: rows of the sequences before s. A sequence that does not fit in `rows` has none, nor
+// have those after it. Contiguous keys (one "sequence" of all rows): starts is {0, rows}, and the
+// block table after it {0}.
 __global__ void __launch_bounds__(kThreads)
     key_starts_kernel(PagedAttentionParams p, int min_query_len, int32_t rows, int32_t* starts) {
   launch_dependents();
@@ -27,37 +29,42 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x < 3) starts[threadIdx.x] = threadIdx.x == 1 ? rows : 0;
     return;
   }
-  __shared__ int32_t warp_sums[kThreads / 32];
+  __shared__ int64_t warp_sums[kThreads / 32];
+  __shared__ int32_t end;  // of the rows of the sequences that fit
+  if (threadIdx.x == 0) end = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t before = 0;
+  int64_t before = 0;
   for (int first = 0; first < p.num_seqs; first += kThreads) {
     const int seq = first + static_cast<int>(threadIdx.x);
     const bool gathered = seq < p.num_seqs && query_range(p, seq).count >= min_query_len;
-    int32_t sum = gathered ? usable_seq_len(p, seq) : 0;
-    const int32_t length = sum;
+    int64_t sum = gathered ? usable_seq_len(p, seq) : 0;
+    const int64_t length = sum;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, distance);
+      const int64_t other = __shfl_up_sync(0xffffffffu, sum, distance);
       if (lane >= distance) sum += other;
     }
     if (lane == 31) warp_sums[warp] = sum;
     __syncthreads();
-    int32_t total = 0;
+    int64_t total = 0;
     for (int i = 0; i < kThreads / 32; ++i) {
       if (i < warp) sum += warp_sums[i];
       total += warp_sums[i];
     }
-    if (seq < p.num_seqs) starts[seq] = min(before + sum - length, rows);
+    sum += before;
+    if (sum <= rows) atomicMax(&end, static_cast<int32_t>(sum));
+    __syncthreads();
+    if (seq < p.num_seqs) starts[seq] = static_cast<int32_t>(min(sum - length, int64_t{end}));
     before += total;
     __syncthreads();
   }
-  if (threadIdx.x == 0) starts[p.num_seqs] = min(before, rows);
+  if (threadIdx.x == 0) starts[p.num_seqs] = end;
 }
 
 }  // namespace
 
-PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
-                                 void* scratch, Stream stream) {
+GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
+                         void* scratch, Stream stream) {
   const PagedKv& kv = p.kv;
   const int64_t tensor_bytes = gathered_tensor_bytes(p, choice.gathered_rows);
   char* memory = static_cast<char*>(scratch);
@@ -67,7 +74,7 @@ PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionC
                 choice.min_query_len, rows, starts);
 
   const bool contiguous = p.key_start_loc != nullptr;
-  const int64_t row_stride = int64_t{kv.num_kv_heads} * kv.head_size;
+  const int64_t head_stride = gathered_head_stride(p), row_stride = kv.num_kv_heads * head_stride;
   GatherCacheParams gather = {.op = "paged_attention",
                               .tokens = {.block_table = p.block_tables,
                                          .block_table_stride = p.block_table_stride,
@@ -81,9 +88,9 @@ PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionC
                               .key = memory,
                               .value = memory + tensor_bytes,
                               .key_row_stride = row_stride,
-                              .key_head_stride = kv.head_size,
+                              .key_head_stride = head_stride,
                               .value_row_stride = row_stride,
-                              .value_head_stride = kv.head_size,
+                              .value_head_stride = head_stride,
                               .dtype = p.dtype};
   gather.kv.k_scale = gather.kv.v_scale = nullptr;
   if (contiguous) {
@@ -104,15 +111,15 @@ PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionC
                  .block_size = rows,
                  .dtype = p.dtype,
                  .layout = KvLayout::kNHD,
-                 .key_head_stride = kv.head_size,
+                 .key_head_stride = head_stride,
                  .key_token_stride = row_stride,
-                 .value_head_stride = kv.head_size,
+                 .value_head_stride = head_stride,
                  .value_token_stride = row_stride,
                  .value_dim_stride = 1,
                  .k_scale = kv.k_scale,
                  .v_scale = kv.v_scale,
                  .scale_stride = kv.scale_stride};
-  return gathered;
+  return {.params = gathered, .starts = choice.gathers_some ? starts : nullptr};
 }
 
 }  // namespace vllm_kernels::cuda

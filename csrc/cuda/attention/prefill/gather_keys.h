@@ -7,9 +7,15 @@
 
 namespace vllm_kernels::cuda {
 
+struct GatheredKeys {
+  PagedAttentionParams params;  // of the attention over the result
+  // Not null if a second launch is needed: sequence s was gathered if starts[s + 1] > starts[s].
+  const int32_t* starts;
+};
+
 // Enqueues the gather for `choice`, which must have gathered_rows. `scratch` has gather_bytes() of
-// memory. Returns the params of the attention over the result.
-PagedAttentionParams gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
-                                 void* scratch, Stream stream);
+// memory.
+GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
+                         void* scratch, Stream stream);
 
 }  // namespace vllm_kernels::cuda

@@ -11,6 +11,10 @@ struct PrefillLaunch {
   int min_query_len;           // sequences of fewer query tokens are left out
   bool has_concurrent_launch;  // a concurrent decode launch follows, for the sequences left out
   uint32_t* next;              // work tiles handed out; 0 before and after every launch
+  // Sm90: not null if one launch has the gathered sequences, and another one the rest
+  // (GatheredKeys::starts).
+  const int32_t* gathered_starts = nullptr;
+  bool takes_gathered = false;
 };
 
 // Queries have 16 bits; the cache has the same type or 8 bits. Keys are contiguous or in pages: of

@@ -49,9 +49,11 @@ struct PrefillShape {
   bool query_by_tma;           // a tile's queries are one TMA box
   bool has_concurrent_launch;  // a decode launch for the sequences left out runs concurrently
   FastDivisor group_divisor;
-  float section_bytes;     // K and V of a section of KV heads
-  float concurrent_ratio;  // see concurrent_ratio()
-  ValueBoxes value_boxes;  // sm90, layout vllm
+  float section_bytes;                       // K and V of a section of KV heads
+  float concurrent_ratio;                    // see concurrent_ratio()
+  ValueBoxes value_boxes;                    // sm90, layout vllm
+  const int32_t* gathered_starts = nullptr;  // see PrefillLaunch
+  bool takes_gathered = false;
 };
 
 // A concurrent launch waits for DRAM, not for SMs. This launch takes only so many CTAs that it
@@ -233,6 +235,8 @@ class PrefillTileScheduler {
     first_query_ = queries.first;
     query_len_ = queries.count;
     const int rows = query_len_ * shape.group;
+    const int32_t* starts = shape.gathered_starts;
+    if (starts != nullptr && (starts[seq + 1] > starts[seq]) != shape.takes_gathered) return;
     if (rows >= shape.min_rows) row_blocks_ = (rows + tile_rows(shape) - 1) / tile_rows(shape);
   }
   // Sets the KV heads of a section of this round. Sections are about equal.
