@@ -32,7 +32,7 @@ SHAPES = {
     **{f"p{page}_2x4k": {"page": page, "lens": (2, 4096, 0)} for page in (1, 2, 4, 8, 16, 256)},
     "p16_1k_on_50k": {"page": 16, "lens": (1, 1024, 50_000)},
     **{
-        f"{rows}_on_8k{suffix}": {"lens": (8, rows, 8192), **kv}
+        f"{rows}_on_8k{suffix}": {"lens": (4, rows, 8192), **kv}
         for rows in (64, 128, 256, 512)
         for suffix, kv in (("", {}), ("_fp8", {"kv": "fp8"}))
     },

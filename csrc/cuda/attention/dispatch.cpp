@@ -345,9 +345,8 @@ AttentionChoice choose_kernel(const PagedAttentionParams& p, const DeviceModel& 
   const uint32_t sm90 = tensor_cores | prefill_sm90_obstacles(p, device);
   choose_gather(p, sm90, choice);
   if (sm90 == kNoObstacle || choice.gathered_rows > 0) {
-    const bool reads_packed_pages = p.kv.layout == KvLayout::kVllm && choice.gathered_rows == 0;
     choice.main = {.kernel = AttentionKernel::kPrefillSm90,
-                   .form = reads_packed_pages ? KvForm::kPackedPages : KvForm::kSwizzledRows,
+                   .form = choice.gathered_rows > 0 ? KvForm::kSwizzledRows : prefill_form(p.kv),
                    .padded_head_size = padded_for_prefill(p.kv.head_size),
                    .grid = {.x = device.num_sms}};
   } else {

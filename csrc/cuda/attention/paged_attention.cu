@@ -27,16 +27,17 @@ void launch_prefill_sm90(const PagedAttentionParams& p, const AttentionChoice& c
                          PrefillLaunch launch, void* scratch, Stream stream) {
   dispatch_prefill_head_size(choice.main.padded_head_size, [&](auto head_size) {
     const auto run = PrefillSm90Kernels<decltype(head_size)::value>::launch;
-    if (choice.gathered_rows == 0) return run(p, launch, stream);
+    const KvForm form = choice.main.form;
+    if (choice.gathered_rows == 0) return run(p, form, launch, stream);
     const GatheredKeys keys = gather_keys(p, choice, scratch, stream);
     launch.gathered_starts = keys.starts;
     if (choice.gathers_some) {
       PrefillLaunch others = launch;
       others.has_concurrent_launch = false;  // it follows the last launch
-      run(p, others, stream);
+      run(p, prefill_form(p.kv), others, stream);
     }
     launch.takes_gathered = true;
-    run(keys.params, launch, stream);
+    run(keys.params, form, launch, stream);
   });
 }
 

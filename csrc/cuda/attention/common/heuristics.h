@@ -83,7 +83,7 @@ constexpr float kConcurrentShare = 0.55f, kAlmostAllCtas = 0.9f;
 // first. (prefill/gathered_keys.md.)
 constexpr int kGatherRows = 1024;
 // The same for 16-bit rows of NHD and HND that begin within a sector of 32 bytes.
-constexpr int kGatherSlowRows = 2048;
+constexpr int kGatherSlowRows = 16384;
 // Max bytes of the gathered K and V. (No row.)
 constexpr int64_t kMaxGatherBytes = int64_t{256} << 20;
 

@@ -10,7 +10,7 @@ namespace vllm_kernels::cuda {
 
 // How K and V of a stage lie in shared memory (kv_smem_layout.cuh draws each).
 //   kPackedPages    whole pages of layout vllm, of up to 16 tokens
-//   kPackedBoxes    16 or 32 tokens of a longer page of layout vllm, a TMA box each
+//   kPackedBoxes    16, 32 or 64 tokens of a longer page of layout vllm, a TMA box each
 //   kSwizzledRows   rows of NHD and HND in columns of 128 bytes, TMA's 128-byte swizzle
 //   kPlainRows      rows of NHD and HND as they lie in memory
 enum class KvForm { kPackedPages, kPackedBoxes, kSwizzledRows, kPlainRows };
@@ -96,6 +96,12 @@ struct AttentionChoice {
   // The sequences may have more rows. A second launch reads the others' K and V where they are.
   bool gathers_some = false;
 };
+
+// The form in which prefill sm90 reads K and V where they lie.
+inline KvForm prefill_form(const PagedKv& kv) {
+  if (kv.layout != KvLayout::kVllm) return KvForm::kSwizzledRows;
+  return kv.block_size > 16 && size_of(kv.dtype) > 1 ? KvForm::kPackedBoxes : KvForm::kPackedPages;
+}
 
 // Scratch of gather_keys(): K and V of `rows` rows, then the sequences' first rows. Heads are
 // padded to 32 bytes: TMA is slow where rows begin within a sector.

@@ -21,7 +21,8 @@ struct PrefillLaunch {
 // 16 tokens, or of a longer power of two (layout vllm: 8-bit caches only).
 template <int kHeadSize>
 struct PrefillSm90Kernels {
-  static void launch(const PagedAttentionParams& params, const PrefillLaunch& launch, void* stream);
+  static void launch(const PagedAttentionParams& params, KvForm form, const PrefillLaunch& launch,
+                     void* stream);
 };
 
 // T: type of query and cache. kCacheIs8Bit: any 8-bit cache, with any 16-bit query; T is Half.

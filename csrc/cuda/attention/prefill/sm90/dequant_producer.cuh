@@ -75,6 +75,11 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       static_cast<const char*>(kValue ? kv.value : kv.key) + dim_of_lane * dim_stride;
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
+  // Chunks past the head size stay zero.
+  const int lane_chunks = (shape.head_size - dim_of_lane + 31) / 32;
+  for (int chunk = 0; chunk < Config::kRawBytes; chunk += 512) {
+    store_shared(raw + chunk, uint4{0, 0, 0, 0});
+  }
   wait_for_primary_kernel();
   PipelineState<kValue ? Config::kValueStages : Config::kKeyStages> state;
   for_each_tile(shared, lane, [&](const PrefillTile& work_tile) {
@@ -100,9 +105,10 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           (present ? block * block_stride + pages.row_in_block(token) * token_stride : int64_t{0});
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        const bool copied = present && j * 32 + dim_of_lane < shape.head_size;
-        copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512,
-                     copied ? from + j * 32 * dim_stride : lane_base, copied ? 16 : 0);
+        if (j < lane_chunks) {
+          copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512, from + j * 32 * dim_stride,
+                       present ? 16 : 0);
+        }
       }
     };
     look_up(0);

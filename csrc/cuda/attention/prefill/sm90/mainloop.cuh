@@ -6,10 +6,11 @@
 //
 // Pages are wgmma operands as they lie in memory. A box is 16 tokens of a page.
 //
-// kPackedPages (layout vllm), K: a box is [16 / 8 tokens][D / 8][8 tokens][16 bytes]. These are
-// core matrices without swizzle. One stride leads from 8 tokens to the next 8, through all boxes.
+// kPackedPages and kPackedBoxes (layout vllm; pages of 16 tokens, and longer ones), K: a box is [16
+// / 8 tokens][D / 8][8 tokens][16 bytes]. These are core matrices without swizzle. One stride leads
+// from 8 tokens to the next 8, through all boxes.
 //
-// kPackedPages, V: a box is V^T, D rows of 16, 32 or 64 tokens (ValueBoxes). wgmma reads it with
+// The same, V: a box is V^T, D rows of 16, or of 32 or 64 tokens (ValueBoxes). wgmma reads it with
 // the swizzle of its row: 32, 64 or 128 bytes. TMA is faster with long lines. So where a box has
 // whole pages, TMA writes lines of 128 bytes with the 128-byte swizzle. It permutes the chunks of a
 // row like the shorter one, and also permutes rows: output column n is dimension n ^ (n / 8 % 4) of
@@ -131,13 +132,13 @@ struct PrefillMma {
     }
     wgmma_commit();
   }
-  // How start_out() finds 16 tokens of V.
+  // How start_out() finds 16 tokens of V. Only kPackedBoxes has values that the compiler does not
+  // know; they cost 1 to 6%. (prefill/any_shape.md, e_d64_4x2k.)
   struct ValueLayout {
     uint64_t descriptor;  // of address 0
     uint32_t steps[2];    // bytes to the next 16, and to the next 32 tokens
 
-    __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& given) {
-      const ValueBoxes boxes = Config::kCacheIs8Bit ? ValueBoxes{} : given;
+    __device__ __forceinline__ explicit ValueLayout(const ValueBoxes& boxes) {
       if constexpr (kRowForm) {
         descriptor = matrix_descriptor(0, kColumnStep, 1024, Swizzle::k128);
         steps[0] = 2048;
@@ -246,7 +247,6 @@ struct PrefillMma {
   __device__ __forceinline__ void store(T* row, int head_size, int permutation, int r, float scale,
                                         int lane) const {
     const int quarter = lane % 4;
-    if (Config::kCacheIs8Bit) permutation = ValueBoxes{}.permutation;
     const bool swaps_dims = !kRowForm && (permutation & 1) != 0;
     const bool swaps_pairs = !kRowForm && (permutation & 2) != 0 && quarter >= 2;
 #pragma unroll

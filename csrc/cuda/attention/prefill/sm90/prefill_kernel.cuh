@@ -76,7 +76,8 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       warpgroup * 64 + thread / 32 * 16 + lane / 4;  // of the work tile; this lane also has row + 8
   query += warpgroup * 64 * 128;
   Mma tile;
-  const typename Mma::ValueLayout value_layout(shape.value_boxes);
+  const ValueBoxes value_boxes = value_boxes_of<Config>(shape);
+  const typename Mma::ValueLayout value_layout(value_boxes);
   PipelineState<Config::kKeyStages> keys;
   PipelineState<Config::kValueStages> values;
   PipelineState<Config::kQueryStages> queries;
@@ -198,8 +199,7 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
       const bool present = row + 8 * r < work_tile.rows;
       tile.store(static_cast<typename Config::T*>(p.out) + token * p.out_stride +
                      head * int64_t{shape.head_size},
-                 present ? shape.head_size : 0, shape.value_boxes.permutation, r, result.scale,
-                 lane);
+                 present ? shape.head_size : 0, value_boxes.permutation, r, result.scale, lane);
       if (p.lse != nullptr && present && lane % 4 == 0) {
         p.lse[token * p.num_heads + head] = result.lse;
       }
@@ -413,9 +413,7 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
   PrefillShape shape = prefill_shape(p, launch.min_query_len);
   shape.page_shift = static_cast<int>(std::bit_width(static_cast<uint32_t>(p.kv.block_size))) - 1;
   shape.query_by_tma = Config::kRows % shape.group == 0;
-  if (kForm == KvForm::kPackedPages && !kCacheIs8Bit) {
-    shape.value_boxes = value_boxes<Config>(p.kv);
-  }
+  if (kForm == KvForm::kPackedBoxes) shape.value_boxes = value_boxes<Config>(p.kv);
   shape.has_concurrent_launch = launch.has_concurrent_launch;
   shape.gathered_starts = launch.gathered_starts;
   shape.takes_gathered = launch.takes_gathered;
@@ -427,13 +425,14 @@ void launch_prefill_kernel(const PagedAttentionParams& p, const PrefillLaunch& l
 }
 
 template <int kHeadSize>
-void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p,
+void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p, KvForm form,
                                            const PrefillLaunch& launch, void* stream) {
   const auto with_type = [&](auto tag) {
     using T = decltype(tag);
-    const auto with_form = [&](auto form) {
-      constexpr KvForm kForm = decltype(form)::value;
-      if constexpr (kHeadSize <= kMaxHeadSize8Bit) {
+    const auto with_form = [&](auto constant) {
+      constexpr KvForm kForm = decltype(constant)::value;
+      // An 8-bit page is dequantized to boxes of 16 tokens, however long it is.
+      if constexpr (kHeadSize <= kMaxHeadSize8Bit && kForm != KvForm::kPackedBoxes) {
         if (size_of(p.kv.dtype) == 1) {
           return launch_prefill_kernel<T, kHeadSize, kForm, false, true>(p, launch, stream);
         }
@@ -443,8 +442,10 @@ void PrefillSm90Kernels<kHeadSize>::launch(const PagedAttentionParams& p,
       }
       launch_prefill_kernel<T, kHeadSize, kForm, false, false>(p, launch, stream);
     };
-    if (p.kv.layout == KvLayout::kVllm) {
+    if (form == KvForm::kPackedPages) {
       with_form(std::integral_constant<KvForm, KvForm::kPackedPages>{});
+    } else if (form == KvForm::kPackedBoxes) {
+      with_form(std::integral_constant<KvForm, KvForm::kPackedBoxes>{});
     } else {
       with_form(std::integral_constant<KvForm, KvForm::kSwizzledRows>{});
     }

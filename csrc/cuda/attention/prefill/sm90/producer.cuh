@@ -129,6 +129,11 @@ class TilePages {
   int blocks_ = -1;  // of box lane % kBoxes in KV tile lane / kBoxes of the look-up
 };
 
+template <typename Config>
+__device__ __forceinline__ ValueBoxes value_boxes_of(const PrefillShape& shape) {
+  return Config::kForm == KvForm::kPackedBoxes ? shape.value_boxes : ValueBoxes{};
+}
+
 // Copies V of a box in which only tokens [low, high) are visible. The others may be NaN and become
 // 0. `token`: the box's first, in its page. All lanes.
 template <typename Config>
@@ -196,7 +201,8 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
   constexpr uint32_t kAllBoxes = (1u << kBoxes) - 1;
   static_assert(kBoxes * kColumns <= 32);
   // Layout vllm: a copy of V has 1 << box_shift boxes, by the lane of the first.
-  const int box_shift = kValue && !kRowForm ? shape.value_boxes.shift : 0;
+  const ValueBoxes value_boxes = value_boxes_of<Config>(shape);
+  const int box_shift = kValue && !kRowForm ? value_boxes.shift : 0;
   const bool contiguous = Config::kForm == KvForm::kSwizzledRows && p.key_start_loc != nullptr;
   const CUtensorMap& box_map = !kValue ? maps.key : contiguous ? maps.value_box : maps.value;
   wait_for_primary_kernel();
@@ -237,7 +243,7 @@ __device__ __forceinline__ void copy_tiles(const PagedAttentionParams& p, const 
           for (uint32_t remaining = masked_boxes; remaining != 0; remaining &= remaining - 1) {
             const int masked_box = __ffs(remaining) - 1,
                       box_token = first + masked_box * kPrefillBoxTokens;
-            copy_value_box<Config>(p.kv, shape.value_boxes, work_tile.kv_head,
+            copy_value_box<Config>(p.kv, value_boxes, work_tile.kv_head,
                                    __shfl_sync(0xffffffffu, block, masked_box),
                                    pages.row_in_block(box_token), begin - box_token,
                                    end - box_token, stage + masked_box * kBoxStep, lane);
