@@ -4,7 +4,7 @@
 #pragma once
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
-#include "ops/combine_attn_partials.h"
+#include "ops/attention_with_kvcache.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/fused_decode_attention.h"
@@ -52,6 +52,7 @@ void launch(const ConvertFp8Params& params, Stream stream);
 // no concurrent launch uses; null selects the stream's own workspace.
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
+void launch(const KvcacheIndicesParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);
 

@@ -16,6 +16,7 @@ class Tensor {
  public:
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
   AtenTensorHandle get() const { return handle_.get(); }
+  AtenTensorHandle release() { return handle_.release(); }  // for a result
   int32_t device_index() const {
     int32_t index = -1;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(get(), &index));
