@@ -56,7 +56,7 @@ void read_caches(Expect& expect, Caches& caches, const Argument& query, const Te
     caches.tables = expect.tensor("block_tables", *block_tables).int32();
     caches.tables.shape({&rows, &columns}).inner_contiguous();
     // A null pointer would stand for a cache of rows.
-    if (caches.tables.numel() == 0) {
+    if (columns == 0 && num_seqs > 0) {
       caches.tables.fail("expected pages, got shape " + caches.tables.shape_text());
     }
     caches.max_blocks = columns;
@@ -71,7 +71,8 @@ void read_caches(Expect& expect, Caches& caches, const Argument& query, const Te
 }
 
 void read_new_tokens(Expect& expect, NewTokens& tokens, const Argument& query, const Tensor& key,
-                     const Tensor& value, int64_t num_seqs, CacheSizes& sizes) {
+                     const Tensor& value, int64_t num_seqs, Caches& caches) {
+  CacheSizes& sizes = caches.sizes;
   Size batch("batch", num_seqs, "seq_lens"), each("new_tokens");
   const auto read = [&](const char* name, const Tensor& tensor, Folded& folded) {
     Argument rows = expect.tensor(name, tensor).same_dtype(query);
@@ -81,6 +82,8 @@ void read_new_tokens(Expect& expect, NewTokens& tokens, const Argument& query, c
   tokens.key = read("key", key, tokens.folded[0]);
   tokens.value = read("value", value, tokens.folded[1]);
   tokens.each = each;
+  caches.key.written();
+  caches.value.written();
 }
 
 // Makes the indices that `p` lacks, and computes them.
@@ -162,6 +165,19 @@ ReshapeAndCacheParams pack_write(Expect& expect, const NewTokens& tokens, const 
           .op = expect.op()};
 }
 
+// Query and result as tokens [num_tokens, num_heads, head_size].
+void read_tokens(Expect& expect, Queries& queries, const Argument& query, const Tensor& result,
+                 Size& head_size, Folded (&folded)[2]) {
+  queries.query = query;
+  queries.out = expect.tensor("out", result);
+  if (query.dim() == 4) {
+    queries.query.fold_tokens(folded[0]);
+    queries.out.fold_tokens(folded[1]);
+  }
+  queries.query.shape({&queries.num_tokens, &queries.num_heads, &head_size});
+  require_contiguous_heads(queries.query, queries.num_tokens);
+}
+
 torch::stable::Tensor attention_with_kvcache(
     const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& seq_lens,
     const std::optional<Tensor>& block_tables, const std::optional<Tensor>& key,
@@ -170,7 +186,7 @@ torch::stable::Tensor attention_with_kvcache(
     int64_t window_right, double softcap, const std::optional<Tensor>& sinks, bool cumulative,
     const Text& layout) {
   Expect expect("attention_with_kvcache");
-  Argument x = expect.tensor("query", query).floating().rank(3, 4);
+  const Argument x = expect.tensor("query", query).floating().rank(3, 4);
   const bool even = x.dim() == 4;
   const int64_t query_len = even ? x.size(1) : 1;
   expect.that(!even || !query_start_loc,
@@ -179,22 +195,18 @@ torch::stable::Tensor attention_with_kvcache(
   Folded folded[2];
   Caches caches;
   Queries queries;
-  queries.query = even ? x.fold_tokens(folded[0]) : x;
-  queries.query.shape({&queries.num_tokens, &queries.num_heads, &caches.sizes.head_size});
-  require_contiguous_heads(queries.query, queries.num_tokens);
-  queries.out = expect.tensor("out", result);
-  if (even) queries.out.fold_tokens(folded[1]);
+  read_tokens(expect, queries, x, result, caches.sizes.head_size, folded);
 
   const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
   const int64_t num_seqs = lengths.size(0) - (cumulative ? 1 : 0);
   if (num_seqs < 0) lengths.fail("expected num_seqs + 1 elements, got shape [0]");
-  const Tensor* given_tables = or_null(block_tables);
-  read_caches(expect, caches, queries.query, key_cache, value_cache, given_tables, num_seqs,
-              layout);
+  const bool pages = block_tables.has_value();
+  read_caches(expect, caches, queries.query, key_cache, value_cache, or_null(block_tables),
+              num_seqs, layout);
   check_sizes(queries, caches.kv, "key_cache");
   expect.that(key.has_value() == value.has_value(), "expected key and value together, got one");
   NewTokens tokens;
-  if (key) read_new_tokens(expect, tokens, queries.query, *key, *value, num_seqs, caches.sizes);
+  if (key) read_new_tokens(expect, tokens, queries.query, *key, *value, num_seqs, caches);
 
   Arguments read, written;
   PagedAttentionParams params =
@@ -205,9 +217,9 @@ torch::stable::Tensor attention_with_kvcache(
   params.window_right = right_window(expect, window_right);
 
   Indices made;
-  if (kOnCpu || check_mode() || key || !block_tables || cumulative || query_len != 1) {
-    KvcacheIndicesParams indices = read_lengths(expect, lengths, cumulative, caches,
-                                                given_tables != nullptr, query_len, tokens.each);
+  if (kOnCpu || check_mode() || key || !pages || cumulative || query_len != 1) {
+    KvcacheIndicesParams indices =
+        read_lengths(expect, lengths, cumulative, caches, pages, query_len, tokens.each);
     made = make_indices(indices, query, query_start_loc.has_value());
   }
   const Tensor* starts = made.query_starts ? &*made.query_starts : or_null(query_start_loc);
@@ -217,10 +229,8 @@ torch::stable::Tensor attention_with_kvcache(
              made.seq_lens ? *made.seq_lens : seq_lens, queries.num_seqs, read);
   read.add(queries.query, lengths);
   if (key) {
-    caches.key.written();
-    caches.value.written();
-    written.add(caches.value, caches.key);
     read.add(tokens.key, tokens.value);
+    written.add(caches.value, caches.key);
     expect.apart(written, read);
   }
   if (num_seqs > 0 && tokens.each > 0) {

@@ -222,7 +222,7 @@ Argument& Argument::contiguous() {
 
 Argument& Argument::fold_tokens(std::array<int64_t, 6>& folded) {
   rank(4, 4);
-  const bool one_each = size(1) == 1;
+  const bool one_each = size(1) <= 1;
   if (!one_each && size(0) > 1 && stride(0) != size(1) * stride(1)) {
     fail("expected one stride between all tokens, got strides " + list_text(strides()) +
          " for shape " + shape_text() + "; call .contiguous()");
