@@ -197,7 +197,7 @@ def test_a_changed_tensor_is_checked_again(device):
 
 
 def test_bad_input(device):
-    case = make_case(device, torch.bfloat16, queries=2)
+    case = make_case(device, torch.bfloat16, queries=2, new=2)
     rows = make_case(device, torch.bfloat16, 0)
     for given, message in (
         ({"value": None}, r"expected key and value together, got one$"),
@@ -236,7 +236,7 @@ def test_bad_values_on_the_cpu():
     bad_page[1, 0] = 99
     for given, message in (
         ({"seq_lens": ints([5, 64], "cpu")}, r"seq_lens\[1\] = 64: expected a length that leaves"),
-        ({"block_tables": bad_page}, r"slots\[1\] = 1593: expected -1 \(skipped\) or a slot in"),
+        ({"block_tables": bad_page}, r"block_tables\[1, 0\] = 99: expected a block in \[0, 11\)"),
     ):
         with raises(rf"^attention_with_kvcache: {message}"):
             vllm_kernels.attention_with_kvcache(**{**case, **given})
