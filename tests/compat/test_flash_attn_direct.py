@@ -32,7 +32,7 @@ def calls(fa, device: str) -> list[tuple[dict[str, int], object]]:
             q, *caches, cache_seqlens=cache.lens, causal=True, **options
         )
 
-    rows = random(3, 12, 2, 64, device=device, dtype=BF16)
+    rows = random(3, 12, 2, 64, device=device, dtype=BF16).unbind()
     starts = starts_of([5, 7], device)
     sinks = torch.linspace(-1, 1, 4, device=device)
     some = [
