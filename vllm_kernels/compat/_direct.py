@@ -52,7 +52,7 @@ def with_kvcache(
 ) -> Tensor | None:
     """:func:`vllm_kernels.attention_with_kvcache`, or None.
 
-    lengths [batch] int32; cumulative: [batch + 1], of which the differences count.
+    lengths [batch] int32; cumulative: [batch + 1], and the differences count.
     """
     if modes_are_on() and may_skip_modes():
         return without_modes(with_kvcache, locals())

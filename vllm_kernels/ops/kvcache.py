@@ -34,7 +34,7 @@ def attention_with_kvcache(
     cumulative: bool = False,
     layout: Layout = "NHD",
 ) -> Tensor:
-    """Puts the new tokens of each sequence behind those that the cache holds, and attends to both.
+    """Puts the new tokens of each sequence behind the cached ones, and attends to both.
 
     It is :func:`reshape_and_cache_flash` and :func:`paged_attention` in one call, with the indices
     that they need in between: slots, lengths, starts, and the pages of a cache without a block
