@@ -149,6 +149,25 @@ def test_padded_rows_store_nothing(device):
     torch.testing.assert_close(case["key_cache"], before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("length, block", [(9, 10**6), (10**6, 0), (2**31 - 1, 0), (9, -7)])
+def test_bad_indices_are_contained(device, length, block):
+    """On CUDA: the row is cut or left out, its neighbours are right, and no other slot changes."""
+    if device == "cpu":
+        pytest.skip("a CPU refuses them")
+    case = make_case(device, torch.bfloat16, lens=[5, 9, 31])
+    changed = {name: x.clone() if isinstance(x, Tensor) else x for name, x in case.items()}
+    changed["seq_lens"][1] = length
+    changed["block_tables"][1] = block if block else changed["block_tables"][1]
+    want = vllm_kernels.attention_with_kvcache(**case)
+    out = vllm_kernels.attention_with_kvcache(**changed)
+    torch.testing.assert_close(out[::2], want[::2], rtol=1.6e-2, atol=1.6e-2)
+    row = case["block_tables"][1, 0]
+    case["key_cache"][row, 9] = torch.nan  # the token that only the good call stores
+    torch.testing.assert_close(
+        changed["key_cache"], case["key_cache"], rtol=0, atol=0, equal_nan=True
+    )
+
+
 def test_eight_bit_cache(device):
     case = make_case(device, torch.bfloat16, lens=[5, 0, 31])
     for name in ("key_cache", "value_cache"):
