@@ -422,12 +422,28 @@ def decode_steps() -> None:
                         )  # fmt: skip
 
 
+def appended_tokens() -> None:
+    """attention_with_kvcache: the kernel of its indices, for pages and for rows."""
+    lens = torch.tensor([300, 0, -1, 33], dtype=torch.int32, device=CUDA)
+    tables = torch.randperm(4 * 20, device=CUDA).view(4, 20).int()
+    for dtype in DTYPES:
+        pages = torch.randn(2, 4 * 20, 16, 2, 64, device=CUDA).to(dtype)
+        for count in (1, 3):
+            query = torch.randn(4, count, 8, 64, device=CUDA).to(dtype)
+            for caches, table in ((pages, tables), (pages.view(2, 4, 320, 2, 64), None)):
+                for new in (None, query[:, :, :2]):
+                    vllm_kernels.attention_with_kvcache(
+                        query, *caches, lens, block_tables=table, key=new, value=new
+                    )
+
+
 def main() -> None:
     groups = (
         general_attention,
         prompts,
         contiguous_keys,
         decode_steps,
+        appended_tokens,
         norms,
         rotary_and_activations,
         fused_rope,

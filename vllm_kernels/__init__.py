@@ -15,6 +15,7 @@ from vllm_kernels.errors import (
 from vllm_kernels.ops import (
     OPS,
     CascadePlan,
+    attention_with_kvcache,
     cascade_attention,
     cascade_pays,
     cascade_plan,
@@ -122,6 +123,7 @@ __all__ = [
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "attention_with_kvcache",
     "combine_attn_partials",
     "fused_decode_attention",
     "merge_attn_states",

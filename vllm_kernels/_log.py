@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -44,14 +45,14 @@ def set_up() -> None:
         os.environ.setdefault("VLLM_KERNELS_LOG", "1")
 
 
-def logged(op: str, names: list[str], call: Callable[..., None]) -> Callable[..., None]:
+def logged(op: str, names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, after a line with the op and its arguments."""
 
-    def log_and_call(*arguments: object) -> None:
+    def log_and_call(*arguments: object) -> object:
         if logger.isEnabledFor(logging.DEBUG):
             text = ", ".join(f"{name} {_text(value)}" for name, value in zip(names, arguments))
             logger.debug("%s(%s)", op, text)
-        call(*arguments)
+        return call(*arguments)
 
     return log_and_call
 

@@ -8,7 +8,7 @@
 #include "cpu/level.h"
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
-#include "ops/combine_attn_partials.h"
+#include "ops/attention_with_kvcache.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/gather_cache.h"
@@ -119,6 +119,7 @@ constexpr bool kHasAmxKernel<PagedAttentionPlan> = true;
 VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
+VLLM_KERNELS_DECLARE(KvcacheIndicesParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
 

@@ -4,7 +4,7 @@
 #pragma once
 #include "ops/activation.h"
 #include "ops/activation_gated.h"
-#include "ops/combine_attn_partials.h"
+#include "ops/attention_with_kvcache.h"
 #include "ops/convert_fp8.h"
 #include "ops/copy_blocks.h"
 #include "ops/fused_decode_attention.h"
@@ -55,6 +55,7 @@ int64_t gather_scratch_bytes(const PagedAttentionParams& params);
 void launch_paged_attention(const PagedAttentionParams& params, void* workspace, void* scratch,
                             Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
+void launch(const KvcacheIndicesParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);
 

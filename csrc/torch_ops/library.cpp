@@ -7,7 +7,7 @@
 
 namespace {
 
-// All of these return "()", which is left out.
+// Those without a "->" return "()".
 constexpr const char* kSchemas[] = {
     // --- norms
     "rms_norm(Tensor! out, Tensor input, Tensor weight, float epsilon)",
@@ -97,10 +97,18 @@ constexpr const char* kSchemas[] = {
     "float scale, Tensor? alibi_slopes, int sliding_window, float softcap, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale, str layout, int max_query_len, Tensor!? workspace, "
     "int fixed_split_size=0, bool kv_ready=False, int window_right=0)",
+    "paged_attention.result(Tensor query, Tensor key_cache, Tensor value_cache, "
+    "Tensor block_tables, Tensor seq_lens, float? scale=None, str layout=\"vllm\", "
+    "int sliding_window=0, float softcap=0.0) -> Tensor",
     "varlen_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key, Tensor value, "
     "Tensor query_start_loc, Tensor key_start_loc, float scale, Tensor? alibi_slopes, "
     "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? k_scale, "
     "Tensor? v_scale, int max_query_len, Tensor!? workspace=None)",
+    "attention_with_kvcache(Tensor query, Tensor! key_cache, Tensor! value_cache, Tensor seq_lens, "
+    "Tensor? block_tables=None, Tensor? key=None, Tensor? value=None, "
+    "Tensor? query_start_loc=None, int max_query_len=0, float? scale=None, int sliding_window=0, "
+    "int window_right=0, float softcap=0.0, Tensor? sinks=None, bool cumulative=False, "
+    "str layout=\"NHD\") -> Tensor",
     "fused_decode_attention(Tensor! out, Tensor! qkv, Tensor? bias, Tensor positions, "
     "Tensor cos_sin_cache, bool is_neox, Tensor! key_cache, Tensor! value_cache, "
     "Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, float scale, str layout=\"vllm\", "
@@ -113,16 +121,22 @@ constexpr const char* kSchemas[] = {
     "Tensor lse_partial)",
 };
 
+void define(torch::stable::detail::StableLibrary& library) {
+  for (const std::string schema : kSchemas) {
+    library.def((schema.find("->") == schema.npos ? schema + " -> ()" : schema).c_str());
+  }
+}
+
 }  // namespace
 
 // The same ops for meta tensors: they check their arguments. The fake kernels of vllm_kernels call
 // them (vllm_kernels/ops/__init__.py).
 STABLE_TORCH_LIBRARY(vllm_kernels_checks, library) {
-  for (const char* schema : kSchemas) library.def((std::string(schema) + " -> ()").c_str());
+  define(library);
 }
 
 STABLE_TORCH_LIBRARY(vllm_kernels, library) {
-  for (const char* schema : kSchemas) library.def((std::string(schema) + " -> ()").c_str());
+  define(library);
 
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");

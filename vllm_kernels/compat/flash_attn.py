@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kernels.compat import _attention, bert_padding
+from vllm_kernels.compat import _attention, _direct, bert_padding
 from vllm_kernels.compat._checks import check_tensors, refuse
 from vllm_kernels.compat._options import Options
 from vllm_kernels.errors import InvalidArgument
@@ -101,6 +101,20 @@ def flash_attn_varlen_func(
 
     With a block_table [B, width] k and v are pages [blocks, page, Hk, D].
     """
+    if not (dropout_p or alibi_slopes is not None or return_attn_probs):
+        direct = (
+            _direct.varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal,
+                window_size, softcap, s_aux,
+            )
+            if block_table is None
+            else _direct.with_kvcache(
+                q, k, v, None, None, cu_seqlens_k, block_table, softmax_scale, causal, window_size,
+                softcap, s_aux, cu_seqlens_q, max_seqlen_q, cumulative=True,
+            )
+        )  # fmt: skip
+        if direct is not None:
+            return direct
     refuse("flash_attn_varlen_func", dropout_p=dropout_p)
     options = Options(
         "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
@@ -138,6 +152,17 @@ def flash_attn_with_kvcache(
 
     With return_softmax_lse (out, lse [B, H, S]). num_splits is left to the kernels.
     """
+    if (
+        rotary_cos is None and rotary_sin is None and cache_batch_idx is None
+        and cache_leftpad is None and alibi_slopes is None and not return_softmax_lse
+        and isinstance(cache_seqlens, Tensor)
+    ):  # fmt: skip
+        direct = _direct.with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal,
+            window_size, softcap, s_aux,
+        )  # fmt: skip
+        if direct is not None:
+            return direct
     options = Options(
         "flash_attn_with_kvcache", softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
         returns_lse=return_softmax_lse,

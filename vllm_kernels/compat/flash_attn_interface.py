@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.compat import _attention
+from vllm_kernels.compat import _attention, _direct
 from vllm_kernels.compat._checks import refuse
 from vllm_kernels.compat._options import Options
 
@@ -85,6 +85,17 @@ def flash_attn_varlen_func(
     ver: int = 3,
 ) -> Result:
     """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> out [T, H, Dv], or (out, lse [H, T])."""
+    if (
+        seqused_q is None and seqused_k is None and qv is None and q_descale is None
+        and k_descale is None and v_descale is None and not attention_chunk
+        and not return_attn_probs and not return_softmax_lse
+    ):  # fmt: skip
+        direct = _direct.varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size,
+            softcap, s_aux if sinks is None else sinks,
+        )  # fmt: skip
+        if direct is not None:
+            return direct
     refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
     options = Options(
         "flash_attn_varlen_func", softmax_scale, causal, window_size, softcap, None,
@@ -137,6 +148,19 @@ def flash_attn_with_kvcache(
     With cu_seqlens_q [B + 1] q is [T, H, D], k and v [tokens, Hk, D] by cu_seqlens_k_new, and lse
     [H, T]. cu_seqlens_k_new without k is not looked at.
     """
+    if (
+        qv is None and rotary_cos is None and rotary_sin is None and cache_batch_idx is None
+        and cache_leftpad is None and rotary_seqlens is None and q_descale is None
+        and k_descale is None and v_descale is None and not attention_chunk
+        and not return_softmax_lse and isinstance(cache_seqlens, Tensor)
+        and (cu_seqlens_q is None or k is None)
+    ):  # fmt: skip
+        direct = _direct.with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens, page_table, softmax_scale, causal,
+            window_size, softcap, s_aux if sinks is None else sinks, cu_seqlens_q, max_seqlen_q,
+        )  # fmt: skip
+        if direct is not None:
+            return direct
     refuse(
         "flash_attn_with_kvcache", qv=qv, rotary_seqlens=rotary_seqlens,
         attention_chunk=attention_chunk,

@@ -63,6 +63,7 @@ from vllm_kernels.ops.cascade import (
     cascade_pays,
     cascade_plan,
 )
+from vllm_kernels.ops.kvcache import attention_with_kvcache
 from vllm_kernels.ops.norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_weightless,
@@ -131,6 +132,7 @@ __all__ = [
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
     # attention
+    "attention_with_kvcache",
     "combine_attn_partials",
     "fused_decode_attention",
     "merge_attn_states",

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled
+from torch._C import (
+    DisableTorchFunction,
+    _get_function_stack_at,
+    _is_torch_function_mode_enabled,
+    _len_torch_function_stack,
+)
 from torch.compiler import is_dynamo_compiling
+from torch.utils._device import DeviceContext
 
 from vllm_kernels import _log
 from vllm_kernels.errors import InvalidArgument
@@ -18,6 +25,30 @@ from vllm_kernels.ops._refusals import refused
 library_ops = torch.ops.vllm_kernels
 
 ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
+
+
+modes_are_on = _is_torch_function_mode_enabled
+"""Whether torch functions pass through a mode."""
+
+
+def may_skip_modes() -> bool:
+    """Whether all modes that torch functions pass through are default devices.
+
+    torch.set_default_device is such a mode. It costs 1 us a torch function, and it changes only
+    functions that make tensors from nothing. The ops here name their devices.
+    """
+    if is_dynamo_compiling() or not modes_are_on():
+        return False
+    for index in range(_len_torch_function_stack()):
+        if type(_get_function_stack_at(index)) is not DeviceContext:
+            return False
+    return True
+
+
+def without_modes(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
+    """Calls the function where torch functions pass through no mode."""
+    with DisableTorchFunction():
+        return function(**arguments)
 
 
 def inference_only(op: str, *tensors: object) -> None:
@@ -43,10 +74,10 @@ def needs_no_grad(op: str, name: str) -> InvalidArgument:
     )
 
 
-def entry_points(op: str) -> tuple[Any, Callable[..., None]]:
+def entry_points(op: str, overload: str = "default") -> tuple[Any, Callable[..., Any]]:
     """The op as torch.compile knows it, and what its __call__ calls. Without that, a call costs
     0.3 us less."""
-    traced = getattr(library_ops, op).default
+    traced = getattr(getattr(library_ops, op), overload)
     direct = getattr(traced, "_op", traced)
     if _log.calls_are_logged:
         names = [argument.name for argument in traced._schema.arguments]

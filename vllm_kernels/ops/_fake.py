@@ -25,24 +25,33 @@ class _UnknownSizeError(Exception):
 def register_fakes(ops: Iterable[str]) -> None:
     """Registers a fake kernel for each op."""
     for op in ops:
-        torch.library.register_fake(f"vllm_kernels::{op}")(_fake(op))
+        for overload in getattr(library_ops, op).overloads():
+            name = op if overload == "default" else f"{op}.{overload}"
+            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(op, overload))
 
 
-def _fake(op: str) -> Callable[..., None]:
-    """Checks a call; all ops write into their arguments and return nothing. torch calls it for a
-    call with any meta tensor, too."""
-    names = [argument.name for argument in getattr(library_ops, op).default._schema.arguments]
-    checks = getattr(torch.ops.vllm_kernels_checks, op).default
+def _fake(op: str, overload: str) -> Callable[..., Tensor | None]:
+    """Checks a call. An op writes into its arguments and returns nothing, or a tensor like query.
+    torch calls it for a call with any meta tensor, too."""
+    schema = getattr(getattr(library_ops, op), overload)._schema
+    names = [argument.name for argument in schema.arguments]
+    checks = getattr(getattr(torch.ops.vllm_kernels_checks, op), overload)
 
-    def fake(*args: object, **kwargs: object) -> None:
+    def fake(*args: object, **kwargs: object) -> Tensor | None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         _require_one_device(op, given)
         with _disable_current_modes():
             try:
                 known = {name: _without_memory(value) for name, value in given.items()}
             except _UnknownSizeError:
-                return
-            checks(**known)
+                pass
+            else:
+                checks(**known)
+        if not schema.returns:
+            return None
+        query = given["query"]
+        assert isinstance(query, Tensor)
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
 
     return fake
 

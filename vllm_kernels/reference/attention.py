@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from vllm_kernels.reference.cache import FP8, token_rows
+from vllm_kernels.reference.cache import FP8, token_rows, write_tokens
 from vllm_kernels.reference.rotary import rope_and_cache
 
 Keys: TypeAlias = Callable[[int, int, int], tuple[Tensor, Tensor]]
@@ -294,6 +294,53 @@ def fused_decode_attention(
         layout=layout, **options,
     )  # fmt: skip
     return out, keys, values
+
+
+def attention_with_kvcache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_tables: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cumulative: bool = False,
+    layout: str = "NHD",
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New tokens behind those of the cache, then paged_attention over both -> (out in float64, key
+    cache, value cache afterwards). options: those of paged_attention."""
+    lens = (seq_lens.diff() if cumulative else seq_lens).tolist()
+    if block_tables is None:  # a row is a page
+        block_tables = torch.arange(len(lens), dtype=torch.int32, device=query.device)[:, None]
+    page, width = token_rows(value_cache[:0], layout).shape[1], block_tables.shape[1]
+
+    def slot(seq: int, position: int) -> int:
+        column = position // page
+        block = int(block_tables[seq, column]) if 0 <= column < width else -1
+        return block * page + position % page if block >= 0 else -1
+
+    count = 0 if key is None else key.shape[1]
+    slots = [[slot(seq, length + i) for i in range(count)] for seq, length in enumerate(lens)]
+    for seq, length in enumerate(lens):
+        padded = length < 0 or (count > 0 and slots[seq][0] < 0)
+        slots[seq] = [-1] * count if padded else slots[seq]
+        lens[seq] = 0 if padded else length + count
+    if key is not None and value is not None:
+        to = torch.tensor(slots, dtype=torch.int64).flatten()
+        key_cache = write_tokens(key_cache, key.flatten(0, 1), to, layout, None)
+        value_cache = write_tokens(value_cache, value.flatten(0, 1), to, layout, None)
+    rows = query
+    if query.dim() == 4:
+        rows = query.flatten(0, 1)
+        query_start_loc = torch.arange(len(lens) + 1) * query.shape[1]
+    out, _ = paged_attention(
+        rows, key_cache, value_cache, block_tables, torch.tensor(lens),
+        query_start_loc=query_start_loc, layout=layout, **options,
+    )  # fmt: skip
+    return out.view(query.shape), key_cache, value_cache
 
 
 def merge_attn_states(

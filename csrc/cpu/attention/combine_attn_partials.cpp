@@ -4,7 +4,7 @@
 //   lse_partial [num_partials, num_tokens, num_heads]
 //   out [num_tokens, num_heads, head_size]
 // A task is a range of tokens.
-#include "ops/combine_attn_partials.h"
+#include "ops/merge_attn_states.h"
 
 #include <cmath>
 

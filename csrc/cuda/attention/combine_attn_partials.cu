@@ -1,7 +1,7 @@
 // combine_attn_partials: merges any number of attention results over disjoint keys by their lse.
-// Shapes and the formula are in ops/combine_attn_partials.h. Rows are (token, head): up to 32 lanes
+// Shapes and the formula are in ops/merge_attn_states.h. Rows are (token, head): up to 32 lanes
 // share one, and a CTA of 128 threads has several. There are no early reads.
-#include "ops/combine_attn_partials.h"
+#include "ops/merge_attn_states.h"
 
 #include <cmath>
 

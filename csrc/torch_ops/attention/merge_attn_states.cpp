@@ -6,7 +6,6 @@
 //                          [num_tokens, num_heads, head_size]
 #include "ops/merge_attn_states.h"
 
-#include "ops/combine_attn_partials.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 

@@ -8,6 +8,7 @@
 
 #include "ops/report.h"
 #include "torch_ops/attention/attention_arguments.h"
+#include "torch_ops/base/allocate.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
 #include "torch_ops/cache/paged_kv.h"
@@ -55,6 +56,21 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   launch_paged_attention(params, query, scratch);
 }
 
+// One query token a sequence, and a new tensor for the result: the call of an eager engine, with
+// the arguments that it needs. (From Python every argument costs 0.1 us.)
+torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& key_cache,
+                                             const Tensor& value_cache, const Tensor& block_tables,
+                                             const Tensor& seq_lens, std::optional<double> scale,
+                                             const Text& layout, int64_t sliding_window,
+                                             double softcap) {
+  const Argument x = Expect("paged_attention").tensor("query", query).rank(3, 3);
+  Tensor out = empty(x.sizes(), x.scalar_type(), query);
+  const double factor = scale.value_or(std::pow(x.size(2), -0.5));
+  paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
+                  sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0);
+  return torch::stable::Tensor(out.release());
+}
+
 }  // namespace
 
 // --- what the ops share (torch_ops/attention/attention_arguments.h)
@@ -66,7 +82,7 @@ void launch_paged_attention(const PagedAttentionParams& params, const Tensor& qu
     const int64_t bytes = cuda::gather_scratch_bytes(params);
     // torch's allocator gives the memory to later work of this stream only.
     std::optional<Tensor> scratch;
-    if (bytes > 0) scratch = Tensor::bytes_beside(query, bytes);
+    if (bytes > 0) scratch = empty({&bytes, 1}, aoti_torch_dtype_uint8(), query);
     cuda::launch_paged_attention(params, workspace, scratch ? scratch->data() : nullptr, stream);
   });
 }
@@ -287,4 +303,5 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("paged_attention", TORCH_BOX(&vllm_kernels::paged_attention));
+  library.impl("paged_attention.result", TORCH_BOX(&vllm_kernels::paged_attention_result));
 }

@@ -220,6 +220,20 @@ Argument& Argument::contiguous() {
   return *this;
 }
 
+Argument& Argument::fold_tokens(std::array<int64_t, 6>& folded) {
+  rank(4, 4);
+  const bool one_each = size(1) <= 1;
+  if (!one_each && size(0) > 1 && stride(0) != size(1) * stride(1)) {
+    fail("expected one stride between all tokens, got strides " + list_text(strides()) +
+         " for shape " + shape_text() + "; call .contiguous()");
+  }
+  folded = {size(0) * size(1), size(2), size(3), stride(one_each ? 0 : 1), stride(2), stride(3)};
+  sizes_ = folded.data();
+  strides_ = folded.data() + 3;
+  dim_ = 3;
+  return *this;
+}
+
 Argument& Argument::on_cpu() {
   if (!is_cpu() && !is_meta()) {
     fail("expected a tensor on cpu, got " + device_text(device_type_, device_index_));

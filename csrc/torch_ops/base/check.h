@@ -48,7 +48,8 @@ class Argument {
   int64_t numel() const { return product(sizes()); }
   std::span<const int64_t> sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
   std::span<const int64_t> strides() const { return {strides_, static_cast<size_t>(dim_)}; }
-  DType dtype() const;  // after a dtype check
+  DType dtype() const;                                  // after a dtype check
+  int32_t scalar_type() const { return scalar_type_; }  // torch's
   bool is_int64() const { return scalar_type_ == aoti_torch_dtype_int64(); }
   int64_t element_size() const {
     return static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_));
@@ -87,6 +88,9 @@ class Argument {
   // --- checks on the memory
   Argument& inner_contiguous();  // last stride 1
   Argument& contiguous();
+  // [batch, length, rows, elements] as [batch * length, rows, elements], which needs one stride
+  // between all tokens. `folded` keeps its shape and strides, for as long as the argument is used.
+  Argument& fold_tokens(std::array<int64_t, 6>& folded);
   Argument& on_cpu();   // or meta
   Argument& written();  // no two elements share an address
 

@@ -15,22 +15,13 @@ namespace vllm_kernels {
 class Tensor {
  public:
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
-  // Uninitialized memory on the device of `other`, from torch's allocator.
-  static Tensor bytes_beside(const Tensor& other, int64_t size) {
-    constexpr int64_t kStride = 1;
-    int32_t device_type = -1;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(other.get(), &device_type));
-    AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        1, &size, &kStride, aoti_torch_dtype_uint8(), device_type, other.device_index(), &handle));
-    return Tensor(handle);
-  }
   AtenTensorHandle get() const { return handle_.get(); }
   void* data() const {
     void* data = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(get(), &data));
     return data;
   }
+  AtenTensorHandle release() { return handle_.release(); }  // for a result
   int32_t device_index() const {
     int32_t index = -1;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(get(), &index));

@@ -148,6 +148,41 @@ PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Siz
   return kv;
 }
 
+RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_t batch,
+                   CacheSizes& sizes) {
+  key.cache_of(query);
+  value.same_dtype(key);
+  Size rows("batch_cache"), length("seqlen_cache");
+  const auto read = [&](Argument& cache) {  // returns the tokens from one row to the next
+    cache.shape({&rows, &length, &sizes.num_kv_heads, &sizes.head_size}).inner_contiguous();
+    if (rows <= 1) return int64_t{length};
+    const int64_t token = cache.stride(1);
+    if (token == 0 || cache.stride(0) % token != 0) {
+      cache.fail("expected rows that are whole numbers of tokens apart, got shape " +
+                 cache.shape_text());
+    }
+    return cache.stride(0) / token;
+  };
+  const int64_t row = read(key);
+  if (read(value) != row) value.fail("expected rows as far apart as those of key_cache");
+  if (rows < batch || length < 1) {
+    key.fail("expected a row of tokens for each of " + std::to_string(batch) +
+             " sequences, got shape " + key.shape_text());
+  }
+  int64_t page = 256;
+  while (length % page != 0 || row % page != 0) page /= 2;
+  sizes.num_blocks.value = rows > 0 ? ((rows - 1) * row + length) / page : 0;
+  sizes.block_size.value = page;
+
+  RowCache cache{.length = length, .row_blocks = row / page};
+  set_sizes(cache.kv, key, sizes, key.dtype(), KvLayout::kNHD);
+  int32_size(key, "pages", sizes.num_blocks);  // ids of pages are int32
+  cache.kv.key_block_stride = page * key.stride(1);
+  cache.kv.value_block_stride = page * value.stride(1);
+  set_rows(cache.kv, key, value, 1, 2);
+  return cache;
+}
+
 DType cache_dtype(const Expect& expect, std::string_view text, DType model, std::string_view name,
                   Int8Cache int8) {
   if (text == "auto") return model;

@@ -49,6 +49,17 @@ PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvL
 // one page in layout NHD. Dtypes as for paged_cache().
 PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size);
 
+// Keys and values of a row for each sequence, [batch_cache, length, num_kv_heads, head_size], as
+// pages in layout NHD. A page has as many tokens as kernels and strides let, and the rows of both
+// are equally many tokens apart. `batch`: rows that are used, the first ones.
+struct RowCache {
+  PagedKv kv;
+  int64_t length = 0;      // tokens of a row
+  int64_t row_blocks = 0;  // pages from one row to the next
+};
+RowCache row_cache(const Argument& query, Argument& key, Argument& value, int64_t batch,
+                   CacheSizes& sizes);
+
 // k_scale and v_scale of an 8-bit cache: float32, finite and > 0, one element or one per KV head.
 // None stands for 1. A scale that is given is added to `read`.
 void set_scales(Expect& expect, PagedKv& kv, const std::optional<Tensor>& k_scale,

@@ -1,0 +1,103 @@
+"""Calls that one op serves as they are, without a torch function before it: a check of Python's
+costs more than all of the op's.
+
+The op checks its arguments itself, before it writes. What it refuses, None here, goes the general
+way of _attention, which serves more and has the errors with the names of the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, contiguous_format, empty_like, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from vllm_kernels.ops._common import entry_points, may_skip_modes, modes_are_on, without_modes
+
+_, _with_kvcache = entry_points("attention_with_kvcache")
+_, _varlen = entry_points("varlen_attention")
+
+Window = Any  # (left, right) of ints or None; -1: all
+
+
+def _may_be_direct(*tensors: Tensor | None) -> bool:
+    """Whether the tensors are torch's own, outside of tracing, and no gradient is asked for."""
+    if is_dynamo_compiling():
+        return False
+    with_grad = is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) is not Tensor or (with_grad and tensor.requires_grad)
+        ):
+            return False
+    return True
+
+
+def with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    lengths: Tensor,
+    table: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cumulative: bool = False,
+) -> Tensor | None:
+    """:func:`vllm_kernels.attention_with_kvcache`, or None.
+
+    lengths [batch] int32; cumulative: [batch + 1], and the differences count.
+    """
+    if modes_are_on() and may_skip_modes():
+        return without_modes(with_kvcache, locals())
+    try:
+        if not _may_be_direct(q, k_cache, v_cache, k, v, sinks):
+            return None
+        left, right = window
+        more: tuple[object, ...] = ()  # every argument costs 0.1 us
+        if softcap or sinks is not None or cumulative:
+            more = (softcap, None if sinks is None else sinks.float(), cumulative)
+        return _with_kvcache(
+            q, k_cache, v_cache, lengths, table, k, v, cu_seqlens_q, max_seqlen_q or 0, scale,
+            left + 1 if left >= 0 else 0, 0 if causal else right if right >= 0 else -1, *more,
+        )  # fmt: skip
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    scale: float | None,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """:func:`vllm_kernels.varlen_attention`, or None."""
+    if modes_are_on() and may_skip_modes():
+        return without_modes(varlen, locals())
+    try:
+        if not _may_be_direct(q, k, v, sinks):
+            return None
+        left, right = window
+        out = empty_like(q, memory_format=contiguous_format)
+        _varlen(
+            out, None, q, k, v, cu_seqlens_q, cu_seqlens_k,
+            q.shape[-1] ** -0.5 if scale is None else scale, None, left if left >= 0 else -1,
+            0 if causal else right if right >= 0 else -1, softcap,
+            None if sinks is None else sinks.float(), None, None, max_seqlen_q,
+        )  # fmt: skip
+    except (RuntimeError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return out
