@@ -22,6 +22,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cpu {
 
@@ -89,6 +90,8 @@ VLLM_KERNELS_DECLARE(RopeAndCacheParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
 VLLM_KERNELS_DECLARE(GatedParams)
 VLLM_KERNELS_DECLARE(GatedQuantParams)
+VLLM_KERNELS_DECLARE(ScaledQuantParams)
+VLLM_KERNELS_DECLARE(TensorMagnitudesParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
@@ -99,6 +102,7 @@ VLLM_KERNELS_DECLARE(UpconvertMlaParams)
 VLLM_KERNELS_DECLARE(ConcatMlaQParams)
 VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
+VLLM_KERNELS_DECLARE(SwapBlocksBatchParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention

@@ -19,6 +19,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cuda {
 
@@ -35,6 +36,7 @@ void launch(const RopeAndCacheParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
 void launch(const GatedParams& params, Stream stream);
 void launch(const GatedQuantParams& params, Stream stream);
+void launch(const ScaledQuantParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);
@@ -45,6 +47,7 @@ void launch(const UpconvertMlaParams& params, Stream stream);
 void launch(const ConcatMlaQParams& params, Stream stream);
 void launch(const CopyBlocksParams& params, Stream stream);
 void launch(const SwapBlocksParams& params, Stream stream);
+void launch(const SwapBlocksBatchParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention

@@ -51,11 +51,13 @@ from vllm_kernels.ops.cache import (
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
+    gather_cache,
     gather_paged_kv,
     reshape_and_cache,
     reshape_and_cache_flash,
     reshape_and_cache_per_token_quant,
     swap_blocks,
+    swap_blocks_batch,
 )
 from vllm_kernels.ops.cascade import (
     CascadePlan,
@@ -77,7 +79,17 @@ from vllm_kernels.ops.norm_quant import (
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
+from vllm_kernels.ops.quant import (
+    dynamic_per_token_scaled_fp8_quant,
+    dynamic_scaled_fp8_quant,
+    dynamic_scaled_int8_quant,
+    scaled_fp8_quant,
+    scaled_int8_quant,
+    static_scaled_fp8_quant,
+    static_scaled_int8_quant,
+)
 from vllm_kernels.ops.rotary import (
+    batched_rotary_embedding,
     fused_qk_norm_rope,
     rope_and_cache,
     rotary_embedding,
@@ -98,7 +110,16 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
+    # quant
+    "dynamic_per_token_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "dynamic_scaled_int8_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+    "static_scaled_fp8_quant",
+    "static_scaled_int8_quant",
     # rotary
+    "batched_rotary_embedding",
     "fused_qk_norm_rope",
     "rope_and_cache",
     "rotary_embedding",
@@ -125,11 +146,13 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "swap_blocks_batch",
     # attention
     "combine_attn_partials",
     "fused_decode_attention",
@@ -154,6 +177,8 @@ _no_ops = {
     "check",
     "explain",
     "paged_attention_workspace",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
 }
 OPS = [name for name in __all__ if name not in _no_ops]
 """Every op of the library."""

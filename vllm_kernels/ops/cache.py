@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from vllm_kernels import _library
 from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import InvalidType
+from vllm_kernels.errors import InvalidType, Unsupported
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
@@ -19,11 +22,13 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "swap_blocks_batch",
 ]
 
 call = calls(
@@ -176,6 +181,37 @@ def cp_gather_cache(
             VLLM_KERNELS_CHECK=1 (but for a start and a length that are too long only together).
     """
     call.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
+
+
+def gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """:func:`cp_gather_cache` under the name that vLLM 0.9 gave it.
+
+    Args:
+        src_cache, dst, block_table, cu_seq_lens, batch_size: as :func:`cp_gather_cache`.
+        seq_starts: likewise, at any place in a block. (vLLM 0.9 rounded a start down to its block.)
+
+    Raises:
+        InvalidArgument, InvalidIndex: as :func:`cp_gather_cache`.
+
+    Example:
+        >>> cache = torch.arange(4.0).view(2, 2, 1)  # two blocks of two tokens
+        >>> table = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> rows = torch.zeros(3, 1)
+        >>> cu_seq_lens = torch.tensor([0, 3], dtype=torch.int32)
+        >>> vllm_kernels.gather_cache(cache, rows, table, cu_seq_lens, 1)
+        >>> rows.flatten().tolist()
+        [2.0, 3.0, 0.0]
+
+    Source: vLLM 0.9's op of this name.
+    """
+    call.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 
 def gather_and_maybe_dequant_cache(
@@ -439,3 +475,50 @@ def convert_fp8(
         RuntimeError: naming the argument, what was expected and what was given.
     """
     call.convert_fp8(output, input, scale, kv_dtype)
+
+
+def swap_blocks_batch(
+    src_ptrs: Tensor,
+    dst_ptrs: Tensor,
+    sizes: Tensor,
+    is_src_access_order_any: bool = False,
+) -> None:
+    """Copies between addresses, of the CPU or of the current GPU.
+
+    On CUDA the copies go to the current stream, in one batch where :func:`swap_blocks` would.
+    Sources are all of one kind (a GPU's, pinned or pageable memory), and so are destinations: the
+    first copy stands for all.
+
+    Args:
+        src_ptrs, dst_ptrs: [num_copies] int64 on the CPU: addresses, as ``data_ptr()`` gives them.
+        sizes: [num_copies] int64 on the CPU: bytes of each copy.
+        is_src_access_order_any: whether sources may be read at once, before earlier work of the
+            stream has finished.
+
+    Warning:
+        Nothing can check an address. A wrong one ends the process or overwrites other data. No
+        destination may overlap another, or a source: the copies have no order. Keep the memory
+        alive until the stream has passed the copies.
+
+    ``torch.ops.vllm_kernels.swap_blocks_batch`` copies on the CPU unless ``on`` is a CUDA tensor.
+
+    Raises:
+        InvalidArgument: for lists of other dtypes, shapes or devices.
+        InvalidIndex: for a size below 0, or an address 0 of a copy that is not empty.
+        Unsupported: under torch.compile, which cannot see what the call reads and writes.
+
+    Example:
+        >>> src, dst = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+        >>> vllm_kernels.swap_blocks_batch(
+        ...     torch.tensor([src[2:].data_ptr()]), torch.tensor([dst.data_ptr()]), torch.tensor([16])
+        ... )
+        >>> dst.tolist()
+        [2, 3, 0, 0]
+
+    Source: ``vllm._custom_ops.swap_blocks_batch``.
+    """
+    if is_dynamo_compiling():
+        raise Unsupported("swap_blocks_batch: expected a call outside of torch.compile")
+    in_use = _library.cuda_loaded and torch.cuda.is_initialized()
+    on = torch.empty(0, device="cuda") if in_use else None
+    call.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any, on)

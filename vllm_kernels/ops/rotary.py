@@ -7,7 +7,12 @@ from torch import Tensor
 from vllm_kernels._types import Layout
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls
 
-__all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
+__all__ = [
+    "batched_rotary_embedding",
+    "fused_qk_norm_rope",
+    "rope_and_cache",
+    "rotary_embedding",
+]
 
 call = calls(__all__, rope_and_cache=ONE_OR_EACH_HEAD)
 
@@ -41,6 +46,50 @@ def rotary_embedding(
             of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
     """
     call.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def batched_rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: Tensor,
+) -> None:
+    """:func:`rotary_embedding` with one of several tables of angles per token.
+
+    The tables stand one below the other in ``cos_sin_cache``. A token's angles are in row
+    ``position + offset``. It served LoRA adapters with scaled positions.
+
+    Args:
+        positions, query, key, head_size, is_neox: as :func:`rotary_embedding`.
+        cos_sin_cache: [rows of all tables, rot_dim], any floating dtype: cosines, then sines.
+        rot_dim: the last dimension of ``cos_sin_cache``.
+        cos_sin_cache_offsets: [tokens] int64, contiguous, for positions [batch, seq] row by row:
+            the first row of the token's table.
+
+    Raises:
+        InvalidArgument: for a dtype or shape other than above, or tensors that overlap.
+        InvalidIndex: on a CPU, for a row outside of ``cos_sin_cache``. On a GPU its token is left
+            unchanged. VLLM_KERNELS_CHECK=1 reports a bad position or offset, but not a bad sum.
+
+    Example:
+        >>> angles = torch.tensor([0.0, torch.pi])  # two tables of one position
+        >>> tables = torch.stack([angles.cos(), angles.sin()], dim=1)
+        >>> query, positions = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
+        >>> vllm_kernels.batched_rotary_embedding(
+        ...     positions, query, None, 2, tables, True, 2, torch.tensor([0, 1])
+        ... )
+        >>> query.round().tolist()
+        [[1.0, 1.0], [-1.0, -1.0]]
+
+    Source: vLLM's op of this name, which vLLM dropped in September 2025.
+    """
+    call.batched_rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, is_neox, rot_dim, cos_sin_cache_offsets
+    )
 
 
 def fused_qk_norm_rope(
