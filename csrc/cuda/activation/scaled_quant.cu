@@ -67,8 +67,10 @@ struct ShiftedOfTensor {
   float inverse;
   int32_t zero_point;
 
-  __device__ __forceinline__ explicit ShiftedOfTensor(const ScaledQuantParams& p)
-      : inverse(__frcp_rn(*p.quant.scale)), zero_point(*p.zero_point) {}
+  __device__ __forceinline__ explicit ShiftedOfTensor(const ScaledQuantParams& p) {
+    inverse = 1.0f / *p.quant.scale;
+    zero_point = *p.zero_point;
+  }
   template <int kWidth>
   __device__ __forceinline__ Vec<Out, kWidth> quantized(float (&values)[kWidth]) const {
     return shifted(values, inverse, zero_point);
