@@ -37,8 +37,10 @@ CONDITION = re.compile(r"^ +\w+(, \w+)*: (for|as|if|on|also|from|naming) ", re.M
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_example_runs(name: str) -> None:
     """On the CPU, with the names that `vllm_kernels.__doc__` gives."""
-    text = inspect.getdoc(FUNCTIONS[name]) or ""
-    names = {"torch": torch, "vllm_kernels": vllm_kernels}
+    function = FUNCTIONS[name]
+    text = inspect.getdoc(function) or ""
+    own = {function.__name__: function} if "compat" in name else {}
+    names = {"torch": torch, "vllm_kernels": vllm_kernels, **own}
     test = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
     assert test.examples, "no example"
     assert not any(doctest.SKIP in example.options for example in test.examples)

@@ -32,16 +32,16 @@ struct ScaledQuantParams {
   const int32_t* zero_point = nullptr;  // [1], int8 and kTensor; or null
   int32_t* zero_points = nullptr;       // [rows], int8 and kRow, computed; or null
   DType dtype;                          // of input
-  // CPU only, kTensor with tensor_scale: magnitudes of parts of the tensor, as bits of floats.
-  const uint32_t* magnitudes = nullptr;  // [kMagnitudeParts]
+  // CPU only, kTensor with tensor_scale: magnitudes of splits of the tensor, as bits of floats.
+  const uint32_t* magnitudes = nullptr;  // [kMagnitudeSplits]
 };
 
-constexpr int kMagnitudeParts = 64;
+constexpr int kMagnitudeSplits = 64;
 
 // CPU only: the first step of a computed tensor scale.
 struct TensorMagnitudesParams {
   ScaledQuantParams quant;
-  uint32_t* magnitudes;  // [kMagnitudeParts]
+  uint32_t* magnitudes;  // [kMagnitudeSplits]
 };
 
 // Given zero points are within this distance from 0.

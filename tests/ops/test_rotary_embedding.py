@@ -272,7 +272,7 @@ def test_batched_bad_input(device):
     for change, message in (
         ({"rot_dim": 32}, r"rot_dim: expected 64 \(from cos_sin_cache\), got 32$"),
         ({"cos_sin_cache_offsets": offsets[:3]},
-         r"cos_sin_cache_offsets: expected tokens = 4 \(from positions\) at dimension 0, got shape"),
+         r"cos_sin_cache_offsets: expected tokens = 4 \(from positions\) at dimension 0, got"),
         ({"cos_sin_cache_offsets": offsets.int()},
          r"cos_sin_cache_offsets: expected int64, got int32; cast it with .long\(\)$"),
         ({"cos_sin_cache_offsets": torch.zeros(8, device=device, dtype=torch.int64)[::2]},

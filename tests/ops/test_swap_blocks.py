@@ -202,8 +202,8 @@ def batch(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def after(src: Tensor, dst: Tensor) -> Tensor:
     want = dst.clone()
     want[1], want[9] = src[2], src[0]
-    want[4].view(torch.uint8).flatten()[:64] = src[7].view(torch.uint8).flatten()[:64].to(
-        want.device
+    want[4].view(torch.uint8).flatten()[:64] = (
+        src[7].view(torch.uint8).flatten()[:64].to(want.device)
     )
     return want
 
@@ -248,7 +248,10 @@ def test_bad_batch(route):
     name = "swap_blocks_batch"
     cases = [
         ((from_.int(), to, size), r"src_ptrs: expected int64, got int32; cast it with .long\(\)$"),
-        ((from_, to[:2], size), r"dst_ptrs: expected num_copies = 3 \(from src_ptrs\) at dimension"),
+        (
+            (from_, to[:2], size),
+            r"dst_ptrs: expected num_copies = 3 \(from src_ptrs\) at dimension",
+        ),
         ((from_, to, size[:2]), r"sizes: expected num_copies = 3 \(from src_ptrs\) at dimension 0"),
         ((from_, to, size[:, None]), r"sizes: expected shape \[num_copies\], got shape \[3, 1\]$"),
         ((from_, to, torch.arange(6)[::2]), r"sizes: expected a contiguous tensor"),
@@ -269,5 +272,5 @@ def test_opcheck_of_a_batch_and_no_compile(route):
     src, dst = pool(10, route[0]), pool(10, route[1])
     on = torch.empty(0, device="cuda") if "cuda" in route else None
     opcheck("swap_blocks_batch", *batch(src, dst), False, on)
-    with pytest.raises(Exception, match="expected a call outside of torch.compile"):
+    with pytest.raises(Exception, match=r"expected a call outside of torch\.compile"):
         assert_compiles(vllm_kernels.swap_blocks_batch, *batch(src, dst))

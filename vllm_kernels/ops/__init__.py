@@ -193,7 +193,10 @@ def check() -> None:
     call checks its index tensors anyway, and this function does nothing.
 
     Raises:
-        RuntimeError: naming op, argument, index and value.
+        InvalidIndex: for a bad value that an op met on a GPU, with op, argument, index and value.
+
+    Example:
+        >>> vllm_kernels.check()  # nothing was found
     """
     if _library.cuda_loaded and torch.cuda.is_initialized():
         for device in library_ops.scanned_devices.default():

@@ -409,19 +409,11 @@ def paged_attention(
 
     Example:
         >>> query = torch.randn(1, 4, 64)  # one new token
-        >>> key_cache, value_cache = torch.randn(2, 8, 16, 2, 64)
+        >>> keys, values = torch.randn(8, 16, 2, 64), torch.ones(8, 16, 2, 64)
         >>> table = torch.tensor([[3, 5]], dtype=torch.int32)
-        >>> out = vllm_kernels.paged_attention(
-        ...     query, key_cache, value_cache, table, torch.tensor([20], dtype=torch.int32),
-        ...     layout="NHD",
-        ... )
-        >>> key, value = (
-        ...     torch.cat([cache[3], cache[5, :4]]).transpose(0, 1) for cache in (key_cache, value_cache)
-        ... )
-        >>> want = torch.nn.functional.scaled_dot_product_attention(
-        ...     query.transpose(0, 1), key, value, enable_gqa=True
-        ... )
-        >>> torch.allclose(out, want.transpose(0, 1), atol=1e-5)
+        >>> length = torch.tensor([20], dtype=torch.int32)
+        >>> out = vllm_kernels.paged_attention(query, keys, values, table, length, layout="NHD")
+        >>> torch.allclose(out, torch.ones(1, 4, 64))
         True
     """
     if is_grad_enabled():

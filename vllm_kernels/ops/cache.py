@@ -171,7 +171,8 @@ def reshape_and_cache_per_token_quant(
         >>> key_scales, value_scales = torch.zeros(2, 4, 1, 16)
         >>> key, value = torch.full((2, 1, 1, 64), 127.0)
         >>> vllm_kernels.reshape_and_cache_per_token_quant(
-        ...     key, value, key_cache, value_cache, key_scales, value_scales, torch.tensor([17]), "NHD"
+        ...     key, value, key_cache, value_cache, key_scales, value_scales,
+        ...     torch.tensor([17]), "NHD",
         ... )
         >>> key_cache[1, 1, 0, 0].item(), key_scales[1, 0, 1].item()
         (127, 1.0)
@@ -637,9 +638,8 @@ def swap_blocks_batch(
 
     Example:
         >>> src, dst = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-        >>> vllm_kernels.swap_blocks_batch(
-        ...     torch.tensor([src[2:].data_ptr()]), torch.tensor([dst.data_ptr()]), torch.tensor([16])
-        ... )
+        >>> from_, to = torch.tensor([src[2:].data_ptr()]), torch.tensor([dst.data_ptr()])
+        >>> vllm_kernels.swap_blocks_batch(from_, to, torch.tensor([16]))
         >>> dst.tolist()
         [2, 3, 0, 0]
 

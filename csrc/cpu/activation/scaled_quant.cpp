@@ -49,13 +49,13 @@ float e4m3_scale(float magnitude) {
 
 // --- the scale of the tensor
 
-// Chunks of the tensor, of which a part is a range.
+// Chunks of the tensor; a split is a range of them.
 int64_t num_chunks(const ScaledQuantParams& p) {
   return p.input_rows.count * ceil_div(p.width, kChunk);
 }
 
 Loop magnitudes_loop(const TensorMagnitudesParams&) {
-  return {.count = kMagnitudeParts};
+  return {.count = kMagnitudeSplits};
 }
 
 void run_magnitudes(const TensorMagnitudesParams& params, int64_t begin, int64_t end) {
@@ -63,7 +63,7 @@ void run_magnitudes(const TensorMagnitudesParams& params, int64_t begin, int64_t
   const int64_t chunks = num_chunks(p);
   dispatch_float(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    for (int64_t part = begin; part < end; ++part) {
+    for (int64_t split = begin; split < end; ++split) {
       uint32_t largest = 0;
       const auto add = [&](int64_t row, int64_t first, int64_t n) {
         const T* input = static_cast<const T*>(p.input) + p.input_rows.offset(row) + first;
@@ -72,9 +72,9 @@ void run_magnitudes(const TensorMagnitudesParams& params, int64_t begin, int64_t
         std::memcpy(&bits, &magnitude, sizeof(bits));
         largest = bits > largest ? bits : largest;
       };
-      for_each_chunk(p.width, chunks * part / kMagnitudeParts,
-                     chunks * (part + 1) / kMagnitudeParts, add);
-      params.magnitudes[part] = largest;
+      for_each_chunk(p.width, chunks * split / kMagnitudeSplits,
+                     chunks * (split + 1) / kMagnitudeSplits, add);
+      params.magnitudes[split] = largest;
     }
   });
 }
@@ -82,8 +82,8 @@ void run_magnitudes(const TensorMagnitudesParams& params, int64_t begin, int64_t
 float tensor_scale(const ScaledQuantParams& p) {
   if (p.tensor_scale == nullptr) return *p.quant.scale;
   uint32_t largest = 0;
-  for (int part = 0; part < kMagnitudeParts; ++part) {
-    largest = p.magnitudes[part] > largest ? p.magnitudes[part] : largest;
+  for (int split = 0; split < kMagnitudeSplits; ++split) {
+    largest = p.magnitudes[split] > largest ? p.magnitudes[split] : largest;
   }
   float magnitude;
   std::memcpy(&magnitude, &largest, sizeof(magnitude));

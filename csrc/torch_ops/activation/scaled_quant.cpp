@@ -57,7 +57,7 @@ void quantize(const ScaledQuantParams& params, const Tensor& input) {
 #else
 
 void quantize(ScaledQuantParams params, const Tensor& input) {
-  uint32_t magnitudes[kMagnitudeParts];
+  uint32_t magnitudes[kMagnitudeSplits];
   if (params.tensor_scale != nullptr) {
     launch(TensorMagnitudesParams{.quant = params, .magnitudes = magnitudes}, input);
     params.magnitudes = magnitudes;
