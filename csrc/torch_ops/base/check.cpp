@@ -82,10 +82,6 @@ std::string Argument::shape_text() const {
   return list_text(sizes());
 }
 
-std::string Argument::strides_text() const {
-  return list_text(strides());
-}
-
 DType Argument::dtype() const {
   const std::optional<DType> dtype = known_dtype(scalar_type_);
   if (!dtype) fail("expected a floating dtype, got " + dtype_text(scalar_type_));
@@ -206,8 +202,8 @@ Argument& Argument::one_element() {
 
 Argument& Argument::inner_contiguous() {
   if (dim() > 0 && size(-1) > 1 && stride(-1) != 1) {
-    fail("expected stride 1 in the last dimension, got strides " + strides_text() + " for shape " +
-         shape_text() + "; call .contiguous()");
+    fail("expected stride 1 in the last dimension, got strides " + list_text(strides()) +
+         " for shape " + shape_text() + "; call .contiguous()");
   }
   return *this;
 }
@@ -216,7 +212,7 @@ Argument& Argument::contiguous() {
   int64_t expected = 1;
   for (int64_t d = dim() - 1; d >= 0; --d) {
     if (size(d) > 1 && stride(d) != expected && numel() > 0) {
-      fail("expected a contiguous tensor, got strides " + strides_text() + " for shape " +
+      fail("expected a contiguous tensor, got strides " + list_text(strides()) + " for shape " +
            shape_text() + "; call .contiguous()");
     }
     expected *= size(d);
@@ -249,7 +245,7 @@ Argument& Argument::written() {
     if (next < 0) break;
     if (stride(next) <= inside) {
       fail("is written, so its elements must not share memory (expanded?), got strides " +
-           strides_text() + " for shape " + shape_text());
+           list_text(strides()) + " for shape " + shape_text());
     }
     inside += (size(next) - 1) * stride(next);
     below = next;

@@ -92,7 +92,6 @@ class Argument {
 
   [[noreturn]] void fail(const std::string& expected_and_got) const;
   std::string shape_text() const;
-  std::string strides_text() const;
 
  private:
   friend class Expect;

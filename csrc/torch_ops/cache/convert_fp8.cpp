@@ -21,9 +21,8 @@ Argument& dense(Argument& argument) {
       ++next;
     }
     if (next == argument.dim()) {
-      argument.fail("expected elements without gaps in memory, got strides " +
-                    argument.strides_text() + " for shape " + argument.shape_text() +
-                    "; call .contiguous()");
+      argument.fail("expected elements without gaps in memory, got shape " + argument.shape_text() +
+                    " with gaps; call .contiguous()");
     }
     span *= argument.size(next);
   }
@@ -35,8 +34,9 @@ void require_one_order(const Argument& output, const Argument& input) {
   if (!std::ranges::equal(output.sizes(), input.sizes())) return;
   for (int64_t d = 0; d < output.dim(); ++d) {
     if (output.size(d) <= 1 || output.stride(d) == input.stride(d)) continue;
-    output.fail("expected the strides of input, " + input.strides_text() + ", got strides " +
-                output.strides_text() + " for shape " + output.shape_text());
+    output.fail("expected the strides of input, which has the same shape, got stride " +
+                std::to_string(output.stride(d)) + " in place of " +
+                std::to_string(input.stride(d)) + " at dimension " + std::to_string(d));
   }
 }
 
