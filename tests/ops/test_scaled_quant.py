@@ -147,7 +147,7 @@ def test_rows_of_nearly_equal_elements_keep_their_value(device):
     x = torch.full((2, 64), 1000.0, device=device)
     x[1, 5] = 1000.001
     elements, scales, azp = vllm_kernels.scaled_int8_quant(x, symmetric=False)
-    assert ((elements - azp) * scales - x).abs().max() <= 1000 * 2.0**-21
+    assert ((elements - azp) * scales - x).abs().max() <= 2000 * 2.0**-21
 
 
 def test_padding_and_given_output(device, dtype):

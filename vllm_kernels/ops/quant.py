@@ -3,18 +3,18 @@
 An element stands for ``(element - azp) * scale``; azp is the zero point, 0 if there is none. The
 arithmetic is float32. It rounds to nearest even and saturates.
 
-=====================  =====================================  ===================================
-result                 element                                computed scale
-=====================  =====================================  ===================================
-e4m3, of the tensor    ``e4m3(x * (1 / scale))``              ``max(magnitude / 448, 2**-9 / 448)``
-e4m3, of a row         ``e4m3(x / scale)``                    the same, of the row
-int8, given            ``int8(x / scale)``
-int8, of a row         ``int8(x * (127 / magnitude))``        ``magnitude / 127``
-int8 with zero points  ``int8(round(x * (1 / scale)) + azp)``  ``max((max - min) / 255,
-                                                              magnitude * 2**-21)``
-=====================  =====================================  ===================================
+===================  ======================================  =====================================
+result               element                                 computed scale
+===================  ======================================  =====================================
+e4m3, of the tensor  ``e4m3(x * (1 / scale))``               ``max(magnitude / 448, 2**-9 / 448)``
+e4m3, of a row       ``e4m3(x / scale)``                     the same, of the row
+int8, given          ``int8(x / scale)``                     none
+int8, of a row       ``int8(x * (127 / magnitude))``         ``magnitude / 127``
+int8, zero points    ``int8(round(x * (1 / scale)) + azp)``  below
+===================  ======================================  =====================================
 
-Where azp is computed, it is ``round(-128 - min / scale)``. A NaN or infinity in a row or tensor
+Computed zero points are ``round(-128 - min / scale)``, with the scale
+``max((max - min) / 255, magnitude * 2**-21)``. A NaN or infinity in a row or tensor
 makes the computed scale NaN or infinite. Its int8 elements are then 0.
 """
 
