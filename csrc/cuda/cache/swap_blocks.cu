@@ -12,9 +12,9 @@ namespace {
 // All copies of one call: copy i moves bytes[i] from from[i] to to[i].
 struct Copies {
   const char* op;
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> bytes;
+  std::vector<void*> to = {};
+  std::vector<const void*> from = {};
+  std::vector<size_t> bytes = {};
   bool in_order = false;          // a copy may read what an earlier one writes
   bool any_source_order = false;  // sources may be read before earlier work of the stream
 };
