@@ -126,9 +126,16 @@ def rotary(tokens: int, dtype: torch.dtype, device: str) -> list[Row]:
             )
         return calls
 
+    offsets = torch.zeros(tokens, device=device, dtype=torch.int64)
+    batched: dict[str, Call] = {
+        "ours": lambda i: vllm_kernels.batched_rotary_embedding(
+            positions, query[i], key[i], HEAD_SIZE, cache, True, HEAD_SIZE, offsets
+        )
+    }
     return [
         ("rotary_embedding neox", 2 * size, copies, candidates(True)),
         ("rotary_embedding gptj", 2 * size, copies, candidates(False)),
+        ("batched_rotary neox", 2 * size, copies, batched),
     ]
 
 
@@ -458,6 +465,43 @@ def quantised(tokens: int, width: int, dtype: torch.dtype, device: str) -> list[
     return table
 
 
+def scaled_quant(tokens: int, width: int, dtype: torch.dtype, device: str) -> list[Row]:
+    """Activations to 8 bits. A scale of the tensor that is computed reads the input twice, which
+    counts. eager: with the given scale."""
+    elements = tokens * width
+    size = elements * (dtype.itemsize + 1)
+    copies = copies_for(device, size)
+    x = torch.randn(copies, tokens, width, device=device, dtype=dtype)
+    fp8 = torch.empty(copies, tokens, width, device=device, dtype=torch.float8_e4m3fn)
+    int8 = fp8.view(torch.int8)
+    scale, rows = torch.ones(1, device=device), torch.empty(tokens, 1, device=device)
+    points = torch.zeros(tokens, 1, device=device, dtype=torch.int32)
+    one_point = points[0]
+    twice = size + elements * dtype.itemsize
+    theirs = vllm_library(device)
+    theirs = torch.ops._C if theirs and hasattr(torch.ops._C, "static_scaled_fp8_quant") else None
+
+    def row(name: str, op: str, moved: int, out: Tensor, *scales: Tensor | None) -> Row:
+        ours = getattr(vllm_kernels, op)
+        calls: dict[str, Call] = {"ours": lambda i: ours(out[i], x[i], *scales)}
+        if theirs:
+            other = getattr(theirs, op)
+            calls["vllm"] = lambda i: other(out[i], x[i], *scales)
+        return f"{name} {width}", moved, copies, calls
+
+    table = [
+        row("quant fp8 given", "static_scaled_fp8_quant", size, fp8, scale),
+        row("quant fp8 tensor", "dynamic_scaled_fp8_quant", twice, fp8, scale.clone()),
+        row("quant fp8 token", "dynamic_per_token_scaled_fp8_quant", size, fp8, rows, None),
+        row("quant int8 given", "static_scaled_int8_quant", size, int8, scale, None),
+        row("quant int8 given azp", "static_scaled_int8_quant", size, int8, scale, one_point),
+        row("quant int8 token", "dynamic_scaled_int8_quant", size, int8, rows, None),
+        row("quant int8 token azp", "dynamic_scaled_int8_quant", size, int8, rows, points),
+    ]
+    table[0][3]["eager"] = lambda i: (x[i] * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -484,6 +528,8 @@ def main() -> None:
                 *rotary(tokens, dtype, device),
                 *activations(tokens, 4096 if on_cpu else WIDTH, dtype, device),
                 *quantised(tokens, 4096 if on_cpu else WIDTH, dtype, device),
+                *scaled_quant(tokens, HIDDEN, dtype, device),
+                *([] if on_cpu else scaled_quant(tokens, WIDTH, dtype, device)),
                 *cache_writes(tokens, dtype, device),
                 *eight_bit_writes(tokens, dtype, device),
                 *gathers(tokens, dtype, device),

@@ -1,6 +1,7 @@
-"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md.
+"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md. Its
+figures in README.md and docs/performance.md come from there, too (page_tables.py).
 
-    python -m benchmarks tables                       writes RESULTS.md
+    python -m benchmarks tables                       writes RESULTS.md and the tables of the pages
     python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT
 
 The second form replaces columns and rows of a results file by those of a run. RUN.json is an output
@@ -14,6 +15,8 @@ import datetime
 import json
 import re
 from pathlib import Path
+
+from benchmarks import page_tables
 
 CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
 HERE = Path(__file__).parent
@@ -131,6 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         table |= {"commit": arguments.commit, "date": today, "columns": columns, "rows": rows}
         arguments.into.write_text(dump(table))
     RESULTS.write_text(render())
+    page_tables.write()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import tables
+from benchmarks import page_tables, tables
 
 FILES = sorted((tables.HERE / "results").glob("*.json"))
 FIELDS = ["section", "title", "note", "machine", "versions", "command", "commit", "date", "unit"]
@@ -18,7 +18,20 @@ FIELDS = ["section", "title", "note", "machine", "versions", "command", "commit"
 def test_results_are_generated() -> None:
     text = tables.RESULTS.read_text()
     assert text == tables.render()
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("page", page_tables.PAGES, ids=lambda page: page.name)
+def test_tables_of_pages_are_generated(page: Path) -> None:
+    text = page.read_text()
+    assert text == page_tables.filled(text)
+    assert len(page_tables.BLOCK.findall(text)) == text.count("<!-- table ")
+
+
+def test_every_table_is_on_a_page() -> None:
+    marks = [mark["name"] for page in page_tables.PAGES
+             for mark in page_tables.BLOCK.finditer(page.read_text())]  # fmt: skip
+    assert sorted(marks) == sorted(page_tables.TABLES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -60,6 +60,9 @@ def rotary_and_activations() -> None:
                 key = torch.randn(5, 2, head_size, device=CUDA, dtype=dtype)
                 vllm_kernels.rotary_embedding(positions, query, key, head_size, cache, is_neox)
                 vllm_kernels.rotary_embedding(positions, query, None, head_size, cache, is_neox)
+                vllm_kernels.batched_rotary_embedding(
+                    positions // 2, query, key, head_size, cache, is_neox, rot_dim, positions // 2
+                )
         for width in (7, 64, 1000):
             x = torch.randn(3, 2 * width, device=CUDA, dtype=dtype)
             out = torch.empty(3, width, device=CUDA, dtype=dtype)
@@ -79,6 +82,20 @@ def rotary_and_activations() -> None:
                 scales = torch.empty(3, width // group, device=CUDA)
                 vllm_kernels.silu_and_mul_per_block_quant(fp8, x, scales, group)
                 vllm_kernels.silu_and_mul_per_block_quant(fp8.view(torch.int8), x, scales, group)
+
+
+def scaled_quant() -> None:
+    """Scales of the tensor and of rows: few and many, short and long, aligned and not."""
+    one, azp = torch.ones(1, device=CUDA), torch.ones(1, device=CUDA, dtype=torch.int32)
+    for dtype in DTYPES:
+        for rows, width in ((3, 7), (3, 64), (3, 4096), (700, 8192), (3, 40_000), (3, 77)):
+            x = torch.randn(rows, width, device=CUDA, dtype=dtype)
+            for by_row in (False, True):
+                vllm_kernels.scaled_fp8_quant(x, scale_ub=one, use_per_token_if_dynamic=by_row)
+                vllm_kernels.scaled_int8_quant(x, symmetric=by_row)
+            vllm_kernels.scaled_fp8_quant(x, one)
+            vllm_kernels.scaled_int8_quant(x, one)
+            vllm_kernels.scaled_int8_quant(x, one, azp, False)
 
 
 def fused_rope() -> None:
@@ -140,6 +157,8 @@ def cache() -> None:
                 vllm_kernels.swap_blocks(
                     vllm[0], torch.zeros_like(vllm[0], device="cpu"), pairs.cpu()
                 )
+                lists = (vllm[0].data_ptr(), flash.data_ptr(), vllm[0][:1].nbytes)
+                vllm_kernels.swap_blocks_batch(*(torch.tensor([number]) for number in lists))
             many_tokens(dtype, cache_dtype)
         for scale in (1.0, 0.5):
             wide = torch.randn(3, 77, device=CUDA, dtype=dtype)
@@ -208,6 +227,7 @@ def gathers() -> None:
         source = torch.randint(0, 100, (12, 16, entry), device=CUDA, dtype=torch.uint8)
         rows = torch.zeros(75, entry, device=CUDA, dtype=torch.uint8)
         vllm_kernels.cp_gather_cache(source, rows, table, cu, 3, starts)
+        vllm_kernels.gather_cache(source, rows, table, cu, 3, starts)
     for dtype in DTYPES:
         for stored in (dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
             names = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8"}
@@ -446,6 +466,7 @@ def main() -> None:
         appended_tokens,
         norms,
         rotary_and_activations,
+        scaled_quant,
         fused_rope,
         cache,
         per_token_quant,

@@ -1,4 +1,46 @@
-"""vllm_kernels: the kernels an LLM inference engine needs around its matrix products."""
+"""vllm_kernels: the kernels an LLM inference engine needs around its matrix products.
+
+Every op runs on CPU and CUDA tensors and is for inference only. ``help(vllm_kernels.<op>)`` gives
+shapes, dtypes, errors and an example. The examples need ``import torch, vllm_kernels``.
+
+Attention
+    paged_attention: decode, prefill and mixed batches over a paged cache. Use this one.
+    varlen_attention: the same over contiguous keys.
+    fused_decode_attention: a decode step from the QKV product on.
+    cascade_attention, cascade_plan, cascade_pays, CascadePlan: common prefixes, read once.
+    merge_attn_states, combine_attn_partials: partial results by their log-sum-exp.
+    paged_attention_v1, paged_attention_v2: vLLM's signatures.
+    paged_attention_workspace, explain: scratch; which kernel a call runs.
+Cache
+    reshape_and_cache, reshape_and_cache_flash, reshape_and_cache_per_token_quant: write tokens.
+    gather_paged_kv, cp_gather_cache, gather_cache, gather_and_maybe_dequant_cache: read them.
+    concat_and_cache_mla, concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache: latent attention.
+    copy_blocks, copy_blocks_mla, swap_blocks, swap_blocks_batch, convert_fp8: copy and convert.
+Rotary embedding
+    rotary_embedding, batched_rotary_embedding, fused_qk_norm_rope, rope_and_cache.
+Norms
+    rms_norm, fused_add_rms_norm, rms_norm_weightless, fused_add_rms_norm_weightless,
+    gemma_rms_norm, gemma_fused_add_rms_norm.
+    In 8 bits: rms_norm_static_fp8_quant, fused_add_rms_norm_static_fp8_quant,
+    rms_norm_dynamic_per_token_quant, rms_norm_per_block_quant.
+Activations
+    silu_and_mul, silu_and_mul_split, mul_and_silu, gelu_and_mul, gelu_tanh_and_mul,
+    fatrelu_and_mul, silu_and_mul_with_clamp, swigluoai_and_mul, gelu_new, gelu_fast, gelu_quick.
+    In 8 bits: silu_and_mul_quant, silu_and_mul_per_block_quant.
+Quantization
+    scaled_fp8_quant, scaled_int8_quant, and the ops behind them: static_scaled_fp8_quant,
+    dynamic_scaled_fp8_quant, dynamic_per_token_scaled_fp8_quant, static_scaled_int8_quant,
+    dynamic_scaled_int8_quant.
+Errors
+    Error, a RuntimeError, is the base of InvalidArgument, InvalidType, InvalidIndex, Unsupported
+    and OutOfMemory. check raises what check mode has found on a GPU.
+
+Modules
+    vllm_kernels.kv_cache: KVCacheManager and BatchBuffers; kv_cache.tensors: KVCache and KVShape.
+    vllm_kernels.compat: flash_attn and flash_attn_interface.
+    vllm_kernels.integrations: Engine, and transformers.
+    vllm_kernels.reference: what each op means, in plain PyTorch.
+"""
 
 from vllm_kernels import _library
 from vllm_kernels import ops as ops
@@ -16,6 +58,7 @@ from vllm_kernels.ops import (
     OPS,
     CascadePlan,
     attention_with_kvcache,
+    batched_rotary_embedding,
     cascade_attention,
     cascade_pays,
     cascade_plan,
@@ -28,6 +71,9 @@ from vllm_kernels.ops import (
     copy_blocks_mla,
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
+    dynamic_per_token_scaled_fp8_quant,
+    dynamic_scaled_fp8_quant,
+    dynamic_scaled_int8_quant,
     explain,
     fatrelu_and_mul,
     fused_add_rms_norm,
@@ -36,6 +82,7 @@ from vllm_kernels.ops import (
     fused_decode_attention,
     fused_qk_norm_rope,
     gather_and_maybe_dequant_cache,
+    gather_cache,
     gather_paged_kv,
     gelu_and_mul,
     gelu_fast,
@@ -60,12 +107,17 @@ from vllm_kernels.ops import (
     rms_norm_weightless,
     rope_and_cache,
     rotary_embedding,
+    scaled_fp8_quant,
+    scaled_int8_quant,
     silu_and_mul,
     silu_and_mul_per_block_quant,
     silu_and_mul_quant,
     silu_and_mul_split,
     silu_and_mul_with_clamp,
+    static_scaled_fp8_quant,
+    static_scaled_int8_quant,
     swap_blocks,
+    swap_blocks_batch,
     swigluoai_and_mul,
     varlen_attention,
 )
@@ -94,6 +146,14 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
+    "dynamic_per_token_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "dynamic_scaled_int8_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+    "static_scaled_fp8_quant",
+    "static_scaled_int8_quant",
+    "batched_rotary_embedding",
     "fused_qk_norm_rope",
     "rope_and_cache",
     "rotary_embedding",
@@ -118,12 +178,14 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
     "attention_with_kvcache",
+    "swap_blocks_batch",
     "combine_attn_partials",
     "fused_decode_attention",
     "merge_attn_states",

@@ -18,10 +18,10 @@
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
-#include "ops/rms_norm_gain.h"
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cpu {
 
@@ -89,6 +89,8 @@ VLLM_KERNELS_DECLARE(RopeAndCacheParams)
 VLLM_KERNELS_DECLARE(ActivationParams)
 VLLM_KERNELS_DECLARE(GatedParams)
 VLLM_KERNELS_DECLARE(GatedQuantParams)
+VLLM_KERNELS_DECLARE(ScaledQuantParams)
+VLLM_KERNELS_DECLARE(TensorMagnitudesParams)
 
 // --- cache
 VLLM_KERNELS_DECLARE(ReshapeAndCacheParams)
@@ -99,6 +101,7 @@ VLLM_KERNELS_DECLARE(UpconvertMlaParams)
 VLLM_KERNELS_DECLARE(ConcatMlaQParams)
 VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
+VLLM_KERNELS_DECLARE(SwapBlocksBatchParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
 
 // --- attention

@@ -15,10 +15,10 @@
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
-#include "ops/rms_norm_gain.h"
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cuda {
 
@@ -35,6 +35,7 @@ void launch(const RopeAndCacheParams& params, Stream stream);
 void launch(const ActivationParams& params, Stream stream);
 void launch(const GatedParams& params, Stream stream);
 void launch(const GatedQuantParams& params, Stream stream);
+void launch(const ScaledQuantParams& params, Stream stream);
 
 // --- cache
 void launch(const ReshapeAndCacheParams& params, Stream stream);
@@ -45,6 +46,7 @@ void launch(const UpconvertMlaParams& params, Stream stream);
 void launch(const ConcatMlaQParams& params, Stream stream);
 void launch(const CopyBlocksParams& params, Stream stream);
 void launch(const SwapBlocksParams& params, Stream stream);
+void launch(const SwapBlocksBatchParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
 
 // --- attention

@@ -1,6 +1,7 @@
 // copy_blocks: page pairs[i][0] of every cache is copied to page pairs[i][1] of the same cache.
 // swap_blocks: page pairs[i][0] of one tensor is copied to page pairs[i][1] of another. (A page is
 // a KV block.)
+// swap_blocks_batch: bytes[i] bytes are copied from address from[i] to address to[i].
 //
 // The order of the copies is undefined on CUDA. So no page may be both source and destination in
 // one call, or destination twice. The copies are in list order on the CPU, and where swap_blocks
@@ -36,6 +37,15 @@ struct SwapBlocksParams {
   int64_t num_pairs;
   int64_t block_bytes;
   bool one_tensor;  // source and destination share memory: pairs must not be merged
+};
+
+// The copies have no order. The addresses may be those of the host or of the launch's GPU.
+struct SwapBlocksBatchParams {
+  const int64_t* from;   // [num_copies]; all three arrays are on the host
+  const int64_t* to;     // [num_copies]
+  const int64_t* bytes;  // [num_copies]
+  int64_t num_copies;
+  bool any_source_order;  // sources may be read at any time, also before earlier work of the stream
 };
 
 }  // namespace vllm_kernels

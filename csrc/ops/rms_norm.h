@@ -20,4 +20,15 @@ struct RmsNormParams {
   DType dtype;  // of all four tensors
 };
 
+// --- another gain than the weight; rows and residual as in RmsNormParams
+//   kNone        out = round(x / rms)                       (weightless)
+//   kOnePlus     out = round(x / rms * (1 + weight))        (Gemma: float32, rounded once)
+enum class Gain : uint8_t { kNone, kOnePlus };
+
+struct RmsNormGainParams {
+  RmsNormParams norm;  // norm.weight is null for kNone
+  Gain gain;
+  const char* op;  // named in the error of a refused launch
+};
+
 }  // namespace vllm_kernels

@@ -1,6 +1,7 @@
 // rotary_embedding: rotates pairs of a head's first rotary_size elements by the angle of the
 // token's position.
 //   (x, y) -> (x cos - y sin, y cos + x sin)    in float32, in place
+// batched_rotary_embedding: the same; a token's offset selects one of several tables of angles.
 // Pairs: (i, i + rotary_size / 2) in Neox style, (2i, 2i + 1) in GPT-J style.
 #pragma once
 #include "ops/dtype.h"
@@ -26,8 +27,15 @@ struct RotaryParams {
   int64_t max_position;
   int64_t rotary_size;  // even, <= head_size
   bool is_neox;
-  DType dtype;        // of query and key
-  DType cache_dtype;  // of cos_sin_cache
+  DType dtype;                       // of query and key
+  DType cache_dtype;                 // of cos_sin_cache
+  const int64_t* offsets = nullptr;  // [tokens], added to the positions; or null
+
+  // Whether position + offset is a row of cos_sin_cache.
+  VLLM_KERNELS_HOST_DEVICE bool has_angles(int64_t position, int64_t offset) const {
+    return position >= 0 && offset >= 0 && position < max_position &&
+           offset < max_position - position;
+  }
 };
 
 }  // namespace vllm_kernels

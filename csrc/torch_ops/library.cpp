@@ -30,6 +30,8 @@ constexpr const char* kSchemas[] = {
     // --- rotary and activations
     "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
     "Tensor cos_sin_cache, bool is_neox)",
+    "batched_rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, "
+    "Tensor cos_sin_cache, bool is_neox, int rot_dim, Tensor cos_sin_cache_offsets)",
     "silu_and_mul(Tensor! out, Tensor input)",
     "mul_and_silu(Tensor! out, Tensor input)",
     "gelu_and_mul(Tensor! out, Tensor input)",
@@ -41,6 +43,12 @@ constexpr const char* kSchemas[] = {
     "silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale)",
     "silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, "
     "Tensor? scale_ub=None, bool is_scale_transposed=False)",
+    "static_scaled_fp8_quant(Tensor! out, Tensor input, Tensor scale)",
+    "dynamic_scaled_fp8_quant(Tensor! out, Tensor input, Tensor! scale)",
+    "dynamic_per_token_scaled_fp8_quant(Tensor! out, Tensor input, Tensor! scales, "
+    "Tensor? scale_ub=None)",
+    "static_scaled_int8_quant(Tensor! out, Tensor input, Tensor scale, Tensor? azp=None)",
+    "dynamic_scaled_int8_quant(Tensor! out, Tensor input, Tensor! scales, Tensor!? azp=None)",
     "gelu_new(Tensor! out, Tensor input)",
     "gelu_fast(Tensor! out, Tensor input)",
     "gelu_quick(Tensor! out, Tensor input)",
@@ -54,6 +62,8 @@ constexpr const char* kSchemas[] = {
     "Tensor! value_cache, Tensor! key_scales, Tensor! value_scales, Tensor slot_mapping, "
     "str layout)",
     "cp_gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
+    "int batch_size, Tensor? seq_starts=None)",
+    "gather_cache(Tensor src_cache, Tensor! dst, Tensor block_table, Tensor cu_seq_lens, "
     "int batch_size, Tensor? seq_starts=None)",
     "gather_and_maybe_dequant_cache(Tensor src_cache, Tensor! dst, Tensor block_table, "
     "Tensor cu_seq_lens, Tensor token_to_seq, int num_tokens, str kv_cache_dtype, Tensor scale, "
@@ -69,6 +79,8 @@ constexpr const char* kSchemas[] = {
     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping)",
     "copy_blocks_mla(Tensor(a!)[] kv_caches, Tensor block_mapping)",
     "swap_blocks(Tensor src, Tensor! dst, Tensor block_mapping)",
+    "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, "
+    "bool is_src_access_order_any=False, Tensor? on=None)",
     "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\")",
 
     // --- a layer's heads between its QKV product and attention

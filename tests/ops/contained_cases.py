@@ -335,6 +335,29 @@ def rotary_embedding() -> None:
     reported("positions[2] = -1")
 
 
+def batched_rotary_embedding() -> None:
+    """Bad offsets; a sum of good summands is contained, and no check reports it."""
+    tables = torch.randn(32, 64, device=CUDA)
+    positions = torch.tensor([0, 5, 7, 20], device=CUDA)
+    for offsets, report in (
+        ([8, -1, 2**40, 0], ("cos_sin_cache_offsets[1] = -1",)),
+        ([8, 0, 0, 12], ()),
+    ):
+        query = torch.randn(4, 64, device=CUDA)
+        good = [row for row, offset in enumerate(offsets) if 0 <= positions[row] + offset < 32
+                and offset >= 0]  # fmt: skip
+        given = torch.tensor(offsets, device=CUDA)
+        want, rows = query.clone(), query[good].clone()
+        vk.batched_rotary_embedding(
+            positions[good].contiguous(), rows, None, 64, tables, True, 64, given[good].contiguous()
+        )
+        want[good] = rows
+        vk.batched_rotary_embedding(positions, query, None, 64, tables, True, 64, given)
+        torch.cuda.synchronize()
+        assert torch.equal(query, want)
+        reported(*report) if report else vk.check()
+
+
 def reshape_and_cache(flash: bool) -> None:
     key, value = torch.randn(2, 6, 2, 64, device=CUDA, dtype=torch.bfloat16)
     one = torch.ones(1, device=CUDA)
@@ -404,8 +427,8 @@ def gather(op: str) -> None:
     def run(table=table, ends=(0, 30, 60, 90), starts=(0, 2, 16)) -> torch.Tensor:
         cu, first = (torch.tensor(x, dtype=torch.int32, device=CUDA) for x in (ends, starts))
         rows = torch.full((95, 2, 64), -1.0, device=CUDA)
-        if op == "cp_gather_cache":
-            vk.cp_gather_cache(source, rows, table, cu, 3, first)
+        if op in ("cp_gather_cache", "gather_cache"):
+            getattr(vk, op)(source, rows, table, cu, 3, first)
         elif op == "gather_and_maybe_dequant_cache":
             vk.gather_and_maybe_dequant_cache(source, rows, table, cu, seqs, 90, "auto", one, first)
         else:
@@ -508,6 +531,7 @@ CASES = {
         for stored in (torch.bfloat16, torch.float8_e4m3fn)
     ],
     "rotary_embedding": rotary_embedding,
+    "batched_rotary_embedding": batched_rotary_embedding,
     "rope_and_cache": lambda: [
         rope_and_cache(layout, tokens) for layout in ("vllm", "NHD") for tokens in (5, 100)
     ],
@@ -519,6 +543,7 @@ CASES = {
     "concat_and_cache_mla": lambda: concat_and_cache_mla("auto"),
     "concat_and_cache_mla fp8_ds_mla": lambda: concat_and_cache_mla("fp8_ds_mla"),
     "cp_gather_cache": lambda: gather("cp_gather_cache"),
+    "gather_cache": lambda: gather("gather_cache"),
     "gather_and_maybe_dequant_cache": lambda: gather("gather_and_maybe_dequant_cache"),
     "gather_paged_kv": lambda: gather("gather_paged_kv"),
     "cp_gather_and_upconvert_fp8_kv_cache": upconvert,

@@ -82,6 +82,27 @@ def test_shapes_may_differ_and_float8_tensors(device, dtype):
         assert torch.equal(back, reference.from_fp8(want, 1.0, kind, dtype).flatten())
 
 
+def test_memory_order_of_permuted_tensors(device, dtype):
+    """Both sides in one permutation, and a permuted side beside another shape."""
+    memory = torch.randn(3, 5, 2, 7, device=device, dtype=dtype)
+    want = reference.to_fp8(memory, 0.5, "fp8").flatten()
+    for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
+        x = memory.permute(order)
+        eight = torch.zeros(3, 5, 2, 7, dtype=torch.uint8, device=device).permute(order)
+        vllm_kernels.convert_fp8(eight, x, 0.5)
+        assert torch.equal(eight, reference.to_fp8(x, 0.5, "fp8"))
+        flat = torch.zeros(210, dtype=torch.uint8, device=device)
+        vllm_kernels.convert_fp8(flat, x, 0.5)
+        assert torch.equal(flat, want)
+        back = torch.zeros_like(memory).permute(order)
+        vllm_kernels.convert_fp8(back, flat, 0.5)
+        flat_back = reference.from_fp8(want, 0.5, "fp8", dtype)
+        assert torch.equal(back, flat_back.view(memory.shape).permute(order))
+    narrow = torch.zeros(1, 4, dtype=torch.uint8, device=device)  # strides of size 1 are free
+    vllm_kernels.convert_fp8(narrow.as_strided((1, 4), (9, 1)), memory.flatten()[:4].view(1, 4))
+    assert torch.equal(narrow, reference.to_fp8(memory.flatten()[:4], 1.0, "fp8")[None])
+
+
 def test_empty(device):
     vllm_kernels.convert_fp8(
         torch.empty(0, dtype=torch.uint8, device=device), torch.empty(0, device=device)
@@ -106,9 +127,14 @@ def test_bad_input(device):
         ((x, eight, -1.0), r"scale: expected a number > 0, got -1$"),
         ((x, eight, 1e-60), r"scale: expected a number > 0, got 1e-60$"),  # 0 in float32
         ((eight[:3], x), r"output: expected as many elements as input = 32, got shape \[3, 8\]$"),
-        ((eight.t(), x), r"output: expected a contiguous tensor"),
-        ((eight, x.t()), r"input: expected a contiguous tensor"),
-        ((eight[:1].expand(4, 8), x), r"output: expected a contiguous tensor"),
+        ((eight, x[:, ::2]),
+         r"input: expected elements without gaps in memory, got shape \[4, 4\] with gaps; call "
+         r".contiguous\(\)$"),
+        ((eight[:1].expand(4, 8), x), r"output: expected elements without gaps in memory, got sh"),
+        ((eight.flatten().as_strided((2, 2), (0, 3)), x[:2, :2]), r"output: expected elements wi"),
+        ((eight, x.t().contiguous().t()),
+         r"output: expected the strides of input, which has the same shape, got stride 8 in place "
+         r"of 1 at dimension 0$"),
         ((x.view(torch.uint8).flatten()[:32], x), r"output and input overlap in memory$"),
     ]  # fmt: skip
     for args, message in cases:

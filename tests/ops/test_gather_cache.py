@@ -61,9 +61,11 @@ def batch_name(request: pytest.FixtureRequest) -> str:
 
 def check_cp(batch: Batch, src: Tensor, dst: Tensor) -> None:
     args = (src, dst, batch.table, batch.cu, batch.batch, batch.starts)
-    want = reference.cp_gather_cache(*args)
-    vllm_kernels.cp_gather_cache(*args)
-    assert torch.equal(bits(dst), bits(want))
+    want, before = reference.cp_gather_cache(*args), dst.clone()
+    for gather in (vllm_kernels.cp_gather_cache, vllm_kernels.gather_cache):
+        dst.copy_(before)
+        gather(*args)
+        assert torch.equal(bits(dst), bits(want))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
@@ -339,8 +341,9 @@ def test_bad_input_of_cp_gather_cache(device):
         ),
     ]
     for change, message in cases:
-        with raises(rf"^cp_gather_cache: {message}"):
-            vllm_kernels.cp_gather_cache(**{**good, **change})
+        for op in (vllm_kernels.cp_gather_cache, vllm_kernels.gather_cache):
+            with raises(rf"^{op.__name__}: {message}"):
+                op(**{**good, **change})
     with raises(r"^cp_gather_cache: \w+: requires grad, .*no_grad\(\)$"):
         vllm_kernels.cp_gather_cache(**{**good, "src_cache": src.requires_grad_()})
 
@@ -486,8 +489,9 @@ def test_opcheck_and_compile(device, dtype, layout):
     )  # fmt: skip
     src, dst = noise((batch.num_blocks, 16, 64), dtype, device), rows[0][:, 0].contiguous()
     call = (src, dst, batch.table, batch.cu, batch.batch, batch.starts)
-    opcheck("cp_gather_cache", *call)
-    assert_compiles(vllm_kernels.cp_gather_cache, *call)
+    for name in ("cp_gather_cache", "gather_cache"):
+        opcheck(name, *call)
+        assert_compiles(getattr(vllm_kernels, name), *call)
     one = torch.ones(1, device=device)
     call = (*call[:4], batch.token_to_seq, batch.tokens, "auto", one, batch.starts)
     opcheck("gather_and_maybe_dequant_cache", *call)

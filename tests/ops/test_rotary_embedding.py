@@ -210,6 +210,91 @@ def test_position_out_of_range(device, dtype, is_neox, position):
     assert torch.equal(query, want) and torch.equal(key, want_key)
 
 
+def tables_of(count: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Tables of 32 positions each, one below the other, all different."""
+    return torch.randn(32 * count, 64, device=device).to(dtype)
+
+
+@both_styles
+@pytest.mark.parametrize("leading", [(7,), (3, 4)], ids=["tokens", "batch_seq"])
+def test_batched(device, dtype, is_neox, leading):
+    tables = tables_of(4, dtype, device)
+    positions = torch.randint(0, 32, leading, device=device)
+    offsets = torch.randint(0, 4, (positions.numel(),), device=device) * 32
+    query = torch.randn(*leading, 4 * 80, device=device, dtype=dtype)
+    key = torch.randn(*leading, 80, device=device, dtype=dtype)
+    for with_key in (True, False):
+        pair = (query, key) if with_key else (query, None)
+        want = [
+            reference.batched_rotary_embedding(positions, x, 80, tables, is_neox, offsets)
+            for x in pair
+            if x is not None
+        ]
+        vllm_kernels.batched_rotary_embedding(positions, *pair, 80, tables, is_neox, 64, offsets)
+        for got, expected in zip(pair, want):
+            assert_close(got, expected, ULPS[got.dtype], 4 * FLOOR)
+
+
+@both_styles
+@pytest.mark.parametrize(("position", "offset", "message"), [
+    (3, 128, r"cos_sin_cache_offsets\[2\] = 128: expected a row in \[0, 128\)$"),
+    (3, -1, r"cos_sin_cache_offsets\[2\] = -1: expected a row in \[0, 128\)$"),
+    (3, 2**62, r"cos_sin_cache_offsets\[2\] = 4611686018427387904: expected a row in \[0, 128\)$"),
+    (128, 0, r"positions\[2\] = 128: expected a position in \[0, 128\)$"),
+    (100, 28, r"cos_sin_cache_offsets\[2\] = 28: expected at most 27, for the position is 100 and "
+              r"cos_sin_cache has 128 rows$"),
+])  # fmt: skip
+def test_batched_out_of_range(device, dtype, is_neox, position, offset, message):
+    tables = tables_of(4, dtype, device)
+    positions, offsets = torch.zeros(2, 5, device=device, dtype=torch.int64)
+    query = torch.randn(5, 64, device=device, dtype=dtype)
+    want = query.clone()
+    arguments = (None, 64, tables, is_neox, 64, offsets)
+    if device == "cuda":
+        vllm_kernels.batched_rotary_embedding(positions, want, *arguments)
+        want[2] = query[2]
+    positions[2], offsets[2] = position, offset
+    if device == "cpu":
+        with raises(f"^batched_rotary_embedding: {message}"):
+            vllm_kernels.batched_rotary_embedding(positions, query, *arguments)
+    else:
+        vllm_kernels.batched_rotary_embedding(positions, query, *arguments)
+    assert torch.equal(query, want)
+
+
+def test_batched_bad_input(device):
+    positions, offsets = torch.zeros(2, 4, device=device, dtype=torch.int64)
+    query, tables = torch.randn(4, 64, device=device), tables_of(2, torch.float32, device)
+    good = {"positions": positions, "query": query, "key": None, "head_size": 64,
+            "cos_sin_cache": tables, "is_neox": True, "rot_dim": 64,
+            "cos_sin_cache_offsets": offsets}  # fmt: skip
+    before = query.clone()
+    for change, message in (
+        ({"rot_dim": 32}, r"rot_dim: expected 64 \(from cos_sin_cache\), got 32$"),
+        ({"cos_sin_cache_offsets": offsets[:3]},
+         r"cos_sin_cache_offsets: expected tokens = 4 \(from positions\) at dimension 0, got"),
+        ({"cos_sin_cache_offsets": offsets.int()},
+         r"cos_sin_cache_offsets: expected int64, got int32; cast it with .long\(\)$"),
+        ({"cos_sin_cache_offsets": torch.zeros(8, device=device, dtype=torch.int64)[::2]},
+         r"cos_sin_cache_offsets: expected a contiguous tensor"),
+        ({"cos_sin_cache_offsets": query.view(torch.int64)[0, :4]},
+         r"query and cos_sin_cache_offsets overlap in memory$"),
+        ({"head_size": 32}, r"cos_sin_cache: expected an even rotary_size from 2 to"),
+    ):  # fmt: skip
+        with raises(f"^batched_rotary_embedding: {message}"):
+            vllm_kernels.batched_rotary_embedding(**{**good, **change})
+    assert torch.equal(query, before)
+
+
+def test_batched_opcheck_and_compile(device, dtype):
+    query, key = torch.randn(2, 4, 64, device=device, dtype=dtype)
+    positions = torch.zeros(4, device=device, dtype=torch.int64)
+    tables = tables_of(2, dtype, device)
+    args = (positions, query, key, 64, tables, True, 64, positions.clone())
+    opcheck("batched_rotary_embedding", *args)
+    assert_compiles(vllm_kernels.batched_rotary_embedding, *args)
+
+
 def test_bad_input(device):
     query = torch.randn(4, 128, device=device)
     key = torch.randn(4, 64, device=device)

@@ -187,3 +187,90 @@ def test_graph_replay():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(gpu.cpu()[[2, 3, 9]], host[[1, 2, 9]])
+
+
+def addresses(cache: Tensor, blocks: list[int]) -> Tensor:
+    return torch.tensor([cache[block].data_ptr() for block in blocks])
+
+
+def batch(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three copies: two of a block, one of its first 64 bytes."""
+    size = src[0].nbytes
+    return addresses(src, [2, 0, 7]), addresses(dst, [1, 9, 4]), torch.tensor([size, size, 64])
+
+
+def after(src: Tensor, dst: Tensor) -> Tensor:
+    want = dst.clone()
+    want[1], want[9] = src[2], src[0]
+    want[4].view(torch.uint8).flatten()[:64] = (
+        src[7].view(torch.uint8).flatten()[:64].to(want.device)
+    )
+    return want
+
+
+@pytest.mark.parametrize("any_order", [False, True])
+def test_batch_of_addresses(route, any_order):
+    src, dst = pool(10, route[0]), pool(10, route[1])
+    want, pointers = after(src, dst), batch(src, dst)
+    vllm_kernels.swap_blocks_batch(*pointers, any_order)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert torch.equal(dst, want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("any_order", [False, True])
+def test_batch_of_addresses_on_a_side_stream(any_order):
+    """Pinned memory on another stream than the default one: one batched copy."""
+    src, dst = pool(400, "cpu").pin_memory(), pool(400, "cuda")
+    order = torch.randperm(400).tolist()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        size = torch.full((400,), src[0].nbytes)
+        vllm_kernels.swap_blocks_batch(
+            addresses(src, list(range(400))), addresses(dst, order), size, any_order
+        )
+    stream.synchronize()
+    assert torch.equal(dst[order].cpu(), src)
+
+
+def test_batch_without_copies(route):
+    none = torch.empty(0, dtype=torch.int64)
+    vllm_kernels.swap_blocks_batch(none, none, none)
+    zero = torch.zeros(2, dtype=torch.int64)
+    vllm_kernels.swap_blocks_batch(zero, zero, zero)
+
+
+def test_bad_batch(route):
+    src, dst = pool(10, route[0]), pool(10, route[1])
+    before, (from_, to, size) = dst.clone(), batch(src, dst)
+    name = "swap_blocks_batch"
+    cases = [
+        ((from_.int(), to, size), r"src_ptrs: expected int64, got int32; cast it with .long\(\)$"),
+        (
+            (from_, to[:2], size),
+            r"dst_ptrs: expected num_copies = 3 \(from src_ptrs\) at dimension",
+        ),
+        ((from_, to, size[:2]), r"sizes: expected num_copies = 3 \(from src_ptrs\) at dimension 0"),
+        ((from_, to, size[:, None]), r"sizes: expected shape \[num_copies\], got shape \[3, 1\]$"),
+        ((from_, to, torch.arange(6)[::2]), r"sizes: expected a contiguous tensor"),
+        ((from_, to, -size), r"sizes\[0\] = -4096: expected a size >= 0$"),
+        ((from_ * torch.tensor([1, 0, 1]), to, size), r"src_ptrs\[1\] = 0: expected an address$"),
+        ((from_, to * torch.tensor([1, 1, 0]), size), r"dst_ptrs\[2\] = 0: expected an address$"),
+        (([1], to, size), r"src_ptrs: expected a tensor, got list$"),
+    ]
+    if "cuda" in route:
+        cases.append(((from_, to.cuda(), size), r"dst_ptrs: expected a tensor on cpu, got cuda:0$"))
+    for args, message in cases:
+        with raises(rf"^{name}: {message}"):
+            vllm_kernels.swap_blocks_batch(*args)
+    assert torch.equal(dst, before)
+
+
+def test_opcheck_of_a_batch_and_no_compile(route):
+    src, dst = pool(10, route[0]), pool(10, route[1])
+    on = torch.empty(0, device="cuda") if "cuda" in route else None
+    opcheck("swap_blocks_batch", *batch(src, dst), False, on)
+    with pytest.raises(Exception, match=r"expected a call outside of torch\.compile"):
+        assert_compiles(vllm_kernels.swap_blocks_batch, *batch(src, dst))

@@ -9,12 +9,28 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input
 
 
 def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
-    """rows [n, ...], indices [m] -> [m, ...]."""
+    """rows [n, ...], indices [m] -> [m, ...].
+
+    Raises:
+        IndexError: for an index outside of rows.
+
+    Example:
+        >>> index_first_axis(torch.tensor([5, 6, 7]), torch.tensor([2, 0]))
+        tensor([7, 5])
+    """
     return rows[indices]
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """values [m, ...] at indices [m] of zeros [first_axis_dim, ...]."""
+    """values [m, ...] at indices [m] of zeros [first_axis_dim, ...].
+
+    Raises:
+        IndexError: for an index outside of the result.
+
+    Example:
+        >>> index_put_first_axis(torch.tensor([7, 5]), torch.tensor([2, 0]), 3)
+        tensor([5, 0, 7])
+    """
     out = values.new_zeros(first_axis_dim, *values.shape[1:])
     out[indices] = values
     return out
@@ -27,6 +43,15 @@ def unpad_input(
 
     Returns (tokens, indices [T] into B * S, cu_seqlens [B + 1] int32, longest sequence, tokens a
     sequence [B] int32 without those of unused_mask, which are kept among the packed ones).
+
+    Raises:
+        RuntimeError: for masks of another shape than above.
+
+    Example:
+        >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        >>> tokens, indices, starts, longest, used = unpad_input(torch.arange(6).view(2, 3), mask)
+        >>> tokens, starts, longest
+        (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), 2)
     """
     all_masks = attention_mask if unused_mask is None else attention_mask + unused_mask
     lens = all_masks.sum(dim=-1, dtype=torch.int32)
@@ -38,7 +63,16 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens [T, ...] -> [batch, seqlen, ...], zeros between."""
+    """Packed tokens [T, ...] -> [batch, seqlen, ...], zeros between.
+
+    Raises:
+        IndexError: for an index outside of the result.
+
+    Example:
+        >>> pad_input(torch.tensor([7, 8, 9]), torch.tensor([0, 1, 3]), 2, 3)
+        tensor([[7, 8, 0],
+                [9, 0, 0]])
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
         0, (batch, seqlen)
     )

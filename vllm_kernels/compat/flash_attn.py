@@ -69,6 +69,16 @@ def flash_attn_func(
     """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out [B, S, H, D].
 
     With return_attn_probs (out, lse [B, H, S], None). deterministic changes nothing: it always is.
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 5, 2, 64)  # batch, tokens, heads, head size
+        >>> out = flash_attn_func(q, k, v, causal=True)
+        >>> torch.allclose(out[:, 0], v[:, 0])  # the first token sees only itself
+        True
     """
     refuse("flash_attn_func", dropout_p=dropout_p)
     options = Options(
@@ -100,6 +110,17 @@ def flash_attn_varlen_func(
     """q [T, H, D], k, v [Tk, Hk, D] -> out [T, H, D]; with return_attn_probs lse [H, T], None too.
 
     With a block_table [B, width] k and v are pages [blocks, page, Hk, D].
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 7, 2, 64)  # two sequences, of 3 and 4 tokens
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out = flash_attn_varlen_func(q, k, v, starts, starts, 4, 4, causal=True)
+        >>> torch.allclose(out[3], v[3])  # the first token of the second sequence
+        True
     """
     if not (dropout_p or alibi_slopes is not None or return_attn_probs):
         direct = (
@@ -151,6 +172,20 @@ def flash_attn_with_kvcache(
     """q [B, S, H, D], caches [B, length, Hk, D] or, with a block_table, pages -> out like q.
 
     With return_softmax_lse (out, lse [B, H, S]). num_splits is left to the kernels.
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 1, 2, 64)  # one new token
+        >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 64)
+        >>> lengths = torch.zeros(1, dtype=torch.int32)
+        >>> out = flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+        ... )
+        >>> torch.allclose(out, v), torch.equal(k_cache[:, 0], k[:, 0])
+        (True, True)
     """
     if (
         rotary_cos is None and rotary_sin is None and cache_batch_idx is None
@@ -188,13 +223,35 @@ def _unpacked(function: str, name: str, rows: Tensor, count: int, lead: str) -> 
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
+    """:func:`flash_attn_func` of qkv [B, S, 3, H, D].
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> qkv = torch.randn(1, 5, 3, 2, 64)
+        >>> out = flash_attn_qkvpacked_func(qkv, causal=True)
+        >>> torch.allclose(out[:, 0], qkv[:, 0, 2])
+        True
+    """
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, 3, "batch, seqlen")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
+    """:func:`flash_attn_func` of kv [B, Sk, 2, Hk, D].
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, kv = torch.randn(1, 5, 2, 64), torch.randn(1, 5, 2, 2, 64)
+        >>> out = flash_attn_kvpacked_func(q, kv, causal=True)
+        >>> torch.allclose(out[:, 0], kv[:, 0, 1])
+        True
+    """
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, 2, "batch, seqlen_k")
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -202,7 +259,18 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D].
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> qkv, starts = torch.randn(7, 3, 2, 64), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out = flash_attn_varlen_qkvpacked_func(qkv, starts, 4, causal=True)
+        >>> torch.allclose(out[3], qkv[3, 2])
+        True
+    """
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, 3, "total")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
@@ -210,6 +278,18 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
-    """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D]."""
+    """:func:`flash_attn_varlen_func` of kv [Tk, 2, Hk, D].
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, kv = torch.randn(7, 2, 64), torch.randn(7, 2, 2, 64)
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out = flash_attn_varlen_kvpacked_func(q, kv, starts, starts, 4, 4, causal=True)
+        >>> torch.allclose(out[3], kv[3, 1])
+        True
+    """
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, 2, "total_k")
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

@@ -44,7 +44,18 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     ver: int = 3,
 ) -> Result:
-    """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out, or (out, lse [B, H, S])."""
+    """q [B, S, H, D], k, v [B, Sk, Hk, D] -> out, or (out, lse [B, H, S]).
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 5, 2, 64)  # batch, tokens, heads, head size
+        >>> out = flash_attn_func(q, k, v, causal=True)
+        >>> torch.allclose(out[:, 0], v[:, 0])  # the first token sees only itself
+        True
+    """
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
     options = Options(
         "flash_attn_func", softmax_scale, causal, window_size, softcap, None,
@@ -84,7 +95,19 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     ver: int = 3,
 ) -> Result:
-    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> out [T, H, Dv], or (out, lse [H, T])."""
+    """q [T, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> out [T, H, Dv], or (out, lse [H, T]).
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 7, 2, 64)  # two sequences, of 3 and 4 tokens
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out = flash_attn_varlen_func(q, k, v, starts, starts, 4, 4, causal=True)
+        >>> torch.allclose(out[3], v[3])  # the first token of the second sequence
+        True
+    """
     if (
         seqused_q is None and seqused_k is None and qv is None and q_descale is None
         and k_descale is None and v_descale is None and not attention_chunk
@@ -147,6 +170,20 @@ def flash_attn_with_kvcache(
 
     With cu_seqlens_q [B + 1] q is [T, H, D], k and v [tokens, Hk, D] by cu_seqlens_k_new, and lse
     [H, T]. cu_seqlens_k_new without k is not looked at.
+
+    Raises:
+        Unsupported: for an argument of flash-attn that this library does not have, by name.
+        RuntimeError: for another dtype, shape or device than above, by name.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 1, 2, 64)  # one new token
+        >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 64)
+        >>> lengths = torch.zeros(1, dtype=torch.int32)
+        >>> out = flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+        ... )
+        >>> torch.allclose(out, v), torch.equal(k_cache[:, 0], k[:, 0])
+        (True, True)
     """
     if (
         qv is None and rotary_cos is None and rotary_sin is None and cache_batch_idx is None

@@ -51,11 +51,13 @@ from vllm_kernels.ops.cache import (
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
+    gather_cache,
     gather_paged_kv,
     reshape_and_cache,
     reshape_and_cache_flash,
     reshape_and_cache_per_token_quant,
     swap_blocks,
+    swap_blocks_batch,
 )
 from vllm_kernels.ops.cascade import (
     CascadePlan,
@@ -78,7 +80,17 @@ from vllm_kernels.ops.norm_quant import (
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
+from vllm_kernels.ops.quant import (
+    dynamic_per_token_scaled_fp8_quant,
+    dynamic_scaled_fp8_quant,
+    dynamic_scaled_int8_quant,
+    scaled_fp8_quant,
+    scaled_int8_quant,
+    static_scaled_fp8_quant,
+    static_scaled_int8_quant,
+)
 from vllm_kernels.ops.rotary import (
+    batched_rotary_embedding,
     fused_qk_norm_rope,
     rope_and_cache,
     rotary_embedding,
@@ -99,7 +111,16 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
+    # quant
+    "dynamic_per_token_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "dynamic_scaled_int8_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+    "static_scaled_fp8_quant",
+    "static_scaled_int8_quant",
     # rotary
+    "batched_rotary_embedding",
     "fused_qk_norm_rope",
     "rope_and_cache",
     "rotary_embedding",
@@ -126,11 +147,13 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "swap_blocks_batch",
     # attention
     "attention_with_kvcache",
     "combine_attn_partials",
@@ -156,6 +179,8 @@ _no_ops = {
     "check",
     "explain",
     "paged_attention_workspace",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
 }
 OPS = [name for name in __all__ if name not in _no_ops]
 """Every op of the library."""
@@ -170,7 +195,10 @@ def check() -> None:
     call checks its index tensors anyway, and this function does nothing.
 
     Raises:
-        RuntimeError: naming op, argument, index and value.
+        InvalidIndex: for a bad value that an op met on a GPU, with op, argument, index and value.
+
+    Example:
+        >>> vllm_kernels.check()  # nothing was found
     """
     if _library.cuda_loaded and torch.cuda.is_initialized():
         for device in library_ops.scanned_devices.default():

@@ -50,9 +50,15 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> str:
         RuntimeError: as the op.
 
     Example:
-        >>> print(vllm_kernels.explain(vllm_kernels.paged_attention, query, key_cache, value_cache,
-        ...                            block_tables, seq_lens))  # doctest: +SKIP
-        paged_attention: decode, head size 128, packed pages, grid 132, 8 warps, 3 stages, ...
+        >>> query, cache = torch.randn(1, 2, 64), torch.zeros(1, 16, 2, 64)
+        >>> table = length = torch.ones(1, dtype=torch.int32)
+        >>> print(
+        ...     vllm_kernels.explain(
+        ...         vllm_kernels.paged_attention, query, cache, cache, table[None] - 1, length,
+        ...         layout="NHD",
+        ...     )
+        ... )
+        paged_attention: ...
     """
     if op not in _EXPLAINED:
         names = ", ".join(sorted(known.__name__ for known in _EXPLAINED))

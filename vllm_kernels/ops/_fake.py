@@ -16,6 +16,7 @@ from vllm_kernels.ops._common import library_ops
 __all__ = ["register_fakes"]
 
 MAPPING = "block_mapping"  # may be on the CPU, wherever the caches are
+SELECTS_DEVICE = "on"  # of swap_blocks_batch: decides where the call runs
 
 
 class _UnknownSizeError(Exception):
@@ -64,7 +65,8 @@ def _require_one_device(op: str, given: dict[str, object]) -> None:
         for tensor in (value if isinstance(value, (list, tuple)) else [value])
         if isinstance(tensor, Tensor)
     ]
-    others = [(name, tensor.device) for name, tensor in tensors if name != MAPPING]
+    free = (MAPPING, SELECTS_DEVICE)
+    others = [(name, tensor.device) for name, tensor in tensors if name not in free]
     first, home = next(
         ((name, device) for name, device in others if device.type != "meta"), ("", None)
     )

@@ -35,7 +35,14 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
         input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.silu_and_mul(out, torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        >>> out
+        tensor([[0.0000, 1.4621]])
     """
     call.silu_and_mul(out, input)
 
@@ -43,7 +50,16 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
 def mul_and_silu(out: Tensor, input: Tensor) -> None:
     """``out = up * round(silu(gate))``: up is the first half of ``input``, gate the second.
 
-    Shapes and errors as ``silu_and_mul``.
+    Shapes as ``silu_and_mul``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.mul_and_silu(out, torch.tensor([[5.0, 2.0, 0.0, 1.0]]))
+        >>> out
+        tensor([[0.0000, 1.4621]])
     """
     call.mul_and_silu(out, input)
 
@@ -51,7 +67,16 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
 def gelu_and_mul(out: Tensor, input: Tensor) -> None:
     """GeGLU's product: ``out = round(gelu(gate)) * up``, gelu(x) = x (1 + erf(x / sqrt 2)) / 2.
 
-    Shapes and errors as ``silu_and_mul``.
+    Shapes as ``silu_and_mul``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.gelu_and_mul(out, torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        >>> out
+        tensor([[0.0000, 1.6827]])
     """
     call.gelu_and_mul(out, input)
 
@@ -59,7 +84,16 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
 def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     """``out = round(gelu(gate)) * up`` with the tanh form of gelu, as ``gelu_new``.
 
-    Shapes and errors as ``silu_and_mul``.
+    Shapes as ``silu_and_mul``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.gelu_tanh_and_mul(out, torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        >>> out
+        tensor([[0.0000, 1.6824]])
     """
     call.gelu_tanh_and_mul(out, input)
 
@@ -72,7 +106,14 @@ def silu_and_mul_split(out: Tensor, gate: Tensor, up: Tensor) -> None:
         gate, up: [..., d], of one dtype: float32, float16 or bfloat16. Rows may be strided, each
             tensor's in its own way.
 
-    Errors as ``silu_and_mul``.
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> gate, up = torch.tensor([[0.0, 1.0], [5.0, 2.0]])
+        >>> vllm_kernels.silu_and_mul_split(gate, gate, up)
+        >>> gate
+        tensor([0.0000, 1.4621])
     """
     call.silu_and_mul_split(out, gate, up)
 
@@ -81,7 +122,16 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     """``out = (gate if gate > threshold else 0) * up``, the FATReLU of sparse models.
 
     (Kurtz et al. 2020, ICML.) vLLM's op of the same name, but for a NaN gate, which stays one.
-    Shapes and errors as ``silu_and_mul``.
+    Shapes as ``silu_and_mul``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.fatrelu_and_mul(out, torch.tensor([[0.1, 1.0, 5.0, 2.0]]), 0.5)
+        >>> out
+        tensor([[0., 2.]])
     """
     call.fatrelu_and_mul(out, input, threshold)
 
@@ -90,7 +140,16 @@ def silu_and_mul_with_clamp(out: Tensor, input: Tensor, limit: float) -> None:
     """``out = round(silu(min(gate, limit))) * min(max(up, -limit), limit)``.
 
     vLLM's op of the same name, but for NaNs, which stay NaNs. ``limit`` >= 0 bounds in float32.
-    Shapes and errors as ``silu_and_mul``.
+    Shapes as ``silu_and_mul``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.silu_and_mul_with_clamp(out, torch.tensor([[0.0, 1.0, 5.0, 9.0]]), 2.0)
+        >>> out
+        tensor([[0.0000, 1.4621]])
     """
     call.silu_and_mul_with_clamp(out, input, limit)
 
@@ -108,7 +167,14 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
         alpha: not NaN.
         limit: >= 0.
 
-    Errors as ``silu_and_mul``.
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.swigluoai_and_mul(out, torch.tensor([[0.0, 5.0, 1.0, 1.0]]))
+        >>> out
+        tensor([[0.0000, 1.6916]])
     """
     call.swigluoai_and_mul(out, input, alpha, limit)
 
@@ -123,7 +189,15 @@ def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
         input: [..., 2 * d], gate then up; float32, float16 or bfloat16. Rows may be strided.
         scale: float32 of one element, on the device of ``input``.
 
-    Errors as ``silu_and_mul``.
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2, dtype=torch.float8_e4m3fn)
+        >>> x = torch.tensor([[0.0, 1.0, 5.0, 2.0]])
+        >>> vllm_kernels.silu_and_mul_quant(out, x, torch.tensor([0.25]))
+        >>> out.float() * 0.25
+        tensor([[0.0000, 1.5000]])
     """
     call.silu_and_mul_quant(out, input, scale)
 
@@ -153,7 +227,14 @@ def silu_and_mul_per_block_quant(
         scale_ub: float32 of one element: no scale exceeds it. For float8_e4m3fn only.
         is_scale_transposed: which dimension of ``scales`` has stride 1: the last, or the first.
 
-    Errors as ``silu_and_mul``.
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out, scales = torch.empty(1, 64, dtype=torch.int8), torch.empty(1, 1)
+        >>> vllm_kernels.silu_and_mul_per_block_quant(out, torch.ones(1, 128), scales, 64)
+        >>> out[0, 0].item(), round(127 * scales.item(), 4)
+        (127, 0.7311)
     """
     call.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed)
 
@@ -167,16 +248,43 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
         out: [..., d], written; may be ``input`` itself. Rows may be strided.
         input: [..., d], float32, float16 or bfloat16. Rows may be strided.
 
-    Errors as ``silu_and_mul``.
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.gelu_new(out, torch.tensor([[-1.0, 1.0]]))
+        >>> out
+        tensor([[-0.1588,  0.8412]])
     """
     call.gelu_new(out, input)
 
 
 def gelu_fast(out: Tensor, input: Tensor) -> None:
-    """The function of ``gelu_new``, under the other name that Hugging Face models give it."""
+    """The function of ``gelu_new``, under the other name that Hugging Face models give it.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.gelu_fast(out, torch.tensor([[-1.0, 1.0]]))
+        >>> out
+        tensor([[-0.1588,  0.8412]])
+    """
     call.gelu_fast(out, input)
 
 
 def gelu_quick(out: Tensor, input: Tensor) -> None:
-    """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``."""
+    """gelu by sigmoid: ``x / (1 + exp(-1.702 x))`` (arXiv:1606.08415). Shapes as ``gelu_new``.
+
+    Raises:
+        RuntimeError: as :func:`silu_and_mul`.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> vllm_kernels.gelu_quick(out, torch.tensor([[-1.0, 1.0]]))
+        >>> out
+        tensor([[-0.1542,  0.8458]])
+    """
     call.gelu_quick(out, input)

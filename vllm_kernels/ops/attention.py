@@ -93,8 +93,21 @@ def paged_attention_v1(
     Head sizes: multiples of 8 from 32 to 256 (of 16 for 8-bit caches).
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a length or block id out of range; on CUDA such a row is contained (clamped, skipped).
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a length or block id out of range; on CUDA
+            such a row is contained (clamped, skipped).
+
+    Example:
+        >>> query, out = torch.randn(1, 4, 64), torch.empty(1, 4, 64)
+        >>> key_cache, value_cache = torch.zeros(2, 2, 16, 16, 4), torch.ones(2, 2, 64, 16)
+        >>> table = torch.tensor([[1]], dtype=torch.int32)
+        >>> length, one = torch.tensor([5], dtype=torch.int32), torch.ones(1)
+        >>> vllm_kernels.paged_attention_v1(
+        ...     out, query, key_cache, value_cache, 2, 0.125, table, length, 16, 5, None, "auto",
+        ...     one, one,
+        ... )
+        >>> torch.allclose(out, torch.ones(1, 4, 64))
+        True
     """
     if is_grad_enabled():
         try:  # asked here first: a call of inference_only() costs 0.5 us
@@ -166,6 +179,23 @@ def paged_attention_v2(
         max_logits: [num_seqs, num_heads, partitions] float32.
         tmp_out: [num_seqs, num_heads, partitions, head_size] in out's dtype. partitions must be at
             least ceil(max_seq_len / 512).
+
+    Raises:
+        RuntimeError: as :func:`paged_attention_v1`, and for scratch of another dtype or shape, or
+            with fewer partitions.
+
+    Example:
+        >>> query, out = torch.randn(1, 4, 64), torch.empty(1, 4, 64)
+        >>> exp_sum, max_logits, tmp_out = (torch.empty(1, 4, 1, *d) for d in ((), (), (64,)))
+        >>> key_cache, value_cache = torch.zeros(2, 2, 16, 16, 4), torch.ones(2, 2, 64, 16)
+        >>> table = torch.tensor([[1]], dtype=torch.int32)
+        >>> length, one = torch.tensor([5], dtype=torch.int32), torch.ones(1)
+        >>> vllm_kernels.paged_attention_v2(
+        ...     out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, 2, 0.125, table,
+        ...     length, 16, 5, None, "auto", one, one,
+        ... )
+        >>> torch.allclose(out, torch.ones(1, 4, 64))
+        True
     """
     if is_grad_enabled():
         inference_only(
@@ -376,9 +406,19 @@ def paged_attention(
         contiguous.)
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a length, block id, query_start_loc or scale out of range, before anything is written;
-            on CUDA such a row is contained (clamped, skipped).
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a length, block id, query_start_loc or scale
+            out of range, before anything is written; on CUDA such a row is contained (clamped,
+            skipped).
+
+    Example:
+        >>> query = torch.randn(1, 4, 64)  # one new token
+        >>> keys, values = torch.randn(8, 16, 2, 64), torch.ones(8, 16, 2, 64)
+        >>> table = torch.tensor([[3, 5]], dtype=torch.int32)
+        >>> length = torch.tensor([20], dtype=torch.int32)
+        >>> out = vllm_kernels.paged_attention(query, keys, values, table, length, layout="NHD")
+        >>> torch.allclose(out, torch.ones(1, 4, 64))
+        True
     """
     if modes_are_on() and may_skip_modes():
         return without_modes(paged_attention, locals())
@@ -540,8 +580,16 @@ def varlen_attention(
         out, or (out, lse), as :func:`paged_attention` does.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a start out of range, before anything is written; on CUDA such a row is contained.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a start out of range, before anything is
+            written; on CUDA such a row is contained.
+
+    Example:
+        >>> qkv = torch.randn(7, 3, 2, 64)  # two sequences, of 3 and 4 tokens
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out = vllm_kernels.varlen_attention(*qkv.unbind(1), starts, starts)
+        >>> torch.allclose(out[0], qkv[0, 2])  # the first token sees only itself
+        True
     """
     if modes_are_on() and may_skip_modes():
         return without_modes(varlen_attention, locals())
@@ -642,10 +690,24 @@ def fused_decode_attention(
         out.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a position, slot, length or block id out of range, before anything is written. On CUDA
-            such a row is contained: with a bad slot the token is not stored; with a bad position
-            its key is not, and its result means nothing; lengths are clamped, blocks skipped.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a position, slot, length or block id out of
+            range, before anything is written. On CUDA such a row is contained: with a bad slot the
+            token is not stored; with a bad position its key is not, and its result means nothing;
+            lengths are clamped, blocks skipped.
+
+    Example:
+        >>> qkv = torch.randn(1, (4 + 2 * 2) * 64)  # 4 query heads, 2 KV heads
+        >>> cos_sin_cache = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], dim=1)
+        >>> key_cache, value_cache = torch.zeros(2, 8, 16, 2, 64)
+        >>> zero, one = torch.tensor([0]), torch.ones(1, dtype=torch.int32)
+        >>> value = qkv[0, 6 * 64 :].view(2, 64)
+        >>> out = vllm_kernels.fused_decode_attention(
+        ...     qkv, zero, cos_sin_cache, key_cache, value_cache, zero, zero[None].int(), one,
+        ...     layout="NHD",
+        ... )
+        >>> torch.allclose(out[0], value.repeat_interleave(2, dim=0))
+        True
     """
     if is_grad_enabled():
         inference_only(
@@ -692,6 +754,13 @@ def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
     at once give wrong results, or wait for each other for ever. (A CUDA graph has that of the
     stream it was captured on: replays that overlap need one each.) Every call leaves the relevant
     bytes zero, so one allocation is enough.
+
+    Raises:
+        RuntimeError: for a device that torch cannot allocate on.
+
+    Example:
+        >>> vllm_kernels.paged_attention_workspace("cpu").nbytes >> 20
+        40
     """
     return torch.zeros(_C.paged_attention_workspace_bytes, dtype=torch.uint8, device=device)
 
@@ -720,7 +789,15 @@ def merge_attn_states(
     Where both parts are empty the output is 0 and its lse -inf.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> prefix, suffix = torch.zeros(1, 1, 8), torch.ones(1, 1, 8)  # [tokens, heads, head_size]
+        >>> lse, out = torch.zeros(1, 1), torch.empty(1, 1, 8)
+        >>> vllm_kernels.merge_attn_states(out, prefix, lse, suffix, lse)
+        >>> out[0, 0, 0].item()
+        0.5
     """
     call.merge_attn_states(output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
 
@@ -746,6 +823,14 @@ def combine_attn_partials(
     Where all partial results are empty the output is 0 and its lse -inf.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> partials = torch.stack([torch.zeros(1, 1, 8), torch.ones(1, 1, 8)])
+        >>> out = torch.empty(1, 1, 8)
+        >>> vllm_kernels.combine_attn_partials(out, partials, torch.zeros(2, 1, 1))
+        >>> out[0, 0, 0].item()
+        0.5
     """
     call.combine_attn_partials(output, output_lse, out_partial, lse_partial)

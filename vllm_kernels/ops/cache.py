@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from vllm_kernels import _library
 from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import InvalidType
+from vllm_kernels.errors import InvalidType, Unsupported
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
@@ -19,11 +22,13 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "gather_and_maybe_dequant_cache",
+    "gather_cache",
     "gather_paged_kv",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "swap_blocks_batch",
 ]
 
 call = calls(
@@ -71,9 +76,20 @@ def reshape_and_cache(
     :func:`reshape_and_cache_flash` is cheaper.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a slot below -1 or past the cache, before anything is written; on CUDA such a token is
-            left out, and reported with VLLM_KERNELS_CHECK=1, as are repeated slots.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a slot below -1 or past the cache, before
+            anything is written; on CUDA such a token is left out, and reported with
+            VLLM_KERNELS_CHECK=1, as are repeated slots.
+
+    Example:
+        >>> key_cache, value_cache = torch.zeros(4, 1, 16, 16, 4), torch.zeros(4, 1, 64, 16)
+        >>> key, value = torch.ones(2, 1, 1, 64)  # one token, one head
+        >>> slots, one = torch.tensor([17]), torch.ones(1)
+        >>> vllm_kernels.reshape_and_cache(
+        ...     key, value, key_cache, value_cache, slots, "auto", one, one
+        ... )
+        >>> value_cache[1, :, :, 1].sum().item()  # slot 17: block 1, token 1
+        64.0
     """
     call.reshape_and_cache(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
@@ -99,6 +115,19 @@ def reshape_and_cache_flash(
             [num_blocks, num_kv_heads, block_size, head_size], is written through its view
             ``cache.transpose(1, 2)``, at the same speed. (Nothing can tell that the view was
             forgotten where block_size = num_kv_heads.)
+
+    Raises:
+        RuntimeError: as :func:`reshape_and_cache`.
+
+    Example:
+        >>> key_cache, value_cache = torch.zeros(2, 4, 16, 1, 64)
+        >>> key, value = torch.ones(2, 1, 1, 64)  # one token, one head
+        >>> slots, one = torch.tensor([17]), torch.ones(1)
+        >>> vllm_kernels.reshape_and_cache_flash(
+        ...     key, value, key_cache, value_cache, slots, "auto", one, one
+        ... )
+        >>> value_cache[1, 1].sum().item()  # slot 17: block 1, token 1
+        64.0
     """
     call.reshape_and_cache_flash(
         key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
@@ -136,6 +165,17 @@ def reshape_and_cache_per_token_quant(
 
     Raises:
         RuntimeError: as :func:`reshape_and_cache`.
+
+    Example:
+        >>> key_cache, value_cache = torch.zeros(2, 4, 16, 1, 64, dtype=torch.int8)
+        >>> key_scales, value_scales = torch.zeros(2, 4, 1, 16)
+        >>> key, value = torch.full((2, 1, 1, 64), 127.0)
+        >>> vllm_kernels.reshape_and_cache_per_token_quant(
+        ...     key, value, key_cache, value_cache, key_scales, value_scales,
+        ...     torch.tensor([17]), "NHD",
+        ... )
+        >>> key_cache[1, 1, 0, 0].item(), key_scales[1, 0, 1].item()
+        (127, 1.0)
     """
     call.reshape_and_cache_per_token_quant(
         key, value, key_cache, value_cache, key_scales, value_scales, slot_mapping, layout
@@ -170,12 +210,52 @@ def cp_gather_cache(
     Source: vLLM's op of this name (its newest line).
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a block out of range and for tokens past the block table, before anything is written.
-            On CUDA the rows of such tokens are zeros, and bad values are reported with
-            VLLM_KERNELS_CHECK=1 (but for a start and a length that are too long only together).
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a block out of range and for tokens past the
+            block table, before anything is written. On CUDA the rows of such tokens are zeros, and
+            bad values are reported with VLLM_KERNELS_CHECK=1 (but for a start and a length that are
+            too long only together).
+
+    Example:
+        >>> cache = torch.arange(4.0).view(2, 2, 1)  # two blocks of two tokens
+        >>> table = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> rows, cu_seq_lens = torch.zeros(3, 1), torch.tensor([0, 3], dtype=torch.int32)
+        >>> vllm_kernels.cp_gather_cache(cache, rows, table, cu_seq_lens, 1)
+        >>> rows.flatten()
+        tensor([2., 3., 0.])
     """
     call.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
+
+
+def gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """:func:`cp_gather_cache` under the name that vLLM 0.9 gave it.
+
+    Args:
+        src_cache, dst, block_table, cu_seq_lens, batch_size: as :func:`cp_gather_cache`.
+        seq_starts: likewise, at any place in a block. (vLLM 0.9 rounded a start down to its block.)
+
+    Raises:
+        InvalidArgument, InvalidIndex: as :func:`cp_gather_cache`.
+
+    Example:
+        >>> cache = torch.arange(4.0).view(2, 2, 1)  # two blocks of two tokens
+        >>> table = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> rows = torch.zeros(3, 1)
+        >>> cu_seq_lens = torch.tensor([0, 3], dtype=torch.int32)
+        >>> vllm_kernels.gather_cache(cache, rows, table, cu_seq_lens, 1)
+        >>> rows.flatten().tolist()
+        [2.0, 3.0, 0.0]
+
+    Source: vLLM 0.9's op of this name.
+    """
+    call.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 
 def gather_and_maybe_dequant_cache(
@@ -207,6 +287,17 @@ def gather_and_maybe_dequant_cache(
     Raises:
         RuntimeError: as :func:`cp_gather_cache`. On CUDA the row of a sequence out of range is
             zeros.
+
+    Example:
+        >>> cache = torch.arange(4, dtype=torch.int8).view(2, 2, 1)  # two blocks of two tokens
+        >>> table = torch.tensor([[1, 0]], dtype=torch.int32)
+        >>> rows, cu_seq_lens = torch.zeros(3, 1), torch.tensor([0, 3], dtype=torch.int32)
+        >>> sequences, scale = torch.zeros(3, dtype=torch.int32), torch.tensor([0.5])
+        >>> vllm_kernels.gather_and_maybe_dequant_cache(
+        ...     cache, rows, table, cu_seq_lens, sequences, 3, "int8", scale
+        ... )
+        >>> rows.flatten()
+        tensor([1.0000, 1.5000, 0.0000])
     """
     call.gather_and_maybe_dequant_cache(
         src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype,
@@ -250,6 +341,17 @@ def gather_paged_kv(
 
     Raises:
         RuntimeError: as :func:`cp_gather_cache`.
+
+    Example:
+        >>> key_cache, value_cache = torch.randn(2, 4, 16, 1, 64)
+        >>> key, value = torch.empty(2, 20, 1, 64)
+        >>> tables = torch.tensor([[2, 0]], dtype=torch.int32)
+        >>> cu_seq_lens = torch.tensor([0, 20], dtype=torch.int32)
+        >>> vllm_kernels.gather_paged_kv(
+        ...     key, value, key_cache, value_cache, tables, cu_seq_lens, layout="NHD"
+        ... )
+        >>> torch.equal(key, torch.cat([key_cache[2], key_cache[0, :4]]))
+        True
     """
     call.gather_paged_kv(
         key, value, key_cache, value_cache, block_tables, cu_seq_lens, seq_starts, k_scale,
@@ -288,6 +390,14 @@ def concat_and_cache_mla(
 
     Raises:
         RuntimeError: as :func:`reshape_and_cache`.
+
+    Example:
+        >>> cache = torch.zeros(4, 16, 6)
+        >>> kv_c, k_pe = torch.ones(1, 4), torch.full((1, 2), 2.0)
+        >>> slots, one = torch.tensor([17]), torch.ones(1)
+        >>> vllm_kernels.concat_and_cache_mla(kv_c, k_pe, cache, slots, "auto", one)
+        >>> cache[1, 1]  # slot 17: block 1, token 1
+        tensor([1., 1., 1., 1., 2., 2.])
     """
     call.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
@@ -317,9 +427,24 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     Source: vLLM's op of this name.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a block, a length or a row out of range, before anything is written. On CUDA the row of
-            a bad block is zeros, and tokens that would go past dst are left out.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. On the CPU also for a block, a length or a row out of range,
+            before anything is written. On CUDA the row of a bad block is zeros, and tokens that
+            would go past dst are left out.
+
+    Example:
+        >>> cache = torch.zeros(1, 16, 656, dtype=torch.uint8)
+        >>> kv_c, k_pe = torch.ones(1, 512), torch.full((1, 64), 2.0)
+        >>> vllm_kernels.concat_and_cache_mla(
+        ...     kv_c, k_pe, cache, torch.tensor([0]), "fp8_ds_mla", torch.ones(1)
+        ... )
+        >>> rows, one = torch.empty(1, 576), torch.ones(1, dtype=torch.int32)
+        >>> table = start = torch.zeros(1, dtype=torch.int32)
+        >>> vllm_kernels.cp_gather_and_upconvert_fp8_kv_cache(
+        ...     cache, rows, table[None], one, start, 1
+        ... )
+        >>> rows[0, 0].item(), rows[0, 575].item()
+        (1.0, 2.0)
     """
     call.cp_gather_and_upconvert_fp8_kv_cache(
         src_cache, dst, block_table, seq_lens, workspace_starts, batch_size
@@ -339,7 +464,14 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     Source: vLLM's op of this name, there for 512 + 64 only.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> nope, rope, out = torch.ones(1, 1, 2), torch.zeros(1, 1, 1), torch.empty(1, 1, 3)
+        >>> vllm_kernels.concat_mla_q(nope, rope, out)
+        >>> out
+        tensor([[[1., 1., 0.]]])
     """
     call.concat_mla_q(ql_nope, q_pe, q_out)
 
@@ -371,6 +503,12 @@ def copy_blocks(
         RuntimeError: also for a block out of range or a destination that occurs twice, before
             anything is copied, where the mapping is on the CPU. On CUDA a pair out of range is
             skipped, and both are reported with VLLM_KERNELS_CHECK=1.
+
+    Example:
+        >>> key_cache, value_cache = torch.arange(8.0).view(2, 4, 1)  # four blocks each
+        >>> vllm_kernels.copy_blocks([key_cache], [value_cache], torch.tensor([[0, 3]]))
+        >>> key_cache.flatten(), value_cache.flatten()
+        (tensor([0., 1., 2., 0.]), tensor([4., 5., 6., 4.]))
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         _refuse_one_tensor("copy_blocks", name, caches)
@@ -379,7 +517,17 @@ def copy_blocks(
 
 
 def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """:func:`copy_blocks` for caches that hold keys and values together, one a layer."""
+    """:func:`copy_blocks` for caches that hold keys and values together, one a layer.
+
+    Raises:
+        RuntimeError: as :func:`copy_blocks`.
+
+    Example:
+        >>> cache = torch.arange(4.0).view(4, 1)  # four blocks
+        >>> vllm_kernels.copy_blocks_mla([cache], torch.tensor([[0, 3]]))
+        >>> cache.flatten()
+        tensor([0., 1., 2., 0.])
+    """
     _refuse_one_tensor("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
     call.copy_blocks_mla(kv_caches, block_mapping)
@@ -415,6 +563,12 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     Raises:
         RuntimeError: also for a block out of range or, between two tensors, one of dst that occurs
             twice, before anything is copied.
+
+    Example:
+        >>> src, dst = torch.arange(4.0).view(4, 1), torch.zeros(2, 1)
+        >>> vllm_kernels.swap_blocks(src, dst, torch.tensor([[3, 0], [1, 1]]))
+        >>> dst.flatten()
+        tensor([3., 1.])
     """
     call.swap_blocks(src, dst, block_mapping)
 
@@ -425,17 +579,74 @@ def convert_fp8(
     scale: float = 1.0,
     kv_dtype: Literal["fp8", "fp8_e4m3", "fp8_e5m2"] = "fp8",
 ) -> None:
-    """Converts a cache to or from 8 bits, element by element in memory; the shapes may differ.
+    """Converts a cache to or from 8 bits, element by element in the order of memory.
+
+    The shapes may differ, as those of a K cache in layout "vllm" do. Dimensions may have any order
+    in memory: permuted views need no copy.
 
     Args:
-        output: contiguous, as many elements as input, written.
-        input: contiguous. One of the two is float32, float16 or bfloat16, the other 8-bit (uint8,
-            or the float8 dtype that kv_dtype names), which gives the direction:
+        output: without gaps in memory, as many elements as input, written. If it has input's
+            shape, it must have its strides, too.
+        input: without gaps in memory. One of the two is float32, float16 or bfloat16, the other
+            8-bit (uint8, or the float8 dtype that kv_dtype names), which gives the direction:
             8-bit = x / scale, to nearest even, saturating; or x = 8-bit * scale.
         scale: of the 8-bit side, finite and > 0.
         kv_dtype: "fp8" or "fp8_e4m3", "fp8_e5m2".
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> cache, eight = torch.tensor([1.0, -2.0]), torch.zeros(2, dtype=torch.uint8)
+        >>> vllm_kernels.convert_fp8(eight, cache, 0.5)
+        >>> eight.view(torch.float8_e4m3fn).float()
+        tensor([ 2., -4.])
     """
     call.convert_fp8(output, input, scale, kv_dtype)
+
+
+def swap_blocks_batch(
+    src_ptrs: Tensor,
+    dst_ptrs: Tensor,
+    sizes: Tensor,
+    is_src_access_order_any: bool = False,
+) -> None:
+    """Copies between addresses, of the CPU or of the current GPU.
+
+    On CUDA the copies go to the current stream, in one batch where :func:`swap_blocks` would.
+    Sources are all of one kind (a GPU's, pinned or pageable memory), and so are destinations: the
+    first copy stands for all.
+
+    Args:
+        src_ptrs, dst_ptrs: [num_copies] int64 on the CPU: addresses, as ``data_ptr()`` gives them.
+        sizes: [num_copies] int64 on the CPU: bytes of each copy.
+        is_src_access_order_any: whether sources may be read at once, before earlier work of the
+            stream has finished.
+
+    Warning:
+        Nothing can check an address. A wrong one ends the process or overwrites other data. No
+        destination may overlap another, or a source: the copies have no order. Keep the memory
+        alive until the stream has passed the copies.
+
+    ``torch.ops.vllm_kernels.swap_blocks_batch`` copies on the CPU unless ``on`` is a CUDA tensor.
+
+    Raises:
+        InvalidArgument: for lists of other dtypes, shapes or devices.
+        InvalidIndex: for a size below 0, or an address 0 of a copy that is not empty.
+        Unsupported: under torch.compile, which cannot see what the call reads and writes.
+
+    Example:
+        >>> src, dst = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+        >>> from_, to = torch.tensor([src[2:].data_ptr()]), torch.tensor([dst.data_ptr()])
+        >>> vllm_kernels.swap_blocks_batch(from_, to, torch.tensor([16]))
+        >>> dst.tolist()
+        [2, 3, 0, 0]
+
+    Source: ``vllm._custom_ops.swap_blocks_batch``.
+    """
+    if is_dynamo_compiling():
+        raise Unsupported("swap_blocks_batch: expected a call outside of torch.compile")
+    in_use = _library.cuda_loaded and torch.cuda.is_initialized()
+    on = torch.empty(0, device="cuda") if in_use else None
+    call.swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any, on)

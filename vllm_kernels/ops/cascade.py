@@ -36,6 +36,13 @@ def cascade_pays(num_seqs: int, num_common: int, token_bytes: int, device: torch
 
     Returns:
         Whether it saves at least 300 MB on a GPU, 2 MB on a CPU.
+
+    Raises:
+        AttributeError: for a device that is no torch.device.
+
+    Example:
+        >>> vllm_kernels.cascade_pays(2, 16, 4096, torch.device("cpu"))
+        False
     """
     return (num_seqs - 1) * num_common * token_bytes >= MIN_SAVED_BYTES.get(device.type, math.inf)
 
@@ -82,6 +89,18 @@ def cascade_plan(
 
     Returns:
         The plan, a few tensors on block_tables' device.
+
+    Raises:
+        ValueError: for block_tables without two dimensions.
+
+    Example:
+        >>> tables = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)  # block 0 is common
+        >>> lengths = torch.tensor([20, 18], dtype=torch.int32)
+        >>> plan = vllm_kernels.cascade_plan(
+        ...     tables, lengths, 1, block_size=16, num_heads=4, num_kv_heads=2
+        ... )
+        >>> plan.seq_lens.tolist()  # the common tokens, then the rest of each sequence
+        [16, 4, 2]
     """
     num_seqs, columns = block_tables.shape
     if num_tokens is None:
@@ -231,6 +250,16 @@ def cascade_attention(
     Raises:
         RuntimeError: as :func:`paged_attention` does, and if num_common_blocks is negative or
             more than the columns of block_tables.
+
+    Example:
+        >>> query, (key_cache, value_cache) = torch.randn(2, 4, 64), torch.randn(2, 8, 16, 2, 64)
+        >>> tables = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)  # block 0 is common
+        >>> lengths = torch.tensor([20, 18], dtype=torch.int32)
+        >>> arguments = (query, key_cache, value_cache, tables, lengths)
+        >>> out = vllm_kernels.cascade_attention(*arguments, 1, layout="NHD")
+        >>> want = vllm_kernels.paged_attention(*arguments, layout="NHD")
+        >>> torch.allclose(out, want, atol=1e-5)
+        True
     """
     shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "layout": layout}
     shared |= {"k_scale": k_scale, "v_scale": v_scale}

@@ -31,7 +31,14 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -> None
         epsilon: finite, >= 0.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> vllm_kernels.rms_norm(x, x, torch.ones(2), 1e-6)
+        >>> x
+        tensor([[0.8485, 1.1314]])
     """
     call.rms_norm(out, input, weight, epsilon)
 
@@ -49,7 +56,14 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
         epsilon: finite, >= 0.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> x, residual = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]])
+        >>> vllm_kernels.fused_add_rms_norm(x, residual, torch.ones(2), 1e-6)
+        >>> x, residual
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     call.fused_add_rms_norm(input, residual, weight, epsilon)
 
@@ -57,7 +71,16 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
 def rms_norm_weightless(out: Tensor, input: Tensor, epsilon: float) -> None:
     """``out = round(x / sqrt(mean(x²) + epsilon))``, row by row: vLLM's op of the same name.
 
-    Shapes and errors as ``rms_norm``, without a weight.
+    Shapes as ``rms_norm``, without a weight.
+
+    Raises:
+        RuntimeError: as :func:`rms_norm`.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> vllm_kernels.rms_norm_weightless(x, x, 1e-6)
+        >>> x
+        tensor([[0.8485, 1.1314]])
     """
     call.rms_norm_weightless(out, input, epsilon)
 
@@ -65,7 +88,16 @@ def rms_norm_weightless(out: Tensor, input: Tensor, epsilon: float) -> None:
 def fused_add_rms_norm_weightless(input: Tensor, residual: Tensor, epsilon: float) -> None:
     """``residual = round(residual + input)``, then ``input = rms_norm_weightless(residual)``.
 
-    Shapes and errors as ``fused_add_rms_norm``.
+    Shapes as ``fused_add_rms_norm``.
+
+    Raises:
+        RuntimeError: as :func:`fused_add_rms_norm`.
+
+    Example:
+        >>> x, residual = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]])
+        >>> vllm_kernels.fused_add_rms_norm_weightless(x, residual, 1e-6)
+        >>> x, residual
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     call.fused_add_rms_norm_weightless(input, residual, epsilon)
 
@@ -76,7 +108,16 @@ def gemma_rms_norm(out: Tensor, input: Tensor, weight: Tensor, epsilon: float) -
     All in float32 and rounded once, as in Hugging Face's ``GemmaRMSNorm``, whose weights are stored
     as their difference from 1.
 
-    Shapes and errors as ``rms_norm``.
+    Shapes as ``rms_norm``.
+
+    Raises:
+        RuntimeError: as :func:`rms_norm`.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> vllm_kernels.gemma_rms_norm(x, x, torch.tensor([0.0, 1.0]), 1e-6)
+        >>> x
+        tensor([[0.8485, 2.2627]])
     """
     call.gemma_rms_norm(out, input, weight, epsilon)
 
@@ -86,6 +127,15 @@ def gemma_fused_add_rms_norm(
 ) -> None:
     """``residual = round(residual + input)``, then ``input = gemma_rms_norm(residual)``.
 
-    Shapes and errors as ``fused_add_rms_norm``.
+    Shapes as ``fused_add_rms_norm``.
+
+    Raises:
+        RuntimeError: as :func:`fused_add_rms_norm`.
+
+    Example:
+        >>> x, residual = torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]])
+        >>> vllm_kernels.gemma_fused_add_rms_norm(x, residual, torch.zeros(2), 1e-6)
+        >>> x, residual
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     call.gemma_fused_add_rms_norm(input, residual, weight, epsilon)

@@ -42,7 +42,15 @@ def rms_norm_static_fp8_quant(
         epsilon: finite, >= 0.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another.
+
+    Example:
+        >>> out = torch.empty(1, 2, dtype=torch.float8_e4m3fn)
+        >>> x, scale = torch.tensor([[3.0, -3.0]]), torch.tensor([0.5])
+        >>> vllm_kernels.rms_norm_static_fp8_quant(out, x, torch.ones(2), scale, 1e-6)
+        >>> out.float()
+        tensor([[ 2., -2.]])
     """
     call.rms_norm_static_fp8_quant(out, input, weight, scale, epsilon)
 
@@ -54,6 +62,19 @@ def fused_add_rms_norm_static_fp8_quant(
 
     ``input`` stays as it is. Its shape and dtype are those of ``residual``, which is written; the
     rest as ``rms_norm_static_fp8_quant``.
+
+    Raises:
+        RuntimeError: as :func:`rms_norm_static_fp8_quant`.
+
+    Example:
+        >>> out = torch.empty(1, 2, dtype=torch.float8_e4m3fn)
+        >>> x, residual = torch.tensor([[1.0, -1.0]]), torch.tensor([[2.0, -2.0]])
+        >>> scale = torch.tensor([0.5])
+        >>> vllm_kernels.fused_add_rms_norm_static_fp8_quant(
+        ...     out, x, residual, torch.ones(2), scale, 1e-6
+        ... )
+        >>> out.float(), residual
+        (tensor([[ 2., -2.]]), tensor([[ 3., -3.]]))
     """
     call.fused_add_rms_norm_static_fp8_quant(out, input, residual, weight, scale, epsilon)
 
@@ -79,7 +100,15 @@ def rms_norm_dynamic_per_token_quant(
             saturate). For float8_e4m3fn only.
         residual: shape and dtype of ``input``, written, apart from it. Rows may be strided.
 
-    Errors as ``rms_norm_static_fp8_quant``.
+    Raises:
+        RuntimeError: as :func:`rms_norm_static_fp8_quant`.
+
+    Example:
+        >>> out, scales = torch.empty(1, 2, dtype=torch.int8), torch.empty(1, 1)
+        >>> x = torch.tensor([[3.0, -3.0]])
+        >>> vllm_kernels.rms_norm_dynamic_per_token_quant(out, x, torch.ones(2), scales, 1e-6)
+        >>> out
+        tensor([[ 127, -127]], dtype=torch.int8)
     """
     call.rms_norm_dynamic_per_token_quant(out, input, weight, scales, epsilon, scale_ub, residual)
 
@@ -106,7 +135,15 @@ def rms_norm_per_block_quant(
         group_size: 64 or 128.
         is_scale_transposed: which dimension of ``scales`` has stride 1.
 
-    Errors as ``rms_norm_static_fp8_quant``.
+    Raises:
+        RuntimeError: as :func:`rms_norm_static_fp8_quant`.
+
+    Example:
+        >>> out, scales = torch.empty(1, 128, dtype=torch.int8), torch.empty(1, 2)
+        >>> x, weight = torch.ones(1, 128), torch.ones(128)
+        >>> vllm_kernels.rms_norm_per_block_quant(out, x, weight, scales, 1e-6, None, None, 64)
+        >>> (127 * scales).round()
+        tensor([[1., 1.]])
     """
     call.rms_norm_per_block_quant(
         out, input, weight, scales, epsilon, scale_ub, residual, group_size, is_scale_transposed

@@ -7,7 +7,12 @@ from torch import Tensor
 from vllm_kernels._types import Layout
 from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls
 
-__all__ = ["fused_qk_norm_rope", "rope_and_cache", "rotary_embedding"]
+__all__ = [
+    "batched_rotary_embedding",
+    "fused_qk_norm_rope",
+    "rope_and_cache",
+    "rotary_embedding",
+]
 
 call = calls(__all__, rope_and_cache=ONE_OR_EACH_HEAD)
 
@@ -37,10 +42,64 @@ def rotary_embedding(
         is_neox: pairs ``(i, i + rotary_size / 2)``; otherwise ``(2 i, 2 i + 1)`` as in GPT-J.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. A position outside
-            of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. A position outside of ``cos_sin_cache`` is an error on a CPU; on
+            a GPU its token is left unchanged.
+
+    Example:
+        >>> angle = torch.tensor([0.0, torch.pi])  # of positions 0 and 1
+        >>> cos_sin_cache = torch.stack([angle.cos(), angle.sin()], dim=1)
+        >>> query = torch.ones(2, 2)  # one head of size 2
+        >>> vllm_kernels.rotary_embedding(torch.tensor([0, 1]), query, None, 2, cos_sin_cache, True)
+        >>> query.round()
+        tensor([[ 1.,  1.],
+                [-1., -1.]])
     """
     call.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+def batched_rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: Tensor,
+) -> None:
+    """:func:`rotary_embedding` with one of several tables of angles per token.
+
+    The tables stand one below the other in ``cos_sin_cache``. A token's angles are in row
+    ``position + offset``. It served LoRA adapters with scaled positions.
+
+    Args:
+        positions, query, key, head_size, is_neox: as :func:`rotary_embedding`.
+        cos_sin_cache: [rows of all tables, rot_dim], any floating dtype: cosines, then sines.
+        rot_dim: the last dimension of ``cos_sin_cache``.
+        cos_sin_cache_offsets: [tokens] int64, contiguous, for positions [batch, seq] row by row:
+            the first row of the token's table.
+
+    Raises:
+        InvalidArgument: for a dtype or shape other than above, or tensors that overlap.
+        InvalidIndex: on a CPU, for a row outside of ``cos_sin_cache``. On a GPU its token is left
+            unchanged. VLLM_KERNELS_CHECK=1 reports a bad position or offset, but not a bad sum.
+
+    Example:
+        >>> angles = torch.tensor([0.0, torch.pi])  # two tables of one position
+        >>> tables = torch.stack([angles.cos(), angles.sin()], dim=1)
+        >>> query, positions = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
+        >>> vllm_kernels.batched_rotary_embedding(
+        ...     positions, query, None, 2, tables, True, 2, torch.tensor([0, 1])
+        ... )
+        >>> query.round().tolist()
+        [[1.0, 1.0], [-1.0, -1.0]]
+
+    Source: vLLM's op of this name, which vLLM dropped in September 2025.
+    """
+    call.batched_rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, is_neox, rot_dim, cos_sin_cache_offsets
+    )
 
 
 def fused_qk_norm_rope(
@@ -72,8 +131,19 @@ def fused_qk_norm_rope(
         position_ids: [num_tokens] int64.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. A position outside
-            of ``cos_sin_cache`` is an error on a CPU; on a GPU its token is left unchanged.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. A position outside of ``cos_sin_cache`` is an error on a CPU; on
+            a GPU its token is left unchanged.
+
+    Example:
+        >>> angle = torch.zeros(1, 32)  # of position 0
+        >>> cos_sin_cache = torch.cat([angle.cos(), angle.sin()], dim=1)
+        >>> qkv, weight = torch.full((1, 3 * 64), 5.0), torch.ones(64)
+        >>> vllm_kernels.fused_qk_norm_rope(
+        ...     qkv, 1, 1, 1, 64, 1e-6, weight, weight, cos_sin_cache, True, torch.tensor([0])
+        ... )
+        >>> qkv[0, ::64].round()  # the first element of query, key and value
+        tensor([1., 1., 5.])
     """
     call.fused_qk_norm_rope(
         qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight,
@@ -123,9 +193,22 @@ def rope_and_cache(
         epsilon: of the norm, finite, >= 0.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. A position or slot
-            out of range is an error on a CPU. On a GPU a position out of range leaves the token's
-            query unchanged and its key unstored, a slot out of range stores nothing.
+        RuntimeError: for another dtype, shape, stride or device than above, or a written tensor
+            that overlaps another. A position or slot out of range is an error on a CPU. On a GPU a
+            position out of range leaves the token's query unchanged and its key unstored, a slot
+            out of range stores nothing.
+
+    Example:
+        >>> angle = torch.zeros(1, 32)
+        >>> cos_sin_cache = torch.cat([angle.cos(), angle.sin()], dim=1)
+        >>> query, key, value = torch.ones(3, 1, 1, 64)
+        >>> key_cache, value_cache = torch.zeros(2, 4, 16, 1, 64)
+        >>> vllm_kernels.rope_and_cache(
+        ...     torch.tensor([0]), query, key, value, cos_sin_cache, True, key_cache, value_cache,
+        ...     torch.tensor([17]), layout="NHD",
+        ... )
+        >>> key_cache[1, 1].sum().item()  # slot 17: block 1, token 1
+        64.0
     """
     call.rope_and_cache(
         positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,

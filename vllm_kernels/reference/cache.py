@@ -174,6 +174,9 @@ def cp_gather_cache(
     return _gather(src_cache, dst, block_table[:batch_size], cu_seq_lens, seq_starts)
 
 
+gather_cache = cp_gather_cache
+
+
 def _dequantized(cache: Tensor, scale: Tensor | None) -> Tensor:
     """In float32; `scale` broadcasts."""
     return cache.float() if scale is None else cache.float() * scale

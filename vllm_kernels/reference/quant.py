@@ -59,3 +59,50 @@ def quantize_product_groups(
     if scale_ub is not None:
         scale = scale.clamp(max=scale_ub.item()).clamp(min=MIN_SCALE[dtype])
     return quantize(parts, scale, dtype, divide=True).flatten(-2), scale.squeeze(-1)
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(elements, the scale or scales [rows, 1])."""
+    if scale is None and use_per_token_if_dynamic:
+        elements, scales = quantize_rows(input, _E4M3, scale_ub)
+        return elements, scales.reshape(-1, 1)
+    if scale is None:
+        scale = scale_of(input.flatten(), _E4M3)
+    return quantize(input, scale, _E4M3, divide=False), scale
+
+
+def scaled_int8_quant(
+    input: Tensor, scale: Tensor | None = None, azp: Tensor | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(elements, the scale or scales [rows, 1], the zero points or None)."""
+    if scale is not None and azp is None:
+        return quantize(input, scale, _INT8, divide=True), scale, None
+    if scale is not None and azp is not None:
+        return _shifted(input.float(), 1 / scale, azp), scale, azp
+    rows = input.float().reshape(-1, input.size(-1))
+    magnitude = rows.abs().amax(-1, keepdim=True)
+    number = torch.full_like  # by a number, CUDA multiplies by its inverse
+    if symmetric:
+        usable = (magnitude > 2.0**-119) & magnitude.isfinite()
+        inverse = torch.where(usable, number(magnitude, 127.0) / magnitude, 0.0)
+        elements = to_8_bits(rows * inverse, _INT8)
+        return elements.view(input.shape), magnitude / number(magnitude, 127.0), None
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    scales = torch.maximum(magnitude * 2.0**-21, (high - low) / number(magnitude, 255.0))
+    scales = scales.where(magnitude.isfinite(), magnitude)
+    tiny, usable = scales < 2.0**-126, scales.isfinite()
+    inverse = torch.where(usable & ~tiny, 1 / scales, 0.0)
+    points = (-128 - low / scales).round().where(usable & ~tiny, torch.where(tiny, -128.0, 0.0))
+    zero_points = points.to(torch.int32)
+    return _shifted(rows, inverse, zero_points).view(input.shape), scales, zero_points
+
+
+def _shifted(values: Tensor, inverse: Tensor, zero_point: Tensor) -> Tensor:
+    """int8(round(values * inverse) + zero_point); a NaN counts as 0."""
+    rounded = (values * inverse).nan_to_num(nan=0.0).round().double()
+    return (rounded + zero_point).clamp(-128, 127).to(_INT8)

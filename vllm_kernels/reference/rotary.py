@@ -29,6 +29,19 @@ def rotary_embedding(
     return torch.cat([rotated, rest], dim=-1).reshape(x.shape).to(x.dtype)
 
 
+def batched_rotary_embedding(
+    positions: Tensor,
+    x: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    cos_sin_cache_offsets: Tensor,
+) -> Tensor:
+    """As rotary_embedding, with offsets [tokens] added to the positions."""
+    rows = positions + cos_sin_cache_offsets.view(positions.shape)
+    return rotary_embedding(rows, x, head_size, cos_sin_cache, is_neox)
+
+
 def fused_qk_norm_rope(
     qkv: Tensor,
     num_heads_q: int,

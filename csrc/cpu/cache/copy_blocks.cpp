@@ -1,6 +1,6 @@
 // copy_blocks and swap_blocks: copy whole KV blocks by a list of (source, destination) pairs.
 // A task is one byte range of every block of one cache. It copies all pairs in their order, so a
-// later pair reads the result of an earlier one.
+// later pair reads the result of an earlier one. swap_blocks_batch copies between addresses.
 #include "ops/copy_blocks.h"
 
 #include "cpu/base/dispatch.h"
@@ -47,9 +47,23 @@ void run_swap(const SwapBlocksParams& p, int64_t first, int64_t last) {
   }
 }
 
+// --- swap_blocks_batch: a task is one copy
+
+Loop batch_loop(const SwapBlocksBatchParams& p) {
+  return {.count = p.num_copies};
+}
+
+void run_batch(const SwapBlocksBatchParams& p, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    std::memmove(reinterpret_cast<void*>(p.to[i]), reinterpret_cast<const void*>(p.from[i]),
+                 p.bytes[i]);
+  }
+}
+
 }  // namespace
 
 VLLM_KERNELS_CPU_KERNEL(CopyBlocksParams, loop_of, run)
 VLLM_KERNELS_CPU_KERNEL(SwapBlocksParams, swap_loop, run_swap)
+VLLM_KERNELS_CPU_KERNEL(SwapBlocksBatchParams, batch_loop, run_batch)
 
 }  // namespace vllm_kernels::cpu

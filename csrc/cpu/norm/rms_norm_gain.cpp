@@ -2,7 +2,7 @@
 // The result is rounded once.
 //   input, residual, out [rows, hidden_size]; weight [hidden_size]
 // A task is a range of rows.
-#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm.h"
 
 #include "cpu/base/dispatch.h"
 #include "cpu/kernels.h"

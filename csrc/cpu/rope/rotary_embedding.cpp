@@ -1,5 +1,6 @@
 // rotary_embedding: rotates query and key heads by the angles of their positions, in place.
 //   query, key [num_tokens, heads, head_size]; cos_sin_cache [max_position, rotary_size]
+// batched_rotary_embedding adds an offset to each position.
 // A task is a range of tokens.
 #include "ops/rotary_embedding.h"
 
@@ -25,14 +26,15 @@ Loop loop_of(const RotaryParams& p) {
           .per_task = rows_per_task(2 * elements * size_of(p.dtype))};
 }
 
-// The binding has checked that positions are in range.
+// The binding has checked that positions are in range, with their offsets.
 void run(const RotaryParams& p, int64_t first, int64_t last) {
   dispatch_float(p.dtype, [&](auto tag) {
     dispatch_float(p.cache_dtype, [&](auto cache_tag) {
       using T = decltype(tag);
       using Cache = decltype(cache_tag);
       for (int64_t token = first; token < last; ++token) {
-        const int64_t position = p.positions[p.position_rows.offset(token)];
+        const int64_t position = p.positions[p.position_rows.offset(token)] +
+                                 (p.offsets == nullptr ? 0 : p.offsets[token]);
         const Cache* cosines =
             static_cast<const Cache*>(p.cos_sin_cache) + position * p.cache_stride;
         rotate_heads<T>(p, p.query, token, cosines);

@@ -18,16 +18,17 @@ __device__ __forceinline__ float to_float(int8_t x) {
   return static_cast<float>(x);
 }
 
+// Saturates four integers to four bytes; `a` is element 0.
+__device__ __forceinline__ uint32_t saturate4_int8(int32_t a, int32_t b, int32_t c, int32_t d) {
+  uint32_t high, bytes;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(d), "r"(c));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(b), "r"(a), "r"(high));
+  return bytes;
+}
+
 // Quantizes four floats to four bytes; `a` is element 0.
 __device__ __forceinline__ uint32_t quantize4_int8(float a, float b, float c, float d) {
-  uint32_t high, bytes;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;"
-      : "=r"(high)
-      : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)));
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
-      : "=r"(bytes)
-      : "r"(__float2int_rn(b)), "r"(__float2int_rn(a)), "r"(high));
-  return bytes;
+  return saturate4_int8(__float2int_rn(a), __float2int_rn(b), __float2int_rn(c), __float2int_rn(d));
 }
 
 // Rounds four floats in int8's range to the nearest integers and packs their low bytes. It adds

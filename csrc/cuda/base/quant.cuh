@@ -98,4 +98,23 @@ struct DivideByScale {
   }
 };
 
+// A scale computed from the largest magnitude, and its quantizer. As in vLLM, e4m3 divides by the
+// scale and int8 multiplies by its inverse.
+template <typename Q>
+struct ComputedScale {
+  float scale;
+  std::conditional_t<std::is_same_v<Q, int8_t>, MultiplyByInverse<Q>, DivideByScale<Q>> quantizer;
+
+  __device__ __forceinline__ static ComputedScale of(float magnitude, float upper_bound) {
+    constexpr DType kDType = kQuantDType<Q>;
+    const float scale = at_least(__fdiv_rn(at_most(magnitude, upper_bound), largest_of(kDType)),
+                                 min_scale_of(kDType));
+    if constexpr (std::is_same_v<Q, int8_t>) {
+      return {scale, MultiplyByInverse<Q>::of(scale)};
+    } else {
+      return {scale, DivideByScale<Q>::of(scale, magnitude)};
+    }
+  }
+};
+
 }  // namespace vllm_kernels::cuda

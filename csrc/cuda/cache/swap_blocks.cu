@@ -1,6 +1,6 @@
 // swap_blocks: copies pages between two tensors, each on the GPU or on the host, with
-// cudaMemcpyAsync or one cudaMemcpyBatchAsync. There is no kernel. copy_blocks.cu copies within a
-// cache.
+// cudaMemcpyAsync or one cudaMemcpyBatchAsync. swap_blocks_batch: the same between addresses. There
+// is no kernel. copy_blocks.cu copies within a cache.
 #include <vector>
 
 #include "cuda/base/launch.cuh"
@@ -9,11 +9,14 @@
 namespace vllm_kernels::cuda {
 namespace {
 
-// All copies of one swap: copy i moves bytes[i] from from[i] to to[i].
+// All copies of one call: copy i moves bytes[i] from from[i] to to[i].
 struct Copies {
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> bytes;
+  const char* op;
+  std::vector<void*> to = {};
+  std::vector<const void*> from = {};
+  std::vector<size_t> bytes = {};
+  bool in_order = false;          // a copy may read what an earlier one writes
+  bool any_source_order = false;  // sources may be read before earlier work of the stream
 };
 
 // Merges pairs into one copy where source and destination pages both are consecutive.
@@ -21,7 +24,7 @@ Copies join(const SwapBlocksParams& p) {
   const BlockCopy& copy = p.copy;
   const bool joinable =
       !p.one_tensor && copy.from_stride == p.block_bytes && copy.to_stride == p.block_bytes;
-  Copies copies;
+  Copies copies{.op = "swap_blocks", .in_order = p.one_tensor};
   for (int64_t i = 0; i < p.num_pairs;) {
     const int64_t from = p.pairs[2 * i], to = p.pairs[2 * i + 1];
     int64_t count = 1;
@@ -37,9 +40,9 @@ Copies join(const SwapBlocksParams& p) {
   return copies;
 }
 
-cudaMemoryType memory_of(const void* pointer) {
+cudaMemoryType memory_of(const char* op, const void* pointer) {
   cudaPointerAttributes attributes;
-  check(cudaPointerGetAttributes(&attributes, pointer), "swap_blocks");
+  check(cudaPointerGetAttributes(&attributes, pointer), op);
   return attributes.type;
 }
 
@@ -52,21 +55,24 @@ bool can_wait(cudaMemoryType type) {
 
 // Whether a batch is allowed. Its copies have no order among themselves, which overlapping tensors
 // need. It cannot be captured into a graph. The legacy default stream accepts none.
-bool takes_batch(const SwapBlocksParams& p, cudaStream_t stream) {
-  if (p.one_tensor || stream == nullptr || stream == cudaStreamLegacy) return false;
+bool takes_batch(const Copies& copies, cudaStream_t stream) {
+  if (copies.in_order || stream == nullptr || stream == cudaStreamLegacy) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "swap_blocks");
+  check(cudaStreamIsCapturing(stream, &status), copies.op);
   return status == cudaStreamCaptureStatusNone;
 }
 
-// Issues all copies in one call. Returns false where the runtime or the driver lacks that call.
-bool copy_batch(const SwapBlocksParams& p, Copies& copies, cudaStream_t stream) {
+// Issues all copies in one call. Returns false where the runtime or the driver lacks that call. The
+// first copy stands for all: one call's sources are alike, and so are its destinations.
+bool copy_batch(Copies& copies, cudaStream_t stream) {
 #if CUDART_VERSION >= 12080
-  if (copies.to.size() < 2 || !takes_batch(p, stream)) return false;
-  const cudaMemoryType from = memory_of(p.copy.from), to = memory_of(p.copy.to);
+  if (copies.to.size() < 2 || !takes_batch(copies, stream)) return false;
+  const cudaMemoryType from = memory_of(copies.op, copies.from[0]),
+                       to = memory_of(copies.op, copies.to[0]);
   if (!can_wait(from) || !can_wait(to)) return false;
   cudaMemcpyAttributes attributes = {};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.srcAccessOrder =
+      copies.any_source_order ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
   if (from != to) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   // The attributes apply from this copy on.
   size_t first = 0;
@@ -87,16 +93,31 @@ bool copy_batch(const SwapBlocksParams& p, Copies& copies, cudaStream_t stream) 
   return false;
 }
 
-}  // namespace
-
-void launch(const SwapBlocksParams& p, Stream stream_handle) {
+void copy_all(Copies& copies, Stream stream_handle) {
   const auto stream = static_cast<cudaStream_t>(stream_handle);
-  Copies copies = join(p);
-  if (copy_batch(p, copies, stream)) return;
+  if (copy_batch(copies, stream)) return;
   for (size_t i = 0; i < copies.to.size(); ++i) {
     check(cudaMemcpyAsync(copies.to[i], copies.from[i], copies.bytes[i], cudaMemcpyDefault, stream),
-          "swap_blocks");
+          copies.op);
   }
+}
+
+}  // namespace
+
+void launch(const SwapBlocksParams& p, Stream stream) {
+  Copies copies = join(p);
+  copy_all(copies, stream);
+}
+
+void launch(const SwapBlocksBatchParams& p, Stream stream) {
+  Copies copies{.op = "swap_blocks_batch", .any_source_order = p.any_source_order};
+  for (int64_t i = 0; i < p.num_copies; ++i) {
+    if (p.bytes[i] == 0) continue;
+    copies.to.push_back(reinterpret_cast<void*>(p.to[i]));
+    copies.from.push_back(reinterpret_cast<const void*>(p.from[i]));
+    copies.bytes.push_back(static_cast<size_t>(p.bytes[i]));
+  }
+  copy_all(copies, stream);
 }
 
 }  // namespace vllm_kernels::cuda

@@ -1,7 +1,7 @@
 // rms_norm without a weight, and with Gemma's gain 1 + weight (ops/rms_norm_gain.h): out [rows,
 // hidden_size]. rms_norm_epilogue.cuh has the kernel, its grid and its early reads. The epilogue
 // here stores the normalized row unchanged.
-#include "ops/rms_norm_gain.h"
+#include "ops/rms_norm.h"
 
 #include "cuda/launchers.h"
 #include "cuda/norm/rms_norm_epilogue.cuh"

@@ -1,5 +1,6 @@
 // rotary_embedding: rotates query [tokens, heads, head_size] and key in place by the angles of
-// their positions. cos_sin_cache is [max_position, rotary_size].
+// their positions. cos_sin_cache is [max_position, rotary_size]. batched_rotary_embedding adds an
+// offset to each position.
 //
 // Grid (token, tile of heads, tile of a head's chunks). Before the PDL wait nothing is read;
 // addresses are only prefetched into L2. ops/rotary_embedding.h has the contract, rope_heads.cuh
@@ -43,10 +44,11 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   prefetch_l2(second);
   wait_for_primary_kernel();
   const int64_t position = *position_at;
+  const int64_t offset = p.offsets == nullptr ? 0 : p.offsets[token];
   // Issued before the position is known.
   const Vec<T, kWidth> vecs[2] = {*first, *second};
-  if (position < 0 || position >= p.max_position) return;  // the head stays unchanged
-  const int64_t row = position * p.cache_stride + pair;
+  if (!p.has_angles(position, offset)) return;  // the head stays unchanged
+  const int64_t row = (position + offset) * p.cache_stride + pair;
   float cosines[kWidth], sines[kWidth], values[2][kWidth];
   load_angles(p.cos_sin_cache, p.cache_dtype, row, row + half, cosines, sines);
   upcast(vecs[0], values[0]);

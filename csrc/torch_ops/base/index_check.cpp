@@ -71,14 +71,14 @@ void scan(const IndexCheckParams& params, const Argument&) {
 void check_index(const Expect& expect, const Argument& values, const IndexBounds& bounds,
                  const UsedColumns& used) {
   if (values.data() == nullptr) return;  // no elements, or a meta tensor
-  const bool flat = values.dim() == 1;
+  const bool flat = values.dim() <= 1;
   scan({.op = expect.op(),
         .argument = values.name(),
         .bounds = bounds,
         .values = values.data(),
         .is_int64 = values.is_int64(),
         .one_dimensional = flat,
-        .rows = used.rows.value_or(values.size(0)),
+        .rows = used.rows.value_or(flat ? values.numel() : values.size(0)),
         .columns = flat ? 1 : values.size(1),
         .row_stride = flat ? 1 : values.stride(0),
         .row_lengths = used.row_lengths,

@@ -1,5 +1,5 @@
-// Bindings of copy_blocks, copy_blocks_mla and swap_blocks. A cache is [num_blocks, ...],
-// block_mapping [num_pairs, 2]. ops/copy_blocks.h has the rules for pairs.
+// Bindings of copy_blocks, copy_blocks_mla, swap_blocks and swap_blocks_batch. A cache is
+// [num_blocks, ...], block_mapping [num_pairs, 2]. ops/copy_blocks.h has the rules for pairs.
 #include "ops/copy_blocks.h"
 
 #include <algorithm>
@@ -230,6 +230,43 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   launch(params, to.is_cpu() ? src : dst);
 }
 
+// [num_copies] int64 on the CPU.
+Argument read_numbers(Expect& expect, const char* name, const Tensor& tensor, Size& num_copies) {
+  return expect.tensor_on_any_device(name, tensor)
+      .int64()
+      .shape({&num_copies})
+      .contiguous()
+      .on_cpu();
+}
+
+// `on`, any tensor of a GPU, makes torch call the CUDA library: the tensors of a call are on the
+// CPU, wherever the addresses lead.
+void swap_blocks_batch(const Tensor& src_ptrs, const Tensor& dst_ptrs, const Tensor& sizes,
+                       bool is_src_access_order_any, const std::optional<Tensor>& on) {
+  Expect expect("swap_blocks_batch");
+  Size num_copies("num_copies");
+  const Argument from = read_numbers(expect, "src_ptrs", src_ptrs, num_copies);
+  const Argument to = read_numbers(expect, "dst_ptrs", dst_ptrs, num_copies);
+  const Argument bytes = read_numbers(expect, "sizes", sizes, num_copies);
+  if (from.data() == nullptr || to.data() == nullptr || bytes.data() == nullptr) return;
+  const SwapBlocksBatchParams params{.from = from.as<const int64_t>(),
+                                     .to = to.as<const int64_t>(),
+                                     .bytes = bytes.as<const int64_t>(),
+                                     .num_copies = num_copies,
+                                     .any_source_order = is_src_access_order_any};
+  for (int64_t i = 0; i < num_copies; ++i) {
+    const auto refuse = [&](const Argument& list, int64_t value, const char* expected) {
+      expect.fail(std::string(list.name()) + "[" + std::to_string(i) +
+                  "] = " + std::to_string(value) + ": expected " + expected);
+    };
+    if (params.bytes[i] < 0) refuse(bytes, params.bytes[i], "a size >= 0");
+    if (params.bytes[i] == 0) continue;
+    if (params.from[i] == 0) refuse(from, 0, "an address");
+    if (params.to[i] == 0) refuse(to, 0, "an address");
+  }
+  launch(params, on ? *on : src_ptrs);
+}
+
 }  // namespace
 }  // namespace vllm_kernels
 
@@ -237,4 +274,5 @@ VLLM_KERNELS_IMPL(library) {
   library.impl("copy_blocks", TORCH_BOX(&vllm_kernels::copy_blocks));
   library.impl("copy_blocks_mla", TORCH_BOX(&vllm_kernels::copy_blocks_mla));
   library.impl("swap_blocks", TORCH_BOX(&vllm_kernels::swap_blocks));
+  library.impl("swap_blocks_batch", TORCH_BOX(&vllm_kernels::swap_blocks_batch));
 }

@@ -1,4 +1,5 @@
-// Bindings of cp_gather_cache, gather_and_maybe_dequant_cache and gather_paged_kv.
+// Bindings of cp_gather_cache (also named gather_cache), gather_and_maybe_dequant_cache and
+// gather_paged_kv.
 // paged_kv.h checks the caches. ops/gather_cache.h has the rules.
 #include "ops/gather_cache.h"
 
@@ -141,10 +142,10 @@ GatherCacheParams entries(const Expect& expect, const Argument& src, const Argum
   return params;
 }
 
-void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& block_table,
-                     const Tensor& cu_seq_lens, int64_t batch_size,
-                     const std::optional<Tensor>& seq_starts) {
-  Expect expect("cp_gather_cache");
+void gather_entries(const char* op, const Tensor& src_cache, const Tensor& dst,
+                    const Tensor& block_table, const Tensor& cu_seq_lens, int64_t batch_size,
+                    const std::optional<Tensor>& seq_starts) {
+  Expect expect(op);
   const Argument src = expect.tensor("src_cache", src_cache).rank(3, 8);
   const Argument out = expect.tensor("dst", dst).rank(2, 7).same_dtype(src).written();
   GatherCacheParams params =
@@ -156,6 +157,19 @@ void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& b
   if (out.numel() == 0 || !tables.any()) return;
   params.tokens = tables.pack(src.size(0), params.kv.block_size, out.size(0));
   launch(params, src_cache);
+}
+
+void cp_gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& block_table,
+                     const Tensor& cu_seq_lens, int64_t batch_size,
+                     const std::optional<Tensor>& seq_starts) {
+  gather_entries("cp_gather_cache", src_cache, dst, block_table, cu_seq_lens, batch_size,
+                 seq_starts);
+}
+
+void gather_cache(const Tensor& src_cache, const Tensor& dst, const Tensor& block_table,
+                  const Tensor& cu_seq_lens, int64_t batch_size,
+                  const std::optional<Tensor>& seq_starts) {
+  gather_entries("gather_cache", src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts);
 }
 
 void gather_and_maybe_dequant_cache(const Tensor& src_cache, const Tensor& dst,
@@ -273,6 +287,7 @@ void gather_paged_kv(const Tensor& key, const Tensor& value, const Tensor& key_c
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("cp_gather_cache", TORCH_BOX(&vllm_kernels::cp_gather_cache));
+  library.impl("gather_cache", TORCH_BOX(&vllm_kernels::gather_cache));
   library.impl("gather_and_maybe_dequant_cache",
                TORCH_BOX(&vllm_kernels::gather_and_maybe_dequant_cache));
   library.impl("gather_paged_kv", TORCH_BOX(&vllm_kernels::gather_paged_kv));

@@ -3,7 +3,6 @@
 // have the formulas.
 #include "ops/rms_norm.h"
 
-#include "ops/rms_norm_gain.h"
 #include "ops/rms_norm_quant.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"

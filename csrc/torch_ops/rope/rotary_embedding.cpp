@@ -1,5 +1,5 @@
-// Binding of rotary_embedding: query and key, updated in place. positions may have one or two
-// dimensions. ops/rotary_embedding.h has the formula.
+// Bindings of rotary_embedding and batched_rotary_embedding: query and key, updated in place.
+// positions may have one or two dimensions. ops/rotary_embedding.h has the formula.
 #include "ops/rotary_embedding.h"
 
 #include "torch_ops/base/check.h"
@@ -39,10 +39,36 @@ RotaryHeads heads_of(const Expect& expect, Argument& x, const Argument& position
   return heads;
 }
 
-void rotary_embedding(const Tensor& positions, const Tensor& query,
-                      const std::optional<Tensor>& key, int64_t head_size,
-                      const Tensor& cos_sin_cache, bool is_neox) {
-  Expect expect("rotary_embedding");
+// Checks cos_sin_cache_offsets, [tokens], added to the positions.
+Argument read_offsets(Expect& expect, const Tensor& offsets, const Argument& positions) {
+  Size tokens("tokens", positions.numel(), "positions");
+  return expect.tensor("cos_sin_cache_offsets", offsets).int64().shape({&tokens}).contiguous();
+}
+
+// CUDA leaves out a token whose sum is out of range. Its check mode sees only the summands.
+void check_offsets(const Expect& expect, const RotaryParams& params, const Argument& offsets) {
+  check_index(expect, offsets, {.noun = "a row", .low = 0, .high = params.max_position});
+  if (!kOnCpu || offsets.data() == nullptr) return;
+  for (int64_t token = 0; token < offsets.numel(); ++token) {
+    const int64_t position = params.positions[params.position_rows.offset(token)];
+    const int64_t offset = params.offsets[token];
+    if (params.has_angles(position, offset)) continue;
+    expect.fail("cos_sin_cache_offsets[" + std::to_string(token) + "] = " + std::to_string(offset) +
+                ": expected at most " + std::to_string(params.max_position - 1 - position) +
+                ", for the position is " + std::to_string(position) + " and cos_sin_cache has " +
+                std::to_string(params.max_position) + " rows");
+  }
+}
+
+struct Batched {
+  int64_t rot_dim;
+  const Tensor& offsets;
+};
+
+void rotate(const char* op, const Tensor& positions, const Tensor& query,
+            const std::optional<Tensor>& key, int64_t head_size, const Tensor& cos_sin_cache,
+            bool is_neox, const Batched* batched = nullptr) {
+  Expect expect(op);
   const Argument t = expect.tensor("positions", positions).int64().rank(1, 2).inner_contiguous();
   Argument q = expect.tensor("query", query).floating();
   expect.that(head_size > 0, "head_size: expected a number > 0, got " + std::to_string(head_size));
@@ -58,17 +84,42 @@ void rotary_embedding(const Tensor& positions, const Tensor& query,
                       .is_neox = is_neox,
                       .dtype = q.dtype(),
                       .cache_dtype = c.dtype()};
-  Arguments written;
+  Arguments written, read(t, c);
+  std::optional<Argument> offsets;
+  if (batched != nullptr) {
+    expect.that(batched->rot_dim == params.rotary_size,
+                "rot_dim: expected " + std::to_string(params.rotary_size) +
+                    " (from cos_sin_cache), got " + std::to_string(batched->rot_dim));
+    offsets = read_offsets(expect, batched->offsets, t);
+    params.offsets = offsets->as<const int64_t>();
+    read.add(*offsets);
+  }
   if (key.has_value()) {
     Argument k = expect.tensor("key", *key).same_dtype(q);
     params.key = heads_of(expect, k, t, head_size);
     written.add(k);
   }
   written.add(q);
-  expect.apart(written, {t, c});
+  expect.apart(written, read);
   if (t.numel() == 0 || params.query.count + params.key.count == 0) return;
   check_positions(expect, t, c);
+  if (offsets) check_offsets(expect, params, *offsets);
   launch(params, query);
+}
+
+void rotary_embedding(const Tensor& positions, const Tensor& query,
+                      const std::optional<Tensor>& key, int64_t head_size,
+                      const Tensor& cos_sin_cache, bool is_neox) {
+  rotate("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox);
+}
+
+void batched_rotary_embedding(const Tensor& positions, const Tensor& query,
+                              const std::optional<Tensor>& key, int64_t head_size,
+                              const Tensor& cos_sin_cache, bool is_neox, int64_t rot_dim,
+                              const Tensor& cos_sin_cache_offsets) {
+  const Batched batched{.rot_dim = rot_dim, .offsets = cos_sin_cache_offsets};
+  rotate("batched_rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox,
+         &batched);
 }
 
 }  // namespace
@@ -76,4 +127,5 @@ void rotary_embedding(const Tensor& positions, const Tensor& query,
 
 VLLM_KERNELS_IMPL(library) {
   library.impl("rotary_embedding", TORCH_BOX(&vllm_kernels::rotary_embedding));
+  library.impl("batched_rotary_embedding", TORCH_BOX(&vllm_kernels::batched_rotary_embedding));
 }
