@@ -22,6 +22,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/sampling.h"
 
 namespace vllm_kernels::cpu {
 
@@ -121,6 +122,14 @@ VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
+
+// --- sampling
+VLLM_KERNELS_DECLARE(SampleParams)
+VLLM_KERNELS_DECLARE(TokenLogprobsParams)
+VLLM_KERNELS_DECLARE(SoftmaxParams)
+VLLM_KERNELS_DECLARE(TokenBitmaskParams)
+VLLM_KERNELS_DECLARE(RepetitionPenaltiesParams)
+VLLM_KERNELS_DECLARE(SpecVerifyParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT
