@@ -38,7 +38,7 @@ struct TokenLists {
   struct Range {
     int64_t begin, end;
   };
-  VLLM_KERNELS_HOST_DEVICE Range of(int64_t sample) const {
+  VLLM_KERNELS_INLINE Range of(int64_t sample) const {
     if (indptr == nullptr) return {0, 0};
     const int64_t begin = indptr[sample], end = indptr[sample + 1];
     return {begin < 0 ? 0 : begin, end > size ? size : end};
@@ -53,12 +53,12 @@ struct Bitmask {
   const int32_t* rows = nullptr;  // [num_samples], the mask's row (-1: none), or null: i
 
   // The words of a sample; null: all tokens are allowed.
-  VLLM_KERNELS_HOST_DEVICE const int32_t* of(int64_t sample) const {
+  VLLM_KERNELS_INLINE const int32_t* of(int64_t sample) const {
     if (words == nullptr) return nullptr;
     const int64_t row = rows == nullptr ? sample : rows[sample];
     return row < 0 || row >= num_rows ? nullptr : words + row * stride;
   }
-  VLLM_KERNELS_HOST_DEVICE bool allows(const int32_t* of_sample, int64_t token) const {
+  VLLM_KERNELS_INLINE bool allows(const int32_t* of_sample, int32_t token) const {
     if (of_sample == nullptr || token / 32 >= num_words) return true;
     return (static_cast<uint32_t>(of_sample[token / 32]) >> (token % 32) & 1) != 0;
   }
@@ -87,7 +87,7 @@ struct SampleParams {
   const float* presence;       // [num_samples], or null: 0
   uint32_t* scratch;           // CPU: sampling_scratch_words(); CUDA: sampling_scratch_bytes()
 
-  VLLM_KERNELS_HOST_DEVICE int64_t row_of(int64_t sample) const {
+  VLLM_KERNELS_INLINE int64_t row_of(int64_t sample) const {
     return rows == nullptr ? sample : rows[sample];
   }
 };
@@ -100,7 +100,7 @@ struct SampleRow {
   float top_p;    // 1: all
   float min_p;    // 0: all
 
-  VLLM_KERNELS_HOST_DEVICE static SampleRow read(const SampleParams& p, int64_t sample) {
+  VLLM_KERNELS_INLINE static SampleRow read(const SampleParams& p, int64_t sample) {
     SampleRow row;
     const float none = p.tokens != nullptr ? 0.0f : 1.0f;
     row.temperature = p.temperature == nullptr ? none : p.temperature[sample];
@@ -116,19 +116,19 @@ struct SampleRow {
   }
 
   // Uniform in [0, 2^64).
-  VLLM_KERNELS_HOST_DEVICE static uint64_t random(const SampleParams& p, int64_t sample) {
+  VLLM_KERNELS_INLINE static uint64_t random(const SampleParams& p, int64_t sample) {
     if (p.uniforms != nullptr) return fixed_point(p.uniforms[sample]);
     if (p.seeds == nullptr) return 0;
     return philox(static_cast<uint64_t>(p.seeds[sample]), static_cast<uint64_t>(p.offsets[sample]));
   }
 
   // Whether top-k leaves out tokens.
-  VLLM_KERNELS_HOST_DEVICE bool counts(int32_t vocab_size) const {
+  VLLM_KERNELS_INLINE bool counts(int32_t vocab_size) const {
     return !greedy && top_k < vocab_size;
   }
 
   // Ordered bits of the least logit that min_p keeps.
-  VLLM_KERNELS_HOST_DEVICE uint32_t min_p_cut(float max) const {
+  VLLM_KERNELS_INLINE uint32_t min_p_cut(float max) const {
     if (min_p < 0x1p-126f) return 0;
     const float cut = ScalarMath::add(max, log_of(min_p < 1.0f ? min_p : 1.0f));
     return ordered_bits(cut < max ? cut : max);
@@ -139,12 +139,12 @@ struct SampleRow {
 struct Penalties {
   float repetition, frequency, presence;
 
-  VLLM_KERNELS_HOST_DEVICE static Penalties read(const SampleParams& p, int64_t sample) {
+  VLLM_KERNELS_INLINE static Penalties read(const SampleParams& p, int64_t sample) {
     return {p.repetition == nullptr ? 1.0f : p.repetition[sample],
             p.frequency == nullptr ? 0.0f : p.frequency[sample],
             p.presence == nullptr ? 0.0f : p.presence[sample]};
   }
-  VLLM_KERNELS_HOST_DEVICE float apply(float logit, int32_t count) const {
+  VLLM_KERNELS_INLINE float apply(float logit, int32_t count) const {
     using M = ScalarMath;
     logit = logit > 0.0f ? logit / repetition : M::multiply(logit, repetition);
     if (count <= 0) return logit;
@@ -171,7 +171,7 @@ struct TokenLogprobsParams {
   int32_t num_top;        // <= kMaxTopLogprobs
   uint32_t* scratch;      // as SampleParams::scratch
 
-  VLLM_KERNELS_HOST_DEVICE int64_t row_of(int64_t sample) const {
+  VLLM_KERNELS_INLINE int64_t row_of(int64_t sample) const {
     return rows == nullptr ? sample : rows[sample];
   }
 };

@@ -9,6 +9,13 @@
 
 #include "ops/rows.h"
 
+// For members: inlined at every level, so no level of csrc/cpu can get another's copy.
+#if defined(__CUDACC__)
+#define VLLM_KERNELS_INLINE __host__ __device__ __forceinline__
+#else
+#define VLLM_KERNELS_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace vllm_kernels {
 
 // A weight is floor(e^(x - max) * 2^40). 2^18 of them add up to less than 2^59.
@@ -28,19 +35,19 @@ VLLM_KERNELS_HOST_DEVICE static inline To sampling_bits(From from) {
 
 struct ScalarMath {
   using F = float;
-  VLLM_KERNELS_HOST_DEVICE static F constant(float x) { return x; }
+  VLLM_KERNELS_INLINE static F constant(float x) { return x; }
 #if defined(__CUDA_ARCH__)
-  VLLM_KERNELS_HOST_DEVICE static F fused(F a, F b, F c) { return __fmaf_rn(a, b, c); }
-  VLLM_KERNELS_HOST_DEVICE static F multiply(F a, F b) { return __fmul_rn(a, b); }
-  VLLM_KERNELS_HOST_DEVICE static F add(F a, F b) { return __fadd_rn(a, b); }
+  VLLM_KERNELS_INLINE static F fused(F a, F b, F c) { return __fmaf_rn(a, b, c); }
+  VLLM_KERNELS_INLINE static F multiply(F a, F b) { return __fmul_rn(a, b); }
+  VLLM_KERNELS_INLINE static F add(F a, F b) { return __fadd_rn(a, b); }
 #else
-  static F fused(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
-  static F multiply(F a, F b) { return a * b; }
-  static F add(F a, F b) { return a + b; }
+  VLLM_KERNELS_INLINE static F fused(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  VLLM_KERNELS_INLINE static F multiply(F a, F b) { return a * b; }
+  VLLM_KERNELS_INLINE static F add(F a, F b) { return a + b; }
 #endif
-  VLLM_KERNELS_HOST_DEVICE static F at_least(F x, F low) { return x < low ? low : x; }
+  VLLM_KERNELS_INLINE static F at_least(F x, F low) { return x < low ? low : x; }
   // Multiplies x by 2^n. The low bits of `shifted` hold n.
-  VLLM_KERNELS_HOST_DEVICE static F scale(F x, F shifted) {
+  VLLM_KERNELS_INLINE static F scale(F x, F shifted) {
     return sampling_bits<F>(sampling_bits<uint32_t>(x) + (sampling_bits<uint32_t>(shifted) << 23));
   }
 };

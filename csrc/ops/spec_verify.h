@@ -28,14 +28,14 @@ struct SpecChain {
   const int64_t* draft;   // [num_draft]
   const int64_t* target;  // [num_draft + 1]
 
-  VLLM_KERNELS_HOST_DEVICE SpecChain(const SpecVerifyParams& p, int64_t sequence)
+  VLLM_KERNELS_INLINE SpecChain(const SpecVerifyParams& p, int64_t sequence)
       : p(p),
         sequence(sequence),
         draft(p.draft_tokens + sequence * p.num_draft),
         target(p.target_tokens == nullptr ? nullptr
                                           : p.target_tokens + sequence * (p.num_draft + 1)) {}
 
-  VLLM_KERNELS_HOST_DEVICE bool accepts(int32_t i) const {
+  VLLM_KERNELS_INLINE bool accepts(int32_t i) const {
     const int64_t token = draft[i];
     if (target != nullptr) return token >= 0 && token == target[i];
     if (token < 0 || token >= p.vocab_size) return false;
@@ -46,12 +46,12 @@ struct SpecChain {
                               : p.draft_probs[(sequence * p.num_draft + i) * p.vocab_size + token];
     return ScalarMath::multiply(p.uniforms[2 * at], drafted) < probability;
   }
-  VLLM_KERNELS_HOST_DEVICE int32_t accepted() const {
+  VLLM_KERNELS_INLINE int32_t accepted() const {
     int32_t count = 0;
     while (count < p.num_draft && accepts(count)) ++count;
     return count;
   }
-  VLLM_KERNELS_HOST_DEVICE uint64_t random(int32_t i) const {
+  VLLM_KERNELS_INLINE uint64_t random(int32_t i) const {
     return fixed_point(p.uniforms[2 * (sequence * (p.num_draft + 1) + i) + 1]);
   }
 };
@@ -63,7 +63,7 @@ struct SpecResidual {
   const float* draft = nullptr;  // [vocab_size], or null
   int64_t rejected = -1;         // without draft_probs: the rejected token
 
-  VLLM_KERNELS_HOST_DEVICE SpecResidual(const SpecVerifyParams& p, int64_t sequence, int32_t i)
+  VLLM_KERNELS_INLINE SpecResidual(const SpecVerifyParams& p, int64_t sequence, int32_t i)
       : target(p.target_probs + (sequence * (p.num_draft + 1) + i) * p.vocab_size) {
     const int64_t token = i < p.num_draft ? p.draft_tokens[sequence * p.num_draft + i] : -1;
     if (token < 0 || token >= p.vocab_size) return;
@@ -73,15 +73,15 @@ struct SpecResidual {
     }
   }
 
-  VLLM_KERNELS_HOST_DEVICE static uint64_t to_weight(float probability) {
+  VLLM_KERNELS_INLINE static uint64_t to_weight(float probability) {
     if (!(probability > 0.0f)) return 0;
     return static_cast<uint64_t>(
         ScalarMath::multiply(probability < 1.0f ? probability : 1.0f, kWeightOne));
   }
-  VLLM_KERNELS_HOST_DEVICE uint64_t target_weight(int64_t token) const {
+  VLLM_KERNELS_INLINE uint64_t target_weight(int64_t token) const {
     return to_weight(target[token]);
   }
-  VLLM_KERNELS_HOST_DEVICE uint64_t weight(int64_t token) const {
+  VLLM_KERNELS_INLINE uint64_t weight(int64_t token) const {
     if (draft != nullptr) return to_weight(ScalarMath::add(target[token], -draft[token]));
     return token == rejected ? 0 : target_weight(token);
   }

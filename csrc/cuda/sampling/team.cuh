@@ -32,8 +32,8 @@ struct RowTeam {
     } else {
 #if defined(VLLM_KERNELS_HAS_SM90)
       asm volatile(
-          "barrier.cluster.arrive.release.aligned;\n"
-          "barrier.cluster.wait.acquire.aligned;" ::
+          "barrier.cluster.arrive.release;\n"
+          "barrier.cluster.wait.acquire;" ::
               : "memory");
 #endif
     }
