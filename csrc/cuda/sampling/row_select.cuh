@@ -89,6 +89,25 @@ __device__ __forceinline__ void add_weight(Bins& bins, uint32_t bin, uint64_t we
   if (high != 0) atomicAdd(&bins.high[bin], high);
 }
 
+// This thread's share of a sum over the CTA.
+struct BlockSum {
+  uint64_t before, all;  // the sum of the threads before it, and of all
+};
+__device__ __forceinline__ BlockSum block_sum(SelectShared& shared, uint64_t mine) {
+  const uint64_t upto = inclusive_sum(mine);
+  const int warp = threadIdx.x / kWarpSize;
+  __syncthreads();  // all have read the last call's sums
+  if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[warp] = upto;
+  __syncthreads();
+  BlockSum sum{upto - mine, 0};
+#pragma unroll 1
+  for (int i = 0; i < kRowWarps; ++i) {
+    if (i < warp) sum.before += shared.warp_sums[i];
+    sum.all += shared.warp_sums[i];
+  }
+  return sum;
+}
+
 // What a radix selection has found so far. After round 2, `prefix` is the threshold, `before` the
 // count or weight above it, `inside` that of the tokens equal to it.
 struct Radix {
@@ -149,17 +168,9 @@ __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets
   uint64_t sums[4];
   read_bins<Team, kWeights>(shared.bins[sets.current], sums);
   const uint64_t mine = sums[0] + sums[1] + sums[2] + sums[3];
-  const uint64_t upto = inclusive_sum(mine);
-  const int warp = threadIdx.x / kWarpSize;
-  if (threadIdx.x % kWarpSize == kWarpSize - 1) shared.warp_sums[warp] = upto;
-  __syncthreads();
-  uint64_t before = upto - mine, all = 0;
-#pragma unroll 1
-  for (int i = 0; i < kRowWarps; ++i) {
-    if (i < warp) before += shared.warp_sums[i];
-    all += shared.warp_sums[i];
-  }
-  const uint64_t target = target_of(all, round) - found.before;
+  const BlockSum sum = block_sum(shared, mine);
+  uint64_t before = sum.before;
+  const uint64_t target = target_of(sum.all, round) - found.before;
   if (before < target && target <= before + mine) {
     int bin = kRadixBins - 1 - 4 * static_cast<int>(threadIdx.x);
     uint64_t inside = sums[0];
@@ -250,8 +261,9 @@ __device__ __forceinline__ uint32_t number_kept(uint32_t equal, uint32_t ties) {
 }
 
 // body(index in the slice, ordered bits, its number among the kept tokens of the row, or -1 if it
-// is not kept) for the chunk of this warp. `sums` are counts.
-template <typename Body>
+// is not kept) for the chunk of this warp. `sums` are counts. With kOnlyKept tokens that are not
+// kept may be left out.
+template <bool kOnlyKept, typename Body>
 __device__ __forceinline__ void for_each_kept(const Slice& slice, const Kept& kept,
                                               const KeptSums& sums, const Body& body) {
   uint64_t above_before = sums.above_before;
@@ -262,6 +274,8 @@ __device__ __forceinline__ void for_each_kept(const Slice& slice, const Kept& ke
       above += ordered > kept.threshold;
       equal += ordered == kept.threshold;
     });
+    // Most Vecs have no kept token.
+    if (kOnlyKept && !__any_sync(0xffffffffu, (above | equal) != 0)) return true;
     const uint32_t both = inclusive_sum(above << 16 | equal);
     uint64_t above_at = above_before + ((both >> 16) - above);
     uint32_t equal_at = equal_before + ((both & 0xffffu) - equal);

@@ -120,7 +120,7 @@ __device__ __forceinline__ void gather_list(SelectShared& shared, const Slice& s
                                             uint32_t edge) {
   const KeptSums sums = kept_sums<Team, false>(shared, slice, edge, 0.0f);
   Bins* list = Team::peer(&shared.bins[1], 0);
-  for_each_kept(slice, {edge, kAllTies}, sums, [&](int index, uint32_t ordered, int number) {
+  for_each_kept<true>(slice, {edge, kAllTies}, sums, [&](int index, uint32_t ordered, int number) {
     if (number < 0) return;
     list->low[number] = ordered;
     list->high[number] = static_cast<uint32_t>(slice.begin + index);
@@ -129,13 +129,45 @@ __device__ __forceinline__ void gather_list(SelectShared& shared, const Slice& s
   Team::sync();
 }
 
+// The draw from a list of at most a token per thread, in index order and padded with 0. A token's
+// rank is the number of tokens before it in the order of falling logits, found by comparison with
+// each. `sorted` has room for a number per thread.
+template <typename Found>
+__device__ __forceinline__ void draw_by_rank(SelectShared& shared, const uint32_t* list, int size,
+                                             uint64_t* sorted, const SampleRow& request, float max,
+                                             uint64_t random, const Found& found) {
+  const int i = threadIdx.x;
+  const uint32_t mine = i < size ? list[i] : 0;
+  int rank = 0;
+  for (int j = 0; j < size; j += 4) {
+    for_each_of(reinterpret_cast<const uint4*>(list)[j / 4],
+                [&](uint32_t other, int k) { rank += j + k < i ? other >= mine : other > mine; });
+  }
+  uint64_t weight = 0;
+  if (i < size && rank < request.top_k && mine >= request.min_p_cut(max)) {
+    weight = weight_of(mine, max);
+  }
+  if (request.top_p < 1.0f) {
+    if (i < size) sorted[rank] = weight;
+    __syncthreads();
+    const uint64_t of_rank = i < size ? sorted[i] : 0;
+    const BlockSum sum = block_sum(shared, of_rank);
+    if (i < size) sorted[i] = sum.before;
+    __syncthreads();
+    if (i < size && sorted[rank] >= top_p_limit(request.top_p, sum.all)) weight = 0;
+  }
+  const BlockSum sum = block_sum(shared, weight);
+  const uint64_t target = high_product(sum.all, random);
+  if (sum.before <= target && target < sum.before + weight) found(i);
+}
+
 template <typename T, typename Team>
 __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, SelectShared& shared,
                                            const Slice& slice, const Kept& kept) {
   if (kept.threshold == 0) return;  // all tokens are kept
   const KeptSums sums = kept_sums<Team, false>(shared, slice, kept.threshold, 0.0f);
   T* masked = static_cast<T*>(p.masked) + row * p.logits.stride + slice.begin;
-  for_each_kept(slice, kept, sums, [&](int index, uint32_t, int number) {
+  for_each_kept<false>(slice, kept, sums, [&](int index, uint32_t, int number) {
     if (number < 0 && index < slice.size) masked[index] = from_float<T>(-INFINITY);
   });
 }
@@ -169,11 +201,17 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   if (counts && p.tokens != nullptr && candidates <= kRadixBins) {
     gather_list<Team>(shared, slice, found.prefix);
     if (Team::rank() != 0) return false;
+    const auto found = [&](int index) { p.tokens[sample] = shared.bins[1].high[index]; };
+    const uint64_t random = SampleRow::random(p, sample);
+    if (candidates <= kRowThreads) {
+      draw_by_rank(shared, shared.bins[1].low, static_cast<int>(candidates),
+                   reinterpret_cast<uint64_t*>(shared.bins[0].low), request, max, random, found);
+      return false;
+    }
     const Slice list{shared.bins[1].low, 0, static_cast<int>(candidates)};
     BinSets one{0, 0};
     const Kept kept = choose<RowTeam<1>>(shared, one, list, request, vocab_size, max, 0, Radix{});
-    draw<RowTeam<1>>(shared, list, kept, max, SampleRow::random(p, sample),
-                     [&](int index) { p.tokens[sample] = shared.bins[1].high[index]; });
+    draw<RowTeam<1>>(shared, list, kept, max, random, found);
     return false;
   }
   const Kept kept =

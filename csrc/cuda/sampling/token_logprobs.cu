@@ -27,7 +27,7 @@ __device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t 
   const KeptSums sums = kept_sums<Team, false>(shared, slice, kept.threshold, 0.0f);
   // The rounds end with the second set of bins in use; the first is free.
   Bins* list = Team::peer(&shared.bins[0], 0);
-  for_each_kept(slice, kept, sums, [&](int index, uint32_t ordered, int number) {
+  for_each_kept<true>(slice, kept, sums, [&](int index, uint32_t ordered, int number) {
     if (number < 0) return;
     list->low[number] = ordered;
     list->high[number] = static_cast<uint32_t>(slice.begin + index);
