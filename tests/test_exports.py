@@ -19,10 +19,11 @@ from vllm_kernels.ops import (
     norm,
     norm_quant,
     rotary,
+    sampling,
 )
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
-ROOMS = (norm, norm_quant, rotary, activation, cache, attention, kvcache, cascade)
+ROOMS = (norm, norm_quant, rotary, activation, cache, attention, kvcache, cascade, sampling)
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""
 

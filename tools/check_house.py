@@ -30,6 +30,7 @@ ROOMS = {
     "cuda/cache": {"cuda/base", "cuda"},
     "cuda/norm": {"cuda/base", "cuda"},
     "cuda/activation": {"cuda/base", "cuda"},
+    "cuda/sampling": {"cuda/base", "cuda"},
     "cuda/rope": {"cuda/base", "cuda/norm", "cuda/cache", "cuda"},
     f"{ATTENTION}/fused_decode": {
         "cuda/base", "cuda/rope", f"{ATTENTION}/common", f"{ATTENTION}/decode", ATTENTION, "cuda",
@@ -45,6 +46,7 @@ ROOMS = {
     "cpu/norm": {"cpu/base", "cpu"},
     "cpu/rope": {"cpu/base", "cpu/norm", "cpu/cache", "cpu"},
     "cpu/activation": {"cpu/base", "cpu"},
+    "cpu/sampling": {"cpu/base", "cpu"},
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {

@@ -21,6 +21,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/sampling.h"
 #include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cpu {
@@ -125,6 +126,14 @@ VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 VLLM_KERNELS_DECLARE(KvcacheIndicesParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
+
+// --- sampling
+VLLM_KERNELS_DECLARE(SampleParams)
+VLLM_KERNELS_DECLARE(TokenLogprobsParams)
+VLLM_KERNELS_DECLARE(SoftmaxParams)
+VLLM_KERNELS_DECLARE(TokenBitmaskParams)
+VLLM_KERNELS_DECLARE(RepetitionPenaltiesParams)
+VLLM_KERNELS_DECLARE(SpecVerifyParams)
 
 #undef VLLM_KERNELS_DECLARE
 #undef VLLM_KERNELS_DECLARE_AT

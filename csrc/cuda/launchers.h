@@ -18,6 +18,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
+#include "ops/sampling.h"
 #include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cuda {
@@ -60,5 +61,15 @@ void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream st
 void launch(const KvcacheIndicesParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);
+
+// --- sampling
+// Bytes of `scratch` that the three launchers below need for so many samples; often none.
+int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t samples);
+void launch(const SampleParams& params, Stream stream);
+void launch(const TokenLogprobsParams& params, Stream stream);
+void launch(const SoftmaxParams& params, Stream stream);
+void launch(const TokenBitmaskParams& params, Stream stream);
+void launch(const RepetitionPenaltiesParams& params, Stream stream);
+void launch(const SpecVerifyParams& params, Stream stream);
 
 }  // namespace vllm_kernels::cuda

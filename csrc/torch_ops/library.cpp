@@ -131,6 +131,26 @@ constexpr const char* kSchemas[] = {
     "Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse)",
     "combine_attn_partials(Tensor! output, Tensor!? output_lse, Tensor out_partial, "
     "Tensor lse_partial)",
+
+    // --- sampling
+    "sample(Tensor! tokens, Tensor logits, Tensor? temperature=None, Tensor? top_k=None, "
+    "Tensor? top_p=None, Tensor? min_p=None, Tensor? uniforms=None, Tensor? seeds=None, "
+    "Tensor? offsets=None, Tensor? bitmask=None, Tensor? bitmask_rows=None, "
+    "Tensor? count_indptr=None, Tensor? count_tokens=None, Tensor? counts=None, "
+    "Tensor? repetition=None, Tensor? frequency=None, Tensor? presence=None, "
+    "Tensor? bias_indptr=None, Tensor? bias_tokens=None, Tensor? bias_values=None, "
+    "Tensor? rows=None)",
+    "top_k_top_p_mask_(Tensor! logits, Tensor? top_k=None, Tensor? top_p=None, "
+    "Tensor? min_p=None)",
+    "token_logprobs(Tensor! logprobs, Tensor! ids, Tensor! ranks, Tensor logits, Tensor tokens, "
+    "Tensor? rows=None)",
+    "softmax(Tensor! out, Tensor logits, Tensor? temperature=None)",
+    "apply_token_bitmask_(Tensor! logits, Tensor bitmask, Tensor? bitmask_rows=None)",
+    "apply_repetition_penalties(Tensor! logits, Tensor prompt_mask, Tensor output_mask, "
+    "Tensor repetition_penalties)",
+    "spec_verify(Tensor! tokens, Tensor! accepted, Tensor draft_tokens, "
+    "Tensor? target_tokens=None, Tensor? target_probs=None, Tensor? draft_probs=None, "
+    "Tensor? uniforms=None)",
 };
 
 void define(torch::stable::detail::StableLibrary& library) {

@@ -16,7 +16,7 @@ OF_ATTENTION = ["avx512_bf16"]  # whose kernels are its own
 SELECTION = (
     "cpu and (ragged or alibi or groups or every_byte or strided or nan_stays or very_large_query "
     "or cache_of_another_dtype or saturation or many_and_few_heads or every_tie or magnitudes "
-    "or random_cases or read_together or no_bit_of_out)"
+    "or random_cases or read_together or no_bit_of_out or hard_rows or softmax or rejection)"
 )
 
 

@@ -95,6 +95,15 @@ from vllm_kernels.ops.rotary import (
     rope_and_cache,
     rotary_embedding,
 )
+from vllm_kernels.ops.sampling import (
+    apply_repetition_penalties,
+    apply_token_bitmask_,
+    sample,
+    softmax,
+    spec_verify,
+    token_logprobs,
+    top_k_top_p_mask_,
+)
 
 __all__ = [
     "check",
@@ -164,6 +173,14 @@ __all__ = [
     "paged_attention_v2",
     "paged_attention_workspace",
     "varlen_attention",
+    # sampling
+    "apply_repetition_penalties",
+    "apply_token_bitmask_",
+    "sample",
+    "softmax",
+    "spec_verify",
+    "token_logprobs",
+    "top_k_top_p_mask_",
     # cascade
     "cascade_attention",
     "cascade_pays",

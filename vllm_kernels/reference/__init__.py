@@ -10,3 +10,4 @@ from vllm_kernels.reference.cache import *  # noqa: F403
 from vllm_kernels.reference.norm import *  # noqa: F403
 from vllm_kernels.reference.quant import *  # noqa: F403
 from vllm_kernels.reference.rotary import *  # noqa: F403
+from vllm_kernels.reference.sampling import *  # noqa: F403

@@ -71,6 +71,7 @@ class Argument {
   Argument& int32() { return exactly(aoti_torch_dtype_int32(), "; cast it with .int()"); }
   Argument& int64() { return exactly(aoti_torch_dtype_int64(), "; cast it with .long()"); }
   Argument& int8() { return exactly(aoti_torch_dtype_int8(), ""); }
+  Argument& boolean() { return exactly(aoti_torch_dtype_bool(), "; cast it with .bool()"); }
   Argument& uint8() { return exactly(aoti_torch_dtype_uint8(), ""); }
   // `dtype`; an 8-bit one may also be stored as uint8
   Argument& cache_dtype(DType dtype, std::string_view text,

@@ -1,0 +1,136 @@
+// Brings a row of logits into the slices of a team, as ordered bits.
+#pragma once
+#include "cuda/base/vec.cuh"
+#include "cuda/launchers.h"
+#include "cuda/sampling/row_select.cuh"
+
+namespace vllm_kernels::cuda {
+
+// A slice begins at a multiple of 32 tokens: whole words of a bitmask, whole Vecs.
+constexpr int kSliceStep = 32;
+// The most tokens of a CTA whose slice is in shared memory: 192 KiB.
+constexpr int kMaxSharedTokens = 49152;
+
+inline int slice_tokens(int vocab_size, int ctas) {
+  const int step = kSliceStep * ctas;
+  return (vocab_size + step - 1) / step * kSliceStep;
+}
+
+// Whether a cluster holds a row in shared memory. Otherwise one CTA holds it in global memory.
+inline bool uses_cluster(int vocab_size) {
+  return current_device_model().architecture >= 90 &&
+         slice_tokens(vocab_size, kClusterSize) <= kMaxSharedTokens;
+}
+
+// Whether rows can be read in Vecs of 16 bytes.
+inline bool reads_vecs(const LogitRows& logits) {
+  const int width = 16 / size_of(logits.dtype);
+  return aligned16(logits.data) && logits.stride % width == 0 && logits.vocab_size % width == 0;
+}
+
+// The calling CTA's slice. `memory` has slice_tokens() elements for each CTA of the team.
+template <typename Team>
+__device__ __forceinline__ Slice slice_of(uint32_t* memory, int vocab_size, int tokens) {
+  const int begin = min(Team::rank() * tokens, vocab_size);
+  return {memory, begin, min(tokens, vocab_size - begin)};
+}
+
+// The highest of the tokens that a thread visits in rising order; of equals the first.
+struct Highest {
+  uint32_t ordered = 0;
+  int token = 0;
+
+  __device__ __forceinline__ void visit(uint32_t other, int at) {
+    if (other > ordered) {
+      ordered = other;
+      token = at;
+    }
+  }
+  __device__ __forceinline__ uint64_t key() const { return max_key(ordered, token); }
+};
+
+// slice[i] = ordered(logit, token), each then visited as visit(ordered bits, token).
+template <bool kAligned, typename T, typename Ordered, typename Visit>
+__device__ __forceinline__ void load_vecs(const T* row, const Slice& slice, const Ordered& ordered,
+                                          const Visit& visit) {
+  constexpr int kWidth = kVecWidth<T>, kUnroll = 16 / kWidth;
+  const int vecs = (slice.size + kWidth - 1) / kWidth;
+  const T* from = row + slice.begin;
+  for (int first = threadIdx.x; first < vecs; first += kUnroll * kRowThreads) {
+    Vec16<T> loaded[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = first + i * kRowThreads;
+      if (at < vecs) loaded[i] = load_vec<kAligned, kWidth>(from, at, slice.size);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int at = first + i * kRowThreads;
+      if (at >= vecs) continue;
+      float logits[kWidth];
+      upcast(loaded[i], logits);
+      alignas(16) uint32_t words[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int index = at * kWidth + j;
+        const bool inside = kAligned || index < slice.size;
+        words[j] = inside ? ordered(logits[j], slice.begin + index) : 0;
+        if (inside) visit(words[j], slice.begin + index);
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 4) {
+        reinterpret_cast<uint4*>(slice.ordered)[(at * kWidth + j) / 4] =
+            make_uint4(words[j], words[j + 1], words[j + 2], words[j + 3]);
+      }
+    }
+  }
+}
+
+template <typename T, typename Ordered, typename Visit>
+__device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row, bool aligned,
+                                           const Slice& slice, const Ordered& ordered,
+                                           const Visit& visit) {
+  const T* data = static_cast<const T*>(logits.data) + row * logits.stride;
+  if (aligned) {
+    load_vecs<true>(data, slice, ordered, visit);
+  } else {
+    load_vecs<false>(data, slice, ordered, visit);
+  }
+}
+
+// The memory of the CTA's slice: shared in a cluster, else its part of `scratch`.
+template <typename Team>
+__device__ __forceinline__ uint32_t* slice_memory(uint32_t* scratch, int64_t row, int tokens) {
+  if constexpr (Team::kSize > 1) {
+    extern __shared__ __align__(16) uint32_t dynamic_shared[];
+    return dynamic_shared;
+  } else {
+    return scratch + row * tokens;
+  }
+}
+
+// Launches kCluster or kSingle with a team per row: a cluster where the row fits in its shared
+// memory.
+template <auto kCluster, auto kSingle, typename Params>
+void launch_teams(const char* op, const Params& p, int64_t rows, Stream stream) {
+  const LogitRows& logits = p.logits;
+  const bool aligned = reads_vecs(logits);
+  if (uses_cluster(logits.vocab_size)) {
+    const int tokens = slice_tokens(logits.vocab_size, kClusterSize);
+    dynamic_shared_memory<kCluster>(op);
+    launch_kernel(op, kCluster, dim3(grid_size(op, rows * kClusterSize)), dim3(kRowThreads),
+                  tokens * sizeof(uint32_t), stream, p, tokens, aligned);
+  } else {
+    launch_kernel(op, kSingle, dim3(grid_size(op, rows)), dim3(kRowThreads), 0, stream, p,
+                  slice_tokens(logits.vocab_size, 1), aligned);
+  }
+}
+
+}  // namespace vllm_kernels::cuda
+
+// The cluster of a kernel of RowTeam<kCtas>, where the architecture has clusters.
+#if !defined(__CUDA_ARCH__) || defined(VLLM_KERNELS_HAS_SM90)
+#define VLLM_KERNELS_CLUSTER(ctas) __cluster_dims__(ctas, 1, 1)
+#else
+#define VLLM_KERNELS_CLUSTER(ctas)
+#endif

@@ -1,0 +1,79 @@
+// The CTAs that share a row: a cluster, or one CTA. Every thread of the team takes part in every
+// call of this folder.
+#pragma once
+#include <cstdint>
+
+#include "cuda/base/launch.cuh"
+#include "cuda/base/reduce.cuh"
+
+namespace vllm_kernels::cuda {
+
+constexpr int kRowThreads = 512;
+constexpr int kRowWarps = kRowThreads / kWarpSize;
+constexpr int kClusterSize = 8;  // the most that every Hopper GPU takes
+
+template <int kCtas>
+struct RowTeam {
+  static constexpr int kSize = kCtas;
+
+  __device__ __forceinline__ static int rank() {
+    if constexpr (kCtas == 1) return 0;
+    uint32_t rank = 0;
+#if defined(VLLM_KERNELS_HAS_SM90)
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return static_cast<int>(rank);
+  }
+
+  // A barrier. Writes to shared memory before it are visible to the team after it.
+  __device__ __forceinline__ static void sync() {
+    if constexpr (kCtas == 1) {
+      __syncthreads();
+    } else {
+#if defined(VLLM_KERNELS_HAS_SM90)
+      asm volatile(
+          "barrier.cluster.arrive.release;\n"
+          "barrier.cluster.wait.acquire;" ::
+              : "memory");
+#endif
+    }
+  }
+
+  // The same variable of another CTA. `mine` is in shared memory.
+  template <typename T>
+  __device__ __forceinline__ static T* peer(T* mine, int rank) {
+    if constexpr (kCtas == 1) return mine;
+#if defined(VLLM_KERNELS_HAS_SM90)
+    uint64_t theirs;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(reinterpret_cast<uint64_t>(mine)), "r"(rank));
+    return reinterpret_cast<T*>(theirs);
+#else
+    return mine;
+#endif
+  }
+};
+
+// --- sums over a warp ----------------------------------------------------------------------------
+
+template <typename Int>
+__device__ __forceinline__ Int warp_total(Int value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+// The sum of this lane's value and those of lower lanes.
+template <typename Int>
+__device__ __forceinline__ Int inclusive_sum(Int value) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const Int other = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+}  // namespace vllm_kernels::cuda

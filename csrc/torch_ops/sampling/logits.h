@@ -1,0 +1,117 @@
+// What the bindings of the sampling ops share.
+#pragma once
+#include <memory>
+
+#include "ops/sampling.h"
+#include "torch_ops/base/check.h"
+#include "torch_ops/base/device.h"
+#include "torch_ops/base/index_check.h"
+
+namespace vllm_kernels {
+
+// Checks logits [num_rows, vocab_size]. `vocab_size` must be at least 1 and at most 2^18.
+inline Argument read_logits(Expect& expect, const Tensor& logits, Size& num_rows,
+                            Size& vocab_size) {
+  Argument x = expect.tensor("logits", logits).floating().shape({&num_rows, &vocab_size});
+  x.inner_contiguous();
+  constexpr int64_t kMaxVocab = int64_t{1} << 18;
+  if (vocab_size < 1 || vocab_size > kMaxVocab) {
+    x.fail("expected vocab_size of 1 to " + std::to_string(kMaxVocab) + ", got shape " +
+           x.shape_text());
+  }
+  return x;
+}
+
+inline LogitRows pack_logits(const Argument& x) {
+  return {.data = x.data(),
+          .stride = x.stride(0),
+          .num_rows = x.size(0),
+          .vocab_size = int32_size(x, "vocab_size", x.size(1)),
+          .dtype = x.dtype()};
+}
+
+// An optional vector with an element per sample.
+inline const float* read_floats(Expect& expect, const char* name,
+                                const std::optional<Tensor>& tensor, Size& samples) {
+  if (!tensor) return nullptr;
+  return expect.tensor(name, *tensor).float32().shape({&samples}).contiguous().as<const float>();
+}
+
+// `rows` int32 [num_samples] of logits, checked; or null, and then num_samples is num_rows.
+inline const int32_t* read_rows(Expect& expect, const std::optional<Tensor>& rows,
+                                const Size& num_rows, Size& samples) {
+  if (!rows) {
+    samples = Size("num_samples", num_rows, "logits");
+    return nullptr;
+  }
+  const Argument r = expect.tensor("rows", *rows).int32().shape({&samples}).contiguous();
+  check_index(expect, r, {.noun = "a row of logits", .high = num_rows});
+  return r.as<const int32_t>();
+}
+
+// Checks a bitmask int32 [mask_rows, words] and its optional `bitmask_rows`.
+inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
+                            const std::optional<Tensor>& bitmask_rows, Size& samples) {
+  Size mask_rows("bitmask_rows"), words("words");
+  const Argument mask = expect.tensor("bitmask", bitmask).int32().shape({&mask_rows, &words});
+  Bitmask packed;
+  if (bitmask_rows) {
+    const Argument r =
+        expect.tensor("bitmask_rows", *bitmask_rows).int32().shape({&samples}).contiguous();
+    check_index(expect, r, {.noun = "a row of bitmask", .high = mask_rows, .skip = true});
+    packed.rows = r.as<const int32_t>();
+  } else {
+    Argument(mask).at(0, samples);
+  }
+  Argument(mask).inner_contiguous();
+  packed.words = mask.as<const int32_t>();
+  packed.stride = mask.stride(0);
+  packed.num_rows = mask_rows;
+  packed.num_words = words;
+  return packed;
+}
+
+#if defined(VLLM_KERNELS_DEVICE_CUDA)
+
+// Launches with scratch for rows that do not fit in shared memory. The allocator reuses it in the
+// order of the stream.
+template <typename Params>
+void launch_rows(Params params, int64_t samples, const Tensor& on) {
+  const int32_t device = on.device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const int64_t bytes = cuda::sampling_scratch_bytes(params.logits, samples);
+  std::optional<Tensor> scratch;
+  if (bytes > 0) {
+    const int64_t stride = 1;
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
+                                 aoti_torch_device_type_cuda(), device, &handle));
+    scratch.emplace(handle);
+    void* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+    params.scratch = static_cast<uint32_t*>(data);
+  }
+  launch(params, on);
+}
+
+#else
+
+// Runs the tasks, each thread's with scratch of its own.
+template <typename Params>
+void launch_rows(const Params& params, int64_t, const Tensor& on) {
+  if (on.is_meta()) return;
+  const cpu::Kernel<Params> kernel = cpu::kernel<Params>();
+  const auto run = [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<uint32_t[]> scratch(
+        new uint32_t[sampling_scratch_words(params.logits.vocab_size)]);
+    Params with_scratch = params;
+    with_scratch.scratch = scratch.get();
+    kernel.run(with_scratch, begin, end);
+  };
+  torch::stable::parallel_for(0, kernel.num_tasks(params), 1, run);
+}
+
+#endif
+
+}  // namespace vllm_kernels

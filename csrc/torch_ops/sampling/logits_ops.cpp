@@ -1,0 +1,171 @@
+// Bindings of the smaller ops on logits. ops/sampling.h has the parameters.
+//   token_logprobs               logits [num_rows, vocab_size], tokens [num_samples] -> log_softmax
+//                                at the token and at the highest logits
+//   softmax                      logits -> float32 probabilities
+//   apply_token_bitmask_         -inf where a bit is 0
+//   apply_repetition_penalties   vLLM's op: tokens of two masks, penalized once
+//   spec_verify                  drafted tokens [num_seqs, num_draft] -> tokens to keep
+#include "torch_ops/sampling/logits.h"
+
+namespace vllm_kernels {
+namespace {
+
+void token_logprobs(const Tensor& logprobs, const Tensor& ids, const Tensor& ranks,
+                    const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& rows) {
+  Expect expect("token_logprobs");
+  Size num_rows("num_rows"), vocab_size("vocab_size"), samples("num_samples");
+  Size columns("1 + num_top");
+  const Argument x = read_logits(expect, logits, num_rows, vocab_size);
+  const int32_t* row_ids = read_rows(expect, rows, num_rows, samples);
+  const Argument t = expect.tensor("tokens", tokens).int64().shape({&samples}).contiguous();
+  const Argument l =
+      expect.tensor("logprobs", logprobs).float32().shape({&samples, &columns}).contiguous();
+  const Argument i = expect.tensor("ids", ids).int64().shape({&samples, &columns}).contiguous();
+  const Argument r = expect.tensor("ranks", ranks).int64().shape({&samples}).contiguous();
+  if (columns < 1 || columns > 1 + kMaxTopLogprobs) {
+    l.fail("expected 1 to " + std::to_string(1 + kMaxTopLogprobs) + " columns, got shape " +
+           l.shape_text());
+  }
+  expect.apart({l, i, r}, {x, t});
+  check_index(expect, t, {.noun = "a token", .high = vocab_size});
+  if (samples == 0) return;
+  launch_rows(TokenLogprobsParams{.logprobs = l.as<float>(),
+                                  .ids = i.as<int64_t>(),
+                                  .ranks = r.as<int64_t>(),
+                                  .logits = pack_logits(x),
+                                  .num_samples = samples,
+                                  .rows = row_ids,
+                                  .tokens = t.as<const int64_t>(),
+                                  .num_top = int32_size(l, "num_top", columns - 1),
+                                  .scratch = nullptr},
+              samples, logits);
+}
+
+void softmax(const Tensor& out, const Tensor& logits, const std::optional<Tensor>& temperature) {
+  Expect expect("softmax");
+  Size num_rows("num_rows"), vocab_size("vocab_size");
+  const Argument x = read_logits(expect, logits, num_rows, vocab_size);
+  Argument o = expect.tensor("out", out).float32().shape({&num_rows, &vocab_size});
+  o.inner_contiguous().written();
+  const float* divisors = read_floats(expect, "temperature", temperature, num_rows);
+  expect.same_or_apart(o, x);
+  if (num_rows == 0) return;
+  launch_rows(SoftmaxParams{.out = o.as<float>(),
+                            .out_stride = o.stride(0),
+                            .logits = pack_logits(x),
+                            .temperature = divisors,
+                            .scratch = nullptr},
+              num_rows, logits);
+}
+
+void apply_token_bitmask_(const Tensor& logits, const Tensor& bitmask,
+                          const std::optional<Tensor>& bitmask_rows) {
+  Expect expect("apply_token_bitmask_");
+  Size num_rows("num_rows"), vocab_size("vocab_size");
+  Argument x = read_logits(expect, logits, num_rows, vocab_size);
+  x.written();
+  const Bitmask mask = read_bitmask(expect, bitmask, bitmask_rows, num_rows);
+  if (num_rows == 0) return;
+  launch(TokenBitmaskParams{.out = x.mutable_data(), .logits = pack_logits(x), .bitmask = mask},
+         logits);
+}
+
+void apply_repetition_penalties(const Tensor& logits, const Tensor& prompt_mask,
+                                const Tensor& output_mask, const Tensor& repetition_penalties) {
+  Expect expect("apply_repetition_penalties");
+  Size num_rows("num_rows"), vocab_size("vocab_size");
+  Argument x = read_logits(expect, logits, num_rows, vocab_size);
+  x.written();
+  const auto read_mask = [&](const char* name, const Tensor& mask) {
+    return expect.tensor(name, mask).boolean().shape({&num_rows, &vocab_size}).inner_contiguous();
+  };
+  const Argument prompt = read_mask("prompt_mask", prompt_mask);
+  const Argument output = read_mask("output_mask", output_mask);
+  const Argument penalties = expect.tensor("repetition_penalties", repetition_penalties)
+                                 .float32()
+                                 .shape({&num_rows})
+                                 .contiguous();
+  expect.apart({x}, {prompt, output, penalties});
+  if (num_rows == 0) return;
+  launch(RepetitionPenaltiesParams{.out = x.mutable_data(),
+                                   .logits = pack_logits(x),
+                                   .prompt_mask = prompt.as<const bool>(),
+                                   .output_mask = output.as<const bool>(),
+                                   .prompt_stride = prompt.stride(0),
+                                   .output_stride = output.stride(0),
+                                   .penalties = penalties.as<const float>()},
+         logits);
+}
+
+void spec_verify(const Tensor& tokens, const Tensor& accepted, const Tensor& draft_tokens,
+                 const std::optional<Tensor>& target_tokens,
+                 const std::optional<Tensor>& target_probs,
+                 const std::optional<Tensor>& draft_probs, const std::optional<Tensor>& uniforms) {
+  Expect expect("spec_verify");
+  Size num_seqs("num_seqs"), num_draft("num_draft"), vocab_size("vocab_size"), two("2", 2, nullptr);
+  const Argument drafts =
+      expect.tensor("draft_tokens", draft_tokens).int64().shape({&num_seqs, &num_draft});
+  Argument(drafts).contiguous();
+  Size length("num_draft + 1", num_draft + 1, "draft_tokens");
+  const Argument out =
+      expect.tensor("tokens", tokens).int64().shape({&num_seqs, &length}).contiguous();
+  const Argument count =
+      expect.tensor("accepted", accepted).int32().shape({&num_seqs}).contiguous();
+  Arguments read(drafts);
+  expect.that(target_tokens.has_value() != target_probs.has_value(),
+              "target_tokens: expected target_tokens or target_probs, got both or none");
+  expect.that(target_probs.has_value() == uniforms.has_value(),
+              "uniforms: expected uniforms with target_probs, and only with them");
+  expect.that(target_probs || !draft_probs, "draft_probs: expected target_probs with it, got None");
+  SpecVerifyParams params{};
+  if (target_tokens) {
+    const Argument t = expect.tensor("target_tokens", *target_tokens)
+                           .int64()
+                           .shape({&num_seqs, &length})
+                           .contiguous();
+    params.target_tokens = t.as<const int64_t>();
+    read.add(t);
+  } else {
+    const Argument p = expect.tensor("target_probs", *target_probs)
+                           .float32()
+                           .shape({&num_seqs, &length, &vocab_size})
+                           .contiguous();
+    if (vocab_size < 1) p.fail("expected vocab_size >= 1, got shape " + p.shape_text());
+    const Argument u = expect.tensor("uniforms", *uniforms)
+                           .float32()
+                           .shape({&num_seqs, &length, &two})
+                           .contiguous();
+    params.target_probs = p.as<const float>();
+    params.uniforms = u.as<const float>();
+    params.vocab_size = int32_size(p, "vocab_size", vocab_size);
+    read.add(p, u);
+    check_index(expect, drafts, {.noun = "a token", .high = vocab_size, .skip = true});
+  }
+  if (draft_probs) {
+    const Argument q = expect.tensor("draft_probs", *draft_probs)
+                           .float32()
+                           .shape({&num_seqs, &num_draft, &vocab_size})
+                           .contiguous();
+    params.draft_probs = q.as<const float>();
+    read.add(q);
+  }
+  expect.apart({out, count}, read);
+  if (num_seqs == 0) return;
+  params.tokens = out.as<int64_t>();
+  params.accepted = count.as<int32_t>();
+  params.num_seqs = num_seqs;
+  params.num_draft = int32_size(drafts, "num_draft", num_draft);
+  params.draft_tokens = drafts.as<const int64_t>();
+  launch(params, draft_tokens);
+}
+
+}  // namespace
+}  // namespace vllm_kernels
+
+VLLM_KERNELS_IMPL(library) {
+  library.impl("token_logprobs", TORCH_BOX(&vllm_kernels::token_logprobs));
+  library.impl("softmax", TORCH_BOX(&vllm_kernels::softmax));
+  library.impl("apply_token_bitmask_", TORCH_BOX(&vllm_kernels::apply_token_bitmask_));
+  library.impl("apply_repetition_penalties", TORCH_BOX(&vllm_kernels::apply_repetition_penalties));
+  library.impl("spec_verify", TORCH_BOX(&vllm_kernels::spec_verify));
+}

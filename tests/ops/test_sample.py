@@ -1,0 +1,330 @@
+"""sample against its reference, token for token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_compiles, assert_graph_replays, opcheck, raises
+from sampling_cases import VOCABULARIES, hard_rows, on, random_request
+
+import vllm_kernels
+from vllm_kernels import reference
+
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and vllm_kernels.cuda_loaded), reason="needs a GPU"
+)
+
+
+def check(logits: torch.Tensor, request: dict[str, object]) -> None:
+    want = reference.sample(logits, **request)
+    got = vllm_kernels.sample(logits, **on(logits.device.type, request))
+    assert torch.equal(got.cpu(), want)
+
+
+def drawn(samples: int) -> dict[str, torch.Tensor]:
+    return {"temperature": torch.ones(samples), "uniforms": torch.rand(samples)}
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_matches_reference(device, dtype, vocab_size):
+    samples = 24 if vocab_size < 30_000 else 6
+    for scale in (1.0, 4.0):
+        logits = (scale * torch.randn(samples, vocab_size)).to(device, dtype)
+        check(logits, random_request(samples, vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", [3, 1000, 40_000])
+def test_many_random_requests(device, dtype, vocab_size):
+    for _ in range(10):
+        samples = int(torch.randint(1, 20, (1,)))
+        logits = (3 * torch.randn(samples, vocab_size)).to(device, dtype)
+        check(logits, random_request(samples, vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", [31, 1000, 33_000])
+def test_hard_rows(device, dtype, vocab_size):
+    logits = hard_rows(vocab_size).to(device, dtype)
+    for _ in range(8):
+        check(logits, random_request(12, vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", [50, 131_072])
+def test_a_row_that_is_not_finite_gives_its_first_highest_token(device, vocab_size):
+    logits = torch.randn(3, vocab_size, device=device)
+    logits[0] = -torch.inf
+    logits[1, [7, 9]] = torch.nan
+    logits[2, [11, 12]] = torch.inf
+    for request in (drawn(3), {}, drawn(3) | {"top_k": torch.full((3,), 3).int()}):
+        got = vllm_kernels.sample(logits, **on(device, request))
+        assert got.tolist() == [0, 7, 11]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1e-30, 0.5, 1 - 2.0**-24, 1.0])
+def test_ends_of_the_unit_interval(device, uniform):
+    logits = torch.randn(4, 5000, device=device)
+    logits[:, :10] = logits[:, -10:] = -torch.inf
+    request = {"temperature": torch.ones(4), "uniforms": torch.full((4,), uniform)}
+    check(logits, request)
+    token = vllm_kernels.sample(logits, **on(device, request))
+    assert logits.gather(1, token[:, None]).isfinite().all()
+
+
+def test_top_k_keeps_the_first_of_equal_logits(device):
+    logits = torch.zeros(1000, 300, device=device)
+    top_k = torch.full((1000,), 7).int()
+    tokens = vllm_kernels.sample(logits, **on(device, drawn(1000) | {"top_k": top_k}))
+    assert set(tokens.tolist()) == set(range(7))
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 20}, {"top_p": 0.7}, {"min_p": 0.1}])
+def test_draws_follow_the_distribution(device, limits):
+    """Chi-square of 200,000 draws against the exact probabilities."""
+    draws, vocab_size = 200_000, 64
+    logits = 2 * torch.randn(1, vocab_size)
+    filled = {
+        name: torch.full((draws,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+        for name, value in limits.items()
+    }
+    request = filled | {
+        "temperature": torch.full((draws,), 1.3),
+        "seeds": torch.full((draws,), 1234),
+        "offsets": torch.arange(draws),
+        "rows": torch.zeros(draws, dtype=torch.int32),
+    }
+    tokens = vllm_kernels.sample(logits.to(device), **on(device, request)).cpu()
+    x = logits[0] / 1.3
+    kept = reference.kept_tokens(x, **limits)
+    probabilities = x.double().masked_fill(~kept, -torch.inf).softmax(0)
+    counts = torch.bincount(tokens, minlength=vocab_size).double()
+    assert not counts[~kept].any()
+    expected = draws * probabilities[kept]
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
+    degrees = int(kept.sum()) - 1
+    # Wilson and Hilferty's normal approximation; 3.7 is p = 1e-4.
+    normal = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (
+        2 / (9 * degrees)
+    ) ** 0.5
+    assert normal < 3.7
+
+
+def test_a_row_does_not_depend_on_its_batch(device, dtype):
+    vocab_size = 20_000
+    logits = torch.randn(256, vocab_size, device=device, dtype=dtype)
+    request = on(device, random_request(256, vocab_size))
+    lists = {"token_counts", "bias"}
+    simple = {name: value for name, value in request.items() if name not in lists}
+    for name in ("repetition", "frequency", "presence", "bitmask", "bitmask_rows"):
+        simple.pop(name, None)
+    together = vllm_kernels.sample(logits, **simple)
+    order = torch.randperm(256, device=device)
+    shuffled = {name: value[order] for name, value in simple.items()}
+    assert torch.equal(vllm_kernels.sample(logits[order], **shuffled), together[order])
+    for i in (0, 100, 255):
+        alone = {name: value[i : i + 1] for name, value in simple.items()}
+        assert vllm_kernels.sample(logits[i : i + 1], **alone) == together[i]
+
+
+def test_samples_share_rows(device):
+    logits = torch.randn(3, 700)
+    rows = torch.tensor([2, 0, 0, 1, 2]).int()
+    request = random_request(5, 700) | {"rows": rows}
+    check(logits.to(device), request)
+
+
+def test_strided_and_unaligned_rows(device, dtype):
+    packed = torch.randn(5, 3000, device=device, dtype=dtype)
+    for part in (packed[:, :2048], packed[:, 1:2049], packed[::2, 8:1007]):
+        check(part, random_request(part.shape[0], part.shape[1]))
+
+
+def test_short_bitmask_allows_what_it_lacks(device):
+    logits = torch.zeros(1, 100, device=device)
+    logits[0, 70] = 1.0
+    mask = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    assert vllm_kernels.sample(logits, bitmask=mask).tolist() == [70]
+    assert vllm_kernels.sample(logits[:, :64], bitmask=mask).tolist() == [0]
+
+
+def test_penalties_follow_vllm(device):
+    """apply_penalties of vLLM's sampler, written out in torch."""
+    logits = torch.randn(2, 6)
+    counts = torch.tensor([[0, 2, 1, 0, 0, 3], [1, 0, 0, 0, 4, 0]])
+    prompt = torch.tensor([[True, False, True, False, False, False]] * 2)
+    repetition, frequency, presence = torch.tensor([[1.5, 0.3, 0.2], [0.7, -0.5, 1.0]]).T
+    seen = prompt | (counts > 0)
+    scale = torch.where(seen, repetition[:, None], 1.0)
+    want = torch.where(logits > 0, logits / scale, logits * scale)
+    want = want - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    tokens = [row.nonzero()[:, 0] for row in seen]
+    lists = (
+        torch.tensor([0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]).int(),
+        torch.cat(tokens).int(),
+        torch.cat([counts[i, tokens[i]] for i in range(2)]).int(),
+    )
+    request = {
+        "token_counts": lists,
+        "repetition": repetition.contiguous(),
+        "frequency": frequency.contiguous(),
+        "presence": presence.contiguous(),
+    }
+    for sample in range(2):
+        got = reference.processed_logits(logits[sample], sample, **request)
+        assert torch.allclose(got, want[sample])
+    check(logits.to(device), request | drawn(2))
+    assert torch.equal(vllm_kernels.sample(logits.to(device), **on(device, request)).cpu(),
+                       want.argmax(1))  # fmt: skip
+
+
+def test_agrees_with_the_sampler_of_the_engine():
+    """Up to draws within 1e-6 of a border, where float32 sums differ."""
+    from types import SimpleNamespace
+
+    from vllm_kernels.engine import sampler
+
+    logits = 3 * torch.randn(400, 3000)
+    request = {
+        "temperature": torch.full((400,), 0.8),
+        "top_k": torch.full((400,), 40).int(),
+        "top_p": torch.full((400,), 0.9),
+        "uniforms": torch.rand(400),
+    }
+    params = SimpleNamespace(
+        temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.0, is_greedy=False
+    )
+    sequences = [
+        SimpleNamespace(
+            request=SimpleNamespace(params=params), random_number=lambda u=u: u.item(), tokens=[]
+        )
+        for u in request["uniforms"]
+    ]
+    want, _ = sampler.sample(logits, sequences)
+    got = vllm_kernels.sample(logits, **request)
+    assert (got != want).sum() <= 1
+
+
+def test_rows_outside_the_logits(device):
+    logits = torch.randn(2, 50, device=device)
+    rows = torch.tensor([1, 2, -1], dtype=torch.int32, device=device)
+    if device == "cpu":
+        with raises(r"^sample: rows\[1\] = 2: expected a row of logits in \[0, 2\)$"):
+            vllm_kernels.sample(logits, rows=rows)
+    else:
+        assert vllm_kernels.sample(logits, rows=rows)[1:].tolist() == [-1, -1]
+
+
+def test_no_samples(device):
+    assert vllm_kernels.sample(torch.randn(0, 10, device=device)).shape == (0,)
+
+
+def test_bad_input(device):
+    x, ones = torch.randn(2, 40, device=device), torch.ones(2, device=device)
+    ints = torch.ones(2, dtype=torch.int32, device=device)
+    entry = torch.zeros(1, dtype=torch.int32, device=device)
+    ends = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+    cases = [
+        ({"logits": x.int()}, r"logits: expected float32, float16 or bfloat16, got int32$"),
+        ({"logits": x[0]}, r"logits: expected shape \[num_rows, vocab_size\], got shape \[40\]$"),
+        ({"logits": x[:, :0]}, r"logits: expected vocab_size of 1 to 262144, got shape \[2, 0\]$"),
+        ({"logits": x.t()}, r"logits: expected stride 1 in the last dimension, .*"),
+        (
+            {"temperature": ones},
+            r"temperature: expected uniforms, or seeds and offsets, to draw with, got none$",
+        ),
+        (
+            {"temperature": ones[:1], "uniforms": ones},
+            r"temperature: expected num_samples = 2 \(from logits\) at dimension 0, "
+            r"got shape \[1\]$",
+        ),
+        ({"top_k": ints.long()}, r"top_k: expected int32, got int64; cast it with .int\(\)$"),
+        ({"top_p": ones.double()}, r"top_p: expected float32, got float64; cast it .*$"),
+        (
+            {"seeds": ints.long()},
+            r"seeds: expected seeds and offsets together, got one of them$",
+        ),
+        (
+            {"seeds": ints.long(), "offsets": ints.long(), "uniforms": ones},
+            r"uniforms: expected uniforms or seeds, got both$",
+        ),
+        ({"bitmask_rows": ints}, r"bitmask_rows: expected a bitmask with it, got None$"),
+        (
+            {"repetition": ones},
+            r"counts: expected the counts of tokens to penalize, got None$",
+        ),
+        (
+            {"token_counts": (ends[:2], entry, entry)},
+            r"count_indptr: expected num_samples \+ 1 = 3 \(from logits\) at dimension 0, "
+            r"got shape \[2\]$",
+        ),
+        (
+            {"bias": (ends, entry, ones)},
+            r"bias_values: expected entries = 1 \(from bias_tokens\) at dimension 0, "
+            r"got shape \[2\]$",
+        ),
+        (
+            {"out": torch.empty(2, device=device)},
+            r"tokens: expected int64, got float32$",
+        ),
+    ]
+    for change, message in cases:
+        with raises("^sample: " + message):
+            vllm_kernels.sample(**{"logits": x} | change)
+
+
+def test_bad_tokens_on_the_cpu():
+    x = torch.randn(2, 40)
+    entry = torch.tensor([40], dtype=torch.int32)
+    good = torch.tensor([0, 1, 1], dtype=torch.int32)
+    with raises(r"^sample: count_tokens\[0\] = 40: expected a token in \[0, 40\)$"):
+        vllm_kernels.sample(x, token_counts=(good, entry, entry))
+    for ends in ([0, 2, 1], [0, 1, 0], [-1, 1, 1]):
+        with raises(r"^sample: bias_indptr\[\d\] = -?\d: expected a rising end of a list in "):
+            indptr = torch.tensor(ends, dtype=torch.int32)
+            vllm_kernels.sample(x, bias=(indptr, 0 * entry, entry.float()))
+
+
+@needs_gpu
+def test_bad_tokens_are_contained():
+    x = torch.randn(2, 40, device="cuda")
+    tokens = torch.tensor([40, -1, 2**31 - 1], dtype=torch.int32, device="cuda")
+    ends = torch.tensor([-5, 2, 900], dtype=torch.int32, device="cuda")
+    got = vllm_kernels.sample(x, bias=(ends, tokens, torch.ones(3, device="cuda")))
+    assert torch.equal(got, x.argmax(1))
+
+
+def test_inference_only(device):
+    with raises(r"^sample: logits: requires grad, .*no_grad\(\)$"):
+        vllm_kernels.sample(torch.randn(2, 40, device=device, requires_grad=True))
+
+
+def test_opcheck_and_compile(device, dtype):
+    x = torch.randn(4, 64, device=device, dtype=dtype)
+    tokens = torch.empty(4, dtype=torch.int64, device=device)
+    opcheck("sample", tokens, x)
+    request = on(device, drawn(4))
+    opcheck("sample", tokens, x, **request)
+    assert_compiles(lambda: vllm_kernels.sample(x, **request))
+
+
+@needs_gpu
+def test_graph_replay(dtype):
+    vocab_size = 32_000
+    logits = torch.randn(8, vocab_size, device="cuda", dtype=dtype)
+    torch.manual_seed(1)
+    request = on("cuda", drawn(8) | {"top_k": torch.full((8,), 50).int(), "top_p": torch.ones(8)})
+    out = torch.empty(8, dtype=torch.int64, device="cuda")
+
+    def refill() -> None:
+        logits.normal_()
+        request["temperature"].uniform_(0.0, 2.0)
+        request["temperature"][0] = 0.0
+        request["uniforms"].uniform_()
+        request["top_k"].random_(0, 5000)
+        request["top_p"].uniform_()
+
+    assert_graph_replays(
+        lambda: vllm_kernels.sample(logits, **request, out=out),
+        refill,
+        out,
+        lambda: vllm_kernels.sample(logits, **request),
+    )
+    check(logits, {name: value.cpu() for name, value in request.items()})
