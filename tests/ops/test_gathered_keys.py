@@ -1,6 +1,7 @@
-"""paged_attention and varlen_attention of prompts whose K and V a GPU first gathers to contiguous keys
-of 16 bits: 8-bit caches and small pages, from 1024 query rows a KV head on, and 16-bit rows that
-begin within a sector, from 2048.
+"""Prompts whose K and V a GPU first gathers to contiguous keys of 16 bits.
+
+These are 8-bit caches and small pages from 1024 query rows a KV head on, and 16-bit rows of NHD and
+HND that begin within a sector of 32 bytes from 16384 on.
 
 The CPU gathers nothing. It runs smaller cases, for the same options.
 """
@@ -52,12 +53,14 @@ def test_what_is_gathered(hopper):
         ({"stored": torch.int8}, True),
         ({"stored": torch.int8, "softcap": 2.0}, True),
         ({"block_size": 4}, True),
-        ({"layout": "NHD", "head_size": 72}, True),
+        ({"layout": "NHD", "head_size": 72}, False),
         ({"layout": "vllm", "head_size": 72}, False),
         ({}, False),
     ):
         text = explained(make(hopper, BF16, *prompts, **{"head_size": 128, **options}))
         assert ("are gathered" in text) == gathered, (options, text)
+    many = make(hopper, BF16, [2100], [2100], head_size=72, layout="NHD")
+    assert "are gathered" in explained(many)
     short = make(hopper, BF16, [400] * 9, [100] * 9, head_size=128, stored=torch.int8)
     assert "are gathered" not in explained(short)
 
@@ -99,7 +102,8 @@ def test_small_pages(hopper, layout, block_size):
 @pytest.mark.parametrize("head_size", [40, 72, 104, 248])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_rows_that_begin_within_a_sector(hopper, order, head_size):
-    check(make(hopper, BF16, [600, 331], [300, 290], head_size=head_size, layout=order))
+    lens = [2300, 331]
+    check(make(hopper, BF16, lens, [2100, 290], head_size=head_size, layout=order))
 
 
 def test_without_causality(hopper, layout):

@@ -1,9 +1,9 @@
 """paged_attention of prompts and chunks of them, where a GPU has a kernel for many query rows.
 
 That one takes more than 64 query rows a KV head, in pages of 16 tokens or more, where tiles of 128
-rows keep half of the device busy: the cases are about as small as that allows. The CPU, which has no
-such kernel, runs them with fewer tokens and heads. test_gathered_keys.py has the cases whose K and V
-are gathered first.
+rows keep half of the device busy: the cases are about as small as that allows. The CPU, which has
+no such kernel, runs them with fewer tokens and heads. The cases of test_gathered_keys.py are those
+whose K and V are gathered first.
 """
 
 from __future__ import annotations
