@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
-from torch import Tensor, contiguous_format, empty_like, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from vllm_kernels import _C
@@ -448,7 +448,7 @@ def paged_attention(
     if query_start_loc is not None:
         out = _owned_by_nobody(query, out, lse)
     elif out is None:
-        out = empty_like(query, memory_format=contiguous_format)
+        out = query.new_empty(query.shape)
     op = _traced if is_dynamo_compiling() else _direct
     try:
         op(
