@@ -140,12 +140,21 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
               .key_stages = 3,
               .value_stages = 3,
               .query_stages = 2,
-              .consumer_registers = 200};
+              .consumer_registers = 192,
+              .producer_registers = 64};
     }
     if (head_size <= 128) {
-      return {.tokens = 128, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+      return {.tokens = 128,
+              .key_stages = 2,
+              .value_stages = 2,
+              .consumer_registers = 192,
+              .producer_registers = 64};
     }
-    return {.tokens = 64, .key_stages = 2, .value_stages = 2, .consumer_registers = 200};
+    return {.tokens = 64,
+            .key_stages = 2,
+            .value_stages = 2,
+            .consumer_registers = 192,
+            .producer_registers = 64};
   }
   if (adjusts) {
     if (head_size <= 64) {
