@@ -104,7 +104,9 @@ __device__ __forceinline__ void consume_tiles(const PagedAttentionParams& p,
     tiles_left = work_tile.tiles;
     first_token = (work_tile.first_tile + work_tile.tiles - 1) * kTokens;
     score_scale = shape.softmax_scale_log2;
-    if (p.kv.k_scale != nullptr) {
+    // Gathered keys of 16 bits have the scales of their 8-bit cache, too.
+    constexpr bool kMayHaveScale = Config::kCacheIs8Bit || Config::kForm == KvForm::kSwizzledRows;
+    if (kMayHaveScale && p.kv.k_scale != nullptr) {
       score_scale *= usable_scale(p.kv.k_scale[work_tile.kv_head * p.kv.scale_stride]);
     }
     barrier_wait(shared_address(&shared.query_full[queries.index]), queries.phase);
