@@ -124,7 +124,7 @@ def paged_attention_v1(
                 blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
                 blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise refused("paged_attention_v1", error, locals()) from None
 
 
@@ -183,7 +183,7 @@ def paged_attention_v2(
                 kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise refused("paged_attention_v2", error, locals()) from None
 
 

@@ -344,12 +344,14 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     call.concat_mla_q(ql_nope, q_pe, q_out)
 
 
-def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
-    if isinstance(caches, Tensor):
-        shape = list(caches.shape)
-        raise InvalidType(
-            f"{op}: {name}: expected a list of tensors, one a layer, got a tensor of shape {shape}"
+def _require_list(op: str, name: str, caches: object) -> None:
+    if not isinstance(caches, list | tuple):
+        got = (
+            f"a tensor of shape {list(caches.shape)}"
+            if isinstance(caches, Tensor)
+            else type(caches).__name__
         )
+        raise InvalidType(f"{op}: {name}: expected a list of tensors, one a layer, got {got}")
 
 
 def copy_blocks(
@@ -373,14 +375,14 @@ def copy_blocks(
             skipped, and both are reported with VLLM_KERNELS_CHECK=1.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
-        _refuse_one_tensor("copy_blocks", name, caches)
+        _require_list("copy_blocks", name, caches)
     inference_only("copy_blocks", *key_caches, *value_caches)
     call.copy_blocks(key_caches, value_caches, block_mapping)
 
 
 def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
     """:func:`copy_blocks` for caches that hold keys and values together, one a layer."""
-    _refuse_one_tensor("copy_blocks_mla", "kv_caches", kv_caches)
+    _require_list("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
     call.copy_blocks_mla(kv_caches, block_mapping)
 
