@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,17 @@ class FaultError(Exception):
     """What a call did and must not do."""
 
 
+@cache
 def schema_of(op: str) -> Any:
     return getattr(torch.ops.vllm_kernels, op).default._schema
 
 
+@cache
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+@cache
 def written_names(op: str) -> list[str]:
     marks = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
     return [name for name, info in marks if info is not None and info.is_write]
@@ -60,7 +68,7 @@ def written_names(op: str) -> list[str]:
 
 def typed_arguments(op: str, call: Call) -> Call:
     """The arguments of vllm_kernels.<op>, which may lack some of the schema's."""
-    parameters = inspect.signature(getattr(vllm_kernels, op)).parameters
+    parameters = parameters_of(getattr(vllm_kernels, op))
     names = [argument.name for argument in schema_of(op).arguments]
     if len(names) == len(parameters):  # they may have other names
         return {p: call[n] for p, n in zip(parameters, names) if n in call}
@@ -177,8 +185,14 @@ def check_results(
 ) -> None:
     """Of a call that raised nothing."""
     names = written_names(attack.op)
-    written = [(name, x) for name in names for x in listed(attack.call.get(name)) if is_plain(x)]
-    got = [(name, x.clone()) for name, x in written + [("the result", x) for x in results]]
+    pairs = [
+        (name, x, copy)
+        for name in names
+        for x, copy in zip(listed(attack.call.get(name)), listed(copies.get(name)), strict=True)
+        if is_plain(x.detach())
+    ]
+    written = [(name, x) for name, x, _ in pairs]
+    got = [(name, x.detach().clone()) for name, x in written + [("the result", x) for x in results]]
     for _, x in written:
         if memory.holds(x):
             memory.undo(x)
@@ -188,7 +202,7 @@ def check_results(
         return
     expected = reference_of(attack, copies)
     again = attack.run(copies)
-    wanted = [x for name in names for x in listed(copies.get(name)) if is_plain(x)] + again
+    wanted = [copy for _, _, copy in pairs] + again
     for (name, x), other in zip(got, wanted, strict=True):
         if not same(x, other):
             raise FaultError(f"{name}: {difference(x, other)} without strides and aliases")
@@ -230,12 +244,14 @@ def near(got: Tensor, want: Tensor) -> bool:
     return not wrong.any()
 
 
+LIKE_VLLM = ("paged_attention_v1", "paged_attention_v2")
 WRITES = {"fused_decode_attention": ["out", "key_cache", "value_cache"]}  # qkv is scratch
 
 
 def reference_of(attack: Attack, copies: Call) -> Call:
     """What the reference expects in the written tensors of a call with ordinary numbers."""
-    function = getattr(reference, attack.op, None)
+    name = "naive_paged_attention" if attack.op in LIKE_VLLM else attack.op
+    function = getattr(reference, name, None)
     tensors = [x for value in copies.values() for x in listed(value)]
     if function is None or not attack.structural or attack.op in ("copy_blocks", "rotary_embedding"):
         return {}
@@ -246,8 +262,10 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     if not attack.typed and "window_right" in call:
         call["causal"] = call["window_right"] == 0
         call["window"] = (call.get("window_left"), call["window_right"])
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     options = {k: v for k, v in call.items() if k in parameters}
+    if attack.op in LIKE_VLLM and call["kv_cache_dtype"] == "auto":  # its scales are not used
+        options |= {"k_scale": 1.0, "v_scale": 1.0}
     if attack.op == "fused_decode_attention":
         names = ("scale", "softcap", "alibi_slopes", "sinks", "sliding_window")
         options |= {name: call[name] for name in names if name in call}

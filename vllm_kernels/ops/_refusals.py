@@ -40,12 +40,21 @@ def refused(
     """
     if isinstance(error, Error):
         return type(error)(_blamed(op, str(error), given))
+    text = str(error)
+    foreign = _OWN.match(text) is None
+    no_kernel = _no_kernel(op, given) if foreign else None
+    if no_kernel is not None:
+        return no_kernel
+    query = given.get("query")
+    if isinstance(error, IndexError) and isinstance(query, Tensor) and query.dim() == 0:
+        return InvalidArgument(
+            f"{op}: query: expected shape [num_tokens, num_heads, head_size], got shape []"
+        )
     wrong_kind = _wrong_kind(op, given, scales_of)
     if wrong_kind is not None:
         return wrong_kind
-    text = str(error)
-    if _OWN.match(text) is None:
-        return _no_kernel(op, given) or error
+    if foreign:
+        return error
     if type(error) is not RuntimeError:
         return error
     text = _FLOAT_ADVICE.sub(r"\1", _blamed(op, text, given))
@@ -113,10 +122,9 @@ def _other_than_dense(tensor: Tensor) -> str | None:
 
 def _short(value: object) -> str:
     if isinstance(value, Tensor):  # its elements may be many, or freed
-        return f"a tensor of {value.dtype}"
-    if isinstance(value, list | tuple):
-        opening, closing = "[]" if isinstance(value, list) else "()"
-        return f"{opening}{', '.join(map(_short, value))}"[:39] + closing
+        return "a tensor"
+    if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+        return f"[{', '.join(map(_short, value))}]"[:40]
     return f"{value!r:.40}"
 
 
