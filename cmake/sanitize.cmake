@@ -1,7 +1,18 @@
 # VLLM_KERNELS_SANITIZE=address,undefined builds the bindings, the manager and the CPU kernels of
-# `baseline` and `avx2` with these sanitizers. `tools/sanitize.sh` runs tests on them. Other levels are
-# compiled quickly and must not run: VLLM_KERNELS_ISA chooses one of the two.
-set(SANITIZED_LEVELS baseline avx2)
+# SANITIZED_LEVELS with these sanitizers. `tools/sanitize.sh` runs tests on them. Other levels must not
+# run: VLLM_KERNELS_ISA chooses one of these. They are linked from VLLM_KERNELS_OBJECTS, as the
+# manager is, or else compiled quickly.
+set(SANITIZED_LEVELS "baseline;avx2" CACHE STRING "CPU levels with sanitizers")
+set(VLLM_KERNELS_OBJECTS "" CACHE PATH "A finished build: its objects replace those without sanitizers")
+
+# Sets `result` to the objects of `target` in that build; empty: compile it.
+function(finished_objects result target)
+  set(found "")
+  if(VLLM_KERNELS_SANITIZE AND VLLM_KERNELS_OBJECTS)
+    file(GLOB_RECURSE found ${VLLM_KERNELS_OBJECTS}/CMakeFiles/${target}.dir/*.o)
+  endif()
+  set(${result} ${found} PARENT_SCOPE)
+endfunction()
 
 function(sanitize target)
   if(NOT VLLM_KERNELS_SANITIZE)

@@ -162,7 +162,9 @@ def outer_gaps(x: Tensor, call: Call) -> Tensor:
     sizes[place] += choice([1, 8, 16])
     storage = torch.full(sizes, 0, dtype=x.dtype)
     storage.view(torch.uint8).fill_(0xFF)
-    return storage.narrow(place, choice([0, sizes[place] - x.shape[place]]), x.shape[place]).copy_(x)
+    return storage.narrow(place, choice([0, sizes[place] - x.shape[place]]), x.shape[place]).copy_(
+        x
+    )
 
 
 def transposed(x: Tensor, call: Call) -> Tensor:
@@ -263,7 +265,9 @@ def off_by_one(x: Tensor, call: Call) -> Tensor:
 
 
 def any_bits(x: Tensor, call: Call) -> Tensor:
-    return torch.randint(0, 256, (*x.shape, x.itemsize), dtype=torch.uint8).view(x.dtype).squeeze(-1)
+    return (
+        torch.randint(0, 256, (*x.shape, x.itemsize), dtype=torch.uint8).view(x.dtype).squeeze(-1)
+    )
 
 
 TENSOR_CHANGES = [

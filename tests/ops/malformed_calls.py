@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+# ruff: noqa: E402 (imports behind sys.path)
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    sys.path.append(str(HERE.parent.parent))  # last: PYTHONPATH may have another build
 
 import torch
 from argument_changes import LARGEST, NUMERIC, change
@@ -135,9 +137,7 @@ def check(number: int, memory: GuardedMemory) -> Attack:
     """Makes the call of this number. Raises FaultError."""
     attack = make(number)
     memory.reset()
-    attack.call = {
-        name: each_tensor(value, memory.place) for name, value in attack.call.items()
-    }
+    attack.call = {name: each_tensor(value, memory.place) for name, value in attack.call.items()}
     copies = {
         name: each_tensor(value, partial(plain_copy, name)) for name, value in attack.call.items()
     }
@@ -180,9 +180,7 @@ def check_error(attack: Attack, error: Exception) -> None:
         raise FaultError(f"an error without the op's name: {error!r}") from error
 
 
-def check_results(
-    attack: Attack, copies: Call, results: list[Any], memory: GuardedMemory
-) -> None:
+def check_results(attack: Attack, copies: Call, results: list[Any], memory: GuardedMemory) -> None:
     """Of a call that raised nothing."""
     names = written_names(attack.op)
     pairs = [
@@ -253,7 +251,11 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     name = "naive_paged_attention" if attack.op in LIKE_VLLM else attack.op
     function = getattr(reference, name, None)
     tensors = [x for value in copies.values() for x in listed(value)]
-    if function is None or not attack.structural or attack.op in ("copy_blocks", "rotary_embedding"):
+    if (
+        function is None
+        or not attack.structural
+        or attack.op in ("copy_blocks", "rotary_embedding")
+    ):
         return {}
     if not all(ordinary(x) for x in tensors):
         return {}
@@ -306,7 +308,9 @@ def child(first: int, step: int, seconds: float, progress: str) -> None:
         try:
             check(number, memory)
         except Exception as error:
-            print(f"call {number}: {make(number).op}: {error!r}".replace("\n", " ")[:400], flush=True)
+            print(
+                f"call {number}: {make(number).op}: {error!r}".replace("\n", " ")[:400], flush=True
+            )
         number += step
     signal.alarm(0)
     shared[:8] = number.to_bytes(8, "little")

@@ -18,8 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# ruff: noqa: E402 (imports behind sys.path)
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    sys.path.append(str(HERE.parent.parent))  # last: PYTHONPATH may have another build
 
 import torch
 from paged_attention_cases import EIGHT_BITS, Case, alone, assert_right, make_case, per_head

@@ -219,7 +219,12 @@ def gather_entries(op: str) -> Call:
     dtype, name = choice(FLOATS), choice(["auto", *EIGHT_BITS])
     src = torch.randn(4, 8, *entry).to(EIGHT_BITS.get(name, dtype))
     if op == "cp_gather_cache":
-        return {**tables, "src_cache": src, "dst": unset(count, *entry, dtype=src.dtype), "batch_size": 3}
+        return {
+            **tables,
+            "src_cache": src,
+            "dst": unset(count, *entry, dtype=src.dtype),
+            "batch_size": 3,
+        }
     return {
         **tables, "src_cache": src, "dst": unset(count, *entry, dtype=dtype),
         "token_to_seq": ints(*[0] * 11, *[2] * 8), "num_tokens": 19, "kv_cache_dtype": name,
