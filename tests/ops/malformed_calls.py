@@ -75,9 +75,9 @@ def typed_arguments(op: str, call: Call) -> Call:
     if len(names) == len(parameters):  # they may have other names
         return {p: call[n] for p, n in zip(parameters, names) if n in call}
     given = {name: call[name] for name in parameters if name in call}
-    if random.random() < 0.5 and parameters.get("out") is not None:
-        if parameters["out"].default is None:
-            given["out"] = None
+    makes_out = "out" in parameters and parameters["out"].default is None
+    if makes_out and random.random() < 0.5:
+        given["out"] = None
     if "return_lse" in parameters:
         given["return_lse"] = random.random() < 0.5
     return given

@@ -322,7 +322,8 @@ def rotate(op: str) -> Call:
     query, key = torch.randn(2, *lead, heads * head_size).to(dtype)
     return {
         "positions": torch.randint(0, 40, lead), "query": query.clone(), "key": maybe(key.clone()),
-        "head_size": head_size, "cos_sin_cache": cos_sin(head_size), "is_neox": choice([True, False]),
+        "head_size": head_size, "cos_sin_cache": cos_sin(head_size),
+        "is_neox": choice([True, False]),
     }  # fmt: skip
 
 
@@ -418,7 +419,8 @@ def attend_as_vllm(op: str) -> Call:
     query = torch.randn(3, heads, cache.head_size).to(dtype)
     sparse = {
         "tp_rank": 0, "blocksparse_local_blocks": 1, "blocksparse_vert_stride": choice([0, 2]),
-        "blocksparse_block_size": 2 * cache.block_size, "blocksparse_head_sliding_step": choice([0, 1]),
+        "blocksparse_block_size": 2 * cache.block_size,
+        "blocksparse_head_sliding_step": choice([0, 1]),
     }  # fmt: skip
     scratch = {
         "exp_sums": unset(3, heads, 1), "max_logits": unset(3, heads, 1),

@@ -392,8 +392,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 
     Args:
         src: [num_src_blocks, ...], any dtype.
-        dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written. Where
-            it shares memory with src, blocks must coincide or be apart.
+        dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written. In
+            memory that it shares with src, blocks must coincide or be apart.
         block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst). No block of dst
             may occur twice: the copies have no order on CUDA (within one tensor they have).
 
