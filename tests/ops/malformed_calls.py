@@ -196,8 +196,11 @@ def check_results(attack: Attack, copies: Call, results: list[Any], memory: Guar
             memory.undo(x)
     if memory.changed():
         raise FaultError("bytes outside of the written tensors changed")
-    if any(x.is_meta for value in attack.call.values() for x in listed(value)):
+    tensors = [x for value in attack.call.values() for x in listed(value)]
+    if any(x.is_meta for x in tensors):
         return
+    if attack.op == "swap_blocks" and len({x.untyped_storage().data_ptr() for x in tensors}) < 3:
+        return  # within one tensor a copy reads what the one before wrote
     expected = reference_of(attack, copies)
     again = attack.run(copies)
     wanted = [copy for _, _, copy in pairs] + again
