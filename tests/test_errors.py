@@ -25,6 +25,14 @@ def attend(table: object = TABLE, query: object = QUERY, **options: object) -> o
     return vk.paged_attention(query, PAGES, PAGES, table, LENS, **{"layout": "NHD", **options})
 
 
+def like_vllm(**options: object) -> None:
+    keys, one = torch.zeros(4, 2, 16, 16, 4), torch.ones(1)
+    vk.paged_attention_v1(
+        QUERY.clone(), QUERY, keys, torch.zeros(4, 2, 64, 16), 2, 0.1, TABLE, LENS, 16, 16, None,
+        "auto", one, one, **options,
+    )  # fmt: skip
+
+
 def varlen(**options: object) -> object:
     return vk.varlen_attention(QUERY, QUERY, QUERY, STARTS, STARTS, **options)
 
@@ -66,6 +74,22 @@ KINDS = {
         lambda: vk.copy_blocks([QUERY], [1], STARTS),
         "copy_blocks: value_caches: expected a list of tensors, got [1]",
     ),
+    "no number of tensors": (
+        lambda: vk.copy_blocks_mla(None, STARTS),
+        "copy_blocks_mla: kv_caches: expected a list of tensors, one a layer, got NoneType",
+    ),
+    "a tensor for a float": (
+        lambda: vk.rms_norm(QUERY, QUERY, WEIGHT, WEIGHT),
+        "rms_norm: epsilon: expected a float, got a tensor",
+    ),
+    "no float64": (
+        lambda: vk.rms_norm(QUERY, QUERY, WEIGHT, 10**400),
+        "rms_norm: epsilon: expected a float, got 1000",
+    ),
+    "no stride": (
+        lambda: like_vllm(blocksparse_vert_stride=None),
+        "paged_attention_v1: blocksparse_vert_stride: expected an int, got None",
+    ),
     "cascade": (lambda: cascade(table=[[1]]), "block_tables: expected a tensor, got list"),
     "cascade query": (lambda: cascade(query=None), "query: expected a tensor, got None"),
     "no count": (lambda: cascade(common=1.5), "num_common_blocks: expected an int, a tensor or a"),
@@ -102,6 +126,38 @@ def test_wrong_value():
     with pytest.raises(vk.InvalidArgument, match=r"inference only") as raised:
         vk.rms_norm(QUERY.clone(), QUERY.clone().requires_grad_(), WEIGHT, 1e-6)
     assert str(raised.value).startswith("rms_norm: input: requires grad")
+
+
+@pytest.mark.parametrize(
+    ("query", "kind"),
+    [
+        (QUERY.to_sparse(), "torch.sparse_coo"),
+        (torch.nested.nested_tensor([QUERY[0], QUERY[1]]), "a nested one"),
+        (torch.quantize_per_tensor(QUERY, 0.1, 3, torch.quint8), "a quantized one"),
+    ],
+)
+def test_what_is_no_dense_tensor(query: torch.Tensor, kind: str):
+    for call in (attend, lambda query: vk.rms_norm(QUERY.clone(), query, WEIGHT, 1e-6)):
+        with pytest.raises(vk.Unsupported, match=rf": expected a dense tensor, got {kind}$"):
+            call(query=query)
+
+
+def test_a_negated_view():
+    """torch makes a tensor of one that is read, and cannot write one."""
+    negated = torch._neg_view(torch.ones(4, 64))
+    out = torch.empty(4, 64)
+    vk.rms_norm(out, negated, WEIGHT, 1e-6)
+    torch.testing.assert_close(out, torch.full((4, 64), -1.0))
+    with pytest.raises(vk.Unsupported, match=r"^rms_norm: out: .* a negated view; call .resolve"):
+        vk.rms_norm(negated, torch.ones(4, 64), WEIGHT, 1e-6)
+
+
+def test_a_query_without_dimensions():
+    shape = r"query: expected shape \[num_tokens, num_heads, head_size\], got shape \[\]$"
+    with pytest.raises(vk.InvalidArgument, match=rf"^paged_attention: {shape}"):
+        attend(query=torch.tensor(1.0))
+    with pytest.raises(vk.InvalidArgument, match=rf"^varlen_attention: {shape}"):
+        vk.varlen_attention(torch.tensor(1.0), QUERY, QUERY, STARTS, STARTS)
 
 
 def test_the_one_that_requires_grad_is_named():

@@ -508,6 +508,30 @@ def test_lengths_past_the_cache(fa, paged):
         assert out[0].any() and not out[1].any()
 
 
+def test_more_query_tokens_than_keys(device, dtype):
+    """Rows of the mask without a key are 0, with lse -inf (their sink)."""
+    lens, queries = [3, 0, 20, 1], [5, 2, 4, 7]
+    cache = Paged(device, dtype, lens, 16)
+    q = random(sum(queries), 4, 64, device=device, dtype=dtype)
+    starts, sinks = starts_of(queries, device), torch.linspace(-1, 2, 4, device=device)
+    for options in ({}, {"window": (1, 0)}, {"sinks": sinks}):
+        out, lse = FA3.flash_attn_with_kvcache(
+            q, cache.key, cache.value, page_table=cache.table, cache_seqlens=cache.lens,
+            cu_seqlens_q=starts, max_seqlen_q=7, causal=True, return_softmax_lse=True,
+            window_size=options.get("window", (-1, -1)), sinks=options.get("sinks"),
+        )  # fmt: skip
+        want = [oracle.attention(part, *rows, True, **options)
+                for part, rows in zip(q.split(queries), cache.rows, strict=True)]  # fmt: skip
+        near(out, torch.cat([rows for rows, _ in want]))
+        near_lse(lse, torch.cat([rows for _, rows in want], dim=1))
+        assert not out[:2].any() and not out[5:7].any() and not out[11:17].any()
+    out = FA2.flash_attn_varlen_func(
+        q, cache.key, cache.value, starts, starts_of(lens, device), 7, 20, causal=True,
+        block_table=cache.table,
+    )  # fmt: skip
+    near(out[:5], oracle.attention(q[:5], *cache.rows[0], True)[0])
+
+
 def test_varlen_with_block_table(device, dtype):
     cache = Paged(device, dtype, [30, 7], 16)
     q = random(7, 4, 64, device=device, dtype=dtype)

@@ -10,6 +10,21 @@ pytest.register_assert_rewrite(
 )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Sums what random tests recorded: how many points and calls they had."""
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+    ]
+    for kind in ("points", "calls"):
+        counts = [value for one in reports for name, value in one.user_properties if name == kind]
+        if counts:
+            wrong = sum(one.failed for one in reports if kind in dict(one.user_properties))
+            terminalreporter.write_line(f"{kind} {sum(counts)}, tests {len(counts)}, wrong {wrong}")
+
+
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> str:
     """Of a paged cache."""

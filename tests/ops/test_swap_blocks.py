@@ -126,6 +126,27 @@ def test_within_one_tensor(route):
     assert torch.equal(cache, want)
 
 
+def test_slices_of_one_tensor(route):
+    """Blocks may coincide, as in slices of a cache and in every second block of it; not in part."""
+    if route[0] != route[1]:
+        pytest.skip("one tensor is on one device")
+    cache, pairs = pool(30, route[0]), torch.tensor([[0, 5]])
+    for src, dst in ((cache[3:], cache[:20]), (cache[::2], cache), (cache[4:5], cache)):
+        want = cache.clone()
+        place = (dst.data_ptr() - cache.data_ptr()) // (16 * 2 * 64 * 2) + 5
+        want[place] = src[0]
+        vllm_kernels.swap_blocks(src, dst, pairs)
+        assert torch.equal(cache, want)
+    part = torch.as_strided(cache, (9, 16, 2, 64), cache.stride(), 64)
+    thirds = torch.as_strided(cache, (9, 16, 2, 64), (3 * cache.stride(0), *cache.stride()[1:]))
+    halves = torch.as_strided(cache, (9, 16, 2, 64), (2 * cache.stride(0), *cache.stride()[1:]))
+    before = cache.clone()
+    for src, dst in ((cache, part), (part, cache), (cache[:1], part[:1]), (halves, thirds)):
+        with raises(r"^swap_blocks: dst and src overlap in memory, and not by whole blocks$"):
+            vllm_kernels.swap_blocks(src, dst, torch.tensor([[0, 0]]))
+    assert torch.equal(cache, before)
+
+
 @pytest.mark.parametrize(("pairs", "where", "bad", "limit"), [
     ([[1, 2], [30, 3]], r"1, 0", 30, 30), ([[1, 2], [3, 40]], r"1, 1", 40, 40),
     ([[-1, 2]], r"0, 0", -1, 30), ([[2**40, 2]], r"0, 0", 2**40, 30),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from vllm_kernels.compat._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
 from vllm_kernels.compat._checks import (
@@ -235,6 +236,8 @@ def paged(
                 starts = cu_seqlens_q[rows.start : rows.stop + 1]
             else:
                 query, target = q[rows], out[rows]
+        if right == 0 and starts is not None and q.device.type == "cpu":
+            tables, lens, starts = _apart_from_negative(tables, lens, starts)
         k_scale, v_scale = _scales(k_cache, mine)
         result = paged_attention(
             query, k_cache, v_cache, tables, lens, scale=options.score_scale(q),
@@ -246,6 +249,17 @@ def paged(
         if options.returns_lse:
             lses.append(result[1])
     return out, _whole(lses, cu_seqlens_q) if lses else None
+
+
+def _apart_from_negative(tables: Tensor, lens: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+    """block_tables, seq_lens and query_start_loc in which query tokens of negative positions belong
+    to sequences of length 0. FlashAttention gives them 0, and a CPU op refuses them."""
+    first, excess = starts[:-1], (starts.diff() - lens).clamp_min(0)
+    if not is_compiling() and not excess.any():
+        return tables, lens, starts
+    starts = torch.cat([torch.stack([first, first + excess], 1).flatten(), starts[-1:]])
+    lens = torch.stack([torch.zeros_like(lens), lens], 1).flatten()
+    return tables.repeat_interleave(2, 0), lens, starts
 
 
 def _even_starts(batch: int, length: int, device: torch.device) -> Tensor:

@@ -40,13 +40,22 @@ def refused(
     """
     if isinstance(error, Error):
         return type(error)(_blamed(op, str(error), given))
+    text = str(error)
+    foreign = _OWN.match(text) is None
+    no_kernel = _no_kernel(op, given) if foreign else None
+    if no_kernel is not None:
+        return no_kernel
+    query = given.get("query")
+    if isinstance(error, IndexError) and isinstance(query, Tensor) and query.dim() == 0:
+        return InvalidArgument(
+            f"{op}: query: expected shape [num_tokens, num_heads, head_size], got shape []"
+        )
     wrong_kind = _wrong_kind(op, given, scales_of)
     if wrong_kind is not None:
         return wrong_kind
-    text = str(error)
-    if isinstance(error, NotImplementedError):
-        return _no_kernel(op, given) or error
-    if type(error) is not RuntimeError or _OWN.match(text) is None:
+    if foreign:
+        return error
+    if type(error) is not RuntimeError:
         return error
     text = _FLOAT_ADVICE.sub(r"\1", _blamed(op, text, given))
     if text.endswith("got None") and "expected a tensor" in text:
@@ -89,18 +98,33 @@ def _blamed(op: str, text: str, given: Mapping[str, object]) -> str:
 
 
 def _no_kernel(op: str, given: Mapping[str, object]) -> Unsupported | None:
-    """For a tensor that is sparse, or on a device without kernels."""
+    """For a tensor that is not plain memory, or on a device without kernels."""
     for name, value in given.items():
-        if not isinstance(value, Tensor):
-            continue
-        if value.layout != torch.strided:
-            return Unsupported(f"{op}: {name}: expected a dense tensor, got {value.layout}")
-        if value.device.type not in ("cpu", "cuda", "meta"):
-            return Unsupported(f"{op}: {name}: expected a CPU or CUDA tensor, got {value.device}")
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, Tensor) and (kind := _other_than_dense(tensor)) is not None:
+                return Unsupported(f"{op}: {name}: expected a dense tensor, got {kind}")
+            if isinstance(tensor, Tensor) and tensor.device.type not in ("cpu", "cuda", "meta"):
+                return Unsupported(
+                    f"{op}: {name}: expected a CPU or CUDA tensor, got {tensor.device}"
+                )
     return None
 
 
+def _other_than_dense(tensor: Tensor) -> str | None:
+    if tensor.is_nested:
+        return "a nested one"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    if tensor.is_quantized:
+        return "a quantized one"
+    return "a negated view; call .resolve_neg()" if tensor.is_neg() else None
+
+
 def _short(value: object) -> str:
+    if isinstance(value, Tensor):  # its elements may be many, or freed
+        return "a tensor"
+    if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+        return f"[{', '.join(map(_short, value))}]"[:40]
     return f"{value!r:.40}"
 
 
@@ -116,7 +140,13 @@ def _is_int(value: object) -> bool:
 
 
 def _is_float(value: object) -> bool:
-    return isinstance(value, Real | torch.SymFloat | torch.SymInt)
+    if isinstance(value, Real):
+        try:
+            float(value)
+        except OverflowError:
+            return False
+        return True
+    return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
 def _is_bool(value: object) -> bool:

@@ -141,7 +141,7 @@ def paged_attention_v1(
                 blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
                 blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise refused("paged_attention_v1", error, locals()) from None
 
 
@@ -217,8 +217,8 @@ def paged_attention_v2(
                 kv_cache_dtype, k_scale, v_scale, tp_rank, blocksparse_local_blocks,
                 blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
             )  # fmt: skip
-    except RuntimeError as error:
-        raise refused("paged_attention_v2", error, locals()) from None
+    except (RuntimeError, TypeError) as error:
+        raise refused("paged_attention_v2", error, {"exp_sums": exp_sum, **locals()}) from None
 
 
 @overload
@@ -440,17 +440,17 @@ def paged_attention(
             pass  # the general call has the error's text
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    if max_query_len is None:
-        max_query_len = 1 if query_start_loc is None else query.shape[0]
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-    if query_start_loc is not None:
-        out = _owned_by_nobody(query, out, lse)
-    elif out is None:
-        out = query.new_empty(query.shape)
     op = _traced if is_dynamo_compiling() else _direct
     try:
+        if scale is None:
+            scale = max(1, query.shape[-1]) ** -0.5
+        if max_query_len is None:
+            max_query_len = 1 if query_start_loc is None else query.shape[0]
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+        if query_start_loc is not None:
+            out = _owned_by_nobody(query, out, lse)
+        elif out is None:
+            out = query.new_empty(query.shape)
         op(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
@@ -599,14 +599,14 @@ def varlen_attention(
         )
     if not isinstance(query, Tensor):
         raise refused("varlen_attention", TypeError(), {"query": query})
-    if scale is None:
-        scale = max(1, query.shape[-1]) ** -0.5
-    if max_query_len is None:
-        max_query_len = query.shape[0]
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-    out = _owned_by_nobody(query, out, lse)
     op = _traced_varlen if is_dynamo_compiling() else _direct_varlen
     try:
+        if scale is None:
+            scale = max(1, query.shape[-1]) ** -0.5
+        if max_query_len is None:
+            max_query_len = query.shape[0]
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
+        out = _owned_by_nobody(query, out, lse)
         op(
             out, lse, query, key, value, query_start_loc, key_start_loc, scale, alibi_slopes,
             window[0], 0 if causal else window[1], softcap, sinks, k_scale, v_scale, max_query_len,
@@ -718,13 +718,13 @@ def fused_decode_attention(
     if not (isinstance(qkv, Tensor) and isinstance(value_cache, Tensor)):
         given = {"qkv": qkv, "value_cache": value_cache}
         raise refused("fused_decode_attention", TypeError(), given)
-    shape = _heads_of_query(qkv, value_cache, layout)
-    if scale is None:
-        scale = max(1, shape[2]) ** -0.5
-    if out is None:
-        out = qkv.new_empty(shape)
     op = _traced_fused if is_dynamo_compiling() else _direct_fused
     try:
+        shape = _heads_of_query(qkv, value_cache, layout)
+        if scale is None:
+            scale = max(1, shape[2]) ** -0.5
+        if out is None:
+            out = qkv.new_empty(shape)
         op(
             out, qkv, bias, positions, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping,
             block_tables, seq_lens, scale, layout, k_scale, v_scale, q_weight, k_weight, epsilon,

@@ -476,12 +476,14 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     call.concat_mla_q(ql_nope, q_pe, q_out)
 
 
-def _refuse_one_tensor(op: str, name: str, caches: object) -> None:
-    if isinstance(caches, Tensor):
-        shape = list(caches.shape)
-        raise InvalidType(
-            f"{op}: {name}: expected a list of tensors, one a layer, got a tensor of shape {shape}"
+def _require_list(op: str, name: str, caches: object) -> None:
+    if not isinstance(caches, list | tuple):
+        got = (
+            f"a tensor of shape {list(caches.shape)}"
+            if isinstance(caches, Tensor)
+            else type(caches).__name__
         )
+        raise InvalidType(f"{op}: {name}: expected a list of tensors, one a layer, got {got}")
 
 
 def copy_blocks(
@@ -511,7 +513,7 @@ def copy_blocks(
         (tensor([0., 1., 2., 0.]), tensor([4., 5., 6., 4.]))
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
-        _refuse_one_tensor("copy_blocks", name, caches)
+        _require_list("copy_blocks", name, caches)
     inference_only("copy_blocks", *key_caches, *value_caches)
     call.copy_blocks(key_caches, value_caches, block_mapping)
 
@@ -528,7 +530,7 @@ def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
         >>> cache.flatten()
         tensor([0., 1., 2., 0.])
     """
-    _refuse_one_tensor("copy_blocks_mla", "kv_caches", kv_caches)
+    _require_list("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
     call.copy_blocks_mla(kv_caches, block_mapping)
 
@@ -538,7 +540,8 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
 
     Args:
         src: [num_src_blocks, ...], any dtype.
-        dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written.
+        dst: [num_dst_blocks, ...], dtype of src, blocks of the same shape and strides, written. In
+            memory that it shares with src, blocks must coincide or be apart.
         block_mapping: [n, 2] int64 on the CPU, pairs (block of src, block of dst). No block of dst
             may occur twice: the copies have no order on CUDA (within one tensor they have).
 

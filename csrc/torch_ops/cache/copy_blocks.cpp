@@ -193,6 +193,23 @@ void copy_blocks_mla(const std::vector<Tensor>& kv_caches, const Tensor& block_m
   if (!kv_caches.empty()) copy_within(expect, {{"kv_caches", kv_caches}}, block_mapping);
 }
 
+// Whether blocks of two tensors that share memory coincide or are apart.
+bool share_whole_blocks(const Argument& a, const Argument& b, int64_t block_bytes) {
+  const int64_t gap = static_cast<const char*>(a.data()) - static_cast<const char*>(b.data());
+  int64_t pitch = 0;  // the smaller one; a single block has none
+  for (const Argument* one : {&a, &b}) {
+    if (one->size(0) <= 1) continue;
+    const int64_t bytes = block_stride_bytes(*one);
+    if (bytes < block_bytes) return false;
+    pitch = pitch == 0 ? bytes : std::min(pitch, bytes);
+  }
+  if (pitch == 0) return gap == 0;
+  const auto whole = [&](const Argument& one) {
+    return one.size(0) <= 1 || block_stride_bytes(one) % pitch == 0;
+  };
+  return gap % pitch == 0 && whole(a) && whole(b);
+}
+
 // torch calls the CUDA library if either tensor is on a GPU, and the CPU library if none is.
 void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mapping) {
   Expect expect("swap_blocks");
@@ -215,7 +232,10 @@ void swap_blocks(const Tensor& src, const Tensor& dst, const Tensor& block_mappi
   const Argument pairs = read_pairs(expect, block_mapping, true).on_cpu();
   if (pairs.data() == nullptr || block_bytes == 0) return;  // none, or a meta tensor
   check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), from.size(0), to.size(0));
-  const bool one_tensor = from.data() == to.data() || expect.overlap(from, to);
+  const bool one_tensor = from.data() == to.data() || expect.overlap(to, from);
+  if (one_tensor && !share_whole_blocks(from, to, block_bytes)) {
+    expect.fail("dst and src overlap in memory, and not by whole blocks");
+  }
   // Within one tensor the copies have the order of the list.
   if (!one_tensor) {
     refuse_duplicate_destinations(expect, pairs.as<const int64_t>(), pairs.size(0));

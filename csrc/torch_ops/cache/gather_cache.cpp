@@ -26,8 +26,9 @@ class GatherTables {
         ends_(expect.tensor("cu_seq_lens", cu_seq_lens).int32().rank(1, 1).contiguous()),
         num_seqs_(ends_.size(0) - 1) {
     if (batch_size && *batch_size != num_seqs_) {
-      ends_.fail("expected batch_size + 1 = " + std::to_string(*batch_size + 1) +
-                 " elements, got shape " + ends_.shape_text());
+      ends_.fail(
+          "expected batch_size + 1 = " + std::to_string(std::min(*batch_size, INT64_MAX - 1) + 1) +
+          " elements, got shape " + ends_.shape_text());
     }
     if (num_seqs_ < 0) ends_.fail("expected num_seqs + 1 elements, got shape [0]");
     if (table_.size(0) < num_seqs_) {

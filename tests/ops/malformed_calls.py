@@ -1,0 +1,403 @@
+"""Calls of every op with changed arguments, each by its number. test_malformed_calls.py runs them.
+
+    python tests/ops/malformed_calls.py 4711              call 4711 again, with its arguments
+    python tests/ops/malformed_calls.py --seconds 600     calls 0, 1, ... in processes of their own
+
+A call passes with an error that has the op's name, and no byte changed. Or it succeeds: then it
+writes only tensors that the schema marks, gives what it gives for copies of its arguments without
+strides, aliases and canaries around them, and is close to vllm_kernels.reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import mmap
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# ruff: noqa: E402 (imports behind sys.path)
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    sys.path.append(str(HERE.parent.parent))  # last: PYTHONPATH may have another build
+
+import torch
+from argument_changes import LARGEST, NUMERIC, change
+from guarded_memory import GuardedMemory, each_tensor, is_plain
+from torch import Tensor
+from valid_calls import VALID_CALLS, Call
+
+import vllm_kernels
+from vllm_kernels import reference
+
+OPS = sorted(VALID_CALLS)
+SECONDS_OF_A_CALL = 100  # more is a hang
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
+
+
+class FaultError(Exception):
+    """What a call did and must not do."""
+
+
+@cache
+def schema_of(op: str) -> Any:
+    return getattr(torch.ops.vllm_kernels, op).default._schema
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+@cache
+def written_names(op: str) -> list[str]:
+    marks = ((argument.name, argument.alias_info) for argument in schema_of(op).arguments)
+    return [name for name, info in marks if info is not None and info.is_write]
+
+
+def typed_arguments(op: str, call: Call) -> Call:
+    """The arguments of vllm_kernels.<op>, which may lack some of the schema's."""
+    parameters = parameters_of(getattr(vllm_kernels, op))
+    names = [argument.name for argument in schema_of(op).arguments]
+    if len(names) == len(parameters):  # they may have other names
+        return {p: call[n] for p, n in zip(parameters, names) if n in call}
+    given = {name: call[name] for name in parameters if name in call}
+    makes_out = "out" in parameters and parameters["out"].default is None
+    if makes_out and random.random() < 0.5:
+        given["out"] = None
+    if "return_lse" in parameters:
+        given["return_lse"] = random.random() < 0.5
+    return given
+
+
+@dataclass
+class Attack:
+    """One call: its op, its arguments and what was changed."""
+
+    op: str
+    typed: bool
+    call: Call
+    changes: list[str]
+    structural: bool  # no element of a tensor and no number is changed
+
+    def run(self, call: Call) -> list[Any]:
+        """Calls the op. Returns what it returns, as a list."""
+        if self.typed:
+            result = getattr(vllm_kernels, self.op)(**call)
+        else:
+            result = getattr(torch.ops.vllm_kernels, self.op)(**call)
+        return [result] if isinstance(result, Tensor) else list(result or [])
+
+    def __str__(self) -> str:
+        name = f"vllm_kernels.{self.op}" if self.typed else f"torch.ops.vllm_kernels.{self.op}"
+        lines = [f"  {name}: {key}={text(value)}" for key, value in self.call.items()]
+        return "\n".join([f"  changed: {'; '.join(self.changes) or 'nothing'}", *lines])
+
+
+def text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text, value))}]"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if not is_plain(value):
+        shape = "nested" if value.is_nested else list(value.shape)
+        return f"{value.dtype} {shape} on {value.device}, {value.layout}, {type(value).__name__}"
+    shown = f"{value.dtype} {list(value.shape)} strides {value.stride()}"
+    small = value.numel() <= 12 and value.untyped_storage().nbytes()
+    return f"{shown} at {value.data_ptr():#x}" + (f" {value.tolist()}" if small else "")
+
+
+def make(number: int) -> Attack:
+    random.seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed() takes 2 ms
+    op = random.choice(OPS)
+    call = VALID_CALLS[op](op)
+    typed = random.random() < 0.5
+    if typed:
+        call = typed_arguments(op, call)
+    count = random.choice([0, 1, 1, 1, 2, 3])
+    kinds = [change(call) for _ in range(count)]
+    return Attack(op, typed, call, kinds, not any(kind.split()[1] in NUMERIC for kind in kinds))
+
+
+def check(number: int, memory: GuardedMemory) -> Attack:
+    """Makes the call of this number. Raises FaultError."""
+    attack = make(number)
+    memory.reset()
+    attack.call = {name: each_tensor(value, memory.place) for name, value in attack.call.items()}
+    copies = {
+        name: each_tensor(value, partial(plain_copy, name)) for name, value in attack.call.items()
+    }
+    memory.remember()
+    try:
+        results = attack.run(attack.call)
+    except Exception as error:
+        check_error(attack, error)
+        if memory.changed() and not has_negated_views(attack):
+            raise FaultError(f"memory changed before the error: {error}") from error
+        return attack
+    check_results(attack, copies, results, memory)
+    return attack
+
+
+def plain_copy(name: str, x: Tensor) -> Tensor:
+    """In its own memory, contiguous. (The strides of `scales` have a meaning.)"""
+    x = x.detach().resolve_neg()
+    if not is_plain(x) or x.numel() > LARGEST:
+        return x
+    keep = torch.preserve_format if name == "scales" else torch.contiguous_format
+    return x.clone(memory_format=keep)
+
+
+def has_negated_views(attack: Attack) -> bool:
+    """torch materializes them around the op, and fails after it where they are written."""
+    return any(x.is_neg() for value in attack.call.values() for x in listed(value))
+
+
+def check_error(attack: Attack, error: Exception) -> None:
+    message = str(error)
+    named = message.startswith(f"{attack.op}: ") and "\n" not in message
+    if any(words in message for words in OUT_OF_MEMORY):
+        return
+    if not attack.typed and has_negated_views(attack):
+        return
+    if attack.typed and not (named and isinstance(error, vllm_kernels.Error)):
+        raise FaultError(f"an error without the op's name: {error!r}") from error
+    if not named and f"vllm_kernels::{attack.op}" not in message:
+        raise FaultError(f"an error without the op's name: {error!r}") from error
+
+
+def check_results(attack: Attack, copies: Call, results: list[Any], memory: GuardedMemory) -> None:
+    """Of a call that raised nothing."""
+    names = written_names(attack.op)
+    pairs = [
+        (name, x, copy)
+        for name in names
+        for x, copy in zip(listed(attack.call.get(name)), listed(copies.get(name)), strict=True)
+        if is_plain(x.detach())
+    ]
+    written = [(name, x) for name, x, _ in pairs]
+    got = [(name, x.detach().clone()) for name, x in written + [("the result", x) for x in results]]
+    for _, x in written:
+        if memory.holds(x):
+            memory.undo(x)
+    if memory.changed():
+        raise FaultError("bytes outside of the written tensors changed")
+    tensors = [x for value in attack.call.values() for x in listed(value)]
+    if any(x.is_meta for x in tensors):
+        return
+    if attack.op == "swap_blocks" and len({x.untyped_storage().data_ptr() for x in tensors}) < 3:
+        return  # within one tensor a copy reads what the one before wrote
+    expected = reference_of(attack, copies)
+    again = attack.run(copies)
+    wanted = [copy for _, _, copy in pairs] + again
+    for (name, x), other in zip(got, wanted, strict=True):
+        if not same(x, other):
+            raise FaultError(f"{name}: {difference(x, other)} without strides and aliases")
+    for name, want in expected.items():
+        result = again[0] if copies[name] is None else copies[name]
+        if not near(result, want):
+            raise FaultError(f"{name} is not the reference's: {difference(result, want)}")
+
+
+def listed(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in values if isinstance(one, Tensor)]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal, with NaN for NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_floating_point():
+        one, other = one.float(), other.float()
+        return torch.equal(one.nan_to_num(nan=7e7), other.nan_to_num(nan=7e7))
+    return torch.equal(one, other)
+
+
+def difference(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape:
+        return f"{list(one.shape)} in place of {list(other.shape)}"
+    places = (one.float().nan_to_num(nan=7e7) != other.float().nan_to_num(nan=7e7)).nonzero()
+    first = tuple(places[0].tolist())
+    return f"{len(places)} elements differ, first {first}: {one[first]} is {other[first]}"
+
+
+def near(got: Tensor, want: Tensor) -> bool:
+    bound = TOLERANCE.get(got.dtype)
+    if bound is None:  # 8 bits: rounding may go either way
+        return (got.view(torch.uint8) != want.view(torch.uint8)).sum() <= 0.1 * got.numel() + 1
+    a, b = got.double(), want.double()
+    wrong = ~((a - b).abs() <= bound * (1 + b.abs())) & (a != b) & ~(a.isnan() & b.isnan())
+    return not wrong.any()
+
+
+LIKE_VLLM = ("paged_attention_v1", "paged_attention_v2")
+WRITES = {"fused_decode_attention": ["out", "key_cache", "value_cache"]}  # qkv is scratch
+
+
+def reference_of(attack: Attack, copies: Call) -> Call:
+    """What the reference expects in the written tensors of a call with ordinary numbers."""
+    name = "naive_paged_attention" if attack.op in LIKE_VLLM else attack.op
+    function = getattr(reference, name, None)
+    tensors = [x for value in copies.values() for x in listed(value)]
+    if (
+        function is None
+        or not attack.structural
+        or attack.op in ("copy_blocks", "rotary_embedding")
+    ):
+        return {}
+    if not all(ordinary(x) for x in tensors):
+        return {}
+    call = {key: each_tensor(value, Tensor.clone) for key, value in copies.items()}
+    call["x"] = call.get("input")
+    if not attack.typed and "window_right" in call:
+        call["causal"] = call["window_right"] == 0
+        call["window"] = (call.get("window_left"), call["window_right"])
+    parameters = parameters_of(function)
+    options = {k: v for k, v in call.items() if k in parameters}
+    if attack.op in LIKE_VLLM and call["kv_cache_dtype"] == "auto":  # its scales are not used
+        options |= {"k_scale": 1.0, "v_scale": 1.0}
+    if attack.op == "fused_decode_attention":
+        names = ("scale", "softcap", "alibi_slopes", "sinks", "sliding_window")
+        options |= {name: call[name] for name in names if name in call}
+    try:
+        wanted = function(**options)
+    except (RuntimeError, IndexError, KeyError):  # it takes less than the op
+        return {}
+    wanted = list(wanted) if isinstance(wanted, tuple) else [wanted]
+    names = WRITES.get(attack.op, written_names(attack.op))
+    return {
+        name: want for name, want in zip(names, wanted)
+        if call.get(name) is not None or (attack.typed and name == "out")
+    }  # fmt: skip
+
+
+def ordinary(x: Tensor) -> bool:
+    if not is_plain(x) or not 0 < x.numel() <= LARGEST:
+        return False
+    return not x.is_floating_point() or bool((x.float().abs() < 1e3).all())
+
+
+# --- processes
+
+
+def child(first: int, step: int, seconds: float, progress: str) -> None:
+    """Makes the calls first, first + step, ... until `seconds` are over. Writes the number of each
+    to the file `progress` before it, and prints what fails."""
+    torch.set_num_threads(1)
+    limit_memory()
+    memory = GuardedMemory()
+    end = time.monotonic() + seconds
+    with open(progress, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 8)
+    number = first
+    while time.monotonic() < end:
+        shared[:8] = number.to_bytes(8, "little")
+        signal.alarm(SECONDS_OF_A_CALL)
+        try:
+            check(number, memory)
+        except Exception as error:
+            print(
+                f"call {number}: {make(number).op}: {error!r}".replace("\n", " ")[:400], flush=True
+            )
+        number += step
+    signal.alarm(0)
+    shared[:8] = number.to_bytes(8, "little")
+
+
+def limit_memory() -> None:
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):  # it reserves terabytes of addresses
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * mmap.PAGESIZE + 4 * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+@dataclass
+class Report:
+    calls: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        again = f"python {Path(__file__).relative_to(HERE.parent.parent)} NUMBER"
+        faults = "".join(f"{fault}\n" for fault in self.faults)
+        return f"{faults}{self.calls} calls, {len(self.faults)} faults; again: {again}"
+
+
+def run(seconds: float, first: int = 0, processes: int = 1) -> Report:
+    """Makes calls in child processes; one that dies is started anew behind its last call."""
+    report, end = Report(), time.monotonic() + seconds
+    starts = {index: first + index for index in range(processes)}
+    with tempfile.TemporaryDirectory() as folder:
+        running: dict[int, subprocess.Popen[str]] = {}
+        files = [Path(folder, str(index)) for index in range(processes)]
+        while starts or running:
+            for index, start in starts.items():
+                files[index].write_bytes(start.to_bytes(8, "little"))
+                left = str(max(0.0, end - time.monotonic()))
+                arguments = [str(start), str(processes), left, str(files[index])]
+                running[index] = subprocess.Popen(
+                    [sys.executable, "-X", "faulthandler", __file__, "--child", *arguments],
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )  # fmt: skip
+            begun, starts = starts, {}
+            for index, process in list(running.items()):
+                output, errors = process.communicate()
+                number = int.from_bytes(files[index].read_bytes(), "little")
+                report.faults += output.splitlines()
+                del running[index]
+                dead = process.returncode != 0
+                origin = begun.get(index, first + index)
+                report.calls += (number - origin) // processes + dead
+                if dead:
+                    how = describe(process.returncode, errors)
+                    report.faults.append(f"call {number}: {how}")
+                    if time.monotonic() < end:
+                        starts[index] = number + processes
+    return report
+
+
+def describe(code: int, errors: str) -> str:
+    if code == -signal.SIGALRM:
+        return f"did not end within {SECONDS_OF_A_CALL} s"
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the process ended with {name}: {errors.strip()[-600:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("number", nargs="?", type=int, help="a call to make again")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        first, step, seconds, progress = options.child
+        child(int(first), int(step), float(seconds), progress)
+    elif options.number is not None:
+        print(make(options.number))
+        attack = check(options.number, GuardedMemory())
+        print(f"call {options.number}: {attack.op}: passed")
+    else:
+        report = run(options.seconds, options.first, options.processes)
+        print(report)
+        sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
