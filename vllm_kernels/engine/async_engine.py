@@ -26,6 +26,7 @@ from vllm_kernels.engine.outputs import (
 )
 from vllm_kernels.engine.prompts import Prompt, params_of_prompts
 from vllm_kernels.engine.request import Request, SamplingParams
+from vllm_kernels.errors import Error, InvalidArgument
 
 __all__ = ["AsyncEngine"]
 
@@ -67,9 +68,9 @@ class AsyncEngine:
     ) -> None:
         for name, value in (("max_requests", max_requests), ("max_undelivered", max_undelivered)):
             if value < 1:
-                raise ValueError(f"AsyncEngine: {name}: expected at least 1, got {value}")
+                raise InvalidArgument(f"AsyncEngine: {name}: expected at least 1, got {value}")
         if not delivery_interval >= 0:
-            raise ValueError(
+            raise InvalidArgument(
                 f"AsyncEngine: delivery_interval: expected >= 0, got {delivery_interval}"
             )
         self.engine = engine
@@ -181,7 +182,7 @@ class AsyncEngine:
         if worker.loop is None:
             worker.loop = loop
         if worker.loop is not loop:
-            raise RuntimeError(
+            raise Error(
                 "AsyncEngine: expected the event loop of its first call, got another one: make an "
                 "engine for each loop"
             )

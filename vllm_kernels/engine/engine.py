@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count
 from traceback import clear_frames
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.engine.config import EngineConfig
 from vllm_kernels.engine.engine_lock import EngineLock
 from vllm_kernels.engine.fused_llama import refuse_changing_rotary
@@ -45,12 +46,13 @@ from vllm_kernels.engine.prompts import (
     params_of_prompts,
     prompt_tokens,
 )
-from vllm_kernels.engine.recovery import Recovery, name_requests
+from vllm_kernels.engine.recovery import Recovery, name_requests, set_request_ids
 from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
 from vllm_kernels.engine.sampler import sample
 from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.engine.self_check import verify
 from vllm_kernels.engine.upload import upload
+from vllm_kernels.errors import Error, InvalidArgument, InvalidType, Unsupported
 from vllm_kernels.hf.attention_interface import (
     ENGINES,
     kv_shape,
@@ -134,8 +136,8 @@ class Engine:
         num_blocks: int | None = None,
         cache_bytes: int | None = None,
         host_bytes: int = 0,
-        layout: str = "vllm",
-        cache_dtype: str = "auto",
+        layout: Layout = "vllm",
+        cache_dtype: KVCacheDType = "auto",
         k_scale: Tensor | float = 1.0,
         v_scale: Tensor | float = 1.0,
         max_batch_size: int = 64,
@@ -235,7 +237,7 @@ class Engine:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
+        raise InvalidType(
             "Engine: expected no pickling or copying, which cannot share a model and its cache: "
             "make an engine in each process"
         )
@@ -486,8 +488,7 @@ class Engine:
         """Ends an unfinished request, by ABORT or with an error."""
         del self._requests[request.id]
         if error is not None:
-            with suppress(AttributeError):
-                error.request_ids = [request.id]
+            set_request_ids(error, [request.id])
             clear_frames(error.__traceback__)  # they hold tensors
         self._undelivered = [one for one in self._undelivered if one.request_id != request.id]
         outputs = self._outputs.end(request, time.perf_counter(), error)
@@ -511,13 +512,11 @@ class Engine:
         if self.cache.is_freed:
             raise _Closed()
         if self.model.training:
-            raise RuntimeError("Engine: model: expected one in eval mode: call model.eval()")
+            raise Error("Engine: model: expected one in eval mode: call model.eval()")
 
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
-            raise RuntimeError(
-                f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
-            )
+            raise Error(f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished")
 
     def _advance_or_recover(self) -> None:
         """Runs one pass. A failure warns, and is raised only if recovery gives up."""
@@ -665,11 +664,11 @@ class _Closed(RuntimeError):
 def _refuse_unserved(model: PreTrainedModel) -> None:
     """Raises if the model is in training mode, has another engine, or has no logits."""
     if model.training:
-        raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
+        raise InvalidArgument("Engine: model: expected one in eval mode: call model.eval()")
     other = ENGINES.get(model)
     if other is not None and other() is not None:
-        raise ValueError("Engine: model: another engine has it: close() that one first")
+        raise InvalidArgument("Engine: model: another engine has it: close() that one first")
     if model.get_output_embeddings() is None:
-        raise NotImplementedError(
+        raise Unsupported(
             f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
         )

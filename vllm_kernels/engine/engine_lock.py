@@ -6,6 +6,8 @@ import os
 import threading
 from collections import deque
 
+from vllm_kernels.errors import Error
+
 __all__ = ["EngineLock", "called_in_fork"]
 
 
@@ -39,7 +41,7 @@ class EngineLock:
         if self._is_forked:
             raise called_in_fork("Engine", self._pid)
         if self._owner == me:
-            raise RuntimeError(
+            raise Error(
                 "Engine: expected no call from inside a step (by a hook of the model, a tokenizer "
                 "or a signal handler), got one: call the engine after the step"
             )
