@@ -146,6 +146,9 @@ def test_cancelled_requests_leave_no_blocks(overlap: bool) -> None:
             gc.collect()
             await asyncio.sleep(0)  # finalizers of iterators are tasks
             await asyncio.sleep(0)
+            await settled(engine)
+            used = engine.engine.statistics().cache.used_blocks
+            print(f"{CANCELLED} coroutines cancelled, {used} blocks in use")
 
     run(test())
 

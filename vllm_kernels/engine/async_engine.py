@@ -94,7 +94,7 @@ class AsyncEngine:
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> AsyncIterator[TokenOutput]:
@@ -109,7 +109,7 @@ class AsyncEngine:
             Exception: The request could not be served. The tokens before the error were yielded.
         """
         async with self._places:
-            stream = self._open(prompt, params, salt, self._max_undelivered)
+            stream = self._open(prompt, sampling_params, salt, self._max_undelivered)
             try:
                 while stream.items or not stream.is_ended:
                     if not stream.items:
@@ -130,7 +130,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompts: Items[Prompt],
-        params: SamplingParams | Items[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
@@ -141,7 +141,7 @@ class AsyncEngine:
         """
         tasks = [
             asyncio.ensure_future(self._complete(prompt, one, salt))
-            for prompt, one in zip(prompts, params_of_prompts(prompts, params))
+            for prompt, one in zip(prompts, params_of_prompts(prompts, sampling_params))
         ]
         try:
             outputs = await asyncio.gather(*tasks)

@@ -39,7 +39,7 @@ class EngineConfig:
     """Options of :class:`~vllm_kernels.engine.engine.Engine`. Its docstring explains each one.
 
     Raises:
-        TypeError: A size is not an integer.
+        TypeError: An option has the wrong type.
         ValueError: A size is too small.
     """
 
@@ -71,6 +71,17 @@ class EngineConfig:
                 raise InvalidType(f"Engine: {name}: expected an integer, got {short_repr(size)}")
             if minimum is not None and size < minimum:
                 raise InvalidArgument(f"Engine: {name}: expected at least {minimum}, got {size}")
+
+        for name in ("layout", "cache_dtype"):
+            word = getattr(self, name)
+            if not isinstance(word, str):
+                raise InvalidType(f"Engine: {name}: expected a str, got {short_repr(word)}")
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if scale is None or isinstance(scale, str):
+                raise InvalidType(
+                    f"Engine: {name}: expected a number or a tensor, got {short_repr(scale)}"
+                )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineConfig:

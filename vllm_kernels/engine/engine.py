@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from traceback import clear_frames
@@ -52,7 +52,14 @@ from vllm_kernels.engine.sampler import sample
 from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.engine.self_check import verify
 from vllm_kernels.engine.upload import upload
-from vllm_kernels.errors import Error, InvalidArgument, InvalidType, Unsupported
+from vllm_kernels.errors import (
+    EngineBusy,
+    Error,
+    InvalidArgument,
+    InvalidType,
+    UnknownRequest,
+    Unsupported,
+)
 from vllm_kernels.hf.attention_interface import (
     ENGINES,
     kv_shape,
@@ -170,7 +177,8 @@ class Engine:
         # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
-            self._build(config, cleanup)
+            with _named_engine():
+                self._build(config, cleanup)
             if config.check:
                 with self._on_device:
                     verify(self._packed, self.manager)
@@ -275,7 +283,7 @@ class Engine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> int:
@@ -283,7 +291,7 @@ class Engine:
 
         Args:
             prompt: Text, which needs a tokenizer, or token ids.
-            params: Sampling parameters. None means greedy with 16 tokens.
+            sampling_params: None means greedy with 16 tokens.
             salt: Only requests with the same salt share cached prefixes. Give each tenant its own,
                 so that response times reveal nothing about others' prompts. The name of the
                 current adapter is another use.
@@ -292,11 +300,11 @@ class Engine:
             The request's id.
 
         Raises:
-            TypeError: prompt, params or salt has the wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: The request cannot be served. Nothing has changed.
             RuntimeError: The engine is closed, or the model is in training mode.
         """
-        return self._add(prompt, params, salt).id
+        return self._add(prompt, sampling_params, salt).id
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its blocks.
@@ -307,7 +315,7 @@ class Engine:
         with self._exclusive():
             request = self._requests.get(request_id)
             if request is None:
-                raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
+                raise UnknownRequest(f"Engine: abort: unknown or finished request {request_id!r}")
             self._end(request)
 
     @property
@@ -339,7 +347,7 @@ class Engine:
     def generate(
         self,
         prompts: Items[Prompt],
-        params: SamplingParams | Items[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
@@ -350,7 +358,7 @@ class Engine:
 
         Args:
             prompts: Texts or lists of token ids.
-            params: Sampling parameters for all prompts, or a list with one per prompt.
+            sampling_params: For all prompts, or a list with one per prompt.
             salt: Salt for all prompts. See :meth:`add_request`.
 
         Raises:
@@ -360,7 +368,7 @@ class Engine:
         """
         requests: list[Request] = []
         try:
-            for prompt, one in zip(prompts, params_of_prompts(prompts, params)):
+            for prompt, one in zip(prompts, params_of_prompts(prompts, sampling_params)):
                 requests.append(self._add(prompt, one, salt, deque(maxlen=0)))
             is_finished = False
             while not is_finished:
@@ -380,7 +388,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> Iterator[TokenOutput]:
@@ -394,7 +402,7 @@ class Engine:
             Exception: The request could not be served. The tokens before the error were yielded.
         """
         queue: deque[TokenOutput] = deque()
-        request = self._add(prompt, params, salt, queue)
+        request = self._add(prompt, sampling_params, salt, queue)
         try:
             while True:
                 if not queue:
@@ -516,7 +524,10 @@ class Engine:
 
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
-            raise Error(f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished")
+            raise EngineBusy(
+                f"Engine: {what}: expected no unfinished sequences, got "
+                f"{self.scheduler.num_unfinished}"
+            )
 
     def _advance_or_recover(self) -> None:
         """Runs one pass. A failure warns, and is raised only if recovery gives up."""
@@ -656,9 +667,21 @@ class _Exclusive:
             engine._cancel(())
 
 
-class _Closed(RuntimeError):
+class _Closed(Error):
     def __init__(self) -> None:
         super().__init__("Engine: it was closed: make a new one")
+
+
+@contextmanager
+def _named_engine() -> Iterator[None]:
+    """Lets errors of the engine's parts begin with the name of what the user called."""
+    try:
+        yield
+    except Error as error:
+        part, _, text = str(error).partition(": ")
+        if part == "Engine" or not text:
+            raise
+        raise type(error)(f"Engine: {text}") from None
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ def checked_params(
     if not isinstance(params, SamplingParams):
         hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
         raise InvalidType(
-            f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}"
+            f"Engine: sampling_params: expected SamplingParams, got {short_repr(params)}{hint}"
         )
     if params.stop and tokenizer is None:
         raise InvalidArgument("Engine: stop: expected a tokenizer with the engine, got none")
@@ -57,7 +57,7 @@ def params_of_prompts(
     chosen = list(params) if isinstance(params, Items) else [params] * len(prompts)
     if len(chosen) != len(prompts):
         raise InvalidArgument(
-            f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
+            f"Engine: sampling_params: expected {len(prompts)} (from prompts), got {len(chosen)}"
         )
     return chosen
 
