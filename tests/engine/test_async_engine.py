@@ -338,6 +338,21 @@ def test_direct_calls_by_other_threads() -> None:
     run(test())
 
 
+def test_abort_of_a_paused_stream() -> None:
+    """Another thread ends it while the engine's thread sleeps. The reader gets what there is."""
+
+    async def test() -> None:
+        async with async_engine(tiny_model(), max_undelivered=4) as engine:
+            stream = engine.stream([1, 2], LONG)
+            request = (await anext(stream)).request_id
+            while not engine._worker._is_idle:
+                await asyncio.sleep(0.001)
+            engine.engine.abort(request)
+            assert len([one async for one in stream]) >= 3
+
+    run(test())
+
+
 def test_another_event_loop_is_refused() -> None:
     engine = AsyncEngine(Engine(tiny_model(), **SMALL))
 

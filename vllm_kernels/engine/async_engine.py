@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -42,9 +42,9 @@ class AsyncEngine:
     of arrival. A stream whose reader is ``max_undelivered`` tokens behind is paused: it loses its
     blocks, and other requests use them. It goes on when the reader has taken half of the tokens.
 
-    Deliveries: waking many coroutines after each pass takes time from the passes. So passes share a
-    delivery if they end within ``delivery_interval``. The first token of a stream and the end of a
-    request never wait.
+    Deliveries: waking many coroutines after each pass takes time from the passes, because Python
+    runs one thread at a time. So passes share a delivery if they end within ``delivery_interval``.
+    The first token of a stream and the end of a request never wait.
 
     Args:
         engine: The engine. Its owner is this object now, which also closes it.
@@ -196,19 +196,6 @@ class AsyncEngine:
             self._worker.put(stream.cancel)
 
 
-class _Outbox(deque[TokenOutput]):
-    """The outputs of a request since the last delivery. The engine appends to it in a pass."""
-
-    def __init__(self, worker: _Worker, is_read: bool) -> None:
-        super().__init__(maxlen=None if is_read else 0)
-        self._worker = worker
-
-    def extend(self, outputs: Iterable[TokenOutput]) -> None:
-        """Takes the end of a request. Another thread may end it, while the worker sleeps."""
-        super().extend(outputs)
-        self._worker.wake()
-
-
 class _Stream:
     """One request, seen by both threads."""
 
@@ -223,7 +210,8 @@ class _Stream:
         self.taken = 0
         self.waiter: asyncio.Future[None] | None = None
         # The worker writes these.
-        self.outbox = _Outbox(worker, is_read=max_undelivered is not None)
+        # Outputs since the last delivery, which the engine appends. None is kept without a limit.
+        self.outbox: deque[TokenOutput] = deque(maxlen=0 if max_undelivered is None else None)
         self.sent = 0
         self.is_paused = False
 
@@ -332,11 +320,6 @@ class _Worker:
                 return False
             self._commands.put(command)
             return True
-
-    def wake(self) -> None:
-        """Lets the thread look at the outboxes if it sleeps."""
-        if self._is_idle:
-            self._commands.put(lambda: None)
 
     def close(self) -> None:
         """Ends the thread. This is a command."""

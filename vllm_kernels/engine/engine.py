@@ -85,8 +85,8 @@ class Engine:
 
     Threads: calls from several threads run one after the other, in order of arrival. A pass serves
     the requests of all threads. Each :meth:`stream` and :meth:`generate` gets its own tokens. A
-    call from inside a step, such as by a hook of the model, raises RuntimeError. So does a call in
-    a forked process. An engine cannot be pickled or copied.
+    call from inside a step, such as by a hook of the model, raises EngineBusy. A call in a forked
+    process raises RuntimeError. An engine cannot be pickled or copied.
 
     Failures: a request that cannot be served ends with ``FinishReason.ERROR``, and the others go
     on. The reasons are NaN or infinite logits, a tokenizer that fails, or a forward pass that fails
@@ -130,8 +130,9 @@ class Engine:
 
     Raises:
         NotImplementedError: The model cannot be served. The message names the reason.
-        TypeError: ``model`` is not a transformers model, or a size is not an integer.
+        TypeError: ``model`` is not a transformers model, or an option has the wrong type.
         ValueError: An argument is out of range, or another engine owns the model.
+        MemoryError: The cache does not fit. The message has both sizes.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Engine:
         Otherwise each graph is captured on first use. Without CUDA graphs this does nothing.
 
         Raises:
-            RuntimeError: There are unfinished requests.
+            EngineBusy: There are unfinished requests, of any thread.
         """
         with self._exclusive():
             self._refuse_unfinished("warm_up")
@@ -310,7 +311,7 @@ class Engine:
         """Ends a request and frees its blocks.
 
         Raises:
-            KeyError: The request is unknown or finished.
+            UnknownRequest: The request is unknown or finished. It is a KeyError.
         """
         with self._exclusive():
             request = self._requests.get(request_id)
@@ -426,7 +427,7 @@ class Engine:
         Call it after you change weights or adapters, because cached keys depend on them.
 
         Raises:
-            RuntimeError: There are unfinished requests.
+            EngineBusy: There are unfinished requests, of any thread.
         """
         with self._exclusive():
             self._refuse_unfinished("reset")
