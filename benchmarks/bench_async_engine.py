@@ -1,7 +1,7 @@
 """AsyncEngine beside Engine: throughput of the same requests, by coroutines and by generate.
 
     python -m benchmarks.bench_async_engine [--device cuda] [--streams 64] [--tokens 96]
-                                            [--intervals 0 0.02] [--rounds 10] [--threads 1]
+                                            [--intervals 0 0.05] [--rounds 20] [--threads 1]
                                             [--out async.json]
 
 A CPU serves the toy model with its tokenizer, a GPU a Qwen3 of 596 M random weights in bfloat16
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--intervals", type=float, nargs="+", default=[0.0, 0.02])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--intervals", type=float, nargs="+", default=[0.0, 0.05])
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--out")
     arguments = parser.parse_args()

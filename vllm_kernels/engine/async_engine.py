@@ -64,7 +64,7 @@ class AsyncEngine:
         *,
         max_requests: int = 1024,
         max_undelivered: int = 256,
-        delivery_interval: float = 0.02,
+        delivery_interval: float = 0.05,
     ) -> None:
         for name, value in (("max_requests", max_requests), ("max_undelivered", max_undelivered)):
             if value < 1:
@@ -222,8 +222,9 @@ class _Stream:
 
     @property
     def is_full(self) -> bool:
-        """Whether the request has to pause."""
-        return not self.is_paused and self.undelivered >= self._max_undelivered
+        """Whether the request has to pause. It is asked once a pass."""
+        undelivered = self.sent + len(self.outbox) - self.taken
+        return undelivered >= self._max_undelivered and not self.is_paused
 
     @property
     def may_resume(self) -> bool:
