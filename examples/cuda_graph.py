@@ -13,7 +13,8 @@ device = "cuda" if has_gpu else "cpu"
 max_seqs, heads, kv_heads, head_size, block_size = 8, 8, 2, 128, 16
 
 # Static tensors: a graph reads and writes the same addresses in every replay.
-cache = torch.zeros(2, 64, block_size, kv_heads, head_size, device=device).unbind()  # NHD
+shape = (2, 64, block_size, kv_heads, head_size)  # K and V, layout NHD
+key_cache, value_cache = torch.zeros(shape, device=device)
 one = torch.ones(1, device=device)
 manager = KVCacheManager(num_blocks=64, block_size=block_size)
 batch = BatchBuffers.zeros(max_seqs, 32, max_seqs, pin_memory=has_gpu)
@@ -35,8 +36,8 @@ def upload(ids):
 
 def attend():
     """What the graph contains. An engine captures all layers of its model."""
-    vk.reshape_and_cache_flash(key, value, *cache, slots, "auto", one, one)
-    vk.paged_attention(query, *cache, tables, lengths, layout="NHD", out=out)
+    vk.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, "auto", one, one)
+    vk.paged_attention(query, key_cache, value_cache, tables, lengths, layout="NHD", out=out)
 
 
 manager.allocate_batch([1, 2, 3], 0)

@@ -24,7 +24,7 @@ cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(device)  # [positions, 
 
 # The cache of this layer: 8 blocks of 16 tokens. The manager decides who owns which block.
 shape = (2, 8, block_size, kv_heads, head_size)  # K and V, layout NHD
-cache = torch.zeros(shape, device=device).unbind()
+key_cache, value_cache = torch.zeros(shape, device=device)
 manager = KVCacheManager(num_blocks=8, block_size=block_size)
 batch = BatchBuffers.zeros(max_sequences=1, max_blocks=4, max_tokens=64)
 
@@ -34,10 +34,13 @@ def decoder_layer(x, residual, positions, slots, tables, lengths, starts):
     vk.fused_add_rms_norm(x, residual, norm_1, 1e-6)  # residual += x; x = norm(residual)
     qkv = linear(x, w["qkv"]).unflatten(1, (-1, head_size))
     query, key, value = qkv.split(qkv_heads, 1)  # slices: nothing is copied
-    vk.rope_and_cache(positions, query, key, value, cos_sin, True, *cache, slots, layout="NHD")
-    out = vk.paged_attention(
-        query, *cache, tables, lengths, query_start_loc=starts, max_query_len=len(x), layout="NHD"
+    vk.rope_and_cache(
+        positions, query, key, value, cos_sin, True, key_cache, value_cache, slots, layout="NHD"
     )
+    out = vk.paged_attention(
+        query, key_cache, value_cache, tables, lengths, query_start_loc=starts,
+        max_query_len=len(x), layout="NHD",
+    )  # fmt: skip
     x = linear(out.flatten(1), w["out"])
     vk.fused_add_rms_norm(x, residual, norm_2, 1e-6)
     activated = torch.empty(len(x), wide, device=device)

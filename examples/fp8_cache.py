@@ -20,7 +20,7 @@ def attend(cache_dtype, name, largest):
     largest: the largest number that the dtype holds, or None for a cache without scales.
     """
     shape = (2, 7, block_size, kv_heads, head_size)  # K and V, layout NHD
-    cache = torch.zeros(shape, dtype=cache_dtype, device=device).unbind()
+    key_cache, value_cache = torch.zeros(shape, dtype=cache_dtype, device=device)
     if largest is None:
         k_scale = v_scale = torch.ones(1, device=device)
         scales = {}
@@ -28,9 +28,10 @@ def attend(cache_dtype, name, largest):
         k_scale = (key.abs().max() / largest).view(1)
         v_scale = (value.abs().max() / largest).view(1)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-    vk.reshape_and_cache_flash(key, value, *cache, slots, name, k_scale, v_scale)
-    out = vk.paged_attention(query, *cache, tables, lengths, layout="NHD", **scales)
-    return out, cache[0].nbytes + cache[1].nbytes
+    caches = key_cache, value_cache
+    vk.reshape_and_cache_flash(key, value, *caches, slots, name, k_scale, v_scale)
+    out = vk.paged_attention(query, *caches, tables, lengths, layout="NHD", **scales)
+    return out, key_cache.nbytes + value_cache.nbytes
 
 
 exact, num_bytes = attend(torch.float32, "auto", None)

@@ -94,7 +94,8 @@ class SmallEngine:
         self.manager = KVCacheManager(num_blocks, block_size)
         self.batch = BatchBuffers.zeros(max_batch_size, num_blocks, max_batch_tokens)
         self.max_batch_size, self.max_batch_tokens = max_batch_size, max_batch_tokens
-        self.waiting, self.running = deque(), []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
         self.num_cached = self.num_preempted = 0
 
     def add(self, request):
@@ -168,8 +169,8 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     preamble = "The following sections describe statements. A simple statement is "
-    prompts = [preamble + end for end in ("a single line", "one suite", "a class", "a module")]
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    texts = [preamble + end for end in ("a single line", "one suite", "a class", "a module")]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
 
     with torch.inference_mode():
         engine = SmallEngine(model, num_blocks=14)

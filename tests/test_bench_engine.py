@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
@@ -167,3 +168,17 @@ def test_lines_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixtu
         printed = capsys.readouterr()
         assert f"--trace: {file}:2: " in printed.err and message in printed.err
         assert printed.err.count("\n") == 1 and not printed.out
+
+
+def test_bench_async_engine(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs, compares the tokens of all arms, and has a figure for each."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    from benchmarks import bench_async_engine
+
+    out = tmp_path / "async.json"
+    sizes = ["--streams", "3", "--tokens", "5", "--rounds", "2", "--intervals", "0", "0.5"]
+    sizes += ["--threads", str(torch.get_num_threads())]
+    monkeypatch.setattr("sys.argv", ["bench", "--device", "cpu", *sizes, "--out", str(out)])
+    bench_async_engine.main()
+    assert list(json.loads(out.read_text())) == ["generate", "streams, 0 s", "streams, 0.5 s"]
+    assert "of generate, CPU" in capsys.readouterr().out

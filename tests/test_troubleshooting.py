@@ -101,6 +101,7 @@ TENSORS: list[Callable[[], object]] = [
         query_start_loc=torch.tensor([0, 5, 6], **INT32),
         max_query_len=3,
     ),
+    lambda: attend(query=torch.randn(6, 8, 64), query_start_loc=torch.tensor([0, 5, 9], **INT32)),
     lambda: attend(seq_lens=torch.tensor([40, 5], **INT32)),
     lambda: attend(block_tables=torch.full((2, 2), 9, **INT32)),
     lambda: write(slot_mapping=torch.tensor([0, 1, 999])),

@@ -47,11 +47,13 @@ from vllm_kernels import ops as ops
 from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels._version import version as __version__
 from vllm_kernels.errors import (
+    EngineBusy,
     Error,
     InvalidArgument,
     InvalidIndex,
     InvalidType,
     OutOfMemory,
+    UnknownRequest,
     Unsupported,
 )
 from vllm_kernels.ops import (
@@ -131,6 +133,7 @@ from vllm_kernels.ops import (
 
 __all__ = [
     "OPS",
+    "EngineBusy",
     "Error",
     "InvalidArgument",
     "InvalidIndex",
@@ -138,6 +141,7 @@ __all__ = [
     "KVCacheDType",
     "Layout",
     "OutOfMemory",
+    "UnknownRequest",
     "Unsupported",
     "__version__",
     "cuda_loaded",

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["Error", "InvalidArgument", "InvalidIndex", "InvalidType", "OutOfMemory", "Unsupported"]
+__all__ = [
+    "EngineBusy",
+    "Error",
+    "InvalidArgument",
+    "InvalidIndex",
+    "InvalidType",
+    "OutOfMemory",
+    "UnknownRequest",
+    "Unsupported",
+]
 
 
 class Error(RuntimeError):
@@ -23,6 +32,16 @@ class InvalidIndex(Error, IndexError):
 
 class OutOfMemory(Error, MemoryError):
     """A cache that does not fit. The text has the bytes that it needs and those that are free."""
+
+
+class EngineBusy(Error):
+    """A call inside a step of the same engine, or one that other requests do not allow."""
+
+
+class UnknownRequest(Error, KeyError):
+    """A request id that the engine does not have, or whose request is finished."""
+
+    __str__ = Error.__str__  # KeyError's has quotes
 
 
 class Unsupported(Error, NotImplementedError):

@@ -146,6 +146,9 @@ def test_cancelled_requests_leave_no_blocks(overlap: bool) -> None:
             gc.collect()
             await asyncio.sleep(0)  # finalizers of iterators are tasks
             await asyncio.sleep(0)
+            await settled(engine)
+            used = engine.engine.statistics().cache.used_blocks
+            print(f"{CANCELLED} coroutines cancelled, {used} blocks in use")
 
     run(test())
 
@@ -331,6 +334,21 @@ def test_direct_calls_by_other_threads() -> None:
             request = (await anext(stream)).request_id
             engine.engine.abort(request)
             assert all([one.finish_reason is None async for one in stream])
+
+    run(test())
+
+
+def test_abort_of_a_paused_stream() -> None:
+    """Another thread ends it while the engine's thread sleeps. The reader gets what there is."""
+
+    async def test() -> None:
+        async with async_engine(tiny_model(), max_undelivered=4) as engine:
+            stream = engine.stream([1, 2], LONG)
+            request = (await anext(stream)).request_id
+            while not engine._worker._is_idle:
+                await asyncio.sleep(0.001)
+            engine.engine.abort(request)
+            assert len([one async for one in stream]) >= 3
 
     run(test())
 

@@ -218,5 +218,5 @@ def test_abort() -> None:
             if request in engine._requests:
                 engine.abort(request)
         assert not engine.has_unfinished and engine.manager.num_sequences == 0
-        with pytest.raises(KeyError, match="abort: there is no unfinished request 12345"):
+        with pytest.raises(KeyError, match=r"^Engine: abort: unknown or finished request 12345$"):
             engine.abort(12345)

@@ -39,3 +39,26 @@ def test_unknown_values(name, value, printed):
         capture_output=True, text=True, timeout=120, env={**os.environ, name: value},
     )  # fmt: skip
     assert done.stdout.strip() == printed, done.stderr[-2000:]
+
+
+FORK = """
+import os, torch, vllm_kernels
+torch.set_num_threads(2)
+x = torch.randn(4096, 1024)
+call = lambda: vllm_kernels.rms_norm(torch.empty_like(x), x, torch.ones(1024), 1e-6)
+call()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    call()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_with_one_thread():
+    """What docs/threads.md advises. Without it the child waits for threads that it lacks."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "7", done.stderr[-2000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import NamedTuple
 from weakref import finalize
 
 from vllm_kernels.engine.engine import Engine
@@ -23,7 +25,8 @@ from vllm_kernels.engine.outputs import (
     raise_if_all_failed,
 )
 from vllm_kernels.engine.prompts import Prompt, params_of_prompts
-from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
+from vllm_kernels.engine.request import Request, SamplingParams
+from vllm_kernels.errors import Error, InvalidArgument
 
 __all__ = ["AsyncEngine"]
 
@@ -39,9 +42,9 @@ class AsyncEngine:
     of arrival. A stream whose reader is ``max_undelivered`` tokens behind is paused: it loses its
     blocks, and other requests use them. It goes on when the reader has taken half of the tokens.
 
-    Deliveries: waking many coroutines after each pass takes time from the passes. So passes share a
-    delivery if they end within ``delivery_interval``. The first token of a stream and the end of a
-    request never wait.
+    Deliveries: waking many coroutines after each pass takes time from the passes, because Python
+    runs one thread at a time. So passes share a delivery if they end within ``delivery_interval``.
+    The first token of a stream and the end of a request never wait.
 
     Args:
         engine: The engine. Its owner is this object now, which also closes it.
@@ -61,13 +64,13 @@ class AsyncEngine:
         *,
         max_requests: int = 1024,
         max_undelivered: int = 256,
-        delivery_interval: float = 0.02,
+        delivery_interval: float = 0.05,
     ) -> None:
         for name, value in (("max_requests", max_requests), ("max_undelivered", max_undelivered)):
             if value < 1:
-                raise ValueError(f"AsyncEngine: {name}: expected at least 1, got {value}")
+                raise InvalidArgument(f"AsyncEngine: {name}: expected at least 1, got {value}")
         if not delivery_interval >= 0:
-            raise ValueError(
+            raise InvalidArgument(
                 f"AsyncEngine: delivery_interval: expected >= 0, got {delivery_interval}"
             )
         self.engine = engine
@@ -91,7 +94,7 @@ class AsyncEngine:
     async def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> AsyncIterator[TokenOutput]:
@@ -106,30 +109,28 @@ class AsyncEngine:
             Exception: The request could not be served. The tokens before the error were yielded.
         """
         async with self._places:
-            stream = self._open(prompt, params, salt, self._max_undelivered)
-            items = stream.items
+            stream = self._open(prompt, sampling_params, salt, self._max_undelivered)
             try:
-                while items or not stream.is_ended:
-                    if not items:
+                while stream.items or not stream.is_ended:
+                    if not stream.items:
                         await stream.next_batch()
-                        continue
-                    output = items.popleft()
-                    stream.taken += 1
-                    if output.error is not None:
-                        raise output.error
-                    if output.finish_reason is not FinishReason.ABORT:
+                    items, stream.items = stream.items, []
+                    for output in items:
+                        stream.taken += 1
                         yield output
-                    if stream.is_paused and stream.undelivered <= self._max_undelivered // 2:
-                        self._worker.put(stream.resume)
+                        if stream.is_paused and stream.may_resume:
+                            self._worker.put(stream.resume)
                 if stream.error is not None:
                     raise stream.error
+                if stream.request is not None and stream.request.error is not None:
+                    raise stream.request.error
             finally:
                 self._close_stream(stream)
 
     async def generate(
         self,
         prompts: Items[Prompt],
-        params: SamplingParams | Items[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
@@ -140,7 +141,7 @@ class AsyncEngine:
         """
         tasks = [
             asyncio.ensure_future(self._complete(prompt, one, salt))
-            for prompt, one in zip(prompts, params_of_prompts(prompts, params))
+            for prompt, one in zip(prompts, params_of_prompts(prompts, sampling_params))
         ]
         try:
             outputs = await asyncio.gather(*tasks)
@@ -181,7 +182,7 @@ class AsyncEngine:
         if worker.loop is None:
             worker.loop = loop
         if worker.loop is not loop:
-            raise RuntimeError(
+            raise Error(
                 "AsyncEngine: expected the event loop of its first call, got another one: make an "
                 "engine for each loop"
             )
@@ -196,26 +197,39 @@ class AsyncEngine:
 
 
 class _Stream:
-    """One request, seen by both threads. Its engine treats it as a queue of outputs."""
+    """One request, seen by both threads."""
 
     def __init__(self, worker: _Worker, max_undelivered: int | None) -> None:
         self._worker = worker
-        self._max_undelivered = max_undelivered  # None: the caller wants no tokens
+        self._max_undelivered = max_undelivered or sys.maxsize
         self.request: Request | None = None
         # The event loop writes these.
-        self.items: deque[TokenOutput] = deque()
-        self.error: Exception | None = None
+        self.items: list[TokenOutput] = []
+        self.error: Exception | None = None  # of AsyncEngine, or the refusal of the request
         self.is_ended = False
         self.taken = 0
         self.waiter: asyncio.Future[None] | None = None
         # The worker writes these.
+        # Outputs since the last delivery, which the engine appends. None is kept without a limit.
+        self.outbox: deque[TokenOutput] = deque(maxlen=0 if max_undelivered is None else None)
         self.sent = 0
         self.is_paused = False
 
     @property
     def undelivered(self) -> int:
         """The number of tokens that the reader has not taken."""
-        return self.sent - self.taken
+        return self.sent + len(self.outbox) - self.taken
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the request has to pause. It is asked once a pass."""
+        undelivered = self.sent + len(self.outbox) - self.taken
+        return undelivered >= self._max_undelivered and not self.is_paused
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the reader has caught up."""
+        return self.undelivered <= self._max_undelivered // 2
 
     def next_batch(self) -> asyncio.Future[None]:
         """Returns a future that is done when there is something new."""
@@ -225,40 +239,26 @@ class _Stream:
     # The worker's side.
 
     def add(self, prompt: Prompt, params: SamplingParams | None, salt: str | bytes | None) -> None:
+        worker = self._worker
         try:
-            self.request = self._worker.engine._add(prompt, params, salt, self)
+            self.request = worker.engine._add(prompt, params, salt, self.outbox)
         except Exception as error:
-            self._worker.send(self, error)
-            self._worker.is_urgent = True
+            worker.refused.append(_Delivery(self, [], True, error))
         else:
-            self._worker.streams.add(self)
+            worker.streams[self] = self.request
 
-    def append(self, output: TokenOutput) -> None:
-        """Takes an output from the engine."""
-        limit = self._max_undelivered
-        if limit is not None:
-            self.sent += 1
-            self._worker.send(self, output)
-            if self.sent == 1:
-                self._worker.is_urgent = True
-            if self.sent - self.taken >= limit and not self.is_paused:
-                self._worker.full.append(self)
-        if output.finish_reason is not None:
-            assert self.request is not None
-            if self.request.is_finished:
-                self.end(None)
-
-    def extend(self, outputs: list[TokenOutput]) -> None:
-        for output in outputs:
-            self.append(output)
-
-    def end(self, error: Exception | None) -> None:
-        if self in self._worker.streams:
-            assert self.request is not None
-            self._worker.streams.remove(self)
-            self._worker.engine._queues.pop(self.request.id, None)
-            self._worker.send(self, error)
-            self._worker.is_urgent = True
+    def take(self, error: Exception | None = None) -> _Delivery:
+        """Empties the outbox, and forgets the stream if its request has ended."""
+        request = self._worker.streams[self]
+        items = list(self.outbox)
+        self.outbox.clear()
+        self.sent += len(items)
+        is_ended = request.finish_time is not None or error is not None
+        if is_ended:
+            items = [output for output in items if output.token >= 0]  # others only tell the end
+            del self._worker.streams[self]
+            self._worker.engine._queues.pop(request.id, None)
+        return _Delivery(self, items, is_ended, error)
 
     def pause(self) -> None:
         """Keeps the request out of passes until the reader has caught up."""
@@ -268,16 +268,24 @@ class _Stream:
         self.resume()  # if the reader took its tokens before it could see is_paused
 
     def resume(self) -> None:
-        assert self.request is not None and self._max_undelivered is not None
-        if self.is_paused and self.undelivered <= self._max_undelivered // 2:
+        assert self.request is not None
+        if self.is_paused and self.may_resume:
             self.is_paused = False
             self._worker.engine._set_paused(self.request.id, False)
 
     def cancel(self) -> None:
-        if self in self._worker.streams:
-            assert self.request is not None
-            self._worker.streams.remove(self)
-            self._worker.engine._cancel([self.request.id])
+        request = self._worker.streams.pop(self, None)
+        if request is not None:
+            self._worker.engine._cancel([request.id])
+
+
+class _Delivery(NamedTuple):
+    """What a stream gets at once."""
+
+    stream: _Stream
+    items: list[TokenOutput]
+    is_ended: bool
+    error: Exception | None
 
 
 class _Worker:
@@ -285,13 +293,11 @@ class _Worker:
 
     def __init__(self, engine: Engine, delivery_interval: float) -> None:
         self.engine = engine
-        self.is_urgent = False  # deliver after this pass
         self._interval = delivery_interval
         self._next_delivery = 0.0
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.streams: set[_Stream] = set()  # their requests are not finished
-        self.full: list[_Stream] = []  # to pause after this pass
-        self._batch: list[tuple[_Stream, TokenOutput | Exception | None]] = []
+        self.streams: dict[_Stream, Request] = {}  # whose end is not delivered
+        self.refused: list[_Delivery] = []
         self._is_idle = False
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._pid = os.getpid()
@@ -316,12 +322,6 @@ class _Worker:
             self._commands.put(command)
             return True
 
-    def send(self, stream: _Stream, item: TokenOutput | Exception | None) -> None:
-        """Adds to the batch of this pass. An exception or None means the end of the request."""
-        self._batch.append((stream, item))
-        if self._is_idle:  # another thread called the engine
-            self._commands.put(self._deliver)
-
     def close(self) -> None:
         """Ends the thread. This is a command."""
         self._is_closing = True
@@ -341,13 +341,11 @@ class _Worker:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._do_commands(wait=not self.engine._can_advance)
-                if self.engine._can_advance and not self._is_closing:
-                    self._pass()
+                self._pass()
+                self._do_commands(wait=self._is_idle)
         except BaseException as failure:
             self._failure = failure
-        for stream in list(self.streams):
-            stream.end(self.error())
+        deliveries = [stream.take(self.error()) for stream in list(self.streams)]
         try:
             self.engine.close()
         except BaseException as failure:
@@ -356,38 +354,57 @@ class _Worker:
             self._has_ended = True
         with suppress(RuntimeError):  # the event loop is closed
             self._do_commands(wait=False)  # the engine refuses new requests
-            self._deliver()
+            self._send(deliveries + self.refused)
         atexit.unregister(self._join)
 
     def _do_commands(self, wait: bool) -> None:
-        if wait:
-            self._is_idle = True
-            self._deliver()
-            command = self._commands.get()
-            self._is_idle = False
-            command()
         with suppress(Empty):
+            if wait:
+                command = self._commands.get()
+                self._is_idle = False
+                command()
             while True:
                 self._commands.get_nowait()()
-        if self.is_urgent:
-            self._deliver()
 
     def _pass(self) -> None:
-        with self.engine._exclusive():
-            self.engine._advance_or_recover()
-        while self.full:
-            self.full.pop().pause()
-        if self.is_urgent or monotonic() >= self._next_delivery:
-            self._deliver()
+        """Runs a pass if there is work, and delivers tokens."""
+        engine = self.engine
+        with engine._exclusive():  # also while it reads what other threads' passes may write
+            self._is_idle = not engine._can_advance
+            if not self._is_idle:
+                engine._advance_or_recover()
+            deliveries = self._collect() if self._is_time() else []
+            full = [stream for stream in self.streams if stream.is_full]
+        self._send(deliveries)
+        for stream in full:
+            stream.pause()
 
-    def _deliver(self) -> None:
-        """Sends the batch to the event loop, by one wake-up."""
-        self.is_urgent = False
+    def _is_time(self) -> bool:
+        """Whether to deliver now. First tokens and ends of requests do not wait."""
+        return (
+            self._is_idle
+            or bool(self.refused)
+            or monotonic() >= self._next_delivery
+            or any(
+                request.finish_time is not None or (stream.outbox and not stream.sent)
+                for stream, request in self.streams.items()
+            )
+        )
+
+    def _collect(self) -> list[_Delivery]:
+        """Takes what is new for the streams."""
         self._next_delivery = monotonic() + self._interval
-        if self._batch:
-            batch, self._batch = self._batch, []
+        deliveries, self.refused = self.refused, []
+        for stream, request in list(self.streams.items()):
+            if stream.outbox or request.finish_time is not None:
+                deliveries.append(stream.take())
+        return deliveries
+
+    def _send(self, deliveries: list[_Delivery]) -> None:
+        """Wakes the event loop once."""
+        if deliveries:
             assert self.loop is not None
-            self.loop.call_soon_threadsafe(_receive, batch)
+            self.loop.call_soon_threadsafe(_receive, deliveries)
 
     def _join(self) -> None:
         """Ends the thread at the end of the process, before the interpreter goes."""
@@ -395,13 +412,11 @@ class _Worker:
         self.thread.join()
 
 
-def _receive(batch: list[tuple[_Stream, TokenOutput | Exception | None]]) -> None:
+def _receive(deliveries: list[_Delivery]) -> None:
     """Hands the items to their streams and wakes the readers. Runs in the event loop."""
-    for stream, item in batch:
-        if type(item) is TokenOutput:
-            stream.items.append(item)
-        else:
-            stream.is_ended, stream.error = True, item
-        waiter = stream.waiter
+    for stream, items, is_ended, error in deliveries:
+        stream.items += items
+        stream.is_ended, stream.error = is_ended, error
+        waiter, stream.waiter = stream.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

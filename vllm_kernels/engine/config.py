@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.engine.scheduler import blocks_at_most, num_usable_blocks
+from vllm_kernels.errors import InvalidArgument, InvalidType
 from vllm_kernels.hf.attention_interface import AttentionOptions
 from vllm_kernels.kv_cache import KVCacheManager
 from vllm_kernels.kv_cache.tensors import KVShape, free_memory
@@ -37,7 +39,7 @@ class EngineConfig:
     """Options of :class:`~vllm_kernels.engine.engine.Engine`. Its docstring explains each one.
 
     Raises:
-        TypeError: A size is not an integer.
+        TypeError: An option has the wrong type.
         ValueError: A size is too small.
     """
 
@@ -45,8 +47,8 @@ class EngineConfig:
     num_blocks: int | None = None
     cache_bytes: int | None = None
     host_bytes: int = 0
-    layout: str = "vllm"
-    cache_dtype: str = "auto"
+    layout: Layout = "vllm"
+    cache_dtype: KVCacheDType = "auto"
     k_scale: Tensor | float = 1.0
     v_scale: Tensor | float = 1.0
     max_batch_size: int = 64
@@ -66,9 +68,20 @@ class EngineConfig:
             if size is None and getattr(EngineConfig, name) is None:  # None is the default
                 continue
             if not isinstance(size, Integral):
-                raise TypeError(f"Engine: {name}: expected an integer, got {short_repr(size)}")
+                raise InvalidType(f"Engine: {name}: expected an integer, got {short_repr(size)}")
             if minimum is not None and size < minimum:
-                raise ValueError(f"Engine: {name}: expected at least {minimum}, got {size}")
+                raise InvalidArgument(f"Engine: {name}: expected at least {minimum}, got {size}")
+
+        for name in ("layout", "cache_dtype"):
+            word = getattr(self, name)
+            if not isinstance(word, str):
+                raise InvalidType(f"Engine: {name}: expected a str, got {short_repr(word)}")
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if scale is None or isinstance(scale, str):
+                raise InvalidType(
+                    f"Engine: {name}: expected a number or a tensor, got {short_repr(scale)}"
+                )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineConfig:
@@ -93,7 +106,7 @@ class EngineConfig:
                 cache_bytes = _default_bytes(model.device, shape, tokens, groups)
             num_blocks = cache_bytes // shape.block_bytes
         if num_blocks < 2:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: cache: expected at least 2 blocks of {shape.block_bytes:,} bytes, "
                 f"got {num_blocks}"
             )
@@ -114,7 +127,7 @@ class EngineConfig:
         tokens = max(2048, size) if tokens is None else tokens
         length = min(wanted, manager.num_blocks * self.block_size)
         if length < _MIN_LENGTH:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: cache: expected room for at least {_MIN_LENGTH} tokens, got "
                 f"{manager.num_blocks} blocks of {self.block_size}"
             )
@@ -122,7 +135,7 @@ class EngineConfig:
             length = wanted
             needed, there = blocks_at_most(wanted, manager, tokens), num_usable_blocks(manager)
             if needed > there:
-                raise ValueError(
+                raise InvalidArgument(
                     f"Engine: max_length: expected a sequence that fits into {there} blocks of "
                     f"{self.block_size} tokens, got {wanted}, which needs {needed} blocks: give "
                     "more num_blocks or cache_bytes"

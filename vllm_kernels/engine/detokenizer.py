@@ -63,11 +63,15 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         """Decodes the tokens that are not in self.text yet."""
-        known = self._tokenizer.decode(self._tokens[: self._shown], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        known, text = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
         if not text.startswith(known):  # the new tokens complete a character
             known = known.rstrip(_UNFINISHED)
         return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        assert isinstance(text, str)  # a list of strings for a list of lists
+        return text
 
     def _take(self, new: str) -> None:
         searched = max(len(self.text) - self._held, 0)

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from traceback import clear_frames
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vllm_kernels._types import KVCacheDType, Layout
 from vllm_kernels.engine.config import EngineConfig
 from vllm_kernels.engine.engine_lock import EngineLock
 from vllm_kernels.engine.fused_llama import refuse_changing_rotary
@@ -45,12 +46,20 @@ from vllm_kernels.engine.prompts import (
     params_of_prompts,
     prompt_tokens,
 )
-from vllm_kernels.engine.recovery import Recovery, name_requests
+from vllm_kernels.engine.recovery import Recovery, name_requests, set_request_ids
 from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
 from vllm_kernels.engine.sampler import sample
 from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
 from vllm_kernels.engine.self_check import verify
 from vllm_kernels.engine.upload import upload
+from vllm_kernels.errors import (
+    EngineBusy,
+    Error,
+    InvalidArgument,
+    InvalidType,
+    UnknownRequest,
+    Unsupported,
+)
 from vllm_kernels.hf.attention_interface import (
     ENGINES,
     kv_shape,
@@ -76,8 +85,8 @@ class Engine:
 
     Threads: calls from several threads run one after the other, in order of arrival. A pass serves
     the requests of all threads. Each :meth:`stream` and :meth:`generate` gets its own tokens. A
-    call from inside a step, such as by a hook of the model, raises RuntimeError. So does a call in
-    a forked process. An engine cannot be pickled or copied.
+    call from inside a step, such as by a hook of the model, raises EngineBusy. A call in a forked
+    process raises RuntimeError. An engine cannot be pickled or copied.
 
     Failures: a request that cannot be served ends with ``FinishReason.ERROR``, and the others go
     on. The reasons are NaN or infinite logits, a tokenizer that fails, or a forward pass that fails
@@ -121,8 +130,9 @@ class Engine:
 
     Raises:
         NotImplementedError: The model cannot be served. The message names the reason.
-        TypeError: ``model`` is not a transformers model, or a size is not an integer.
+        TypeError: ``model`` is not a transformers model, or an option has the wrong type.
         ValueError: An argument is out of range, or another engine owns the model.
+        MemoryError: The cache does not fit. The message has both sizes.
     """
 
     def __init__(
@@ -134,8 +144,8 @@ class Engine:
         num_blocks: int | None = None,
         cache_bytes: int | None = None,
         host_bytes: int = 0,
-        layout: str = "vllm",
-        cache_dtype: str = "auto",
+        layout: Layout = "vllm",
+        cache_dtype: KVCacheDType = "auto",
         k_scale: Tensor | float = 1.0,
         v_scale: Tensor | float = 1.0,
         max_batch_size: int = 64,
@@ -168,7 +178,8 @@ class Engine:
         # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
-            self._build(config, cleanup)
+            with _named_engine():
+                self._build(config, cleanup)
             if config.check:
                 with self._on_device:
                     verify(self._packed, self.manager)
@@ -235,7 +246,7 @@ class Engine:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
+        raise InvalidType(
             "Engine: expected no pickling or copying, which cannot share a model and its cache: "
             "make an engine in each process"
         )
@@ -246,7 +257,7 @@ class Engine:
         Otherwise each graph is captured on first use. Without CUDA graphs this does nothing.
 
         Raises:
-            RuntimeError: There are unfinished requests.
+            EngineBusy: There are unfinished requests, of any thread.
         """
         with self._exclusive():
             self._refuse_unfinished("warm_up")
@@ -273,7 +284,7 @@ class Engine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> int:
@@ -281,7 +292,7 @@ class Engine:
 
         Args:
             prompt: Text, which needs a tokenizer, or token ids.
-            params: Sampling parameters. None means greedy with 16 tokens.
+            sampling_params: None means greedy with 16 tokens.
             salt: Only requests with the same salt share cached prefixes. Give each tenant its own,
                 so that response times reveal nothing about others' prompts. The name of the
                 current adapter is another use.
@@ -290,22 +301,22 @@ class Engine:
             The request's id.
 
         Raises:
-            TypeError: prompt, params or salt has the wrong type.
+            TypeError: An argument has the wrong type.
             ValueError: The request cannot be served. Nothing has changed.
             RuntimeError: The engine is closed, or the model is in training mode.
         """
-        return self._add(prompt, params, salt).id
+        return self._add(prompt, sampling_params, salt).id
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its blocks.
 
         Raises:
-            KeyError: The request is unknown or finished.
+            UnknownRequest: The request is unknown or finished. It is a KeyError.
         """
         with self._exclusive():
             request = self._requests.get(request_id)
             if request is None:
-                raise KeyError(f"Engine: abort: there is no unfinished request {request_id!r}")
+                raise UnknownRequest(f"Engine: abort: unknown or finished request {request_id!r}")
             self._end(request)
 
     @property
@@ -337,7 +348,7 @@ class Engine:
     def generate(
         self,
         prompts: Items[Prompt],
-        params: SamplingParams | Items[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> list[RequestOutput]:
@@ -348,7 +359,7 @@ class Engine:
 
         Args:
             prompts: Texts or lists of token ids.
-            params: Sampling parameters for all prompts, or a list with one per prompt.
+            sampling_params: For all prompts, or a list with one per prompt.
             salt: Salt for all prompts. See :meth:`add_request`.
 
         Raises:
@@ -358,7 +369,7 @@ class Engine:
         """
         requests: list[Request] = []
         try:
-            for prompt, one in zip(prompts, params_of_prompts(prompts, params)):
+            for prompt, one in zip(prompts, params_of_prompts(prompts, sampling_params)):
                 requests.append(self._add(prompt, one, salt, deque(maxlen=0)))
             is_finished = False
             while not is_finished:
@@ -378,7 +389,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         salt: str | bytes | None = None,
     ) -> Iterator[TokenOutput]:
@@ -392,7 +403,7 @@ class Engine:
             Exception: The request could not be served. The tokens before the error were yielded.
         """
         queue: deque[TokenOutput] = deque()
-        request = self._add(prompt, params, salt, queue)
+        request = self._add(prompt, sampling_params, salt, queue)
         try:
             while True:
                 if not queue:
@@ -416,7 +427,7 @@ class Engine:
         Call it after you change weights or adapters, because cached keys depend on them.
 
         Raises:
-            RuntimeError: There are unfinished requests.
+            EngineBusy: There are unfinished requests, of any thread.
         """
         with self._exclusive():
             self._refuse_unfinished("reset")
@@ -486,8 +497,7 @@ class Engine:
         """Ends an unfinished request, by ABORT or with an error."""
         del self._requests[request.id]
         if error is not None:
-            with suppress(AttributeError):
-                error.request_ids = [request.id]
+            set_request_ids(error, [request.id])
             clear_frames(error.__traceback__)  # they hold tensors
         self._undelivered = [one for one in self._undelivered if one.request_id != request.id]
         outputs = self._outputs.end(request, time.perf_counter(), error)
@@ -511,12 +521,13 @@ class Engine:
         if self.cache.is_freed:
             raise _Closed()
         if self.model.training:
-            raise RuntimeError("Engine: model: expected one in eval mode: call model.eval()")
+            raise Error("Engine: model: expected one in eval mode: call model.eval()")
 
     def _refuse_unfinished(self, what: str) -> None:
         if self.scheduler.num_unfinished:
-            raise RuntimeError(
-                f"Engine: {what}: {self.scheduler.num_unfinished} sequences are unfinished"
+            raise EngineBusy(
+                f"Engine: {what}: expected no unfinished sequences, got "
+                f"{self.scheduler.num_unfinished}"
             )
 
     def _advance_or_recover(self) -> None:
@@ -657,19 +668,31 @@ class _Exclusive:
             engine._cancel(())
 
 
-class _Closed(RuntimeError):
+class _Closed(Error):
     def __init__(self) -> None:
         super().__init__("Engine: it was closed: make a new one")
+
+
+@contextmanager
+def _named_engine() -> Iterator[None]:
+    """Lets errors of the engine's parts begin with the name of what the user called."""
+    try:
+        yield
+    except Error as error:
+        part, _, text = str(error).partition(": ")
+        if part == "Engine" or not text:
+            raise
+        raise type(error)(f"Engine: {text}") from None
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:
     """Raises if the model is in training mode, has another engine, or has no logits."""
     if model.training:
-        raise ValueError("Engine: model: expected one in eval mode: call model.eval()")
+        raise InvalidArgument("Engine: model: expected one in eval mode: call model.eval()")
     other = ENGINES.get(model)
     if other is not None and other() is not None:
-        raise ValueError("Engine: model: another engine has it: close() that one first")
+        raise InvalidArgument("Engine: model: another engine has it: close() that one first")
     if model.get_output_embeddings() is None:
-        raise NotImplementedError(
+        raise Unsupported(
             f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
         )

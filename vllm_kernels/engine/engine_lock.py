@@ -6,12 +6,14 @@ import os
 import threading
 from collections import deque
 
+from vllm_kernels.errors import EngineBusy, Error
+
 __all__ = ["EngineLock", "called_in_fork"]
 
 
-def called_in_fork(name: str, pid: int) -> RuntimeError:
+def called_in_fork(name: str, pid: int) -> Error:
     """The error of a call in a fork of process ``pid``, which made the object."""
-    return RuntimeError(
+    return Error(
         f"{name}: expected a call in process {pid}, which made it, got one in its fork "
         f"{os.getpid()}: make an engine in each process"
     )
@@ -24,7 +26,8 @@ class EngineLock:
     would wait for its last token. This lock goes to the thread that waits longest.
 
     Raises:
-        RuntimeError: The thread holds the lock already, or the process was forked.
+        EngineBusy: The thread holds the lock already.
+        Error: The process was forked.
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,7 @@ class EngineLock:
         if self._is_forked:
             raise called_in_fork("Engine", self._pid)
         if self._owner == me:
-            raise RuntimeError(
+            raise EngineBusy(
                 "Engine: expected no call from inside a step (by a hook of the model, a tokenizer "
                 "or a signal handler), got one: call the engine after the step"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 import vllm_kernels
 from vllm_kernels.engine.layer_groups import PackedPages
+from vllm_kernels.errors import Unsupported
 from vllm_kernels.hf.attention_interface import AttentionOptions
 from vllm_kernels.hf.llama_patch import FAMILIES
 
@@ -36,7 +38,7 @@ def refuse_changing_rotary(model: PreTrainedModel) -> None:
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind is not None and kind not in _FIXED_ROTARY:
-                raise NotImplementedError(
+                raise Unsupported(
                     f"Engine: rope_type: {name} expected one of {', '.join(_FIXED_ROTARY)}, got "
                     f"{kind}"
                 )
@@ -165,6 +167,33 @@ class FusedLlama:
         return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()
 
 
+class _Norm(Protocol):
+    weight: Tensor
+
+
+class _Attention(Protocol):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    scaling: float
+
+
+class _Mlp(Protocol):
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+
+class _DecoderLayer(Protocol):
+    """A decoder layer of the families. Qwen 3 also has ``self_attn.q_norm`` and ``k_norm``."""
+
+    input_layernorm: _Norm
+    post_attention_layernorm: _Norm
+    self_attn: _Attention
+    mlp: _Mlp
+
+
 @dataclass
 class _Layer:
     """Weights of one layer. Linear weights are [out, in]."""
@@ -184,14 +213,14 @@ class _Layer:
     options: AttentionOptions
 
     @classmethod
-    def of(cls, layer: nn.Module, window: int) -> _Layer:
+    def of(cls, layer: _DecoderLayer, window: int) -> _Layer:
         qkv, gate_up, (out,), (down,) = _projections(layer)
         attention = layer.self_attn
         return cls(
             layer.input_layernorm.weight.data,
             *_joined(qkv),
-            attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
-            attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+            _weight(getattr(attention, "q_norm", None)),
+            _weight(getattr(attention, "k_norm", None)),
             *_data(out),
             layer.post_attention_layernorm.weight.data,
             *_joined(gate_up),
@@ -200,7 +229,11 @@ class _Layer:
         )
 
 
-def _projections(layer: nn.Module) -> list[list[nn.Linear]]:
+def _weight(norm: _Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight.data
+
+
+def _projections(layer: _DecoderLayer) -> list[list[nn.Linear]]:
     """Returns the linear layers of a decoder layer, grouped by input."""
     attention, mlp = layer.self_attn, layer.mlp
     return [

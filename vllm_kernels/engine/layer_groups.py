@@ -127,14 +127,13 @@ class PackedPages:
         step = self.step
         assert step is not None
         tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
-        plan, single = self.cascade(layer, options), step.num_single
-        mixed = step.starts is not None
+        plan, single, starts = self.cascade(layer, options), step.num_single, step.starts
         # A GPU runs all tokens of a call in parallel. A CPU is faster if one-token sequences have
         # a call of their own.
-        apart = mixed and single and self.cache.device.type == "cpu"
+        apart = starts is not None and single and self.cache.device.type == "cpu"
         if plan is None and not apart:
             return self.cache.attend(
-                layer, query, tables, lens, query_start_loc=step.starts,
+                layer, query, tables, lens, query_start_loc=starts,
                 max_query_len=step.max_query_len, **options.arguments(),
             )  # fmt: skip
         out = query.new_empty(query.shape)
@@ -145,9 +144,9 @@ class PackedPages:
             )
         else:
             self.cache.attend(layer, *first, out=out[:single], **options.arguments())
-        if mixed:
+        if starts is not None:
             self.cache.attend(
-                layer, query, tables[single:], lens[single:], query_start_loc=step.starts[single:],
+                layer, query, tables[single:], lens[single:], query_start_loc=starts[single:],
                 max_query_len=step.max_query_len, out=out, **options.arguments(),
             )  # fmt: skip
         return out

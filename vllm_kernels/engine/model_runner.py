@@ -22,6 +22,7 @@ from vllm_kernels.engine.fused_llama import FusedLlama, can_be_packed
 from vllm_kernels.engine.layer_groups import LayerGroups, PackedPages, StepInputs
 from vllm_kernels.engine.scheduler import Plan
 from vllm_kernels.engine.upload import upload
+from vllm_kernels.errors import Unsupported
 from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
 from vllm_kernels.kv_cache import BatchBuffers
 from vllm_kernels.kv_cache.tensors import KVCache, KVShape
@@ -63,7 +64,7 @@ def layer_options(model: PreTrainedModel, shape: KVShape) -> list[AttentionOptio
         model(input_ids=token, past_key_values=cache, use_cache=True, **positions)
     missing = [layer for layer in layers if layer not in recorder.options]
     if missing:
-        raise NotImplementedError(
+        raise Unsupported(
             f"Engine: {config.model_type}: layers {missing} do not attend through a cache of theirs"
         )
     return [recorder.options[layer] for layer in layers]
@@ -185,7 +186,7 @@ class ModelRunner:
         call: Callable[..., Any] = self._llama or model
         if backend is not None:
             call = torch.compile(call, dynamic=True, backend=backend)
-        self._call = call
+        self._call: Callable[..., Any] = call
 
     @property
     def host_buffers(self) -> list[BatchBuffers]:

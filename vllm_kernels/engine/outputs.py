@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from vllm_kernels.engine.request import FinishReason, Request
 from vllm_kernels.engine.scheduler import SchedulerStatistics
@@ -19,7 +18,8 @@ __all__ = [
 ]
 
 
-class TokenOutput(NamedTuple):
+@dataclass(slots=True)
+class TokenOutput:
     """One new token of one sequence, or the error that ended the sequence."""
 
     request_id: int

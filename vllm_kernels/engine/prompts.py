@@ -11,6 +11,7 @@ from reprlib import repr as short_repr
 from transformers import PreTrainedTokenizerBase
 
 from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.errors import InvalidArgument, InvalidType
 
 __all__ = ["Prompt", "checked_params", "params_of_prompts", "prompt_tokens"]
 
@@ -32,11 +33,13 @@ def checked_params(
         params = SamplingParams()
     if not isinstance(params, SamplingParams):
         hint = ": give SamplingParams(**params)" if isinstance(params, Mapping) else ""
-        raise TypeError(f"Engine: params: expected SamplingParams, got {short_repr(params)}{hint}")
+        raise InvalidType(
+            f"Engine: sampling_params: expected SamplingParams, got {short_repr(params)}{hint}"
+        )
     if params.stop and tokenizer is None:
-        raise ValueError("Engine: stop: expected a tokenizer with the engine, got none")
+        raise InvalidArgument("Engine: stop: expected a tokenizer with the engine, got none")
     if not isinstance(salt, str | bytes | None):
-        raise TypeError(f"Engine: salt: expected text, bytes or None, got {salt!r}")
+        raise InvalidType(f"Engine: salt: expected text, bytes or None, got {salt!r}")
     return params
 
 
@@ -50,23 +53,24 @@ def params_of_prompts(
         ValueError: There are more or fewer parameters than prompts.
     """
     _refuse_no_list(prompts)
+    chosen: list[SamplingParams | None]
     chosen = list(params) if isinstance(params, Items) else [params] * len(prompts)
     if len(chosen) != len(prompts):
-        raise ValueError(
-            f"Engine: params: expected {len(prompts)} (from prompts), got {len(chosen)}"
+        raise InvalidArgument(
+            f"Engine: sampling_params: expected {len(prompts)} (from prompts), got {len(chosen)}"
         )
     return chosen
 
 
 def _refuse_no_list(prompts: object) -> None:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
-        raise TypeError(
+        raise InvalidType(
             f"Engine: prompts: expected a list of prompts, got {short_repr(prompts)}"
             f"{_hint(prompts)}"
         )
     first = next(iter(prompts), None)
     if isinstance(first, Integral) or getattr(first, "ndim", None) == 0:
-        raise TypeError(
+        raise InvalidType(
             "Engine: prompts: expected a list of prompts, such as [[2, 3, 4]], got token ids, "
             f"{short_repr(prompts)}: put them into a list"
         )
@@ -89,13 +93,15 @@ def prompt_tokens(
     if not isinstance(prompt, str):
         tokens = _token_ids(prompt)
     elif tokenizer is None:
-        raise ValueError("Engine: prompt: expected token ids (there is no tokenizer), got text")
+        raise InvalidArgument(
+            "Engine: prompt: expected token ids (there is no tokenizer), got text"
+        )
     else:
         _refuse_surrogates(prompt)
         tokens = tokenizer(prompt)["input_ids"]
     for token in tokens:
         if not 0 <= token < vocabulary:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: prompt: expected tokens from 0 to {vocabulary - 1}, got {token}"
             )
     return tokens
@@ -106,7 +112,7 @@ def _refuse_surrogates(prompt: str) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise InvalidArgument(
             f"Engine: prompt: expected text without lone surrogates, got {short_repr(prompt)} with "
             f"{prompt[error.start]!r} at {error.start}"
         ) from None
@@ -122,7 +128,7 @@ def _token_ids(prompt: Items[int]) -> list[int]:
                 return list(map(index, tokens))
         except TypeError:
             pass
-    raise TypeError(
+    raise InvalidType(
         f"Engine: prompt: expected text or a list of token ids, got {short_repr(prompt)}"
         f"{_hint(prompt)}"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from contextlib import suppress
 
 from vllm_kernels.engine.request import Request, Sequence
 from vllm_kernels.engine.scheduler import Scheduler
 
-__all__ = ["ATTEMPTS", "Recovery", "name_requests"]
+__all__ = ["ATTEMPTS", "Recovery", "name_requests", "set_request_ids"]
 
 ATTEMPTS = 3
 """Number of failures in a row before the batch is divided, and before a lone request is ended."""
@@ -17,10 +17,14 @@ ATTEMPTS = 3
 def name_requests(error: Exception, sequences: Iterable[Sequence]) -> None:
     """Adds the ids of the sequences' requests to an exception, as ``request_ids`` and as a note."""
     ids = list(dict.fromkeys(sequence.request.id for sequence in sequences))
-    with suppress(AttributeError):  # an exception class may have __slots__
-        error.request_ids = ids
-    if hasattr(error, "add_note"):  # Python 3.11
+    set_request_ids(error, ids)
+    if sys.version_info >= (3, 11):
         error.add_note(f"Engine: a pass over requests {ids} failed")
+
+
+def set_request_ids(error: Exception, ids: list[int]) -> None:
+    """Adds ``request_ids`` to an exception."""
+    vars(error)["request_ids"] = ids
 
 
 class Recovery:

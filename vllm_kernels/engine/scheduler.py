@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kernels.engine.request import FinishReason, Request, Sequence
+from vllm_kernels.errors import Error, InvalidArgument
 from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
 
 __all__ = [
@@ -131,9 +132,9 @@ class Scheduler:
         may_cascade: Callable[[], bool] = lambda: False,
     ) -> None:
         if max_batch_size < 1:
-            raise ValueError(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
+            raise InvalidArgument(f"Scheduler: max_batch_size: expected >= 1, got {max_batch_size}")
         if max_batch_tokens < max_batch_size:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Scheduler: max_batch_tokens: expected at least {max_batch_size} (from "
                 f"max_batch_size), got {max_batch_tokens}"
             )
@@ -162,14 +163,14 @@ class Scheduler:
         """
         prompt, params = len(request.prompt), request.params
         if prompt < 1:
-            raise ValueError("Engine: prompt: expected at least one token, got none")
+            raise InvalidArgument("Engine: prompt: expected at least one token, got none")
         if prompt + 1 > self.max_length:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: prompt: expected fewer than {self.max_length} tokens (max_length), got "
                 f"{prompt}"
             )
         if params.n > self.max_batch_size:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: n: expected at most {self.max_batch_size} (max_batch_size), got "
                 f"{params.n}"
             )
@@ -177,7 +178,7 @@ class Scheduler:
         needed = blocks_at_most(longest, self.manager, self.max_batch_tokens)
         there = num_usable_blocks(self.manager)
         if needed > there:
-            raise ValueError(
+            raise InvalidArgument(
                 f"Engine: prompt and max_tokens: {longest} tokens need {needed} blocks, the cache "
                 f"has {there}"
             )
@@ -260,7 +261,7 @@ class Scheduler:
         while True:
             if not chosen:  # add() should have refused it
                 first = (self._queues.swapped or self._queues.waiting)[0]
-                raise RuntimeError(
+                raise Error(
                     f"Engine: request {first.request.id}: its {len(first.tokens)} tokens find too "
                     "few blocks though nothing else runs: abort() it"
                 )
@@ -524,7 +525,7 @@ class Scheduler:
     def _preempt_youngest(self, chosen: dict[Sequence, int], copies: list[Copies]) -> None:
         queues = self._queues
         if len(queues.running) == 1:
-            raise RuntimeError(
+            raise Error(
                 "Engine: one sequence alone finds too few blocks, which add() should have refused"
             )
         sequence = queues.running.pop()

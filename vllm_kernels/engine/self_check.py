@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from vllm_kernels.engine.model_runner import ModelRunner, takes_positions
 from vllm_kernels.engine.request import Request, SamplingParams, Sequence
 from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.errors import InvalidArgument, Unsupported
 from vllm_kernels.hf.attention_interface import stop_paged_attention, use_paged_attention
 from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
 
@@ -67,12 +68,12 @@ def verify(packed: ModelRunner, manager: KVCacheManager) -> None:
             if shape.cache_dtype != "auto":
                 integral = not shape.stored_dtype.is_floating_point
                 largest = (torch.iinfo if integral else torch.finfo)(shape.stored_dtype).max
-                raise ValueError(
+                raise InvalidArgument(
                     f"Engine: cache_dtype: {shape.cache_dtype}: with these k_scale and v_scale the "
                     f"logits are not those of the model (relative error {error:.2g}): give about "
                     f"the largest |K| and |V| / {largest:g}, or cache_dtype='auto'"
                 )
-            raise NotImplementedError(
+            raise Unsupported(
                 f"Engine: model type: {model.config.model_type}: its logits differ from those of "
                 f"its own attention (relative error {error:.2g}): it is not served"
             )
@@ -105,7 +106,7 @@ def _packed_logits(
         b.tokens = short
         rows += _step(packed, manager, {b: 1, a: len(long) - 3})
     except OutOfBlocks as error:
-        raise ValueError(
+        raise InvalidArgument(
             f"Engine: cache: expected room for {len(long)} and {len(short)} tokens, got "
             f"{manager.num_blocks} blocks"
         ) from error
@@ -149,7 +150,7 @@ def _pass(
 @torch.inference_mode()
 def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Returns logits [vocabulary] after the last of ``tokens``, by the model's own attention."""
-    options = {"use_cache": False}
+    options: dict[str, bool | Tensor] = {"use_cache": False}
     if takes_positions(model):
         options["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
     return model(input_ids=tokens[None].to(model.device), **options).logits[0, -1].float()

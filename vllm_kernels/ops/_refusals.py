@@ -14,6 +14,7 @@ from vllm_kernels.errors import Error, InvalidArgument, InvalidIndex, InvalidTyp
 
 _OWN = re.compile(r"[a-z_0-9]+: ")
 _INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")
+_START = re.compile(r"[a-z_0-9]+: query_start_loc\[(\d+)\] = ")
 _FLOAT_ADVICE = re.compile(r"(expected int\d+, got b?float\w*); cast it with .*$")
 """A cast of lengths or ids that are floats would hide a mistake."""
 _SCALES = ("scale", "scale_ub")
@@ -57,6 +58,9 @@ def refused(
         return error
     if type(error) is not RuntimeError:
         return error
+    too_long = _too_many_query_tokens(op, text, given)
+    if too_long is not None:
+        return too_long
     text = _FLOAT_ADVICE.sub(r"\1", _blamed(op, text, given))
     if text.endswith("got None") and "expected a tensor" in text:
         return InvalidType(text)
@@ -95,6 +99,22 @@ def _blamed(op: str, text: str, given: Mapping[str, object]) -> str:
             if getattr(given.get(name), "device", None) == getattr(given["out"], "device", 0):
                 return text.replace(": out:", f": {name}:", 1)
     return text
+
+
+def _too_many_query_tokens(
+    op: str, text: str, given: Mapping[str, object]
+) -> InvalidArgument | None:
+    """For a start that is wrong only because ``max_query_len`` is too small."""
+    found = _START.match(text)
+    query, starts, most = (given.get(x) for x in ("query", "query_start_loc", "max_query_len"))
+    if found is None or not isinstance(query, Tensor) or not isinstance(starts, Tensor):
+        return None
+    sequence = int(found[1]) - 1
+    start, end = starts[sequence : sequence + 2].tolist() if sequence >= 0 else (0, 0)
+    if not isinstance(most, int) or end > len(query) or end - start <= most:
+        return None
+    tokens = f"sequence {sequence} has {end - start} query tokens"
+    return InvalidArgument(f"{op}: max_query_len = {most}: {tokens}")
 
 
 def _no_kernel(op: str, given: Mapping[str, object]) -> Unsupported | None:
