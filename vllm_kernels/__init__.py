@@ -1,10 +1,10 @@
 """vllm_kernels: the kernels an LLM inference engine needs around its matrix products."""
 
-from vllm_kernels import _library
-from vllm_kernels import ops as ops
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels._version import version as __version__
-from vllm_kernels.errors import (
+from . import _library
+from . import ops as ops
+from ._types import KVCacheDType, Layout
+from ._version import version as __version__
+from .errors import (
     Error,
     InvalidArgument,
     InvalidIndex,
@@ -12,7 +12,7 @@ from vllm_kernels.errors import (
     OutOfMemory,
     Unsupported,
 )
-from vllm_kernels.ops import (
+from .ops import (
     OPS,
     CascadePlan,
     cascade_attention,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_kernels import _log
-from vllm_kernels.errors import Unsupported
+from . import _log
+from .errors import Unsupported
 
 _PACKAGE = Path(__file__).parent
 _OLDEST_TORCH = (2, 11)
@@ -36,7 +36,7 @@ def _load_core() -> None:
             f"found torch {torch.__version__}."
         )
     try:
-        from vllm_kernels import _C  # noqa: F401
+        from . import _C  # noqa: F401
     except ImportError as error:
         if not (_PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
             others = sorted(path.name for path in _PACKAGE.glob("_C.*.so"))
@@ -57,7 +57,7 @@ def _load_cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is a build without CUDA."
     if not CUDA_LIBRARY.exists():
-        from vllm_kernels import _C
+        from . import _C
 
         return False, f"this build of vllm_kernels has no CUDA library: {_C.cuda_build}."
     try:

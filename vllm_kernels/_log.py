@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from vllm_kernels.errors import InvalidArgument
+from .errors import InvalidArgument
 
 __all__ = ["calls_are_logged", "logged", "logger", "set_up"]
 

@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kernels.compat import _attention, bert_padding
-from vllm_kernels.compat._checks import check_tensors, refuse
-from vllm_kernels.compat._options import Options
-from vllm_kernels.errors import InvalidArgument
+from ..errors import InvalidArgument
+from . import _attention, bert_padding
+from ._checks import check_tensors, refuse
+from ._options import Options
 
 __all__ = [
     "flash_attn_func",

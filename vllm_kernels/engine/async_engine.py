@@ -14,16 +14,16 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from weakref import finalize
 
-from vllm_kernels.engine.engine import Engine
-from vllm_kernels.engine.engine_lock import called_in_fork
-from vllm_kernels.engine.outputs import (
+from .engine import Engine
+from .engine_lock import called_in_fork
+from .outputs import (
     RequestOutput,
     TokenOutput,
     output_of,
     raise_if_all_failed,
 )
-from vllm_kernels.engine.prompts import Prompt, params_of_prompts
-from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
+from .prompts import Prompt, params_of_prompts
+from .request import FinishReason, Request, SamplingParams
 
 __all__ = ["AsyncEngine"]
 

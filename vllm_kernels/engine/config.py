@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_kernels.engine.scheduler import blocks_at_most, num_usable_blocks
-from vllm_kernels.hf.attention_interface import AttentionOptions
-from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_cache.tensors import KVShape, free_memory
+from ..hf.attention_interface import AttentionOptions
+from ..kv_cache import KVCacheManager
+from ..kv_cache.tensors import KVShape, free_memory
+from .scheduler import blocks_at_most, num_usable_blocks
 
 __all__ = ["EngineConfig"]
 

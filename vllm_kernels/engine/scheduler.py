@@ -17,8 +17,8 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kernels.engine.request import FinishReason, Request, Sequence
-from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from ..kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from .request import FinishReason, Request, Sequence
 
 __all__ = [
     "Copies",

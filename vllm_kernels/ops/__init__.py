@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kernels import _library
-from vllm_kernels.errors import InvalidIndex
-from vllm_kernels.ops._common import library_ops
-from vllm_kernels.ops._explain import explain
-from vllm_kernels.ops._fake import register_fakes
-from vllm_kernels.ops.activation import (
+from .. import _library
+from ..errors import InvalidIndex
+from ._common import library_ops
+from ._explain import explain
+from ._fake import register_fakes
+from .activation import (
     fatrelu_and_mul,
     gelu_and_mul,
     gelu_fast,
@@ -32,7 +32,7 @@ from vllm_kernels.ops.activation import (
     silu_and_mul_with_clamp,
     swigluoai_and_mul,
 )
-from vllm_kernels.ops.attention import (
+from .attention import (
     combine_attn_partials,
     fused_decode_attention,
     merge_attn_states,
@@ -42,7 +42,7 @@ from vllm_kernels.ops.attention import (
     paged_attention_workspace,
     varlen_attention,
 )
-from vllm_kernels.ops.cache import (
+from .cache import (
     concat_and_cache_mla,
     concat_mla_q,
     convert_fp8,
@@ -57,13 +57,13 @@ from vllm_kernels.ops.cache import (
     reshape_and_cache_per_token_quant,
     swap_blocks,
 )
-from vllm_kernels.ops.cascade import (
+from .cascade import (
     CascadePlan,
     cascade_attention,
     cascade_pays,
     cascade_plan,
 )
-from vllm_kernels.ops.norm import (
+from .norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_weightless,
     gemma_fused_add_rms_norm,
@@ -71,13 +71,13 @@ from vllm_kernels.ops.norm import (
     rms_norm,
     rms_norm_weightless,
 )
-from vllm_kernels.ops.norm_quant import (
+from .norm_quant import (
     fused_add_rms_norm_static_fp8_quant,
     rms_norm_dynamic_per_token_quant,
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
-from vllm_kernels.ops.rotary import (
+from .rotary import (
     fused_qk_norm_rope,
     rope_and_cache,
     rotary_embedding,

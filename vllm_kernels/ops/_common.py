@@ -11,9 +11,9 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from vllm_kernels import _log
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops._refusals import refused
+from .. import _log
+from ..errors import InvalidArgument
+from ._refusals import refused
 
 library_ops = torch.ops.vllm_kernels
 

@@ -10,8 +10,8 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops._common import library_ops
+from ..errors import InvalidArgument
+from ._common import library_ops
 
 __all__ = ["register_fakes"]
 

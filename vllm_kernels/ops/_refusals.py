@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
+from ..errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
 
 _OWN = re.compile(r"[a-z_0-9]+: ")
 _INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")

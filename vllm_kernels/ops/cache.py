@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import InvalidType
-from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
+from .._types import KVCacheDType, Layout
+from ..errors import InvalidType
+from ._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
     "concat_and_cache_mla",
