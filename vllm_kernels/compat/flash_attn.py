@@ -22,6 +22,7 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -41,9 +42,10 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-__version__ = "2.8.4"  # whose interface this is
+__version__ = "2.8.3"  # whose interface this is
 __path__: list[str] = []  # imported as flash_attn, a package with flash_attn.bert_padding
 _ = bert_padding
+flash_attn_interface = sys.modules[__name__]  # what flash_attn has under this name
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
