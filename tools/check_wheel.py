@@ -1,4 +1,4 @@
-"""Fails on a library that needs a newer system than manylinux_2_28: `check_wheel.py FILE|FOLDER...`.
+"""Fails on a library that manylinux_2_28 cannot load: `check_wheel.py FILE|FOLDER...`.
 
 FILE is a wheel or a library. Build with cmake/portable.cmake, which makes such libraries.
 """

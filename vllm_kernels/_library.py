@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from . import _log
+from ._ops import NAMESPACE
 from .errors import Unsupported
 
 _PACKAGE = Path(__file__).parent
@@ -74,7 +75,7 @@ def explain_missing_cuda(op_names: list[str]) -> None:
     if cuda_loaded or torch.version.cuda is None:
         return
 
-    library = torch.library.Library("vllm_kernels", "IMPL", "CUDA")
+    library = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
     _keep_alive.append(library)
     for name in op_names:
 

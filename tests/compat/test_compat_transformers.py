@@ -19,7 +19,7 @@ from vllm_kernels.compat import flash_attn  # noqa: E402
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """compat.install() with CUDA reported as present; the names of calls made."""
+    """compat.install(); the names of calls made."""
     calls = []
 
     def counted(name: str):
@@ -34,14 +34,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         monkeypatch.setattr(flash_attn, name, counted(name))
-    asks_cuda = import_utils.is_torch_cuda_available
-    asks_cuda.cache_clear()
-    with monkeypatch.context() as with_cuda:
-        with_cuda.setattr(torch.cuda, "is_available", lambda: True)
-        assert asks_cuda()
     compat.install()
     yield calls
-    asks_cuda.cache_clear()
     compat.uninstall()
 
 
@@ -59,11 +53,19 @@ def toy(family: str, **more: object) -> transformers.PreTrainedModel:
 
 
 def choose(model: transformers.PreTrainedModel, attention: str) -> None:
-    """transformers refuses FlashAttention 2 for gpt-oss, whose sinks the real one lacks."""
-    if model.config.model_type == "gpt_oss":
-        model.config._attn_implementation = attention
-    else:
-        model.set_attn_implementation(attention)
+    """With CUDA reported as present, without which transformers refuses FlashAttention."""
+    has_cuda = import_utils.is_torch_cuda_available
+    has_flash = import_utils.is_flash_attn_2_available
+    has_cuda.cache_clear()
+    has_flash.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert has_flash()
+        if model.config.model_type == "gpt_oss":  # refused, since the real one lacks its sinks
+            model.config._attn_implementation = attention
+        else:
+            model.set_attn_implementation(attention)
+    has_cuda.cache_clear()
 
 
 @pytest.mark.parametrize(

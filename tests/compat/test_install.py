@@ -1,4 +1,4 @@
-"""compat.install() and uninstall(): what Python and transformers find, in processes of their own."""
+"""compat.install() and uninstall(): what Python and transformers find, each in a process."""
 
 from __future__ import annotations
 

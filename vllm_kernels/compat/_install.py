@@ -23,19 +23,20 @@ _MODULES: dict[str, ModuleType] = {
 }
 
 
+_FILES = {
+    "METADATA": (
+        f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {flash_attn.__version__}\n"
+        "Summary: vllm_kernels.compat.install()\n"
+    ),
+    "top_level.txt": "flash_attn\n",
+}
+
+
 class _FlashAttn(metadata.Distribution):
     """The installed package ``flash-attn``, as importlib.metadata sees it."""
 
-    _FILES = {
-        "METADATA": (
-            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {flash_attn.__version__}\n"
-            "Summary: vllm_kernels.compat.install()\n"
-        ),
-        "top_level.txt": "flash_attn\n",
-    }
-
     def read_text(self, filename: str) -> str | None:
-        return self._FILES.get(str(filename))
+        return _FILES.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> metadata.SimplePath:
         raise FileNotFoundError(f"flash-attn is vllm_kernels.compat.flash_attn and has no {path}")
@@ -133,7 +134,7 @@ def _forget_answers() -> None:
     for name, function in list(vars(asked).items()) if asked else []:
         if ("flash_attn" in name or "distribution" in name) and hasattr(function, "cache_clear"):
             function.cache_clear()
-    known = getattr(asked, "PACKAGE_DISTRIBUTION_MAPPING", None)  # until transformers 5.22
+    known = getattr(asked, "PACKAGE_DISTRIBUTION_MAPPING", None)  # of transformers 5.17
     if isinstance(known, dict):
         known.pop("flash_attn", None)
         if _finder in sys.meta_path:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from .. import _library
+from .._ops import library_ops
 from ..errors import InvalidIndex
-from ._common import library_ops
 from ._explain import explain
 from ._fake import register_fakes
 from .activation import (

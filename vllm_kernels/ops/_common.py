@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import _log
+from .._ops import library_ops
 from ..errors import InvalidArgument
 from ._refusals import refused
-
-library_ops = torch.ops.vllm_kernels
 
 ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from .._ops import library_ops
 from ..errors import InvalidArgument
 from . import attention
-from ._common import library_ops
 
 __all__ = ["explain"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._ops import NAMESPACE, library_checks, library_ops
 from ..errors import InvalidArgument
-from ._common import library_ops
 
 __all__ = ["register_fakes"]
 
@@ -25,14 +25,14 @@ class _UnknownSizeError(Exception):
 def register_fakes(ops: Iterable[str]) -> None:
     """Registers a fake kernel for each op."""
     for op in ops:
-        torch.library.register_fake(f"vllm_kernels::{op}")(_fake(op))
+        torch.library.register_fake(f"{NAMESPACE}::{op}")(_fake(op))
 
 
 def _fake(op: str) -> Callable[..., None]:
     """Checks a call; all ops write into their arguments and return nothing. torch calls it for a
     call with any meta tensor, too."""
     names = [argument.name for argument in getattr(library_ops, op).default._schema.arguments]
-    checks = getattr(torch.ops.vllm_kernels_checks, op).default
+    checks = getattr(library_checks, op).default
 
     def fake(*args: object, **kwargs: object) -> None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
