@@ -9,6 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from os import PathLike
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class _FlashAttn(metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(str(filename))
 
-    def locate_file(self, path: str | PathLike[str]) -> metadata.SimplePath:
+    def locate_file(self, path: str | PathLike[str]) -> Any:
         raise FileNotFoundError(f"flash-attn is vllm_kernels.compat.flash_attn and has no {path}")
 
 
