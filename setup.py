@@ -2,7 +2,8 @@
 
 It also stamps the commit: into vllm_kernels/_commit.py, and into the version of an untagged build.
 
-Environment: VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS.
+Environment: VLLM_KERNELS_CUDA=auto|on|off, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS,
+VLLM_KERNELS_BUILD_DIR (objects; one folder may serve several Pythons).
 """
 
 import os
@@ -76,12 +77,14 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        own = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        build = Path(os.environ.get("VLLM_KERNELS_BUILD_DIR") or own)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         subprocess.run(
             [
                 _tool("cmake"),
                 *("-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+                *("-U", "*Python*"),  # what an earlier build found, maybe another one
                 f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}",
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-DVLLM_KERNELS_CUDA={os.environ.get('VLLM_KERNELS_CUDA', 'auto')}",

@@ -91,7 +91,12 @@ target_compile_definitions(vllm_kernels_cuda PRIVATE VLLM_KERNELS_DEVICE_CUDA US
 # --no-as-needed keeps torch_cuda in the list of needed libraries.
 target_link_options(vllm_kernels_cuda PRIVATE LINKER:--no-undefined LINKER:--no-as-needed
                     LINKER:--exclude-libs,ALL)
-target_link_libraries(vllm_kernels_cuda PRIVATE torch_stable torch_cuda)
+target_link_libraries(vllm_kernels_cuda PRIVATE torch_stable torch_cuda portable op_namespace)
 set_target_properties(vllm_kernels_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA
                       CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
 install(TARGETS vllm_kernels_cuda LIBRARY DESTINATION .)
+add_hub_library(vllm_kernels_cuda $<TARGET_OBJECTS:cuda_kernels> $<TARGET_OBJECTS:cuda_host>)
+target_link_options(vllm_kernels_cuda_hub PRIVATE LINKER:--no-as-needed LINKER:--exclude-libs,ALL)
+target_link_libraries(vllm_kernels_cuda_hub PRIVATE torch_cuda)
+set_target_properties(vllm_kernels_cuda_hub PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA
+                      CUDA_RESOLVE_DEVICE_SYMBOLS OFF)

@@ -20,7 +20,7 @@ target_compile_definitions(bindings PRIVATE VLLM_KERNELS_VERSION="${VLLM_KERNELS
 target_link_libraries(bindings PRIVATE pybind11::module)
 
 pybind11_add_module(_C MODULE NO_EXTRAS $<TARGET_OBJECTS:bindings>)
-target_link_libraries(_C PRIVATE vllm_kernels)
+target_link_libraries(_C PRIVATE vllm_kernels portable)
 # The ops register themselves when the library loads; keep it although little of it is named here.
 target_link_options(_C PRIVATE LINKER:--no-as-needed)
 install(TARGETS _C LIBRARY DESTINATION .)

@@ -42,11 +42,11 @@ Modules
     vllm_kernels.reference: what each op means, in plain PyTorch.
 """
 
-from vllm_kernels import _library
-from vllm_kernels import ops as ops
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels._version import version as __version__
-from vllm_kernels.errors import (
+from . import _library
+from . import ops as ops
+from ._types import KVCacheDType, Layout
+from ._version import version as __version__
+from .errors import (
     EngineBusy,
     Error,
     InvalidArgument,
@@ -56,7 +56,7 @@ from vllm_kernels.errors import (
     UnknownRequest,
     Unsupported,
 )
-from vllm_kernels.ops import (
+from .ops import (
     OPS,
     CascadePlan,
     apply_repetition_penalties,

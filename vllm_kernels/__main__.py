@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from vllm_kernels import _version
-from vllm_kernels._requirements import install_line
-from vllm_kernels.bench.arguments import add_arguments
+from . import _version
+from ._requirements import install_line
+from .bench.arguments import add_arguments
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
 
@@ -47,12 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if arguments.command == "info":
-        from vllm_kernels.info import print_info
+        from .info import print_info
 
         print_info(arguments.json)
         return 0
     if arguments.command == "selftest":
-        from vllm_kernels.selftest import run_selftest
+        from .selftest import run_selftest
 
         return run_selftest()
     try:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from vllm_kernels.demo import DemoError, run_demo
+    from .demo import DemoError, run_demo
 
     try:
         return run_demo(
@@ -82,7 +82,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from vllm_kernels.bench.command import BenchError, run_bench
+    from .bench.command import BenchError, run_bench
 
     try:
         return run_bench(arguments)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_kernels import _log
-from vllm_kernels.errors import Unsupported
+from . import _log
+from ._ops import NAMESPACE
+from .errors import Unsupported
 
 _PACKAGE = Path(__file__).parent
 _OLDEST_TORCH = (2, 11)
@@ -36,7 +37,7 @@ def _load_core() -> None:
             f"found torch {torch.__version__}."
         )
     try:
-        from vllm_kernels import _C  # noqa: F401
+        from . import _C  # noqa: F401
     except ImportError as error:
         if not (_PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
             others = sorted(path.name for path in _PACKAGE.glob("_C.*.so"))
@@ -57,7 +58,7 @@ def _load_cuda() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is a build without CUDA."
     if not CUDA_LIBRARY.exists():
-        from vllm_kernels import _C
+        from . import _C
 
         return False, f"this build of vllm_kernels has no CUDA library: {_C.cuda_build}."
     try:
@@ -74,7 +75,7 @@ def explain_missing_cuda(op_names: list[str]) -> None:
     if cuda_loaded or torch.version.cuda is None:
         return
 
-    library = torch.library.Library("vllm_kernels", "IMPL", "CUDA")
+    library = torch.library.Library(NAMESPACE, "IMPL", "CUDA")
     _keep_alive.append(library)
     for name in op_names:
 

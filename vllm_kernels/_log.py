@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kernels.errors import InvalidArgument
+from .errors import InvalidArgument
 
 __all__ = ["calls_are_logged", "logged", "logger", "set_up"]
 

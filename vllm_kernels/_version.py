@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vllm_kernels import _C
+from . import _C
 
 try:
-    from vllm_kernels import _commit  # type: ignore[attr-defined,unused-ignore]
+    from . import _commit  # type: ignore[attr-defined,unused-ignore]
 
     commit: str = _commit.COMMIT
     is_release: bool = _commit.RELEASE

@@ -33,10 +33,11 @@ from transformers import (
 from transformers.utils import logging
 
 import vllm_kernels
-from vllm_kernels.engine.op_counter import OpCounter
-from vllm_kernels.hf.llama_patch import FAMILIES
-from vllm_kernels.integrations.transformers import PagedCache, patched_layers, use_paged_attention
-from vllm_kernels.kv_cache import Statistics
+
+from .engine.op_counter import OpCounter
+from .hf.llama_patch import FAMILIES
+from .integrations.transformers import PagedCache, patched_layers, use_paged_attention
+from .kv_cache import Statistics
 
 PROMPTS = (
     "The for statement is used to",
@@ -159,7 +160,7 @@ def load(folder: Path, device: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     if device == "cuda" and not torch.cuda.is_available():
         raise DemoError("--device cuda: torch sees no GPU")
     if device == "cuda" and not vllm_kernels.cuda_loaded:
-        from vllm_kernels import _library
+        from . import _library
 
         raise DemoError(f"--device cuda: {_library.cuda_reason}")
     logging.disable_progress_bar()

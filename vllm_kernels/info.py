@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from vllm_kernels import _C, _library, _version
+from . import _C, _library, _version
 
 VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_CUDA_ARCH_LIST")
 """Besides those that begin with VLLM_KERNELS_."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import vllm_kernels
-from vllm_kernels import _library, reference
-from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
-from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+
+from . import _library, reference
+from .kv_cache import BatchBuffers, KVCacheManager
+from .kv_cache.tensors import KVCache, KVShape
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 8, 2, 64, 16, 8
 LENS = (20, 37)

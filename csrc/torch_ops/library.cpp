@@ -1,9 +1,9 @@
 // The schema of every op of torch.ops.vllm_kernels: the table of contents. `!` marks the tensors
 // that an op writes. The implementations register in the other files of this folder, once for CPU
 // and once for CUDA. vllm_kernels/ops has the typed calls and the docstrings.
-#include <torch/csrc/stable/library.h>
-
 #include <string>
+
+#include "torch_ops/base/op_namespace.h"
 
 namespace {
 
@@ -153,22 +153,17 @@ constexpr const char* kSchemas[] = {
     "Tensor? uniforms=None)",
 };
 
-void define(torch::stable::detail::StableLibrary& library) {
+using torch::stable::detail::StableLibrary;
+
+// The fake kernels of vllm_kernels call these (vllm_kernels/ops/_fake.py).
+void define_checks(StableLibrary& library) {
   for (const std::string schema : kSchemas) {
     library.def((schema.find("->") == schema.npos ? schema + " -> ()" : schema).c_str());
   }
 }
 
-}  // namespace
-
-// The same ops for meta tensors: they check their arguments. The fake kernels of vllm_kernels call
-// them (vllm_kernels/ops/__init__.py).
-STABLE_TORCH_LIBRARY(vllm_kernels_checks, library) {
-  define(library);
-}
-
-STABLE_TORCH_LIBRARY(vllm_kernels, library) {
-  define(library);
+void define_ops(StableLibrary& library) {
+  define_checks(library);
 
   // --- check mode: the devices with scans of index tensors, and what throws their findings
   library.def("scanned_devices() -> int[]");
@@ -178,3 +173,8 @@ STABLE_TORCH_LIBRARY(vllm_kernels, library) {
   library.def("start_explaining(Tensor on) -> ()");
   library.def("take_explanation(Tensor on, Tensor! text) -> ()");
 }
+
+VLLM_KERNELS_REGISTER(DEF, kChecksNamespace, nullptr, &define_checks);
+VLLM_KERNELS_REGISTER(DEF, kOpNamespace, nullptr, &define_ops);
+
+}  // namespace

@@ -1,29 +1,28 @@
-"""transformers' flash_attention_2, continuous batching too, on vllm_kernels.compat.flash_attn."""
+"""transformers' flash_attention_2, continuous batching too, by vllm_kernels.compat.install()."""
 
 from __future__ import annotations
 
-import sys
+import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
 batching = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
 
+from transformers.utils import import_utils  # noqa: E402
+
+from vllm_kernels import compat  # noqa: E402
 from vllm_kernels.compat import flash_attn  # noqa: E402
 
 
 @pytest.fixture
-def as_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a user does, and what the distribution flash-attn would answer; names of calls made."""
-    if not hasattr(utils, "lazy_import_flash_attention"):
-        pytest.skip(f"another way to flash_attn in transformers {transformers.__version__}")
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """compat.install(); the names of calls made."""
     calls = []
 
     def counted(name: str):
-        import functools
-
         function = getattr(flash_attn, name)
 
         @functools.wraps(function)
@@ -35,14 +34,9 @@ def as_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         monkeypatch.setattr(flash_attn, name, counted(name))
-    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
-    monkeypatch.setitem(sys.modules, "flash_attn.bert_padding", flash_attn.bert_padding)
-    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda *args, **kwargs: True)
-    matrix = getattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {2: {}})
-    monkeypatch.setitem(matrix[2], "general_availability_check", lambda *args, **kwargs: True)
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    utils.lazy_import_flash_attention("flash_attention_2")
-    return calls
+    compat.install()
+    yield calls
+    compat.uninstall()
 
 
 def toy(family: str, **more: object) -> transformers.PreTrainedModel:
@@ -58,6 +52,22 @@ def toy(family: str, **more: object) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+def choose(model: transformers.PreTrainedModel, attention: str) -> None:
+    """With CUDA reported as present, without which transformers refuses FlashAttention."""
+    has_cuda = import_utils.is_torch_cuda_available
+    has_flash = import_utils.is_flash_attn_2_available
+    has_cuda.cache_clear()
+    has_flash.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert has_flash()
+        if model.config.model_type == "gpt_oss":  # refused, since the real one lacks its sinks
+            model.config._attn_implementation = attention
+        else:
+            model.set_attn_implementation(attention)
+    has_cuda.cache_clear()
+
+
 @pytest.mark.parametrize(
     "family, more",
     [
@@ -68,7 +78,7 @@ def toy(family: str, **more: object) -> transformers.PreTrainedModel:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_generate(device, as_flash_attn, family, more):
+def test_generate(device, installed, family, more):
     """Tokens of an unpadded and of a padded batch are those of eager attention."""
     model = toy(family, **more).to(device)
     tokens = torch.randint(2, 128, (3, 20), device=device)
@@ -77,13 +87,13 @@ def test_generate(device, as_flash_attn, family, more):
     mask[2, :19] = 0
     for attention_mask in (torch.ones_like(tokens), mask):
         options = {"attention_mask": attention_mask, "max_new_tokens": 12, "do_sample": False}
-        model.config._attn_implementation = "eager"
+        choose(model, "eager")
         want = model.generate(tokens, **options)
-        model.config._attn_implementation = "flash_attention_2"
-        as_flash_attn.clear()
+        choose(model, "flash_attention_2")
+        installed.clear()
         got = model.generate(tokens, **options)
         assert torch.equal(got, want)
-        assert as_flash_attn, "another attention ran"
+        assert installed, "another attention ran"
 
 
 @pytest.fixture
@@ -102,7 +112,7 @@ def inputs_cleared_in_time(monkeypatch: pytest.MonkeyPatch, device: str) -> None
     monkeypatch.setattr(batching.ContinuousBatchProcessor, "reset", reset_and_wait)
 
 
-def test_continuous_batching(device, as_flash_attn, inputs_cleared_in_time):
+def test_continuous_batching(device, installed, inputs_cleared_in_time):
     """Prompts through the varlen function; decodes, on a GPU, through the cache and its tables."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip(f"no ContinuousBatchingConfig in transformers {transformers.__version__}")
@@ -115,8 +125,8 @@ def test_continuous_batching(device, as_flash_attn, inputs_cleared_in_time):
         model.generate(torch.tensor([p], device=device), generation_config=options)[0, len(p) :]
         for p in prompts
     ]
-    model.config._attn_implementation = "flash_attention_2"
-    as_flash_attn.clear()
+    choose(model, "flash_attention_2")
+    installed.clear()
     results = model.generate_batch(
         prompts,
         generation_config=options,
@@ -126,5 +136,5 @@ def test_continuous_batching(device, as_flash_attn, inputs_cleared_in_time):
     )
     got = [result.generated_tokens for result in results.values()]
     assert got == [tokens.tolist() for tokens in want]
-    assert "flash_attn_varlen_func" in as_flash_attn
-    assert device == "cpu" or "flash_attn_with_kvcache" in as_flash_attn
+    assert "flash_attn_varlen_func" in installed
+    assert device == "cpu" or "flash_attn_with_kvcache" in installed

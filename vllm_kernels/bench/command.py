@@ -18,7 +18,10 @@ from transformers import (
 from transformers.utils import logging
 
 import vllm_kernels
-from vllm_kernels.bench.engine import (
+
+from ..engine.engine import Engine
+from ..engine.request import SamplingParams
+from .engine import (
     WARM_UP,
     compare,
     draw,
@@ -26,9 +29,7 @@ from vllm_kernels.bench.engine import (
     print_replay,
     replay,
 )
-from vllm_kernels.bench.trace import TraceRequest, made_trace, read_trace
-from vllm_kernels.engine.engine import Engine
-from vllm_kernels.engine.request import SamplingParams
+from .trace import TraceRequest, made_trace, read_trace
 
 __all__ = ["BenchError", "run_bench"]
 

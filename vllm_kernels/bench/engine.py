@@ -20,10 +20,10 @@ from rich.progress import (
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from vllm_kernels.bench.trace import TraceRequest
-from vllm_kernels.engine.engine import Engine
-from vllm_kernels.engine.outputs import EngineStatistics
-from vllm_kernels.engine.request import SamplingParams
+from ..engine.engine import Engine
+from ..engine.outputs import EngineStatistics
+from ..engine.request import SamplingParams
+from .trace import TraceRequest
 
 __all__ = ["WARM_UP", "Replay", "compare", "draw", "print_comparison", "print_replay", "replay"]
 

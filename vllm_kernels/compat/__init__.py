@@ -4,6 +4,11 @@
 - :mod:`vllm_kernels.compat.flash_attn_interface`: FlashAttention 3 (``flash_attn_interface``), with
   what ``sgl_kernel.flash_attn`` adds
 
-On CPU and CUDA, for inference. A codebase written for one of them changes its import; where the
-import is not yours, ``sys.modules["flash_attn"] = vllm_kernels.compat.flash_attn`` before it runs.
+On CPU and CUDA, for inference. A codebase written for one of them changes its import. Where the
+import is not yours, :func:`install` makes ``import flash_attn`` find FlashAttention 2's functions.
 """
+
+from ._install import install as install
+from ._install import uninstall as uninstall
+
+__all__ = ["install", "uninstall"]

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from vllm_kernels.compat._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
-from vllm_kernels.compat._checks import (
+from ..errors import InvalidArgument
+from ..ops import paged_attention, varlen_attention
+from ..ops._common import inference_only
+from ._cache import NewTokens, append, lengths_of, new_tokens, pages_of, rotated
+from ._checks import (
     check_given_integers,
     check_integers,
     check_lengths,
@@ -24,11 +27,8 @@ from vllm_kernels.compat._checks import (
     size_step,
     wrong,
 )
-from vllm_kernels.compat._options import Options, floats
-from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops import paged_attention, varlen_attention
-from vllm_kernels.ops._common import inference_only
+from ._options import Options, floats
+from ._rows import int32, int32_table, rows_contiguous, token_seqs
 
 
 def _dequantized(query: Tensor, descale: Tensor | None, seqs: Tensor | None) -> Tensor:

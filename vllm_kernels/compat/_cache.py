@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kernels._types import KVCacheDType
-from vllm_kernels.compat._checks import check_pages, wrong
-from vllm_kernels.compat._options import Options
-from vllm_kernels.compat._rows import int32, int32_table, rows_contiguous, token_seqs
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops import reshape_and_cache_flash, rotary_embedding
+from .._types import KVCacheDType
+from ..errors import InvalidArgument
+from ..ops import reshape_and_cache_flash, rotary_embedding
+from ._checks import check_pages, wrong
+from ._options import Options
+from ._rows import int32, int32_table, rows_contiguous, token_seqs
 
 
 @dataclass

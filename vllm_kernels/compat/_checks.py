@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import InvalidArgument, InvalidType, Unsupported
+from ..errors import InvalidArgument, InvalidType, Unsupported
 
 if TYPE_CHECKING:
-    from vllm_kernels.compat._options import Options
+    from ._options import Options
 
 
 def refuse(function: str, **unsupported: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, contiguous_format, empty_like, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from vllm_kernels.ops._common import entry_points, may_skip_modes, modes_are_on, without_modes
+from ..ops._common import entry_points, may_skip_modes, modes_are_on, without_modes
 
 _, _with_kvcache = entry_points("attention_with_kvcache")
 _, _varlen = entry_points("varlen_attention")

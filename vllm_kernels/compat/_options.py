@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kernels.compat._checks import wrong
-from vllm_kernels.errors import InvalidArgument
+from ..errors import InvalidArgument
+from ._checks import wrong
 
 _PLAIN: dict[str, Tensor | None] = {"alibi_slopes": None, "k_scale": None, "v_scale": None}
 

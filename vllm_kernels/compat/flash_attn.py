@@ -22,14 +22,15 @@ For inference: no dropout, no gradients; softmax's probabilities are not returne
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor
 
-from vllm_kernels.compat import _attention, _direct, bert_padding
-from vllm_kernels.compat._checks import check_tensors, refuse
-from vllm_kernels.compat._options import Options
-from vllm_kernels.errors import InvalidArgument
+from ..errors import InvalidArgument
+from . import _attention, _direct, bert_padding
+from ._checks import check_tensors, refuse
+from ._options import Options
 
 __all__ = [
     "flash_attn_func",
@@ -41,9 +42,10 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-__version__ = "2.8.4"  # whose interface this is
+__version__ = "2.8.3"  # whose interface this is
 __path__: list[str] = []  # imported as flash_attn, a package with flash_attn.bert_padding
 _ = bert_padding
+flash_attn_interface = sys.modules[__name__]  # what flash_attn has under this name
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 

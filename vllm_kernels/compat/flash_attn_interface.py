@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.compat import _attention, _direct
-from vllm_kernels.compat._checks import refuse
-from vllm_kernels.compat._options import Options
+from . import _attention, _direct
+from ._checks import refuse
+from ._options import Options
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -16,17 +16,17 @@ from time import monotonic
 from typing import NamedTuple
 from weakref import finalize
 
-from vllm_kernels.engine.engine import Engine
-from vllm_kernels.engine.engine_lock import called_in_fork
-from vllm_kernels.engine.outputs import (
+from ..errors import Error, InvalidArgument
+from .engine import Engine
+from .engine_lock import called_in_fork
+from .outputs import (
     RequestOutput,
     TokenOutput,
     output_of,
     raise_if_all_failed,
 )
-from vllm_kernels.engine.prompts import Prompt, params_of_prompts
-from vllm_kernels.engine.request import Request, SamplingParams
-from vllm_kernels.errors import Error, InvalidArgument
+from .prompts import Prompt, params_of_prompts
+from .request import Request, SamplingParams
 
 __all__ = ["AsyncEngine"]
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.engine.scheduler import blocks_at_most, num_usable_blocks
-from vllm_kernels.errors import InvalidArgument, InvalidType
-from vllm_kernels.hf.attention_interface import AttentionOptions
-from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_cache.tensors import KVShape, free_memory
+from .._types import KVCacheDType, Layout
+from ..errors import InvalidArgument, InvalidType
+from ..hf.attention_interface import AttentionOptions
+from ..kv_cache import KVCacheManager
+from ..kv_cache.tensors import KVShape, free_memory
+from .scheduler import blocks_at_most, num_usable_blocks
 
 __all__ = ["EngineConfig"]
 

@@ -25,34 +25,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.engine.config import EngineConfig
-from vllm_kernels.engine.engine_lock import EngineLock
-from vllm_kernels.engine.fused_llama import refuse_changing_rotary
-from vllm_kernels.engine.layer_groups import LayerGroups
-from vllm_kernels.engine.model_runner import ModelRunner, layer_options
-from vllm_kernels.engine.output_processor import OutputProcessor
-from vllm_kernels.engine.outputs import (
-    EngineStatistics,
-    RequestOutput,
-    TokenOutput,
-    output_of,
-    raise_if_all_failed,
-)
-from vllm_kernels.engine.pending_tokens import PendingTokens
-from vllm_kernels.engine.prompts import (
-    Prompt,
-    checked_params,
-    params_of_prompts,
-    prompt_tokens,
-)
-from vllm_kernels.engine.recovery import Recovery, name_requests, set_request_ids
-from vllm_kernels.engine.request import FinishReason, Request, SamplingParams
-from vllm_kernels.engine.sampler import sample
-from vllm_kernels.engine.scheduler import Plan, Scheduler, SchedulerStatistics
-from vllm_kernels.engine.self_check import verify
-from vllm_kernels.engine.upload import upload
-from vllm_kernels.errors import (
+from .._types import KVCacheDType, Layout
+from ..errors import (
     EngineBusy,
     Error,
     InvalidArgument,
@@ -60,15 +34,41 @@ from vllm_kernels.errors import (
     UnknownRequest,
     Unsupported,
 )
-from vllm_kernels.hf.attention_interface import (
+from ..hf.attention_interface import (
     ENGINES,
     kv_shape,
     refuse_no_model,
     stop_paged_attention,
     use_paged_attention,
 )
-from vllm_kernels.kv_cache import KVCacheManager
-from vllm_kernels.kv_cache.tensors import KVCache
+from ..kv_cache import KVCacheManager
+from ..kv_cache.tensors import KVCache
+from .config import EngineConfig
+from .engine_lock import EngineLock
+from .fused_llama import refuse_changing_rotary
+from .layer_groups import LayerGroups
+from .model_runner import ModelRunner, layer_options
+from .output_processor import OutputProcessor
+from .outputs import (
+    EngineStatistics,
+    RequestOutput,
+    TokenOutput,
+    output_of,
+    raise_if_all_failed,
+)
+from .pending_tokens import PendingTokens
+from .prompts import (
+    Prompt,
+    checked_params,
+    params_of_prompts,
+    prompt_tokens,
+)
+from .recovery import Recovery, name_requests, set_request_ids
+from .request import FinishReason, Request, SamplingParams
+from .sampler import sample
+from .scheduler import Plan, Scheduler, SchedulerStatistics
+from .self_check import verify
+from .upload import upload
 
 __all__ = ["Engine"]
 

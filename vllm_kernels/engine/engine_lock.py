@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 
-from vllm_kernels.errors import EngineBusy, Error
+from ..errors import EngineBusy, Error
 
 __all__ = ["EngineLock", "called_in_fork"]
 

@@ -18,10 +18,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 import vllm_kernels
-from vllm_kernels.engine.layer_groups import PackedPages
-from vllm_kernels.errors import Unsupported
-from vllm_kernels.hf.attention_interface import AttentionOptions
-from vllm_kernels.hf.llama_patch import FAMILIES
+
+from ..errors import Unsupported
+from ..hf.attention_interface import AttentionOptions
+from ..hf.llama_patch import FAMILIES
+from .layer_groups import PackedPages
 
 __all__ = ["FusedLlama", "can_be_packed", "refuse_changing_rotary"]
 

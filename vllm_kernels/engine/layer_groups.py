@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kernels import CascadePlan, cascade_plan
-from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall
-from vllm_kernels.hf.paged_batch import token_major
-from vllm_kernels.kv_cache.tensors import KVCache
+from .. import CascadePlan, cascade_plan
+from ..hf.attention_interface import AttentionOptions, LayerCall
+from ..hf.paged_batch import token_major
+from ..kv_cache.tensors import KVCache
 
 __all__ = ["LayerGroups", "PackedPages", "StepInputs"]
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from vllm_kernels import cascade_pays
-from vllm_kernels.engine.fused_llama import FusedLlama, can_be_packed
-from vllm_kernels.engine.layer_groups import LayerGroups, PackedPages, StepInputs
-from vllm_kernels.engine.scheduler import Plan
-from vllm_kernels.engine.upload import upload
-from vllm_kernels.errors import Unsupported
-from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
-from vllm_kernels.kv_cache import BatchBuffers
-from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+from .. import cascade_pays
+from ..errors import Unsupported
+from ..hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
+from ..kv_cache import BatchBuffers
+from ..kv_cache.tensors import KVCache, KVShape
+from .fused_llama import FusedLlama, can_be_packed
+from .layer_groups import LayerGroups, PackedPages, StepInputs
+from .scheduler import Plan
+from .upload import upload
 
 __all__ = ["ModelRunner", "layer_options"]
 

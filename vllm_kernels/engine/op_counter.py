@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._ops import NAMESPACE
+
 _TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "softmax")
 
 
@@ -25,7 +27,7 @@ class OpCounter(TorchDispatchMode):
 
     def ours(self, op: str) -> int:
         """Returns the number of calls to ``torch.ops.vllm_kernels.<op>``."""
-        return self.counts[f"vllm_kernels::{op}"]
+        return self.counts[f"{NAMESPACE}::{op}"]
 
     def torch_attention(self) -> dict[str, int]:
         """Returns the calls to torch's own attention, by op. log_softmax does not count."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kernels.engine.detokenizer import Detokenizer
-from vllm_kernels.engine.outputs import TokenOutput
-from vllm_kernels.engine.request import FinishReason, Request, Sequence
-from vllm_kernels.engine.scheduler import Scheduler
+from .detokenizer import Detokenizer
+from .outputs import TokenOutput
+from .request import FinishReason, Request, Sequence
+from .scheduler import Scheduler
 
 __all__ = ["OutputProcessor"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_kernels.engine.request import FinishReason, Request
-from vllm_kernels.engine.scheduler import SchedulerStatistics
-from vllm_kernels.kv_cache import Statistics
+from ..kv_cache import Statistics
+from .request import FinishReason, Request
+from .scheduler import SchedulerStatistics
 
 __all__ = [
     "Completion",

@@ -7,8 +7,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from vllm_kernels.engine.request import Sequence
-from vllm_kernels.engine.upload import upload
+from .request import Sequence
+from .upload import upload
 
 __all__ = ["PendingTokens"]
 

@@ -10,8 +10,8 @@ from reprlib import repr as short_repr
 
 from transformers import PreTrainedTokenizerBase
 
-from vllm_kernels.engine.request import SamplingParams
-from vllm_kernels.errors import InvalidArgument, InvalidType
+from ..errors import InvalidArgument, InvalidType
+from .request import SamplingParams
 
 __all__ = ["Prompt", "checked_params", "params_of_prompts", "prompt_tokens"]
 

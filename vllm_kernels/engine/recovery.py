@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from vllm_kernels.engine.request import Request, Sequence
-from vllm_kernels.engine.scheduler import Scheduler
+from .request import Request, Sequence
+from .scheduler import Scheduler
 
 __all__ = ["ATTEMPTS", "Recovery", "name_requests", "set_request_ids"]
 

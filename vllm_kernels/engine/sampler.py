@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kernels.engine.request import Sequence
-from vllm_kernels.engine.upload import upload
+from .request import Sequence
+from .upload import upload
 
 __all__ = ["sample"]
 

@@ -17,9 +17,9 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kernels.engine.request import FinishReason, Request, Sequence
-from vllm_kernels.errors import Error, InvalidArgument
-from vllm_kernels.kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from ..errors import Error, InvalidArgument
+from ..kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from .request import FinishReason, Request, Sequence
 
 __all__ = [
     "Copies",

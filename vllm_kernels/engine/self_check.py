@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_kernels.engine.model_runner import ModelRunner, takes_positions
-from vllm_kernels.engine.request import Request, SamplingParams, Sequence
-from vllm_kernels.engine.scheduler import Plan
-from vllm_kernels.errors import InvalidArgument, Unsupported
-from vllm_kernels.hf.attention_interface import stop_paged_attention, use_paged_attention
-from vllm_kernels.kv_cache import KVCacheManager, OutOfBlocks
+from ..errors import InvalidArgument, Unsupported
+from ..hf.attention_interface import stop_paged_attention, use_paged_attention
+from ..kv_cache import KVCacheManager, OutOfBlocks
+from .model_runner import ModelRunner, takes_positions
+from .request import Request, SamplingParams, Sequence
+from .scheduler import Plan
 
 __all__ = ["verify"]
 

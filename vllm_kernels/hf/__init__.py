@@ -1,5 +1,5 @@
 """How the kernels plug into Hugging Face transformers. Knows nothing of the engine."""
 
-from vllm_kernels._requirements import require_transformers
+from .._requirements import require_transformers
 
 require_transformers(__name__)

@@ -24,10 +24,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import Error, InvalidType, Unsupported
-from vllm_kernels.hf.attention_overrides import bind_own_attention, unbind_own_attention
-from vllm_kernels.kv_cache.tensors import KVShape
+from .._types import KVCacheDType, Layout
+from ..errors import Error, InvalidType, Unsupported
+from ..kv_cache.tensors import KVShape
+from .attention_overrides import bind_own_attention, unbind_own_attention
 
 __all__ = ["ENGINES", "NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
            "refuse_no_model", "stop_paged_attention", "use_paged_attention"]  # fmt: skip

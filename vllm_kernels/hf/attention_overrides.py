@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from vllm_kernels.errors import Unsupported
+from ..errors import Unsupported
 
 _SLOPES = "vllm_kernels_slopes"  # attribute of an attention module: [heads], float32
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import vllm_kernels
-from vllm_kernels.errors import Unsupported
+
+from ..errors import Unsupported
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Model types that are served, and how the names of their classes begin."""

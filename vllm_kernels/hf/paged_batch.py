@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import Error, InvalidArgument
-from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
-from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+from ..errors import Error, InvalidArgument
+from ..kv_cache import BatchBuffers, KVCacheManager, OutOfBlocks
+from ..kv_cache.tensors import KVCache, KVShape
 
 if TYPE_CHECKING:
-    from vllm_kernels.hf.attention_interface import AttentionOptions, LayerCall
+    from .attention_interface import AttentionOptions, LayerCall
 
 
 _RESET = "reset() it between unrelated batches"

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.hf.attention_interface import PagedLayer, kv_shape, refuse_no_model
-from vllm_kernels.hf.paged_batch import PagedBatch
-from vllm_kernels.kv_cache import Statistics
+from .._types import KVCacheDType, Layout
+from ..errors import InvalidArgument
+from ..kv_cache import Statistics
+from .attention_interface import PagedLayer, kv_shape, refuse_no_model
+from .paged_batch import PagedBatch
 
 
 class PagedCache(Cache):

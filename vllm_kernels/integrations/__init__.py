@@ -1,5 +1,5 @@
 """The public names that plug the kernels into other libraries."""
 
-from vllm_kernels._requirements import require_transformers
+from .._requirements import require_transformers
 
 require_transformers(__name__)

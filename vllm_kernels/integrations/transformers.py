@@ -21,13 +21,13 @@ attention.
 
 from __future__ import annotations
 
-from vllm_kernels.engine.async_engine import AsyncEngine
-from vllm_kernels.engine.engine import Engine
-from vllm_kernels.engine.outputs import Completion, RequestOutput, TokenOutput
-from vllm_kernels.engine.request import FinishReason, SamplingParams
-from vllm_kernels.hf.attention_interface import NAME, stop_paged_attention, use_paged_attention
-from vllm_kernels.hf.llama_patch import patched_layers
-from vllm_kernels.hf.paged_cache import PagedCache
+from ..engine.async_engine import AsyncEngine
+from ..engine.engine import Engine
+from ..engine.outputs import Completion, RequestOutput, TokenOutput
+from ..engine.request import FinishReason, SamplingParams
+from ..hf.attention_interface import NAME, stop_paged_attention, use_paged_attention
+from ..hf.llama_patch import patched_layers
+from ..hf.paged_cache import PagedCache
 
 __all__ = [
     "NAME",

@@ -18,7 +18,7 @@ A serving loop::
 Every call is all or nothing: whatever it raises, the manager and the buffers are as before.
 """
 
-from vllm_kernels._C import (
+from .._C import (
     DuplicateSequence,
     IntegrityError,
     InvalidArgument,
@@ -28,9 +28,9 @@ from vllm_kernels._C import (
     Statistics,
     UnknownSequence,
 )
-from vllm_kernels.kv_cache.buffers import BatchBuffers
-from vllm_kernels.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm_kernels.kv_cache.manager import Integers, KVCacheManager, MultimodalItem, Tokens
+from .buffers import BatchBuffers
+from .events import AllBlocksCleared, BlockRemoved, BlockStored
+from .manager import Integers, KVCacheManager, MultimodalItem, Tokens
 
 __all__ = [
     "AllBlocksCleared",

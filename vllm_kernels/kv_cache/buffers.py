@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kernels import _C
-from vllm_kernels._C import InvalidArgument
+from .. import _C
+from .._C import InvalidArgument
 
 __all__ = ["BatchBuffers"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kernels import _C
-from vllm_kernels._C import InvalidArgument, Statistics
-from vllm_kernels.kv_cache.buffers import BatchBuffers
-from vllm_kernels.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from .. import _C
+from .._C import InvalidArgument, Statistics
+from .buffers import BatchBuffers
+from .events import AllBlocksCleared, BlockRemoved, BlockStored
 
 __all__ = ["Integers", "KVCacheManager", "MultimodalItem", "Tokens"]
 

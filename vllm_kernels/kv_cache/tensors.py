@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import vllm_kernels
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import (
+
+from .._types import KVCacheDType, Layout
+from ..errors import (
     Error,
     InvalidArgument,
     InvalidIndex,

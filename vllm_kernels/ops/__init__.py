@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kernels import _library
-from vllm_kernels.errors import InvalidIndex
-from vllm_kernels.ops._common import library_ops
-from vllm_kernels.ops._explain import explain
-from vllm_kernels.ops._fake import register_fakes
-from vllm_kernels.ops.activation import (
+from .. import _library
+from .._ops import library_ops
+from ..errors import InvalidIndex
+from ._explain import explain
+from ._fake import register_fakes
+from .activation import (
     fatrelu_and_mul,
     gelu_and_mul,
     gelu_fast,
@@ -32,7 +32,7 @@ from vllm_kernels.ops.activation import (
     silu_and_mul_with_clamp,
     swigluoai_and_mul,
 )
-from vllm_kernels.ops.attention import (
+from .attention import (
     combine_attn_partials,
     fused_decode_attention,
     merge_attn_states,
@@ -42,7 +42,7 @@ from vllm_kernels.ops.attention import (
     paged_attention_workspace,
     varlen_attention,
 )
-from vllm_kernels.ops.cache import (
+from .cache import (
     concat_and_cache_mla,
     concat_mla_q,
     convert_fp8,
@@ -59,14 +59,14 @@ from vllm_kernels.ops.cache import (
     swap_blocks,
     swap_blocks_batch,
 )
-from vllm_kernels.ops.cascade import (
+from .cascade import (
     CascadePlan,
     cascade_attention,
     cascade_pays,
     cascade_plan,
 )
-from vllm_kernels.ops.kvcache import attention_with_kvcache
-from vllm_kernels.ops.norm import (
+from .kvcache import attention_with_kvcache
+from .norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_weightless,
     gemma_fused_add_rms_norm,
@@ -74,13 +74,13 @@ from vllm_kernels.ops.norm import (
     rms_norm,
     rms_norm_weightless,
 )
-from vllm_kernels.ops.norm_quant import (
+from .norm_quant import (
     fused_add_rms_norm_static_fp8_quant,
     rms_norm_dynamic_per_token_quant,
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
-from vllm_kernels.ops.quant import (
+from .quant import (
     dynamic_per_token_scaled_fp8_quant,
     dynamic_scaled_fp8_quant,
     dynamic_scaled_int8_quant,
@@ -89,13 +89,13 @@ from vllm_kernels.ops.quant import (
     static_scaled_fp8_quant,
     static_scaled_int8_quant,
 )
-from vllm_kernels.ops.rotary import (
+from .rotary import (
     batched_rotary_embedding,
     fused_qk_norm_rope,
     rope_and_cache,
     rotary_embedding,
 )
-from vllm_kernels.ops.sampling import (
+from .sampling import (
     apply_repetition_penalties,
     apply_token_bitmask_,
     sample,

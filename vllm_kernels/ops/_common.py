@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import is_grad_enabled
 from torch._C import (
     DisableTorchFunction,
@@ -18,11 +17,10 @@ from torch._C import (
 from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
-from vllm_kernels import _log
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops._refusals import refused
-
-library_ops = torch.ops.vllm_kernels
+from .. import _log
+from .._ops import library_ops
+from ..errors import InvalidArgument
+from ._refusals import refused
 
 ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
 

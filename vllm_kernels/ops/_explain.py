@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops import attention
-from vllm_kernels.ops._common import library_ops
+from .._ops import library_ops
+from ..errors import InvalidArgument
+from . import attention
 
 __all__ = ["explain"]
 

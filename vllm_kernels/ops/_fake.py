@@ -10,8 +10,8 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vllm_kernels.errors import InvalidArgument
-from vllm_kernels.ops._common import library_ops
+from .._ops import NAMESPACE, library_checks, library_ops
+from ..errors import InvalidArgument
 
 __all__ = ["register_fakes"]
 
@@ -28,7 +28,7 @@ def register_fakes(ops: Iterable[str]) -> None:
     for op in ops:
         for overload in getattr(library_ops, op).overloads():
             name = op if overload == "default" else f"{op}.{overload}"
-            torch.library.register_fake(f"vllm_kernels::{name}")(_fake(op, overload))
+            torch.library.register_fake(f"{NAMESPACE}::{name}")(_fake(op, overload))
 
 
 def _fake(op: str, overload: str) -> Callable[..., Tensor | None]:
@@ -36,7 +36,7 @@ def _fake(op: str, overload: str) -> Callable[..., Tensor | None]:
     torch calls it for a call with any meta tensor, too."""
     schema = getattr(getattr(library_ops, op), overload)._schema
     names = [argument.name for argument in schema.arguments]
-    checks = getattr(getattr(torch.ops.vllm_kernels_checks, op), overload)
+    checks = getattr(getattr(library_checks, op), overload)
 
     def fake(*args: object, **kwargs: object) -> Tensor | None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}

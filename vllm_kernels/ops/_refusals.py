@@ -10,7 +10,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
+from .._ops import library_ops
+from ..errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsupported
 
 _OWN = re.compile(r"[a-z_0-9]+: ")
 _INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")
@@ -71,7 +72,7 @@ def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> Invalid
     """The first argument whose Python type the schema does not take."""
     if "window" in given and not _is_window(given["window"]):
         return InvalidType(f"{op}: window: expected (left, right), got {_short(given['window'])}")
-    for argument in getattr(torch.ops.vllm_kernels, op).default._schema.arguments:
+    for argument in getattr(library_ops, op).default._schema.arguments:
         if argument.name not in given:
             continue
         value = given[argument.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import calls
+from ._common import calls
 
 __all__ = [
     "fatrelu_and_mul",

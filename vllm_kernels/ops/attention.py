@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from vllm_kernels import _C
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.ops._common import (
+from .. import _C
+from .._types import KVCacheDType, Layout
+from ._common import (
     ONE_OR_EACH_HEAD,
     calls,
     entry_points,
@@ -19,7 +19,7 @@ from vllm_kernels.ops._common import (
     modes_are_on,
     without_modes,
 )
-from vllm_kernels.ops._refusals import refused
+from ._refusals import refused
 
 __all__ = [
     "fused_decode_attention",

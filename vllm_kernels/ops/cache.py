@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from vllm_kernels import _library
-from vllm_kernels._types import KVCacheDType, Layout
-from vllm_kernels.errors import InvalidType, Unsupported
-from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls, inference_only
+from .. import _library
+from .._types import KVCacheDType, Layout
+from ..errors import InvalidType, Unsupported
+from ._common import ONE_OR_EACH_HEAD, calls, inference_only
 
 __all__ = [
     "concat_and_cache_mla",

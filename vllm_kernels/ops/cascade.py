@@ -10,9 +10,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from vllm_kernels._types import Layout
-from vllm_kernels.errors import InvalidArgument, InvalidType
-from vllm_kernels.ops.attention import combine_attn_partials, paged_attention
+from .._types import Layout
+from ..errors import InvalidArgument, InvalidType
+from .attention import combine_attn_partials, paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from vllm_kernels._types import Layout
-from vllm_kernels.ops._common import entry_points, inference_only
-from vllm_kernels.ops._refusals import refused
+from .._types import Layout
+from ._common import entry_points, inference_only
+from ._refusals import refused
 
 __all__ = ["attention_with_kvcache"]
 

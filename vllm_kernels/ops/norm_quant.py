@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels.ops._common import calls
+from ._common import calls
 
 __all__ = [
     "fused_add_rms_norm_static_fp8_quant",

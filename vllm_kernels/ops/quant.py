@@ -25,8 +25,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_kernels.errors import Error, InvalidArgument
-from vllm_kernels.ops._common import calls
+from ..errors import Error, InvalidArgument
+from ._common import calls
 
 __all__ = [
     "dynamic_per_token_scaled_fp8_quant",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kernels._types import Layout
-from vllm_kernels.ops._common import ONE_OR_EACH_HEAD, calls
+from .._types import Layout
+from ._common import ONE_OR_EACH_HEAD, calls
 
 __all__ = [
     "batched_rotary_embedding",

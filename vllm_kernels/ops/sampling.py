@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kernels.ops._common import calls
+from ._common import calls
 
 __all__ = [
     "apply_repetition_penalties",

@@ -4,10 +4,10 @@ Functions return their result instead of writing it, and compute in float64 wher
 rounding steps allow, so that a comparison measures the kernel's error and not the reference's.
 """
 
-from vllm_kernels.reference.activation import *  # noqa: F403
-from vllm_kernels.reference.attention import *  # noqa: F403
-from vllm_kernels.reference.cache import *  # noqa: F403
-from vllm_kernels.reference.norm import *  # noqa: F403
-from vllm_kernels.reference.quant import *  # noqa: F403
-from vllm_kernels.reference.rotary import *  # noqa: F403
-from vllm_kernels.reference.sampling import *  # noqa: F403
+from .activation import *  # noqa: F403
+from .attention import *  # noqa: F403
+from .cache import *  # noqa: F403
+from .norm import *  # noqa: F403
+from .quant import *  # noqa: F403
+from .rotary import *  # noqa: F403
+from .sampling import *  # noqa: F403

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from vllm_kernels.reference.cache import FP8, token_rows, write_tokens
-from vllm_kernels.reference.rotary import rope_and_cache
+from .cache import FP8, token_rows, write_tokens
+from .rotary import rope_and_cache
 
 Keys: TypeAlias = Callable[[int, int, int], tuple[Tensor, Tensor]]
 MAX_LOGITS = {"cpu": 2**19, "cuda": 2**23}  # that are computed at once

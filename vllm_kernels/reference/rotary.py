@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kernels.reference.cache import write_tokens
-from vllm_kernels.reference.norm import rms_norm
+from .cache import write_tokens
+from .norm import rms_norm
 
 
 def rotary_embedding(

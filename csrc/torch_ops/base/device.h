@@ -13,6 +13,7 @@
 #include "cpu/kernels.h"
 #endif
 #include "torch_ops/base/index_check.h"
+#include "torch_ops/base/op_namespace.h"
 #include "torch_ops/base/schema_types.h"
 
 namespace vllm_kernels {
@@ -69,21 +70,18 @@ void launch(const Params& params, const Tensor& on) {
 
 }  // namespace vllm_kernels
 
-// Registers for this library's device:
+// Registers for this library's device, once a file:
 //   VLLM_KERNELS_IMPL(library) { library.impl("<op>", TORCH_BOX(&<op>)); }
-// The CPU library also registers the op's twin in vllm_kernels_checks, for meta tensors.
+// The CPU library also registers the op's twin in the namespace of checks, for meta tensors.
+#define VLLM_KERNELS_IMPL_WITH_KEY(key, library)                                \
+  static void register_ops(torch::stable::detail::StableLibrary&);              \
+  VLLM_KERNELS_REGISTER(IMPL, kOpNamespace, C10_STRINGIZE(key), &register_ops); \
+  static void register_ops(torch::stable::detail::StableLibrary& library)
 #if defined(VLLM_KERNELS_DEVICE_CUDA)
 #define VLLM_KERNELS_IMPL(library) VLLM_KERNELS_IMPL_WITH_KEY(CUDA, library)
 #else
-#define VLLM_KERNELS_IMPL(library)                                 \
-  static void register_ops(torch::stable::detail::StableLibrary&); \
-  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, CPU, on_cpu) {           \
-    register_ops(on_cpu);                                          \
-  }                                                                \
-  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels_checks, Meta, on_meta) {  \
-    register_ops(on_meta);                                         \
-  }                                                                \
-  static void register_ops(torch::stable::detail::StableLibrary& library)
+#define VLLM_KERNELS_IMPL(library)                                      \
+  static void register_ops(torch::stable::detail::StableLibrary&);      \
+  VLLM_KERNELS_REGISTER(IMPL, kChecksNamespace, "Meta", &register_ops); \
+  VLLM_KERNELS_IMPL_WITH_KEY(CPU, library)
 #endif
-#define VLLM_KERNELS_IMPL_WITH_KEY(key, library) \
-  STABLE_TORCH_LIBRARY_IMPL(vllm_kernels, key, library)
