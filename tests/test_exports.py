@@ -10,10 +10,10 @@ import torch
 
 import vllm_kernels
 from vllm_kernels import _C, ops
-from vllm_kernels.ops import activation, attention, cache, cascade, norm, norm_quant, rotary
+from vllm_kernels.ops import activation, attention, cache, cascade, norm, norm_quant, quant, rotary
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
-ROOMS = (norm, norm_quant, rotary, activation, cache, attention, cascade)
+ROOMS = (norm, norm_quant, quant, rotary, activation, cache, attention, cascade)
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""
 
