@@ -18,12 +18,15 @@ from vllm_kernels.ops import (
     kvcache,
     norm,
     norm_quant,
+    quant,
     rotary,
     sampling,
 )
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
-ROOMS = (norm, norm_quant, rotary, activation, cache, attention, kvcache, cascade, sampling)
+ROOMS = (
+    norm, norm_quant, quant, rotary, activation, cache, attention, kvcache, cascade, sampling,
+)  # fmt: skip
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""
 
