@@ -264,7 +264,7 @@ def token_logprobs(
             log_sum = _log(_weights(x).sum().float()[None], 40)[0]
         logprobs[i, : chosen.numel()] = x[chosen] - x.max() - log_sum
         ids[i, : chosen.numel()] = chosen
-        ranks[i] = (x >= x[token]).sum()
+        ranks[i] = ((x >= x[token]) | x.isnan()).sum()  # NaN is above all
     return logprobs, ids, ranks
 
 

@@ -39,9 +39,12 @@ TokenLists<Value> read_lists(Expect& expect, const ListNames& names, const ListT
                              const Size& samples, const Size& vocab_size) {
   const bool any = tensors.indptr || tensors.tokens || tensors.values;
   const bool all = tensors.indptr && tensors.tokens && tensors.values;
-  expect.that(any == all, std::string(names.indptr) + ": expected " + names.indptr + ", " +
-                              names.tokens + " and " + names.values +
-                              " together, got some of them");
+  if (any != all) {
+    std::string expected = names.indptr;
+    expected += ": expected ";
+    expected.append(names.indptr).append(", ").append(names.tokens).append(" and ");
+    expect.fail(expected.append(names.values).append(" together, got some of them"));
+  }
   if (!all) return {};
   Size ends("num_samples + 1", samples + 1, samples.source), size("entries");
   const Argument indptr =
