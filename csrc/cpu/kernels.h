@@ -21,7 +21,7 @@
 #include "ops/rms_norm_quant.h"
 #include "ops/rope_and_cache.h"
 #include "ops/rotary_embedding.h"
-#include "ops/sampling.h"
+#include "ops/sampling/sample.h"
 #include "ops/scaled_quant.h"
 
 namespace vllm_kernels::cpu {

@@ -1,5 +1,5 @@
-// apply_token_bitmask_ and apply_repetition_penalties (ops/sampling.h), a task is a range of rows;
-// spec_verify (ops/spec_verify.h), a task is a sequence.
+// apply_token_bitmask_ and apply_repetition_penalties (ops/sampling/sample.h), a task is a range of
+// rows; spec_verify (ops/sampling/spec_verify.h), a task is a sequence.
 #include "cpu/sampling/vec_sampling.h"
 
 namespace vllm_kernels::cpu {

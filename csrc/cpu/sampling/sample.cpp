@@ -1,4 +1,4 @@
-// sample and top_k_top_p_mask_ (ops/sampling.h). A task is a row.
+// sample and top_k_top_p_mask_ (ops/sampling/sample.h). A task is a row.
 //   1. the row as ordered bits of its final logits, in scratch
 //   2. top-k: one histogram; only the tokens of its border bin and above are looked at again
 //   3. top-p: weights of what is left, and a radix selection by weight

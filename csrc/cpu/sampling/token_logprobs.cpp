@@ -1,5 +1,5 @@
-// token_logprobs and softmax (ops/sampling.h). A task is a row, which it keeps as ordered bits in
-// scratch: the highest logit, the sum of weights, then the results.
+// token_logprobs and softmax (ops/sampling/sample.h). A task is a row, which it keeps as ordered
+// bits in scratch: the highest logit, the sum of weights, then the results.
 #include "cpu/sampling/vec_sampling.h"
 
 namespace vllm_kernels::cpu {

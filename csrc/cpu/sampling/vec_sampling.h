@@ -1,9 +1,9 @@
-// Sampling arithmetic on vectors, bit for bit that of ops/sampling_math.h, and selection on a row
-// of ordered bits. See cpu/base/vec.h for the anonymous namespace.
+// Sampling arithmetic on vectors, bit for bit that of ops/sampling/sampling_math.h, and selection
+// on a row of ordered bits. See cpu/base/vec.h for the anonymous namespace.
 #pragma once
 #include "cpu/base/dispatch.h"
 #include "cpu/kernels.h"
-#include "ops/sampling.h"
+#include "ops/sampling/sample.h"
 
 namespace vllm_kernels::cpu {
 namespace {
@@ -105,7 +105,7 @@ inline int64_t first_equal(const uint32_t* ordered, int64_t n, uint32_t value) {
   return 0;
 }
 
-inline VecInt at_least_mask(VecUint a, uint32_t b) {
+inline VecInt not_below_mask(VecUint a, uint32_t b) {
   return (VecInt)(a >= VecUint{} + b);
 }
 
@@ -122,13 +122,13 @@ inline bool any(VecInt mask) {
 #endif
 }
 
-// Copies the values of at least `least` to `list` and returns their number. The list needs room for
-// n + kLanes values.
-inline int64_t compact(const uint32_t* ordered, int64_t n, uint32_t least, uint32_t* list) {
+// Copies the values of at least `lowest` to `list` and returns their number. The list needs room
+// for n + kLanes values.
+inline int64_t compact(const uint32_t* ordered, int64_t n, uint32_t lowest, uint32_t* list) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += kLanes) {
     const VecUint value = load_ordered(ordered + i);
-    const VecInt mask = at_least_mask(value, least);
+    const VecInt mask = not_below_mask(value, lowest);
 #if defined(__AVX512F__)
     const __mmask16 lanes = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
     _mm512_storeu_si512(list + count, _mm512_maskz_compress_epi32(lanes, (__m512i)value));

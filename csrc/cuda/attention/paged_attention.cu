@@ -30,6 +30,7 @@ void launch_prefill_sm90(const PagedAttentionParams& p, const AttentionChoice& c
     const KvForm form = choice.main.form;
     if (choice.gathered_rows == 0) return run(p, form, launch, stream);
     const GatheredKeys keys = gather_keys(p, choice, scratch, stream);
+    cuda::launch(keys.gather, stream);
     launch.gathered_starts = keys.starts;
     if (choice.gathers_some) {
       PrefillLaunch others = launch;

@@ -1,4 +1,4 @@
-// apply_token_bitmask_, apply_repetition_penalties and spec_verify (ops/sampling.h).
+// apply_token_bitmask_, apply_repetition_penalties and spec_verify (ops/sampling/sample.h).
 //   bitmask, penalties  a thread per token, CTAs over (tokens, rows); only changed logits are
 //                       written
 //   spec_verify         a CTA per sequence. Every thread follows the chain; the CTA draws where the

@@ -1,4 +1,4 @@
-// Brings a row of logits into the slices of a team, as ordered bits.
+// Brings a row of logits into the slices of a cluster, as ordered bits.
 #pragma once
 #include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
@@ -28,10 +28,10 @@ inline bool reads_vecs(const LogitRows& logits) {
   return aligned16(logits.data) && logits.stride % width == 0 && logits.vocab_size % width == 0;
 }
 
-// The calling CTA's slice. `memory` has slice_tokens() elements for each CTA of the team.
-template <typename Team>
+// The calling CTA's slice. `memory` has slice_tokens() elements for each CTA of the cluster.
+template <typename Cluster>
 __device__ __forceinline__ Slice slice_of(uint32_t* memory, int vocab_size, int tokens) {
-  const int begin = min(Team::rank() * tokens, vocab_size);
+  const int begin = min(Cluster::rank() * tokens, vocab_size);
   return {memory, begin, min(tokens, vocab_size - begin)};
 }
 
@@ -99,9 +99,9 @@ __device__ __forceinline__ void load_slice(const LogitRows& logits, int64_t row,
 }
 
 // The memory of the CTA's slice: shared in a cluster, else its part of `scratch`.
-template <typename Team>
+template <typename Cluster>
 __device__ __forceinline__ uint32_t* slice_memory(uint32_t* scratch, int64_t row, int tokens) {
-  if constexpr (Team::kSize > 1) {
+  if constexpr (Cluster::kSize > 1) {
     extern __shared__ __align__(16) uint32_t dynamic_shared[];
     return dynamic_shared;
   } else {
@@ -109,10 +109,10 @@ __device__ __forceinline__ uint32_t* slice_memory(uint32_t* scratch, int64_t row
   }
 }
 
-// Launches kCluster or kSingle with a team per row: a cluster where the row fits in its shared
+// Launches kCluster or kSingle with a cluster per row: a cluster where the row fits in its shared
 // memory.
 template <auto kCluster, auto kSingle, typename Params>
-void launch_teams(const char* op, const Params& p, int64_t rows, Stream stream) {
+void launch_clusters(const char* op, const Params& p, int64_t rows, Stream stream) {
   const LogitRows& logits = p.logits;
   const bool aligned = reads_vecs(logits);
   if (uses_cluster(logits.vocab_size)) {
@@ -128,7 +128,7 @@ void launch_teams(const char* op, const Params& p, int64_t rows, Stream stream) 
 
 }  // namespace vllm_kernels::cuda
 
-// The cluster of a kernel of RowTeam<kCtas>, where the architecture has clusters.
+// The cluster of a kernel of RowCluster<kCtas>, where the architecture has clusters.
 #if !defined(__CUDA_ARCH__) || defined(VLLM_KERNELS_HAS_SM90)
 #define VLLM_KERNELS_CLUSTER(ctas) __cluster_dims__(ctas, 1, 1)
 #else

@@ -1,4 +1,5 @@
-// Thresholds and draws on a row of ordered bits (ops/sampling_math.h) that a team of CTAs holds.
+// Thresholds and draws on a row of ordered bits (ops/sampling/sampling_math.h) that a cluster of
+// CTAs holds.
 //
 // Each CTA has a slice: neighbouring tokens, in shared memory or in its own part of global memory.
 // Selection takes three radix rounds of 11, 11 and 10 bits. In a round each CTA adds its tokens to
@@ -7,8 +8,8 @@
 // alternate, so the next round may clear one while others still read the other.
 // Sums are integers, so their order does not matter.
 #pragma once
-#include "cuda/sampling/team.cuh"
-#include "ops/sampling.h"
+#include "cuda/sampling/cluster.cuh"
+#include "ops/sampling/sample.h"
 
 namespace vllm_kernels::cuda {
 
@@ -116,7 +117,7 @@ struct Radix {
   uint64_t inside = 0;
 };
 
-// Where a team's bins are: the current set, and whether sets alternate.
+// Where a cluster's bins are: the current set, and whether sets alternate.
 struct BinSets {
   int current = 0;
   int step = 1;
@@ -124,11 +125,11 @@ struct BinSets {
 
 template <bool kWeights>
 __device__ __forceinline__ void fill_bins(Bins& bins, const Slice& slice, int round,
-                                          const Radix& found, uint32_t least, float max) {
+                                          const Radix& found, uint32_t lowest, float max) {
   const int shift = radix_shift(round);
   const uint32_t mask = (1u << radix_bits(round)) - 1;
   for_each_token(slice, [&](uint32_t ordered) {
-    if (ordered < least || !in_radix_prefix(ordered, found.prefix, round)) return;
+    if (ordered < lowest || !in_radix_prefix(ordered, found.prefix, round)) return;
     const uint32_t bin = ordered >> shift & mask;
     if constexpr (kWeights) {
       const uint64_t weight = weight_of(ordered, max);
@@ -140,13 +141,13 @@ __device__ __forceinline__ void fill_bins(Bins& bins, const Slice& slice, int ro
 }
 
 // Four bins of all CTAs, highest first: bins 2047 - 4 i to 2044 - 4 i.
-template <typename Team, bool kWeights>
+template <typename Cluster, bool kWeights>
 __device__ __forceinline__ void read_bins(Bins& bins, uint64_t (&sums)[4]) {
   const int quad = kRadixBins / 4 - 1 - static_cast<int>(threadIdx.x);
   sums[0] = sums[1] = sums[2] = sums[3] = 0;
 #pragma unroll 1
-  for (int rank = 0; rank < Team::kSize; ++rank) {
-    const Bins* theirs = Team::peer(&bins, rank);
+  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+    const Bins* theirs = Cluster::peer(&bins, rank);
     const uint4 low = reinterpret_cast<const uint4*>(theirs->low)[quad];
     uint4 high = make_uint4(0, 0, 0, 0);
     if constexpr (kWeights) high = reinterpret_cast<const uint4*>(theirs->high)[quad];
@@ -161,12 +162,12 @@ static_assert(kRadixBins == 4 * kRowThreads);
 
 // One radix round: finds the bin where the cumulated count or weight, from the highest value down,
 // reaches target_of(the sum of all bins, round). The current bins were filled before.
-template <typename Team, bool kWeights, typename TargetOf>
+template <typename Cluster, bool kWeights, typename TargetOf>
 __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets, int round,
                                              Radix& found, const TargetOf& target_of) {
-  Team::sync();
+  Cluster::sync();
   uint64_t sums[4];
-  read_bins<Team, kWeights>(shared.bins[sets.current], sums);
+  read_bins<Cluster, kWeights>(shared.bins[sets.current], sums);
   const uint64_t mine = sums[0] + sums[1] + sums[2] + sums[3];
   const BlockSum sum = block_sum(shared, mine);
   uint64_t before = sum.before;
@@ -197,15 +198,15 @@ __device__ __forceinline__ void finish_round(SelectShared& shared, BinSets& sets
   }
 }
 
-// Runs the rounds from `first` on. Only tokens of at least `least` count.
-template <typename Team, bool kWeights, typename TargetOf>
+// Runs the rounds from `first` on. Only tokens of at least `lowest` count.
+template <typename Cluster, bool kWeights, typename TargetOf>
 __device__ __forceinline__ void select(SelectShared& shared, BinSets& sets, const Slice& slice,
-                                       int first, uint32_t least, float max, Radix& found,
+                                       int first, uint32_t lowest, float max, Radix& found,
                                        const TargetOf& target_of) {
 #pragma unroll 1
   for (int round = first; round < kRadixRounds; ++round) {
-    fill_bins<kWeights>(shared.bins[sets.current], slice, round, found, least, max);
-    finish_round<Team, kWeights>(shared, sets, round, found, target_of);
+    fill_bins<kWeights>(shared.bins[sets.current], slice, round, found, lowest, max);
+    finish_round<Cluster, kWeights>(shared, sets, round, found, target_of);
   }
 }
 
@@ -217,7 +218,7 @@ struct KeptSums {
   uint32_t equal_before = 0, equal = 0, equal_all = 0;  // numbers of tokens equal to it
 };
 
-template <typename Team, bool kWeights>
+template <typename Cluster, bool kWeights>
 __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice& slice,
                                               uint32_t threshold, float max) {
   KeptSums sums;
@@ -235,11 +236,11 @@ __device__ __forceinline__ KeptSums kept_sums(SelectShared& shared, const Slice&
     shared.above[warp] = sums.above;
     shared.equal[warp] = sums.equal;
   }
-  Team::sync();
-  const int mine = Team::rank() * kRowWarps + warp;
+  Cluster::sync();
+  const int mine = Cluster::rank() * kRowWarps + warp;
 #pragma unroll 1
-  for (int chunk = lane; chunk < Team::kSize * kRowWarps; chunk += kWarpSize) {
-    const SelectShared* theirs = Team::peer(&shared, chunk / kRowWarps);
+  for (int chunk = lane; chunk < Cluster::kSize * kRowWarps; chunk += kWarpSize) {
+    const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
     const uint64_t above = theirs->above[chunk % kRowWarps];
     const uint32_t equal = theirs->equal[chunk % kRowWarps];
     sums.above_all += above;
@@ -295,11 +296,11 @@ __device__ __forceinline__ void for_each_kept(const Slice& slice, const Kept& ke
 }
 
 // Inverse of the cumulated weights of the kept tokens in index order. Calls found(index in the
-// slice) in one lane of the team.
-template <typename Team, typename Found>
+// slice) in one lane of the cluster.
+template <typename Cluster, typename Found>
 __device__ __forceinline__ void draw(SelectShared& shared, const Slice& slice, const Kept& kept,
                                      float max, uint64_t random, const Found& found) {
-  const KeptSums sums = kept_sums<Team, true>(shared, slice, kept.threshold, max);
+  const KeptSums sums = kept_sums<Cluster, true>(shared, slice, kept.threshold, max);
   const uint64_t tie_weight = kept.ties > 0 ? weight_of(kept.threshold, max) : 0;
   const uint64_t total = sums.above_all + number_kept(sums.equal_all, kept.ties) * tie_weight;
   const uint64_t target = high_product(total, random);
@@ -354,7 +355,7 @@ __device__ __forceinline__ int token_of(uint64_t key) {
   return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key));
 }
 
-// Posts the CTA's highest key. team_max_key() may read it after the next Team::sync().
+// Posts the CTA's highest key. cluster_max_key() may read it after the next Cluster::sync().
 __device__ __forceinline__ void post_max_key(SelectShared& shared, uint64_t key) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -367,12 +368,12 @@ __device__ __forceinline__ void post_max_key(SelectShared& shared, uint64_t key)
     shared.max_key = key;
   }
 }
-template <typename Team>
-__device__ __forceinline__ uint64_t team_max_key(SelectShared& shared) {
+template <typename Cluster>
+__device__ __forceinline__ uint64_t cluster_max_key(SelectShared& shared) {
   uint64_t key = 0;
 #pragma unroll 1
-  for (int rank = 0; rank < Team::kSize; ++rank) {
-    key = max(key, *Team::peer(&shared.max_key, rank));
+  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+    key = max(key, *Cluster::peer(&shared.max_key, rank));
   }
   return key;
 }

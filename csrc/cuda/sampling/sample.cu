@@ -1,4 +1,4 @@
-// sample and top_k_top_p_mask_ (ops/sampling.h), one launch: a team of CTAs per row.
+// sample and top_k_top_p_mask_ (ops/sampling/sample.h), one launch: a cluster of CTAs per row.
 //
 //   grid      a cluster of 8 CTAs per row on sm_90, each with an eighth of the row in shared
 //             memory; else one CTA per row, with the row in global scratch
@@ -81,7 +81,7 @@ __device__ __forceinline__ Highest load_row(const SampleParams& p, int64_t sampl
 }
 
 // The kept tokens. The rounds by count begin at `first` with `found`.
-template <typename Team>
+template <typename Cluster>
 __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, const Slice& slice,
                                        const SampleRow& request, int vocab_size, float max,
                                        int first, Radix found) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   uint64_t left_out = 0;  // tokens equal to the threshold that are not kept
   if (request.top_k < vocab_size) {
     const uint64_t top_k = request.top_k;
-    select<Team, false>(shared, sets, slice, first, 1, max, found,
-                        [&](uint64_t, int) { return top_k; });
+    select<Cluster, false>(shared, sets, slice, first, 1, max, found,
+                           [&](uint64_t, int) { return top_k; });
     kept = {found.prefix, static_cast<uint32_t>(top_k - found.before)};
     left_out = found.inside - kept.ties;
   }
@@ -103,11 +103,11 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
   const uint64_t unkept = left_out > 0 ? left_out * weight_of(kept.threshold, max) : 0;
   uint64_t limit = 0;
   Radix weights;
-  select<Team, true>(shared, sets, slice, 0, kept.threshold > 0 ? kept.threshold : 1, max, weights,
-                     [&](uint64_t all, int round) {
-                       if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
-                       return limit;
-                     });
+  select<Cluster, true>(shared, sets, slice, 0, kept.threshold > 0 ? kept.threshold : 1, max,
+                        weights, [&](uint64_t all, int round) {
+                          if (round == 0) limit = top_p_limit(request.top_p, all - unkept);
+                          return limit;
+                        });
   uint32_t ties = number_to_reach(limit - weights.before, weight_of(weights.prefix, max));
   if (weights.prefix == kept.threshold && ties > kept.ties) ties = kept.ties;
   return {weights.prefix, ties};
@@ -115,18 +115,18 @@ __device__ __forceinline__ Kept choose(SelectShared& shared, BinSets& sets, cons
 
 // Gathers tokens of at least `edge` into the first CTA's second set of bins: ordered bits in `low`,
 // tokens in `high`, in index order.
-template <typename Team>
+template <typename Cluster>
 __device__ __forceinline__ void gather_list(SelectShared& shared, const Slice& slice,
                                             uint32_t edge) {
-  const KeptSums sums = kept_sums<Team, false>(shared, slice, edge, 0.0f);
-  Bins* list = Team::peer(&shared.bins[1], 0);
+  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, edge, 0.0f);
+  Bins* list = Cluster::peer(&shared.bins[1], 0);
   for_each_kept<true>(slice, {edge, kAllTies}, sums, [&](int index, uint32_t ordered, int number) {
     if (number < 0) return;
     list->low[number] = ordered;
     list->high[number] = static_cast<uint32_t>(slice.begin + index);
   });
   clear(shared.bins[0]);  // every CTA has read it before the barrier of kept_sums()
-  Team::sync();
+  Cluster::sync();
 }
 
 // The draw from a list of at most a token per thread, in index order and padded with 0. A token's
@@ -161,11 +161,11 @@ __device__ __forceinline__ void draw_by_rank(SelectShared& shared, const uint32_
   if (sum.before <= target && target < sum.before + weight) found(i);
 }
 
-template <typename T, typename Team>
+template <typename T, typename Cluster>
 __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, SelectShared& shared,
                                            const Slice& slice, const Kept& kept) {
   if (kept.threshold == 0) return;  // all tokens are kept
-  const KeptSums sums = kept_sums<Team, false>(shared, slice, kept.threshold, 0.0f);
+  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
   T* masked = static_cast<T*>(p.masked) + row * p.logits.stride + slice.begin;
   for_each_kept<false>(slice, kept, sums, [&](int index, uint32_t, int number) {
     if (number < 0 && index < slice.size) masked[index] = from_float<T>(-INFINITY);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void write_mask(const SampleParams& p, int64_t row, S
 }
 
 // Returns whether other CTAs may still read this CTA's shared memory.
-template <typename T, typename Team>
+template <typename T, typename Cluster>
 __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample, int64_t row,
                                            const Slice& slice, bool aligned, SelectShared& shared) {
   const int vocab_size = p.logits.vocab_size;
@@ -186,12 +186,12 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   const bool counts = request.counts(vocab_size);
   if (counts) {
     const uint64_t top_k = request.top_k;
-    finish_round<Team, false>(shared, sets, 0, found, [&](uint64_t, int) { return top_k; });
+    finish_round<Cluster, false>(shared, sets, 0, found, [&](uint64_t, int) { return top_k; });
   } else {
-    Team::sync();
+    Cluster::sync();
   }
-  const uint64_t key = team_max_key<Team>(shared);
-  const bool is_first = Team::rank() == 0 && threadIdx.x == 0;
+  const uint64_t key = cluster_max_key<Cluster>(shared);
+  const bool is_first = Cluster::rank() == 0 && threadIdx.x == 0;
   if (request.greedy || !is_finite_ordered(ordered_of(key))) {
     if (is_first && p.tokens != nullptr) p.tokens[sample] = token_of(key);
     return true;
@@ -199,8 +199,8 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
   const float max = from_ordered_bits(ordered_of(key));
   const uint64_t candidates = found.before + found.inside;
   if (counts && p.tokens != nullptr && candidates <= kRadixBins) {
-    gather_list<Team>(shared, slice, found.prefix);
-    if (Team::rank() != 0) return false;
+    gather_list<Cluster>(shared, slice, found.prefix);
+    if (Cluster::rank() != 0) return false;
     const auto found = [&](int index) { p.tokens[sample] = shared.bins[1].high[index]; };
     const uint64_t random = SampleRow::random(p, sample);
     if (candidates <= kRowThreads) {
@@ -210,49 +210,50 @@ __device__ __forceinline__ bool sample_row(const SampleParams& p, int64_t sample
     }
     const Slice list{shared.bins[1].low, 0, static_cast<int>(candidates)};
     BinSets one{0, 0};
-    const Kept kept = choose<RowTeam<1>>(shared, one, list, request, vocab_size, max, 0, Radix{});
-    draw<RowTeam<1>>(shared, list, kept, max, random, found);
+    const Kept kept =
+        choose<RowCluster<1>>(shared, one, list, request, vocab_size, max, 0, Radix{});
+    draw<RowCluster<1>>(shared, list, kept, max, random, found);
     return false;
   }
   const Kept kept =
-      choose<Team>(shared, sets, slice, request, vocab_size, max, counts ? 1 : 0, found);
+      choose<Cluster>(shared, sets, slice, request, vocab_size, max, counts ? 1 : 0, found);
   if (p.tokens == nullptr) {
-    write_mask<T, Team>(p, row, shared, slice, kept);
+    write_mask<T, Cluster>(p, row, shared, slice, kept);
     return true;
   }
-  draw<Team>(shared, slice, kept, max, SampleRow::random(p, sample),
-             [&](int index) { p.tokens[sample] = slice.begin + index; });
+  draw<Cluster>(shared, slice, kept, max, SampleRow::random(p, sample),
+                [&](int index) { p.tokens[sample] = slice.begin + index; });
   return true;
 }
 
-template <typename T, typename Team>
-__device__ __forceinline__ void sample_team(const SampleParams& p, int tokens, bool aligned) {
+template <typename T, typename Cluster>
+__device__ __forceinline__ void sample_cluster(const SampleParams& p, int tokens, bool aligned) {
   __shared__ SelectShared shared;
   launch_dependents();
   wait_for_primary_kernel();
-  const int64_t sample = blockIdx.x / Team::kSize;
+  const int64_t sample = blockIdx.x / Cluster::kSize;
   const int64_t row = p.row_of(sample);
   if (row < 0 || row >= p.logits.num_rows) {
-    if (Team::rank() == 0 && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = -1;
+    if (Cluster::rank() == 0 && threadIdx.x == 0 && p.tokens != nullptr) p.tokens[sample] = -1;
     return;
   }
-  const Slice slice =
-      slice_of<Team>(slice_memory<Team>(p.scratch, sample, tokens), p.logits.vocab_size, tokens);
-  if (sample_row<T, Team>(p, sample, row, slice, aligned, shared)) Team::sync();
+  const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
+                                        p.logits.vocab_size, tokens);
+  if (sample_row<T, Cluster>(p, sample, row, slice, aligned, shared)) Cluster::sync();
 }
 
 template <typename T>
 __global__ void VLLM_KERNELS_CLUSTER(kClusterSize) __launch_bounds__(kRowThreads, 2)
     sample_cluster_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-  sample_team<T, RowTeam<kClusterSize>>(p, tokens, aligned);
+  sample_cluster<T, RowCluster<kClusterSize>>(p, tokens, aligned);
 #endif
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     sample_kernel(const __grid_constant__ SampleParams p, int tokens, bool aligned) {
-  sample_team<T, RowTeam<1>>(p, tokens, aligned);
+  sample_cluster<T, RowCluster<1>>(p, tokens, aligned);
 }
 
 }  // namespace
@@ -265,7 +266,7 @@ int64_t sampling_scratch_bytes(const LogitRows& logits, int64_t rows) {
 void launch(const SampleParams& p, Stream stream) {
   dispatch_float(p.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    launch_teams<sample_cluster_kernel<T>, sample_kernel<T>>(p.op, p, p.num_samples, stream);
+    launch_clusters<sample_cluster_kernel<T>, sample_kernel<T>>(p.op, p, p.num_samples, stream);
   });
 }
 

@@ -1,5 +1,5 @@
-// token_logprobs and softmax (ops/sampling.h). A team of CTAs per row holds it as in sample.cu and
-// reads it once.
+// token_logprobs and softmax (ops/sampling/sample.h). A cluster of CTAs per row holds it as in
+// sample.cu and reads it once.
 //   token_logprobs  the highest logit, the sum of weights, the rank of the token; with num_top a
 //                   selection by count, and the first CTA sorts what it gathers
 //   softmax         the highest logit, the sum of weights, then the probabilities
@@ -15,25 +15,26 @@ __device__ __forceinline__ float log_of_sum(uint64_t weights) {
   return log_of(__ull2float_rn(weights), 40);
 }
 
-template <typename Team>
+template <typename Cluster>
 __device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t sample,
                                           SelectShared& shared, BinSets& sets, const Slice& slice,
                                           float max, float log_sum) {
   const int num_top = min(p.num_top, p.logits.vocab_size);
   const uint64_t target = num_top;
   Radix found;
-  select<Team, false>(shared, sets, slice, 0, 1, max, found, [&](uint64_t, int) { return target; });
+  select<Cluster, false>(shared, sets, slice, 0, 1, max, found,
+                         [&](uint64_t, int) { return target; });
   const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
-  const KeptSums sums = kept_sums<Team, false>(shared, slice, kept.threshold, 0.0f);
+  const KeptSums sums = kept_sums<Cluster, false>(shared, slice, kept.threshold, 0.0f);
   // The rounds end with the second set of bins in use; the first is free.
-  Bins* list = Team::peer(&shared.bins[0], 0);
+  Bins* list = Cluster::peer(&shared.bins[0], 0);
   for_each_kept<true>(slice, kept, sums, [&](int index, uint32_t ordered, int number) {
     if (number < 0) return;
     list->low[number] = ordered;
     list->high[number] = static_cast<uint32_t>(slice.begin + index);
   });
-  Team::sync();
-  if (Team::rank() != 0) return;
+  Cluster::sync();
+  if (Cluster::rank() != 0) return;
   float* logprobs = p.logprobs + sample * (1 + p.num_top) + 1;
   int64_t* ids = p.ids + sample * (1 + p.num_top) + 1;
   for (int i = threadIdx.x; i < p.num_top; i += kRowThreads) {
@@ -53,19 +54,19 @@ __device__ __forceinline__ void write_top(const TokenLogprobsParams& p, int64_t 
   }
 }
 
-// Sum of all weights, and the number of logits of at least `ordered`, over the team.
+// Sum of all weights, and the number of logits of at least `ordered`, over the cluster.
 struct RowSums {
   uint64_t weights = 0;
   uint32_t rank = 0;
 };
-template <typename Team>
+template <typename Cluster>
 __device__ __forceinline__ RowSums row_sums(SelectShared& shared, const Slice& slice, float max,
-                                            uint32_t least) {
+                                            uint32_t lowest) {
   RowSums sums;
   for_each_token(slice, [&](uint32_t ordered) {
     if (ordered == 0) return;
     sums.weights += weight_of(ordered, max);
-    sums.rank += ordered >= least;
+    sums.rank += ordered >= lowest;
   });
   sums.weights = warp_total(sums.weights);
   sums.rank = warp_total(sums.rank);
@@ -74,14 +75,14 @@ __device__ __forceinline__ RowSums row_sums(SelectShared& shared, const Slice& s
     shared.above[warp] = sums.weights;
     shared.equal[warp] = sums.rank;
   }
-  Team::sync();
+  Cluster::sync();
   sums = {};
-  for (int chunk = lane; chunk < Team::kSize * kRowWarps; chunk += kWarpSize) {
-    const SelectShared* theirs = Team::peer(&shared, chunk / kRowWarps);
+  for (int chunk = lane; chunk < Cluster::kSize * kRowWarps; chunk += kWarpSize) {
+    const SelectShared* theirs = Cluster::peer(&shared, chunk / kRowWarps);
     sums.weights += theirs->above[chunk % kRowWarps];
     sums.rank += theirs->equal[chunk % kRowWarps];
   }
-  Team::sync();  // all have read before these places are used again
+  Cluster::sync();  // all have read before these places are used again
   return {warp_total(sums.weights), warp_total(sums.rank)};
 }
 
@@ -96,62 +97,62 @@ __device__ __forceinline__ Highest load_raw(const LogitRows& logits, int64_t row
   return highest;
 }
 
-template <typename T, typename Team>
-__device__ __forceinline__ void token_logprobs_team(const TokenLogprobsParams& p, int tokens,
-                                                    bool aligned) {
+template <typename T, typename Cluster>
+__device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams& p, int tokens,
+                                                       bool aligned) {
   __shared__ SelectShared shared;
   launch_dependents();
   wait_for_primary_kernel();
-  const int64_t sample = blockIdx.x / Team::kSize;
+  const int64_t sample = blockIdx.x / Cluster::kSize;
   const int64_t row = p.row_of(sample), token = p.tokens[sample];
-  const bool is_first = Team::rank() == 0 && threadIdx.x == 0;
+  const bool is_first = Cluster::rank() == 0 && threadIdx.x == 0;
   float* logprob = p.logprobs + sample * (1 + p.num_top);
   int64_t* id = p.ids + sample * (1 + p.num_top);
   const bool inside =
       row >= 0 && row < p.logits.num_rows && token >= 0 && token < p.logits.vocab_size;
   if (!inside) {  // a contained row
-    for (int i = threadIdx.x; Team::rank() == 0 && i <= p.num_top; i += kRowThreads) {
+    for (int i = threadIdx.x; Cluster::rank() == 0 && i <= p.num_top; i += kRowThreads) {
       logprob[i] = NAN;
       id[i] = -1;
     }
     if (is_first) p.ranks[sample] = 0;
     return;
   }
-  const Slice slice =
-      slice_of<Team>(slice_memory<Team>(p.scratch, sample, tokens), p.logits.vocab_size, tokens);
+  const Slice slice = slice_of<Cluster>(slice_memory<Cluster>(p.scratch, sample, tokens),
+                                        p.logits.vocab_size, tokens);
   BinSets sets;
   clear(shared.bins[0]);
   post_max_key(shared, load_raw<T>(p.logits, row, aligned, slice, 1.0f).key());
-  Team::sync();
-  const uint32_t highest = ordered_of(team_max_key<Team>(shared));
+  Cluster::sync();
+  const uint32_t highest = ordered_of(cluster_max_key<Cluster>(shared));
   const float max = from_ordered_bits(highest);
   const float logit = to_float(static_cast<const T*>(p.logits.data)[row * p.logits.stride + token]);
   const uint32_t ordered = ordered_bits(logit);
-  const RowSums sums = row_sums<Team>(shared, slice, max, ordered);
+  const RowSums sums = row_sums<Cluster>(shared, slice, max, ordered);
   const float log_sum = is_finite_ordered(highest) ? log_of_sum(sums.weights) : NAN;
   if (is_first) {
     logprob[0] = ScalarMath::add(ScalarMath::add(from_ordered_bits(ordered), -max), -log_sum);
     id[0] = token;
     p.ranks[sample] = sums.rank;
   }
-  if (p.num_top > 0) write_top<Team>(p, sample, shared, sets, slice, max, log_sum);
-  Team::sync();  // others may still read this CTA's shared memory
+  if (p.num_top > 0) write_top<Cluster>(p, sample, shared, sets, slice, max, log_sum);
+  Cluster::sync();  // others may still read this CTA's shared memory
 }
 
-template <typename T, typename Team>
-__device__ __forceinline__ void softmax_team(const SoftmaxParams& p, int tokens, bool aligned) {
+template <typename T, typename Cluster>
+__device__ __forceinline__ void softmax_cluster(const SoftmaxParams& p, int tokens, bool aligned) {
   __shared__ SelectShared shared;
   launch_dependents();
   wait_for_primary_kernel();
-  const int64_t row = blockIdx.x / Team::kSize;
+  const int64_t row = blockIdx.x / Cluster::kSize;
   const Slice slice =
-      slice_of<Team>(slice_memory<Team>(p.scratch, row, tokens), p.logits.vocab_size, tokens);
+      slice_of<Cluster>(slice_memory<Cluster>(p.scratch, row, tokens), p.logits.vocab_size, tokens);
   const float divisor = p.temperature == nullptr ? 1.0f : p.temperature[row];
   post_max_key(shared, load_raw<T>(p.logits, row, aligned, slice, divisor).key());
-  Team::sync();
-  const uint32_t highest = ordered_of(team_max_key<Team>(shared));
+  Cluster::sync();
+  const uint32_t highest = ordered_of(cluster_max_key<Cluster>(shared));
   const float max = from_ordered_bits(highest);
-  const uint64_t weights = row_sums<Team>(shared, slice, max, 0).weights;
+  const uint64_t weights = row_sums<Cluster>(shared, slice, max, 0).weights;
   const float sum = is_finite_ordered(highest) ? __ull2float_rn(weights) * 0x1p-40f : NAN;
   float* out = p.out + row * p.out_stride + slice.begin;
   for (int i = threadIdx.x; i < slice.size; i += kRowThreads) {
@@ -168,20 +169,20 @@ __device__ __forceinline__ void softmax_team(const SoftmaxParams& p, int tokens,
   template <typename T>                                                                   \
   __global__ void __launch_bounds__(kRowThreads)                                          \
       name##_kernel(const __grid_constant__ Params p, int tokens, bool aligned) {         \
-    name##_team<T, RowTeam<1>>(p, tokens, aligned);                                       \
+    name##_cluster<T, RowCluster<1>>(p, tokens, aligned);                                 \
   }
 
 template <typename T>
 __device__ __forceinline__ void token_logprobs_cluster(const TokenLogprobsParams& p, int tokens,
                                                        bool aligned) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-  token_logprobs_team<T, RowTeam<kClusterSize>>(p, tokens, aligned);
+  token_logprobs_cluster<T, RowCluster<kClusterSize>>(p, tokens, aligned);
 #endif
 }
 template <typename T>
 __device__ __forceinline__ void softmax_cluster(const SoftmaxParams& p, int tokens, bool aligned) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-  softmax_team<T, RowTeam<kClusterSize>>(p, tokens, aligned);
+  softmax_cluster<T, RowCluster<kClusterSize>>(p, tokens, aligned);
 #endif
 }
 VLLM_KERNELS_ROW_KERNELS(token_logprobs, TokenLogprobsParams)
@@ -192,16 +193,16 @@ VLLM_KERNELS_ROW_KERNELS(softmax, SoftmaxParams)
 void launch(const TokenLogprobsParams& p, Stream stream) {
   dispatch_float(p.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    launch_teams<token_logprobs_cluster_kernel<T>, token_logprobs_kernel<T>>("token_logprobs", p,
-                                                                             p.num_samples, stream);
+    launch_clusters<token_logprobs_cluster_kernel<T>, token_logprobs_kernel<T>>(
+        "token_logprobs", p, p.num_samples, stream);
   });
 }
 
 void launch(const SoftmaxParams& p, Stream stream) {
   dispatch_float(p.logits.dtype, [&](auto tag) {
     using T = decltype(tag);
-    launch_teams<softmax_cluster_kernel<T>, softmax_kernel<T>>("softmax", p, p.logits.num_rows,
-                                                               stream);
+    launch_clusters<softmax_cluster_kernel<T>, softmax_kernel<T>>("softmax", p, p.logits.num_rows,
+                                                                  stream);
   });
 }
 

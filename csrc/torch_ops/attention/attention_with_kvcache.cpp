@@ -210,7 +210,7 @@ torch::stable::Tensor attention_with_kvcache(
 
   Arguments read, written;
   PagedAttentionParams params =
-      read_scores(expect, queries.num_heads, scale.value_or(std::pow(caches.kv.head_size, -0.5)),
+      read_scores(expect, queries.num_heads, scale.value_or(1.0 / std::sqrt(caches.kv.head_size)),
                   softcap, std::nullopt, sinks, read);
   params.kv = caches.kv;
   read_window_and_split(expect, params, sliding_window, 0);

@@ -65,7 +65,7 @@ torch::stable::Tensor paged_attention_result(const Tensor& query, const Tensor& 
                                              double softcap) {
   const Argument x = Expect("paged_attention").tensor("query", query).rank(3, 3);
   Tensor out = empty(x.sizes(), x.scalar_type(), query);
-  const double factor = scale.value_or(std::pow(x.size(2), -0.5));
+  const double factor = scale.value_or(1.0 / std::sqrt(x.size(2)));
   paged_attention(out, {}, query, key_cache, value_cache, block_tables, seq_lens, {}, factor, {},
                   sliding_window, softcap, {}, {}, {}, layout, 1, {}, 0, false, 0);
   return torch::stable::Tensor(out.release());

@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "ops/sampling.h"
+#include "ops/sampling/sample.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"

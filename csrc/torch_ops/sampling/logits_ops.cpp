@@ -1,4 +1,4 @@
-// Bindings of the smaller ops on logits. ops/sampling.h has the parameters.
+// Bindings of the smaller ops on logits. ops/sampling/sample.h has the parameters.
 //   token_logprobs               logits [num_rows, vocab_size], tokens [num_samples] -> log_softmax
 //                                at the token and at the highest logits
 //   softmax                      logits -> float32 probabilities

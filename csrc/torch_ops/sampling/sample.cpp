@@ -1,4 +1,4 @@
-// Bindings of sample and top_k_top_p_mask_. ops/sampling.h has the parameters.
+// Bindings of sample and top_k_top_p_mask_. ops/sampling/sample.h has the parameters.
 //   sample             logits [num_rows, vocab_size] -> tokens int64 [num_samples]
 //   top_k_top_p_mask_  logits [num_rows, vocab_size], -inf where a token is not kept
 #include "torch_ops/sampling/logits.h"

@@ -153,8 +153,8 @@ constexpr PrefillTuning prefill_tuning(int head_size, bool adjusts, bool cache_i
     return {.tokens = 64,
             .key_stages = 2,
             .value_stages = 2,
-            .consumer_registers = 184,
-            .producer_registers = 72};
+            .consumer_registers = 192,
+            .producer_registers = 64};
   }
   if (adjusts) {
     if (head_size <= 64) {

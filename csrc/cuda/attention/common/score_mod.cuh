@@ -71,8 +71,7 @@ __device__ __forceinline__ RowResult row_result(const PagedAttentionParams& p, i
     factor = exp2_approx(row_max - final_max);
     total = total * factor + exp2_approx(sink - final_max);
   }
-  const float v_scale =
-      p.kv.v_scale != nullptr ? p.kv.v_scale[kv_head * p.kv.scale_stride] : 1.0f;
+  const float v_scale = p.kv.v_scale != nullptr ? p.kv.v_scale[kv_head * p.kv.scale_stride] : 1.0f;
   // total is 0 where every token was masked: the result is 0. NaN passes through.
   if constexpr (kExact) {
     return {.scale = total == 0.0f ? 0.0f : factor * v_scale / total,

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
-                         void* scratch, Stream stream) {
+                         void* scratch, void* stream) {
   const PagedKv& kv = p.kv;
   const int64_t tensor_bytes = gathered_tensor_bytes(p, choice.gathered_rows);
   char* memory = static_cast<char*>(scratch);
@@ -99,8 +99,6 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
     gather.tokens.blocks_per_seq = 1;
     gather.tokens.num_seqs = 1;
   }
-  launch(gather, stream);
-
   PagedAttentionParams gathered = p;
   if (!contiguous) gathered.key_start_loc = starts;
   gathered.kv = {.key = gather.key,
@@ -119,7 +117,7 @@ GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& c
                  .k_scale = kv.k_scale,
                  .v_scale = kv.v_scale,
                  .scale_stride = kv.scale_stride};
-  return {.params = gathered, .starts = choice.gathers_some ? starts : nullptr};
+  return {.gather = gather, .params = gathered, .starts = choice.gathers_some ? starts : nullptr};
 }
 
 }  // namespace vllm_kernels::cuda

@@ -3,19 +3,20 @@
 // rows. It also serves pages that TMA cannot copy.
 #pragma once
 #include "cuda/attention/common/kernel_choice.h"
-#include "cuda/launchers.h"
+#include "ops/gather_cache.h"
 
 namespace vllm_kernels::cuda {
 
 struct GatheredKeys {
+  GatherCacheParams gather;     // the launch that fills them, after the one of gather_keys()
   PagedAttentionParams params;  // of the attention over the result
   // Not null if a second launch is needed: sequence s was gathered if starts[s + 1] > starts[s].
   const int32_t* starts;
 };
 
-// Enqueues the gather for `choice`, which must have gathered_rows. `scratch` has gather_bytes() of
-// memory.
+// Enqueues the kernel that finds the first rows, for a `choice` with gathered_rows. `scratch` has
+// gather_bytes() of memory.
 GatheredKeys gather_keys(const PagedAttentionParams& p, const AttentionChoice& choice,
-                         void* scratch, Stream stream);
+                         void* scratch, void* stream);
 
 }  // namespace vllm_kernels::cuda

@@ -75,6 +75,8 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
       static_cast<const char*>(kValue ? kv.value : kv.key) + dim_of_lane * dim_stride;
   const int64_t head_stride = kValue ? kv.value_head_stride : kv.key_head_stride;
   raw += warp * Config::kRawBytes + lane * 16;
+  // Chunks past the head size stay zero.
+  const int lane_chunks = (shape.head_size - dim_of_lane + 31) / 32;
   for (int chunk = 0; chunk < Config::kRawBytes; chunk += 512) {
     store_shared(raw + chunk, uint4{0, 0, 0, 0});
   }
@@ -103,7 +105,7 @@ __device__ __forceinline__ void dequantize_tiles(const PagedAttentionParams& p,
           (present ? block * block_stride + pages.row_in_block(token) * token_stride : int64_t{0});
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
-        if (j * 32 + dim_of_lane < shape.head_size) {  // chunks past it stay zero
+        if (j < lane_chunks) {
           copy16_async(raw + (box / kDequantWarps * kChunks + j) * 512, from + j * 32 * dim_stride,
                        present ? 16 : 0);
         }

@@ -1,12 +1,13 @@
 // The sampling ops: from logits [num_rows, vocab_size] to tokens. docs/sampling.md has the rules,
-// vllm_kernels/reference/sampling.py the exact meaning, ops/sampling_math.h the arithmetic.
+// vllm_kernels/reference/sampling.py the exact meaning, ops/sampling/sampling_math.h the
+// arithmetic.
 #pragma once
 #include <cstdint>
 
 #include "ops/dtype.h"
 #include "ops/rows.h"
-#include "ops/sampling_math.h"
-#include "ops/spec_verify.h"
+#include "ops/sampling/sampling_math.h"
+#include "ops/sampling/spec_verify.h"
 
 namespace vllm_kernels {
 
@@ -127,7 +128,7 @@ struct SampleRow {
     return !greedy && top_k < vocab_size;
   }
 
-  // Ordered bits of the least logit that min_p keeps.
+  // Ordered bits of the lowest logit that min_p keeps.
   VLLM_KERNELS_INLINE uint32_t min_p_cut(float max) const {
     if (min_p < 0x1p-126f) return 0;
     const float cut = ScalarMath::add(max, log_of(min_p < 1.0f ? min_p : 1.0f));

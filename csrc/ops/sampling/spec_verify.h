@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "ops/sampling_math.h"
+#include "ops/sampling/sampling_math.h"
 
 namespace vllm_kernels {
 

@@ -1,4 +1,4 @@
-// The CTAs that share a row: a cluster, or one CTA. Every thread of the team takes part in every
+// The CTAs that share a row: a cluster, or one CTA. Every thread of the cluster takes part in every
 // call of this folder.
 #pragma once
 #include <cstdint>
@@ -13,7 +13,7 @@ constexpr int kRowWarps = kRowThreads / kWarpSize;
 constexpr int kClusterSize = 8;  // the most that every Hopper GPU takes
 
 template <int kCtas>
-struct RowTeam {
+struct RowCluster {
   static constexpr int kSize = kCtas;
 
   __device__ __forceinline__ static int rank() {
@@ -25,7 +25,7 @@ struct RowTeam {
     return static_cast<int>(rank);
   }
 
-  // A barrier. Writes to shared memory before it are visible to the team after it.
+  // A barrier. Writes to shared memory before it are visible to the cluster after it.
   __device__ __forceinline__ static void sync() {
     if constexpr (kCtas == 1) {
       __syncthreads();

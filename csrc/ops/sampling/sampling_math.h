@@ -155,7 +155,7 @@ VLLM_KERNELS_HOST_DEVICE static inline uint64_t high_product(uint64_t a, uint64_
 }
 
 // Tokens are kept while the weights before them sum to less than this: ceil(top_p * sum), at
-// least 1.
+// lowest 1.
 VLLM_KERNELS_HOST_DEVICE static inline uint64_t top_p_limit(float top_p, uint64_t sum) {
   const uint64_t fraction = fixed_point(top_p);
   const uint64_t limit = high_product(sum, fraction) + (sum * fraction != 0);
