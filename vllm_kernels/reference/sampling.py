@@ -2,8 +2,8 @@
 
 Weights are integers, floor(e^(x - max) * 2^40), so their sums do not depend on an order. The
 exponential is a fixed sequence of float32 operations, rounded to nearest
-(csrc/ops/sampling/sampling_math.h). Here a fused multiply-add is exact as well: ``_fused`` rounds the
-float64 sum to odd first. Then rounding it to float32 gives what one rounding gives.
+(csrc/ops/sampling/sampling_math.h). Here a fused multiply-add is exact as well: ``_fused`` rounds
+the float64 sum to odd first. Then rounding it to float32 gives what one rounding gives.
 """
 
 from __future__ import annotations
