@@ -8,7 +8,7 @@
 // alternate, so the next round may clear one while others still read the other.
 // Sums are integers, so their order does not matter.
 #pragma once
-#include "cuda/sampling/cluster.cuh"
+#include "cuda/sampling/row_cluster.cuh"
 #include "ops/sampling/sample.h"
 
 namespace vllm_kernels::cuda {
