@@ -10,22 +10,13 @@
 
 namespace vllm_kernels::cuda {
 
-// All that a tensor map of kRank dimensions depends on. `strides` are in bytes, of all dimensions
-// but the first.
+// Encodes a cache as a tensor of kRank dimensions of 16-bit elements. `strides` are in bytes, of
+// all dimensions but the first.
 template <int kRank>
-struct TensorMapKey {
-  void* base;
-  int64_t sizes[kRank];
-  int64_t strides[kRank - 1];
-  int box[kRank];
-  CUtensorMapSwizzle swizzle;
-  CUtensorMapL2promotion promotion;
-
-  bool operator==(const TensorMapKey&) const = default;
-};
-
-template <int kRank>
-CUtensorMap encode_new_tensor_map(const TensorMapKey<kRank>& key) {
+CUtensorMap encode_tensor_map(
+    void* base, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],
+    const int (&box)[kRank], CUtensorMapSwizzle swizzle,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -40,47 +31,19 @@ CUtensorMap encode_new_tensor_map(const TensorMapKey<kRank>& key) {
   }();
   cuuint64_t map_sizes[kRank], map_strides[kRank];
   cuuint32_t map_box[kRank], steps[kRank];
-  std::copy_n(key.sizes, kRank, map_sizes);
-  std::copy_n(key.strides, kRank - 1, map_strides);
-  std::copy_n(key.box, kRank, map_box);
+  std::copy_n(sizes, kRank, map_sizes);
+  std::copy_n(strides, kRank - 1, map_strides);
+  std::copy_n(box, kRank, map_box);
   std::fill_n(steps, kRank, 1);
   CUtensorMap map;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, key.base, map_sizes,
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, base, map_sizes,
                                  map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 key.swizzle, key.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("paged_attention: no tensor map for the cache, CUDA error " +
                              std::to_string(static_cast<int>(result)));
   }
   return map;
-}
-
-// Encodes a cache as a tensor of kRank dimensions of 16-bit elements. A map depends on nothing but
-// its key, so a thread remembers those of its last caches and does not ask the driver again. Every
-// layer has caches of its own.
-template <int kRank>
-CUtensorMap encode_tensor_map(
-    void* base, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],
-    const int (&box)[kRank], CUtensorMapSwizzle swizzle,
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  struct Known {
-    TensorMapKey<kRank> key;  // base null: nothing yet
-    CUtensorMap map;
-  };
-  constexpr size_t kKnown = 256;
-  static thread_local Known known[kKnown];
-  TensorMapKey<kRank> key{.base = base, .swizzle = swizzle, .promotion = promotion};
-  std::copy_n(sizes, kRank, key.sizes);
-  std::copy_n(strides, kRank - 1, key.strides);
-  std::copy_n(box, kRank, key.box);
-  // Bases are multiples of 16 bytes, and the caches of layers usually of far more.
-  const uint64_t hash = (reinterpret_cast<uint64_t>(base) >> 4) * 0x9e3779b97f4a7c15u;
-  Known& entry = known[hash >> 56];
-  if (base == nullptr || !(entry.key == key)) {
-    entry.map = encode_new_tensor_map(key);
-    entry.key = key;
-  }
-  return entry.map;
 }
 
 // Form kSwizzledRows, layouts NHD and HND: (dimension, token in the page, KV head, page). A box is
