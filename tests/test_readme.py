@@ -64,6 +64,8 @@ PRINTED = {
     ),
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
+    ("docs/sampling.md", "token_logprobs"): r"torch.Size\(\[3\]\) torch.Size\(\[3, 6\]\)",
+    ("docs/sampling.md", "spec_verify"): r"\[\[5, 6, 9, -1\]\] \[2\]",
     ("docs/serving.md", "threading"): (
         r"(?s).+\nEngine: prompt: expected fewer than 256 tokens \(max_length\), got 600"
     ),

@@ -6,6 +6,7 @@ shapes, dtypes, errors and an example. The examples need ``import torch, vllm_ke
 Attention
     paged_attention: decode, prefill and mixed batches over a paged cache. Use this one.
     varlen_attention: the same over contiguous keys.
+    attention_with_kvcache: appends new tokens to a cache and attends, in one op.
     fused_decode_attention: a decode step from the QKV product on.
     cascade_attention, cascade_plan, cascade_pays, CascadePlan: common prefixes, read once.
     merge_attn_states, combine_attn_partials: partial results by their log-sum-exp.
@@ -31,6 +32,9 @@ Quantization
     scaled_fp8_quant, scaled_int8_quant, and the ops behind them: static_scaled_fp8_quant,
     dynamic_scaled_fp8_quant, dynamic_per_token_scaled_fp8_quant, static_scaled_int8_quant,
     dynamic_scaled_int8_quant.
+Sampling
+    sample: a token per request. token_logprobs, softmax, top_k_top_p_mask_, apply_token_bitmask_,
+    apply_repetition_penalties: its parts. spec_verify: which drafted tokens stay.
 Errors
     Error, a RuntimeError, is the base of InvalidArgument, InvalidType, InvalidIndex, Unsupported
     and OutOfMemory. check raises what check mode has found on a GPU.

@@ -201,6 +201,8 @@ def check_results(attack: Attack, copies: Call, results: list[Any], memory: Guar
         return
     if attack.op == "swap_blocks" and len({x.untyped_storage().data_ptr() for x in tensors}) < 3:
         return  # within one tensor a copy reads what the one before wrote
+    if attack.op == "convert_fp8" and attack.call["output"].shape != attack.call["input"].shape:
+        return  # pairs elements in the order of memory
     expected = reference_of(attack, copies)
     again = attack.run(copies)
     wanted = [copy for _, _, copy in pairs] + again
@@ -258,6 +260,7 @@ def reference_of(attack: Attack, copies: Call) -> Call:
         function is None
         or not attack.structural
         or attack.op in ("copy_blocks", "rotary_embedding")
+        or any("token_to_seq" in kind for kind in attack.changes)  # contradicts cu_seq_lens
     ):
         return {}
     if not all(ordinary(x) for x in tensors):

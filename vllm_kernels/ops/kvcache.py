@@ -69,8 +69,8 @@ def attention_with_kvcache(
         A new contiguous tensor like query.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given. On the CPU also for
-            a length without room for the new tokens, or a page out of range, before anything is
+        RuntimeError: for another dtype, shape or device than above, by name. On the CPU also for a
+            length without room for the new tokens, or a page out of range, before anything is
             written; on CUDA such a row is contained (cut, or left out).
 
     Example:

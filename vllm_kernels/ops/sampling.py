@@ -83,7 +83,8 @@ def sample(
         token with that logit.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for logits that are not [rows, vocab] floats of at most 262,144 columns, and
+            for a parameter of another dtype, size or device, by name.
 
     Example:
         >>> logits = torch.tensor([[0.0, 3.0, 1.0]])
@@ -124,7 +125,7 @@ def top_k_top_p_mask_(
         ``logits``.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for logits or limits of another dtype, size or device, by name.
 
     Example:
         >>> logits = torch.tensor([[0.0, 3.0, 1.0]])
@@ -155,7 +156,7 @@ def token_logprobs(
         have id -1. Logprobs are NaN if the row's highest logit is not finite.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for tokens or rows that do not fit logits in dtype or size, by name.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0]])
@@ -182,7 +183,7 @@ def softmax(logits: Tensor, temperature: Tensor | None = None, out: Tensor | Non
         ``out``. A row whose highest logit is not finite is NaN.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for logits, temperature or out of another dtype, size or device, by name.
 
     Example:
         >>> vllm_kernels.softmax(torch.zeros(1, 4))
@@ -209,7 +210,7 @@ def apply_token_bitmask_(
         ``logits``.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for a bitmask that is not int32 [rows, words], by name.
 
     Example:
         >>> logits = torch.zeros(1, 3)
@@ -235,7 +236,8 @@ def apply_repetition_penalties(
         repetition_penalties: float32 [num_rows].
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for masks that are not bool and of the shape of logits, and for other
+            penalties, by name.
 
     Example:
         >>> logits, seen = torch.tensor([[2.0, -1.0, 5.0]]), torch.tensor([[True, True, False]])
@@ -278,7 +280,7 @@ def spec_verify(
         and int32 [num_seqs], the number of kept tokens.
 
     Raises:
-        RuntimeError: naming the argument, what was expected and what was given.
+        RuntimeError: for tokens or probabilities that do not fit each other, by name.
 
     Example:
         >>> vllm_kernels.spec_verify(torch.tensor([[5, 6]]), torch.tensor([[5, 7, 8]]))
