@@ -92,9 +92,7 @@ Indices make_indices(KvcacheIndicesParams& p, const Tensor& query, bool has_quer
   const auto memory = [&](std::optional<Tensor>& tensor, std::initializer_list<int64_t> sizes,
                           int32_t dtype) {
     tensor.emplace(empty(sizes, dtype, query));
-    void* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor->get(), &data));
-    return data;
+    return tensor->data();
   };
   const int32_t int32 = aoti_torch_dtype_int32();
   p.seq_lens = static_cast<int32_t*>(memory(made.seq_lens, {p.num_seqs}, int32));

@@ -1,5 +1,5 @@
-// Tensors that a binding makes: the results of two ops whose Python call must be cheap, and the
-// memory of indices between kernels. Every other result belongs to the caller.
+// Tensors that a binding makes: the results of two ops whose Python call must be cheap, indices
+// between kernels, and scratch. Every other result belongs to the caller.
 #pragma once
 #include <span>
 

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "ops/sampling/sample.h"
+#include "torch_ops/base/allocate.h"
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
@@ -77,20 +78,12 @@ inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
 // order of the stream.
 template <typename Params>
 void launch_rows(Params params, int64_t samples, const Tensor& on) {
-  const int32_t device = on.device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const torch::stable::accelerator::DeviceGuard guard(on.device_index());
   const int64_t bytes = cuda::sampling_scratch_bytes(params.logits, samples);
   std::optional<Tensor> scratch;
   if (bytes > 0) {
-    const int64_t stride = 1;
-    AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
-                                 aoti_torch_device_type_cuda(), device, &handle));
-    scratch.emplace(handle);
-    void* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
-    params.scratch = static_cast<uint32_t*>(data);
+    scratch = empty({&bytes, 1}, aoti_torch_dtype_uint8(), on);
+    params.scratch = static_cast<uint32_t*>(scratch->data());
   }
   launch(params, on);
 }

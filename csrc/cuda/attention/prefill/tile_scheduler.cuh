@@ -34,8 +34,6 @@ struct ValueBoxes {
   int shift = 0;        // log2 of a box's tokens / 16: 0, 1 or 2
   int swizzle = 7;      // chunk i of 16 bytes of a box lies at i ^ (i / 8 & swizzle)
   int permutation = 3;  // output column n is dimension n ^ (n / 8 & permutation)
-
-  VLLM_KERNELS_HOST_DEVICE int mask() const { return (1 << shift) - 1; }
 };
 
 struct PrefillShape {
