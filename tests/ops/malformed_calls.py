@@ -72,7 +72,7 @@ def typed_arguments(op: str, call: Call) -> Call:
     """The arguments of vllm_kernels.<op>, which may lack some of the schema's."""
     parameters = parameters_of(getattr(vllm_kernels, op))
     names = [argument.name for argument in schema_of(op).arguments]
-    if len(names) == len(parameters):  # they may have other names
+    if len(names) == len(parameters) and op != "softmax":  # they may have other names
         return {p: call[n] for p, n in zip(parameters, names) if n in call}
     given = {name: call[name] for name in parameters if name in call}
     makes_out = "out" in parameters and parameters["out"].default is None
@@ -192,7 +192,7 @@ def check_results(attack: Attack, copies: Call, results: list[Any], memory: Guar
     written = [(name, x) for name, x, _ in pairs]
     got = [(name, x.detach().clone()) for name, x in written + [("the result", x) for x in results]]
     for _, x in written:
-        if memory.holds(x):
+        if memory.holds(x) and 0 not in x.stride():  # attention_with_kvcache may only read them
             memory.undo(x)
     if memory.changed():
         raise FaultError("bytes outside of the written tensors changed")
@@ -210,7 +210,7 @@ def check_results(attack: Attack, copies: Call, results: list[Any], memory: Guar
         if not same(x, other):
             raise FaultError(f"{name}: {difference(x, other)} without strides and aliases")
     for name, want in expected.items():
-        result = again[0] if copies[name] is None else copies[name]
+        result = again[0] if copies.get(name) is None else copies[name]
         if not near(result, want):
             raise FaultError(f"{name} is not the reference's: {difference(result, want)}")
 
@@ -248,7 +248,17 @@ def near(got: Tensor, want: Tensor) -> bool:
 
 
 LIKE_VLLM = ("paged_attention_v1", "paged_attention_v2")
-WRITES = {"fused_decode_attention": ["out", "key_cache", "value_cache"]}  # qkv is scratch
+WRITES = {
+    "fused_decode_attention": ["out", "key_cache", "value_cache"],  # qkv is scratch
+    "attention_with_kvcache": ["the result", "key_cache", "value_cache"],
+}
+SHARED_OPTIONS = (
+    "scale", "softcap", "alibi_slopes", "sinks", "sliding_window", "causal", "window_right",
+)  # fmt: skip
+WITHOUT_REFERENCE = (
+    "copy_blocks", "rotary_embedding", "batched_rotary_embedding",  # other arguments or results
+    "sample",  # its lists have other names
+)  # fmt: skip
 
 
 def reference_of(attack: Attack, copies: Call) -> Call:
@@ -259,7 +269,7 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     if (
         function is None
         or not attack.structural
-        or attack.op in ("copy_blocks", "rotary_embedding")
+        or attack.op in WITHOUT_REFERENCE
         or any("token_to_seq" in kind for kind in attack.changes)  # contradicts cu_seq_lens
     ):
         return {}
@@ -270,13 +280,14 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     if not attack.typed and "window_right" in call:
         call["causal"] = call["window_right"] == 0
         call["window"] = (call.get("window_left"), call["window_right"])
+    if attack.op == "token_logprobs":
+        call["num_top"] = call["logprobs"].shape[1] - 1 if "logprobs" in call else 0
     parameters = parameters_of(function)
     options = {k: v for k, v in call.items() if k in parameters}
     if attack.op in LIKE_VLLM and call["kv_cache_dtype"] == "auto":  # its scales are not used
         options |= {"k_scale": 1.0, "v_scale": 1.0}
-    if attack.op == "fused_decode_attention":
-        names = ("scale", "softcap", "alibi_slopes", "sinks", "sliding_window")
-        options |= {name: call[name] for name in names if name in call}
+    if attack.op in WRITES:
+        options |= {name: call[name] for name in SHARED_OPTIONS if name in call}
     try:
         wanted = function(**options)
     except (RuntimeError, IndexError, KeyError):  # it takes less than the op
@@ -285,7 +296,7 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     names = WRITES.get(attack.op, written_names(attack.op))
     return {
         name: want for name, want in zip(names, wanted)
-        if call.get(name) is not None or (attack.typed and name == "out")
+        if call.get(name) is not None or name == "the result" or (attack.typed and name == "out")
     }  # fmt: skip
 
 

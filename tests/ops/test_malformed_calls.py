@@ -21,14 +21,8 @@ from valid_calls import VALID_CALLS
 import vllm_kernels
 
 SECONDS = 8.0
-# Ops without a valid call in valid_calls.py, so they are not attacked.
-NOT_ATTACKED = {
-    "swap_blocks_batch",  # takes raw addresses, which cannot be checked
-    "apply_repetition_penalties", "apply_token_bitmask_", "attention_with_kvcache",
-    "batched_rotary_embedding", "dynamic_per_token_scaled_fp8_quant", "dynamic_scaled_fp8_quant",
-    "dynamic_scaled_int8_quant", "gather_cache", "sample", "softmax", "spec_verify",
-    "static_scaled_fp8_quant", "static_scaled_int8_quant", "token_logprobs", "top_k_top_p_mask_",
-}  # fmt: skip
+# It takes raw addresses, which cannot be checked.
+NOT_ATTACKED = {"swap_blocks_batch"}
 HELPERS = ("scanned_devices", "raise_bad_index", "start_explaining", "take_explanation")
 
 

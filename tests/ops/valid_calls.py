@@ -139,6 +139,23 @@ def gated(op: str) -> Call:
     return call
 
 
+@calls(
+    "static_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dynamic_per_token_scaled_fp8_quant",
+    "static_scaled_int8_quant", "dynamic_scaled_int8_quant",
+)  # fmt: skip
+def scaled_quant(op: str) -> Call:
+    x = rows(choice([1, 7, 64, 100]))
+    dtype = torch.float8_e4m3fn if "fp8" in op else torch.int8
+    call: Call = {"out": unset(*x.shape, dtype=dtype), "input": x}
+    token_scales = unset(x.shape[:-1].numel(), 1)
+    if op == "dynamic_per_token_scaled_fp8_quant":
+        return call | {"scales": token_scales, "scale_ub": maybe(scale())}
+    if op == "dynamic_scaled_int8_quant":
+        return call | {"scales": token_scales, "azp": maybe(token_scales.int())}
+    call["scale"] = scale()
+    return call | {"azp": maybe(ints(5))} if op == "static_scaled_int8_quant" else call
+
+
 @calls("gelu_new", "gelu_fast", "gelu_quick", "silu_and_mul_split")
 def plain(op: str) -> Call:
     x = rows(choice([1, 7, 64]))
@@ -212,13 +229,13 @@ def gather_tables(blocks: int, block_size: int) -> tuple[Call, int]:
     return {**call, "cu_seq_lens": ints(0, 11, 11, 19), "seq_starts": maybe(starts)}, 20
 
 
-@calls("cp_gather_cache", "gather_and_maybe_dequant_cache")
+@calls("cp_gather_cache", "gather_cache", "gather_and_maybe_dequant_cache")
 def gather_entries(op: str) -> Call:
     entry = choice([(7,), (16,), (2, 8)])
     tables, count = gather_tables(4, 8)
     dtype, name = choice(FLOATS), choice(["auto", *EIGHT_BITS])
     src = torch.randn(4, 8, *entry).to(EIGHT_BITS.get(name, dtype))
-    if op == "cp_gather_cache":
+    if op != "gather_and_maybe_dequant_cache":
         return {
             **tables,
             "src_cache": src,
@@ -327,6 +344,16 @@ def rotate(op: str) -> Call:
     }  # fmt: skip
 
 
+@calls("batched_rotary_embedding")
+def rotate_by_tables(op: str) -> Call:
+    call = rotate(op)
+    offsets = torch.randint(0, 20, (call["positions"].numel(),))
+    call["positions"] = call["positions"] % 20
+    return {
+        **call, "rot_dim": call["cos_sin_cache"].shape[1], "cos_sin_cache_offsets": offsets,
+    }  # fmt: skip
+
+
 @calls("fused_qk_norm_rope")
 def norm_and_rotate(op: str) -> Call:
     size, dtype = choice([8, 32]), choice(FLOATS)
@@ -380,6 +407,25 @@ def attend(op: str) -> Call:
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),
         "window_right": choice([0, 0, -1, 3]),
+    }  # fmt: skip
+
+
+@calls("attention_with_kvcache")
+def append_and_attend(op: str) -> Call:
+    cache, group = Paged(choice(FLOATS)), choice([1, 2, 4])
+    count, query_len = choice([0, 1, 3]), choice([1, 2, 5])
+    query = torch.randn(3, query_len, group * cache.heads, cache.head_size).to(cache.dtype)
+    new = {name: x.view(3, count, *x.shape[1:]) for name, x in cache.tokens(3 * count).items()}
+    tables = {"block_tables": torch.arange(3, dtype=torch.int32)[:, None]}
+    if cache.layout == "NHD" and random.random() < 0.5:
+        tables["block_tables"] = None
+    return {
+        "query": query, **cache.caches(), "seq_lens": ints(cache.block_size - count, 5, 5),
+        **tables, "key": new["key"] if count else None, "value": new["value"] if count else None,
+        "query_start_loc": None, "max_query_len": 0, "scale": choice([None, 0.2]),
+        "sliding_window": choice([0, 5]), "window_right": choice([0, -1, 3]),
+        "softcap": choice([0.0, 20.0]), "sinks": maybe(torch.randn(query.shape[2])),
+        "cumulative": False, "layout": cache.layout,
     }  # fmt: skip
 
 
@@ -452,4 +498,110 @@ def combine(op: str) -> Call:
     return {
         "output": unset_like(partials[0]), "output_lse": maybe(unset(5, 3)),
         "out_partial": partials, "lse_partial": torch.randn(partials.shape[:-1]),
+    }  # fmt: skip
+
+
+# --- sampling
+
+
+VOCABULARY = 70
+"""Two words of a bitmask and some tokens past them."""
+
+
+def some_logits() -> Tensor:
+    return 3 * torch.randn(3, VOCABULARY).to(choice(FLOATS))
+
+
+def limits() -> Call:
+    return {
+        "top_k": maybe(ints(0, 5, VOCABULARY)), "top_p": maybe(torch.tensor([1.0, 0.5, 0.9])),
+        "min_p": maybe(torch.tensor([0.0, 0.1, 0.01])),
+    }  # fmt: skip
+
+
+def bitmask() -> Call:
+    words = torch.randint(-(2**31), 2**31, (3, 2)).int()
+    return {"bitmask": words, "bitmask_rows": maybe(ints(2, -1, 0))}
+
+
+def token_list(values: Tensor, names: tuple[str, str, str]) -> Call:
+    """Lists of 2, 0 and 3 tokens with a value each."""
+    lists = (ints(0, 2, 2, 5), torch.randperm(VOCABULARY)[:5].int(), values)
+    return dict(zip(names, lists))
+
+
+@calls("sample")
+def draw(op: str) -> Call:
+    random_numbers = choice([
+        {"uniforms": torch.rand(3)},
+        {"seeds": torch.randint(-9, 9, (3,)), "offsets": torch.randint(0, 9, (3,))},
+    ])  # fmt: skip
+    call: Call = {
+        "tokens": torch.full((3,), -7), "logits": some_logits(),
+        "temperature": torch.tensor([0.0, 0.7, 1.5]), **random_numbers, **limits(),
+        "rows": maybe(ints(2, 0, 0)),
+    }  # fmt: skip
+    if random.random() < 0.5:
+        call |= bitmask()
+    if random.random() < 0.5:
+        counts = ints(1, 3, 1, 2, 1)
+        call |= token_list(counts, ("count_indptr", "count_tokens", "counts"))
+        for name in ("repetition", "frequency", "presence"):
+            call[name] = maybe(torch.rand(3) + 0.5)
+    if random.random() < 0.5:
+        call |= token_list(torch.randn(5), ("bias_indptr", "bias_tokens", "bias_values"))
+    return call
+
+
+@calls("top_k_top_p_mask_")
+def mask_unlikely(op: str) -> Call:
+    return {"logits": some_logits(), **limits()}
+
+
+@calls("token_logprobs")
+def logprobs(op: str) -> Call:
+    width = 1 + choice([0, 1, 5])
+    return {
+        "logprobs": unset(3, width), "ids": torch.full((3, width), -7),
+        "ranks": torch.full((3,), -7), "logits": some_logits(),
+        "tokens": torch.randint(0, VOCABULARY, (3,)), "rows": maybe(ints(2, 0, 0)),
+    }  # fmt: skip
+
+
+@calls("softmax")
+def probabilities(op: str) -> Call:
+    logits = some_logits()
+    return {
+        "out": unset(*logits.shape), "logits": logits, "temperature": maybe(torch.rand(3) + 0.5),
+    }  # fmt: skip
+
+
+@calls("apply_token_bitmask_")
+def forbid(op: str) -> Call:
+    return {"logits": some_logits(), **bitmask()}
+
+
+@calls("apply_repetition_penalties")
+def penalize(op: str) -> Call:
+    logits = some_logits()
+    seen = torch.rand(2, *logits.shape) < 0.3
+    return {
+        "logits": logits, "prompt_mask": seen[0].clone(), "output_mask": seen[1].clone(),
+        "repetition_penalties": torch.rand(3) + 0.5,
+    }  # fmt: skip
+
+
+@calls("spec_verify")
+def verify(op: str) -> Call:
+    drafts = torch.randint(0, VOCABULARY, (2, 3))
+    call: Call = {"tokens": torch.full((2, 4), -7), "accepted": ints(-7, -7)}
+    if random.random() < 0.5:
+        targets = torch.cat([drafts, drafts[:, :1]], 1)
+        targets[0, 1] += 1
+        return call | {"draft_tokens": drafts, "target_tokens": targets}
+    drafts[1, 2] = -1
+    return call | {
+        "draft_tokens": drafts, "target_probs": torch.randn(2, 4, VOCABULARY).softmax(-1),
+        "draft_probs": maybe(torch.randn(2, 3, VOCABULARY).softmax(-1)),
+        "uniforms": torch.rand(2, 4, 2),
     }  # fmt: skip

@@ -16,6 +16,7 @@ from ..errors import Error, InvalidArgument, InvalidIndex, InvalidType, Unsuppor
 _OWN = re.compile(r"[a-z_0-9]+: ")
 _INDEX = re.compile(r"[a-z_0-9]+: [a-z_0-9]+\[[^]]*\] = ")
 _START = re.compile(r"[a-z_0-9]+: query_start_loc\[(\d+)\] = ")
+_NO_MEMORY = re.compile("not enough memory")
 _FLOAT_ADVICE = re.compile(r"(expected int\d+, got b?float\w*); cast it with .*$")
 """A cast of lengths or ids that are floats would hide a mistake."""
 _SCALES = ("scale", "scale_ub")
@@ -56,7 +57,7 @@ def refused(
     if wrong_kind is not None:
         return wrong_kind
     if foreign:
-        return error
+        return torch.OutOfMemoryError(f"{op}: {text}") if _NO_MEMORY.match(text) else error
     if type(error) is not RuntimeError:
         return error
     too_long = _too_many_query_tokens(op, text, given)

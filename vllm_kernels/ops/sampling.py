@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import InvalidArgument
 from ._common import calls
+from ._refusals import refused
 
 __all__ = [
     "apply_repetition_penalties",
@@ -22,6 +24,18 @@ call = calls(__all__)
 TokenLists = tuple[Tensor, Tensor, Tensor]
 """A list of tokens per sample: indptr int32 [num_samples + 1], tokens int32 [entries] and values
 [entries]. The tokens of a sample are distinct."""
+
+
+def _shape(op: str, name: str, tensor: Tensor, *sizes: str) -> torch.Size:
+    """The shape that outputs are made from. The op checks all else."""
+    try:
+        shape = tensor.shape
+    except (AttributeError, RuntimeError) as error:
+        raise refused(op, error, {name: tensor}) from None
+    if len(shape) != len(sizes):
+        expected = ", ".join(sizes)
+        raise InvalidArgument(f"{op}: {name}: expected shape [{expected}], got shape {list(shape)}")
+    return shape
 
 
 def sample(
@@ -95,7 +109,9 @@ def sample(
         tensor([2])
     """
     if out is None:
-        samples = logits.shape[:1] if rows is None else rows.shape
+        samples = _shape("sample", "logits", logits, "num_rows", "vocab_size")[:1]
+        if rows is not None:
+            samples = _shape("sample", "rows", rows, "num_samples")
         out = torch.empty(samples, dtype=torch.int64, device=logits.device)
     call.sample(
         out, logits, temperature, top_k, top_p, min_p, uniforms, seeds, offsets, bitmask,
@@ -163,7 +179,10 @@ def token_logprobs(
         >>> vllm_kernels.token_logprobs(logits, torch.tensor([1]))
         (tensor([[-0.6931]]), tensor([[1]]), tensor([2]))
     """
-    shape = (tokens.shape[0], 1 + num_top)
+    if not isinstance(num_top, int) or num_top < 0:
+        raise InvalidArgument(f"token_logprobs: num_top: expected an int >= 0, got {num_top!r:.40}")
+    _shape("token_logprobs", "logits", logits, "num_rows", "vocab_size")
+    shape = (*_shape("token_logprobs", "tokens", tokens, "num_samples"), 1 + num_top)
     logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     ranks = torch.empty(shape[0], dtype=torch.int64, device=logits.device)
@@ -190,7 +209,8 @@ def softmax(logits: Tensor, temperature: Tensor | None = None, out: Tensor | Non
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     if out is None:
-        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        shape = _shape("softmax", "logits", logits, "num_rows", "vocab_size")
+        out = torch.empty(shape, dtype=torch.float32, device=logits.device)
     call.softmax(out, logits, temperature)
     return out
 
@@ -286,7 +306,9 @@ def spec_verify(
         >>> vllm_kernels.spec_verify(torch.tensor([[5, 6]]), torch.tensor([[5, 7, 8]]))
         (tensor([[ 5,  7, -1]]), tensor([1], dtype=torch.int32))
     """
-    num_seqs, num_draft = draft_tokens.shape
+    num_seqs, num_draft = _shape(
+        "spec_verify", "draft_tokens", draft_tokens, "num_seqs", "num_draft"
+    )
     device = draft_tokens.device
     tokens = torch.empty(num_seqs, num_draft + 1, dtype=torch.int64, device=device)
     accepted = torch.empty(num_seqs, dtype=torch.int32, device=device)

@@ -159,7 +159,7 @@ void read_query_start_loc(Expect& expect, PagedAttentionParams& params, Queries&
   check_index(expect, starts,
               {.noun = "a token of query, at most max_query_len past the one before,",
                .high = queries.num_tokens + 1,
-               .max_increase = max_query_len});
+               .max_increase = longest});
   params.query_start_loc = starts.as<const int32_t>();
   params.max_query_len = longest;
   read.add(starts);

@@ -132,7 +132,7 @@ class Arguments {
   auto end() const { return arguments_.begin() + count_; }
 
  private:
-  std::array<Argument, 13> arguments_;  // the most that an op has: paged_attention
+  std::array<Argument, 20> arguments_;  // the most that an op has: sample
   size_t count_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// What the bindings of the sampling ops share.
+// What the bindings of the sampling ops share. Readers add what they read to `read`: outputs must
+// not overlap it.
 #pragma once
 #include <memory>
 
@@ -33,26 +34,31 @@ inline LogitRows pack_logits(const Argument& x) {
 
 // An optional vector with an element per sample.
 inline const float* read_floats(Expect& expect, const char* name,
-                                const std::optional<Tensor>& tensor, Size& samples) {
+                                const std::optional<Tensor>& tensor, Size& samples,
+                                Arguments& read) {
   if (!tensor) return nullptr;
-  return expect.tensor(name, *tensor).float32().shape({&samples}).contiguous().as<const float>();
+  const Argument x = expect.tensor(name, *tensor).float32().shape({&samples}).contiguous();
+  read.add(x);
+  return x.as<const float>();
 }
 
 // `rows` int32 [num_samples] of logits, checked; or null, and then num_samples is num_rows.
 inline const int32_t* read_rows(Expect& expect, const std::optional<Tensor>& rows,
-                                const Size& num_rows, Size& samples) {
+                                const Size& num_rows, Size& samples, Arguments& read) {
   if (!rows) {
     samples = Size("num_samples", num_rows, "logits");
     return nullptr;
   }
   const Argument r = expect.tensor("rows", *rows).int32().shape({&samples}).contiguous();
   check_index(expect, r, {.noun = "a row of logits", .high = num_rows});
+  read.add(r);
   return r.as<const int32_t>();
 }
 
 // Checks a bitmask int32 [mask_rows, words] and its optional `bitmask_rows`.
 inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
-                            const std::optional<Tensor>& bitmask_rows, Size& samples) {
+                            const std::optional<Tensor>& bitmask_rows, Size& samples,
+                            Arguments& read) {
   Size mask_rows("bitmask_rows"), words("words");
   const Argument mask = expect.tensor("bitmask", bitmask).int32().shape({&mask_rows, &words});
   Bitmask packed;
@@ -61,10 +67,12 @@ inline Bitmask read_bitmask(Expect& expect, const Tensor& bitmask,
         expect.tensor("bitmask_rows", *bitmask_rows).int32().shape({&samples}).contiguous();
     check_index(expect, r, {.noun = "a row of bitmask", .high = mask_rows, .skip = true});
     packed.rows = r.as<const int32_t>();
+    read.add(r);
   } else {
     Argument(mask).at(0, samples);
   }
   Argument(mask).inner_contiguous();
+  read.add(mask);
   packed.words = mask.as<const int32_t>();
   packed.stride = mask.stride(0);
   packed.num_rows = mask_rows;

@@ -16,7 +16,8 @@ void token_logprobs(const Tensor& logprobs, const Tensor& ids, const Tensor& ran
   Size num_rows("num_rows"), vocab_size("vocab_size"), samples("num_samples");
   Size columns("1 + num_top");
   const Argument x = read_logits(expect, logits, num_rows, vocab_size);
-  const int32_t* row_ids = read_rows(expect, rows, num_rows, samples);
+  Arguments read(x);
+  const int32_t* row_ids = read_rows(expect, rows, num_rows, samples, read);
   const Argument t = expect.tensor("tokens", tokens).int64().shape({&samples}).contiguous();
   const Argument l =
       expect.tensor("logprobs", logprobs).float32().shape({&samples, &columns}).contiguous();
@@ -26,7 +27,8 @@ void token_logprobs(const Tensor& logprobs, const Tensor& ids, const Tensor& ran
     l.fail("expected 1 to " + std::to_string(1 + kMaxTopLogprobs) + " columns, got shape " +
            l.shape_text());
   }
-  expect.apart({l, i, r}, {x, t});
+  read.add(t);
+  expect.apart({l, i, r}, read);
   check_index(expect, t, {.noun = "a token", .high = vocab_size});
   if (samples == 0) return;
   launch_rows(TokenLogprobsParams{.logprobs = l.as<float>(),
@@ -47,8 +49,10 @@ void softmax(const Tensor& out, const Tensor& logits, const std::optional<Tensor
   const Argument x = read_logits(expect, logits, num_rows, vocab_size);
   Argument o = expect.tensor("out", out).float32().shape({&num_rows, &vocab_size});
   o.inner_contiguous().written();
-  const float* divisors = read_floats(expect, "temperature", temperature, num_rows);
+  Arguments read;
+  const float* divisors = read_floats(expect, "temperature", temperature, num_rows, read);
   expect.same_or_apart(o, x);
+  expect.apart({o}, read);
   if (num_rows == 0) return;
   launch_rows(SoftmaxParams{.out = o.as<float>(),
                             .out_stride = o.stride(0),
@@ -64,7 +68,9 @@ void apply_token_bitmask_(const Tensor& logits, const Tensor& bitmask,
   Size num_rows("num_rows"), vocab_size("vocab_size");
   Argument x = read_logits(expect, logits, num_rows, vocab_size);
   x.written();
-  const Bitmask mask = read_bitmask(expect, bitmask, bitmask_rows, num_rows);
+  Arguments read;
+  const Bitmask mask = read_bitmask(expect, bitmask, bitmask_rows, num_rows, read);
+  expect.apart({x}, read);
   if (num_rows == 0) return;
   launch(TokenBitmaskParams{.out = x.mutable_data(), .logits = pack_logits(x), .bitmask = mask},
          logits);

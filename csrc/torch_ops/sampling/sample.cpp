@@ -6,21 +6,26 @@
 namespace vllm_kernels {
 namespace {
 
-const int32_t* read_top_k(Expect& expect, const std::optional<Tensor>& top_k, Size& samples) {
+const int32_t* read_top_k(Expect& expect, const std::optional<Tensor>& top_k, Size& samples,
+                          Arguments& read) {
   if (!top_k) return nullptr;
-  return expect.tensor("top_k", *top_k).int32().shape({&samples}).contiguous().as<const int32_t>();
+  const Argument k = expect.tensor("top_k", *top_k).int32().shape({&samples}).contiguous();
+  read.add(k);
+  return k.as<const int32_t>();
 }
 
 // Uniform numbers, or seeds with offsets, of which drawing needs one.
 void read_random(Expect& expect, SampleParams& params, const std::optional<Tensor>& uniforms,
                  const std::optional<Tensor>& seeds, const std::optional<Tensor>& offsets,
-                 Size& samples) {
-  params.uniforms = read_floats(expect, "uniforms", uniforms, samples);
-  const auto read = [&](const char* name, const Tensor& tensor) {
-    return expect.tensor(name, tensor).int64().shape({&samples}).contiguous().as<const int64_t>();
+                 Size& samples, Arguments& read) {
+  params.uniforms = read_floats(expect, "uniforms", uniforms, samples, read);
+  const auto read_ints = [&](const char* name, const Tensor& tensor) {
+    const Argument x = expect.tensor(name, tensor).int64().shape({&samples}).contiguous();
+    read.add(x);
+    return x.as<const int64_t>();
   };
-  if (seeds) params.seeds = read("seeds", *seeds);
-  if (offsets) params.offsets = read("offsets", *offsets);
+  if (seeds) params.seeds = read_ints("seeds", *seeds);
+  if (offsets) params.offsets = read_ints("offsets", *offsets);
   expect.that(seeds.has_value() == offsets.has_value(),
               "seeds: expected seeds and offsets together, got one of them");
   expect.that(!uniforms || !seeds, "uniforms: expected uniforms or seeds, got both");
@@ -36,7 +41,7 @@ struct ListTensors {
 };
 template <typename Value>
 TokenLists<Value> read_lists(Expect& expect, const ListNames& names, const ListTensors& tensors,
-                             const Size& samples, const Size& vocab_size) {
+                             const Size& samples, const Size& vocab_size, Arguments& read) {
   const bool any = tensors.indptr || tensors.tokens || tensors.values;
   const bool all = tensors.indptr && tensors.tokens && tensors.values;
   if (any != all) {
@@ -61,6 +66,7 @@ TokenLists<Value> read_lists(Expect& expect, const ListNames& names, const ListT
   check_index(expect, indptr,
               {.noun = "a rising end of a list", .high = size + 1, .max_increase = size});
   check_index(expect, tokens, {.noun = "a token", .high = vocab_size});
+  read.add(indptr, tokens, values);
   return {.indptr = indptr.as<const int32_t>(),
           .tokens = tokens.as<const int32_t>(),
           .values = values.as<const Value>(),
@@ -80,29 +86,32 @@ void sample(const Tensor& tokens, const Tensor& logits, const std::optional<Tens
   Expect expect("sample");
   Size num_rows("num_rows"), vocab_size("vocab_size"), samples("num_samples");
   const Argument x = read_logits(expect, logits, num_rows, vocab_size);
+  Arguments read(x);
   SampleParams params{};
   params.op = "sample";
-  params.rows = read_rows(expect, rows, num_rows, samples);
+  params.rows = read_rows(expect, rows, num_rows, samples, read);
   const Argument t = expect.tensor("tokens", tokens).int64().shape({&samples}).contiguous();
-  params.temperature = read_floats(expect, "temperature", temperature, samples);
-  params.top_k = read_top_k(expect, top_k, samples);
-  params.top_p = read_floats(expect, "top_p", top_p, samples);
-  params.min_p = read_floats(expect, "min_p", min_p, samples);
-  read_random(expect, params, uniforms, seeds, offsets, samples);
+  params.temperature = read_floats(expect, "temperature", temperature, samples, read);
+  params.top_k = read_top_k(expect, top_k, samples, read);
+  params.top_p = read_floats(expect, "top_p", top_p, samples, read);
+  params.min_p = read_floats(expect, "min_p", min_p, samples, read);
+  read_random(expect, params, uniforms, seeds, offsets, samples, read);
   expect.that(!temperature || uniforms || seeds,
               "temperature: expected uniforms, or seeds and offsets, to draw with, got none");
-  if (bitmask) params.bitmask = read_bitmask(expect, *bitmask, bitmask_rows, samples);
+  if (bitmask) params.bitmask = read_bitmask(expect, *bitmask, bitmask_rows, samples, read);
   expect.that(bitmask || !bitmask_rows, "bitmask_rows: expected a bitmask with it, got None");
-  params.counts = read_lists<int32_t>(expect, {"count_indptr", "count_tokens", "counts"},
-                                      {count_indptr, count_tokens, counts}, samples, vocab_size);
-  params.repetition = read_floats(expect, "repetition", repetition, samples);
-  params.frequency = read_floats(expect, "frequency", frequency, samples);
-  params.presence = read_floats(expect, "presence", presence, samples);
+  params.counts =
+      read_lists<int32_t>(expect, {"count_indptr", "count_tokens", "counts"},
+                          {count_indptr, count_tokens, counts}, samples, vocab_size, read);
+  params.repetition = read_floats(expect, "repetition", repetition, samples, read);
+  params.frequency = read_floats(expect, "frequency", frequency, samples, read);
+  params.presence = read_floats(expect, "presence", presence, samples, read);
   expect.that(counts || (!repetition && !frequency && !presence),
               "counts: expected the counts of tokens to penalize, got None");
-  params.bias = read_lists<float>(expect, {"bias_indptr", "bias_tokens", "bias_values"},
-                                  {bias_indptr, bias_tokens, bias_values}, samples, vocab_size);
-  expect.apart(t, x);
+  params.bias =
+      read_lists<float>(expect, {"bias_indptr", "bias_tokens", "bias_values"},
+                        {bias_indptr, bias_tokens, bias_values}, samples, vocab_size, read);
+  expect.apart({t}, read);
   if (samples == 0) return;
   params.tokens = t.as<int64_t>();
   params.logits = pack_logits(x);
@@ -116,11 +125,13 @@ void top_k_top_p_mask_(const Tensor& logits, const std::optional<Tensor>& top_k,
   Size num_rows("num_rows"), vocab_size("vocab_size");
   Argument x = read_logits(expect, logits, num_rows, vocab_size);
   x.written();
+  Arguments read;
   SampleParams params{};
   params.op = "top_k_top_p_mask_";
-  params.top_k = read_top_k(expect, top_k, num_rows);
-  params.top_p = read_floats(expect, "top_p", top_p, num_rows);
-  params.min_p = read_floats(expect, "min_p", min_p, num_rows);
+  params.top_k = read_top_k(expect, top_k, num_rows, read);
+  params.top_p = read_floats(expect, "top_p", top_p, num_rows, read);
+  params.min_p = read_floats(expect, "min_p", min_p, num_rows, read);
+  expect.apart({x}, read);
   if (num_rows == 0) return;
   params.masked = x.mutable_data();
   params.logits = pack_logits(x);
