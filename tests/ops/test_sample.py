@@ -221,6 +221,7 @@ def test_bad_input(device):
     ints = torch.ones(2, dtype=torch.int32, device=device)
     entry = torch.zeros(1, dtype=torch.int32, device=device)
     ends = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+    longs = torch.ones(2, dtype=torch.int64, device=device)
     cases = [
         ({"logits": x.int()}, r"logits: expected float32, float16 or bfloat16, got int32$"),
         ({"logits": x[0]}, r"logits: expected shape \[num_rows, vocab_size\], got shape \[40\]$"),
@@ -263,6 +264,12 @@ def test_bad_input(device):
         (
             {"out": torch.empty(2, device=device)},
             r"tokens: expected int64, got float32$",
+        ),
+        ({"logits": 3}, r"logits: expected a tensor, got int$"),
+        ({"rows": x.int()}, r"rows: expected shape \[num_samples\], got shape \[2, 40\]$"),
+        (
+            {"temperature": ones, "seeds": longs, "offsets": longs + 1, "out": longs},
+            r"tokens and seeds overlap in memory$",
         ),
     ]
     for change, message in cases:

@@ -211,6 +211,20 @@ def test_bad_input(device):
             lambda: vllm_kernels.spec_verify(ids[:, None], target_probs=probs),
             r"^spec_verify: uniforms: expected uniforms with target_probs, and only with them$",
         ),
+        (
+            lambda: vllm_kernels.spec_verify(ids, ids),
+            r"^spec_verify: draft_tokens: expected shape \[num_seqs, num_draft\], got shape "
+            r"\[2\]$",
+        ),
+        (
+            lambda: vllm_kernels.token_logprobs(x, ids, -1),
+            r"^token_logprobs: num_top: expected an int >= 0, got -1$",
+        ),
+        (lambda: vllm_kernels.softmax("x"), r"^softmax: logits: expected a tensor, got str$"),
+        (
+            lambda: vllm_kernels.top_k_top_p_mask_(x, None, x.view(-1)[:2]),
+            r"^top_k_top_p_mask_: logits and top_p overlap in memory$",
+        ),
     ]
     for call, message in cases:
         with raises(message):
