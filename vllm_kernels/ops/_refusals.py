@@ -147,7 +147,7 @@ def _short(value: object) -> str:
         return "a tensor"
     if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
         return f"[{', '.join(map(_short, value))}]"[:40]
-    return f"{value!r:.40}"
+    return " ".join(f"{value!r:.40}".split())
 
 
 def _is_window(value: object) -> bool:

@@ -34,8 +34,8 @@ void run_penalties(const RepetitionPenaltiesParams& p, int64_t first, int64_t la
     for (int64_t row = first; row < last; ++row) {
       const Penalties penalties{p.penalties[row], 0.0f, 0.0f};
       T* logits = static_cast<T*>(p.out) + row * p.logits.stride;
-      const bool* prompt = p.prompt_mask + row * p.prompt_stride;
-      const bool* output = p.output_mask + row * p.output_stride;
+      const uint8_t* prompt = p.prompt_mask + row * p.prompt_stride;
+      const uint8_t* output = p.output_mask + row * p.output_stride;
       for (int64_t i = 0; i < p.logits.vocab_size; ++i) {
         if (!prompt[i] && !output[i]) continue;
         const float logit = load(logits + i, 1)[0];

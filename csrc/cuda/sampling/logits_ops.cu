@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
   const int token = blockIdx.x * kThreads + threadIdx.x;
   if (token >= p.logits.vocab_size) return;
   for (int64_t row = blockIdx.y; row < p.logits.num_rows; row += gridDim.y) {
-    const bool seen = p.prompt_mask[row * p.prompt_stride + token] ||
-                      p.output_mask[row * p.output_stride + token];
+    const bool seen = p.prompt_mask[row * p.prompt_stride + token] != 0 ||
+                      p.output_mask[row * p.output_stride + token] != 0;
     if (!seen) continue;
     T& logit = static_cast<T*>(p.out)[row * p.logits.stride + token];
     logit = from_float<T>(Penalties{p.penalties[row], 0.0f, 0.0f}.apply(to_float(logit), 0));

@@ -198,8 +198,8 @@ struct TokenBitmaskParams {
 struct RepetitionPenaltiesParams {
   void* out;  // logits.data
   LogitRows logits;
-  const bool* prompt_mask;  // [num_rows, vocab_size]
-  const bool* output_mask;  // [num_rows, vocab_size]
+  const uint8_t* prompt_mask;  // [num_rows, vocab_size] bool, whose bytes may be any but 0
+  const uint8_t* output_mask;  // [num_rows, vocab_size]
   int64_t prompt_stride, output_stride;
   const float* penalties;  // [num_rows]
 };
