@@ -61,7 +61,7 @@ struct IndexCheckParams {
   bool one_dimensional;
   int64_t rows;
   int64_t columns;
-  int64_t row_stride;        // elements
+  int64_t row_stride;        // elements; one-dimensional and 0: the rows are parts of one list
   int64_t first_column = 0;  // of the tensor, for the message
 
   // With row_lengths, a column is checked only if some query token of the row may read it.
@@ -74,6 +74,11 @@ struct IndexCheckParams {
   // at row_starts[row]; their number is cumulative_lengths[row + 1] - cumulative_lengths[row].
   const int32_t* cumulative_lengths = nullptr;  // [rows + 1], or null
   const int32_t* row_starts = nullptr;          // [rows], or null: 0
+
+  // Of the tensor, for the message.
+  VLLM_KERNELS_HOST_DEVICE int64_t row_of_tensor(int64_t row) const {
+    return one_dimensional && row_stride == 0 ? 0 : row;
+  }
 
   // The bounds of an element. `previous` is the one before it; unused in row 0.
   VLLM_KERNELS_HOST_DEVICE IndexBounds bounds_of(int64_t row, int64_t value,

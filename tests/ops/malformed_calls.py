@@ -45,6 +45,7 @@ from vllm_kernels import reference
 OPS = sorted(VALID_CALLS)
 SECONDS_OF_A_CALL = 100  # more is a hang
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+PAGE_LIST = {"block_tables": "kv_indices", "seq_lens": "last_page_len"}
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 
 
@@ -74,6 +75,8 @@ def typed_arguments(op: str, call: Call) -> Call:
     names = [argument.name for argument in schema_of(op).arguments]
     if len(names) == len(parameters) and op != "softmax":  # they may have other names
         return {p: call[n] for p, n in zip(parameters, names) if n in call}
+    if op == "paged_attention" and call["kv_indptr"] is not None:
+        call = {PAGE_LIST.get(name, name): value for name, value in call.items()}
     given = {name: call[name] for name in parameters if name in call}
     makes_out = "out" in parameters and parameters["out"].default is None
     if makes_out and random.random() < 0.5:
@@ -287,6 +290,7 @@ def reference_of(attack: Attack, copies: Call) -> Call:
         return {}
     call = {key: each_tensor(value, Tensor.clone) for key, value in copies.items()}
     call["x"] = call.get("input")
+    call |= {name: call[other] for name, other in PAGE_LIST.items() if other in call}
     if not attack.typed and "window_right" in call:
         call["causal"] = call["window_right"] == 0
         call["window"] = (call.get("window_left"), call["window_right"])

@@ -400,9 +400,15 @@ def attend(op: str) -> Call:
     tokens, heads = sum(counts), group * cache.heads
     query = torch.randn(tokens, heads, cache.head_size).to(cache.dtype)
     starts = None if counts[1] == 1 else ints(0, 2, 2, 5)
+    pages = cache.tables([cache.slots, 1, 9]) | {"kv_indptr": None}
+    if random.random() < 0.3:
+        pages = {
+            "block_tables": torch.randperm(cache.blocks).repeat(2).int(), "seq_lens": ints(5, 0, 3),
+            "kv_indptr": ints(0, cache.blocks, cache.blocks, cache.blocks + 2), "max_pages": 4,
+        }  # fmt: skip
     return {
         "out": unset_like(query), "lse": maybe(unset(tokens, heads)), "query": query,
-        **cache.caches(), **cache.tables([cache.slots, 1, 9]), "query_start_loc": starts,
+        **cache.caches(), **pages, "query_start_loc": starts,
         **scores(heads), "sliding_window": choice([0, 5]), **cache.scales(),
         "layout": cache.layout, "max_query_len": 1 if starts is None else 3, "workspace": None,
         "fixed_split_size": choice([0, 0, 16]), "kv_ready": choice([True, False]),

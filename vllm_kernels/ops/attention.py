@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._types import KVCacheDType, Layout
+from ..errors import InvalidArgument, InvalidType
 from ._common import (
     ONE_OR_EACH_HEAD,
     calls,
@@ -226,8 +227,8 @@ def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     *,
     scale: float | None = ...,
     query_start_loc: Tensor | None = ...,
@@ -246,14 +247,18 @@ def paged_attention(
     kv_ready: bool = ...,
     causal: bool = ...,
     window_right: int = ...,
+    kv_indptr: Tensor | None = ...,
+    kv_indices: Tensor | None = ...,
+    last_page_len: Tensor | None = ...,
+    max_pages: int | None = ...,
 ) -> Tensor: ...
 @overload
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     *,
     scale: float | None = ...,
     query_start_loc: Tensor | None = ...,
@@ -272,14 +277,18 @@ def paged_attention(
     kv_ready: bool = ...,
     causal: bool = ...,
     window_right: int = ...,
+    kv_indptr: Tensor | None = ...,
+    kv_indices: Tensor | None = ...,
+    last_page_len: Tensor | None = ...,
+    max_pages: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     *,
     scale: float | None = ...,
     query_start_loc: Tensor | None = ...,
@@ -298,13 +307,17 @@ def paged_attention(
     kv_ready: bool = ...,
     causal: bool = ...,
     window_right: int = ...,
+    kv_indptr: Tensor | None = ...,
+    kv_indices: Tensor | None = ...,
+    last_page_len: Tensor | None = ...,
+    max_pages: int | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
+    block_tables: Tensor | None = None,
+    seq_lens: Tensor | None = None,
     *,
     scale: float | None = None,
     query_start_loc: Tensor | None = None,
@@ -323,6 +336,10 @@ def paged_attention(
     kv_ready: bool = False,
     causal: bool = True,
     window_right: int = -1,
+    kv_indptr: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    last_page_len: Tensor | None = None,
+    max_pages: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of any query tokens to the pages of their sequences, causal by default.
 
@@ -399,6 +416,12 @@ def paged_attention(
             speculatively, and validated afterwards; a wrong speculation only costs time.
         causal: False: tokens after its position p are visible too, up to p + window_right.
         window_right: of causal = False only; -1: all of the sequence.
+        kv_indptr, kv_indices, last_page_len: in place of block_tables and seq_lens, the table in
+            CSR form as FlashInfer has it, int32 [num_seqs + 1], [num_page_ids] and [num_seqs].
+            Sequence i has the pages kv_indices[kv_indptr[i] : kv_indptr[i + 1]], and
+            last_page_len[i] tokens in the last one. Without pages it gives 0. Ids of no sequence
+            are ignored.
+        max_pages: a bound on a sequence's pages in CSR form; None: num_page_ids.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
@@ -419,6 +442,11 @@ def paged_attention(
         >>> out = vllm_kernels.paged_attention(query, keys, values, table, length, layout="NHD")
         >>> torch.allclose(out, torch.ones(1, 4, 64))
         True
+        >>> pages = {"kv_indptr": [0, 2], "kv_indices": [3, 5], "last_page_len": [4]}  # the same
+        >>> pages = {name: torch.tensor(x, dtype=torch.int32) for name, x in pages.items()}
+        >>> csr = vllm_kernels.paged_attention(query, keys, values, **pages, layout="NHD")
+        >>> torch.equal(out, csr)
+        True
     """
     if modes_are_on() and may_skip_modes():
         return without_modes(paged_attention, locals())
@@ -431,6 +459,7 @@ def paged_attention(
         out is None and query_start_loc is None and max_query_len is None and not return_lse
         and alibi_slopes is None and sinks is None and k_scale is None and v_scale is None
         and workspace is None and causal and not (fixed_split_size or kv_ready)
+        and kv_indptr is None
         and not is_dynamo_compiling()
     ):  # fmt: skip
         plain = query, key_cache, value_cache, block_tables, seq_lens, scale, layout
@@ -440,12 +469,20 @@ def paged_attention(
             pass  # the general call has the error's text
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
+    if kv_indptr is not None:
+        if block_tables is not None or seq_lens is not None:
+            raise InvalidArgument(
+                "paged_attention: kv_indptr: expected no block_tables and seq_lens, got some"
+            )
+        _require_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
+        block_tables, seq_lens = kv_indices, last_page_len
     op = _traced if is_dynamo_compiling() else _direct
     try:
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:
             max_query_len = 1 if query_start_loc is None else query.shape[0]
+        max_pages = -1 if max_pages is None else max_pages
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         if query_start_loc is not None:
             out = _owned_by_nobody(query, out, lse)
@@ -455,10 +492,18 @@ def paged_attention(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
             workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
+            kv_indptr, max_pages,
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
+
+
+def _require_tensors(op: str, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            got = "None" if value is None else type(value).__name__
+            raise InvalidType(f"{op}: {name}: expected a tensor, got {got}")
 
 
 def _owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:

@@ -115,6 +115,20 @@ def _paged_keys(
     return keys_of
 
 
+def table_of_page_list(
+    kv_indptr: Tensor, kv_indices: Tensor, last_page_len: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """A table in CSR form -> (block_tables [num_seqs, most pages], seq_lens [num_seqs])."""
+    ends = kv_indptr.tolist()
+    pages = [kv_indices[first:end] for first, end in pairwise(ends)]
+    tables = torch.zeros(len(pages), max(map(len, pages), default=0), dtype=torch.int32)
+    for row, ids in zip(tables, pages):
+        row[: len(ids)] = ids
+    counts = torch.tensor(ends).diff()
+    lens = torch.where(counts > 0, (counts - 1) * block_size + last_page_len.cpu(), 0)
+    return tables.to(kv_indices.device), lens.int().to(kv_indices.device)
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -133,12 +147,17 @@ def paged_attention(
     layout: str = "vllm",
     causal: bool = True,
     window_right: int = -1,
+    kv_indptr: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query tokens attend to the pages of their sequence -> (out, lse) in float64.
 
     Shapes and meaning as the op's; out [num_tokens, num_heads, head_size], lse [num_tokens,
-    num_heads]. Tokens that no sequence owns give 0 and -inf.
+    num_heads]. Tokens that no sequence owns give 0 and -inf. With kv_indptr, block_tables and
+    seq_lens are kv_indices and last_page_len.
     """
+    if kv_indptr is not None:
+        block_size = token_rows(value_cache[:0], layout).shape[1]
+        block_tables, seq_lens = table_of_page_list(kv_indptr, block_tables, seq_lens, block_size)
     keys_of = _paged_keys(key_cache, value_cache, block_tables, k_scale, v_scale, layout)
     right = 0 if causal else window_right
     starts = list(range(len(query) + 1)) if query_start_loc is None else query_start_loc.tolist()

@@ -84,4 +84,10 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
                 const Tensor& seq_lens, Size& num_seqs, Arguments& read,
                 int64_t max_seq_len = INT64_MAX);
 
+// The same for a table in CSR form: kv_indices [num_page_ids], last_page_len [num_seqs] and
+// kv_indptr [num_seqs + 1], all int32. max_pages: the caller's bound on a sequence's pages, or -1.
+void read_page_list(Expect& expect, PagedAttentionParams& params, const Tensor& kv_indices,
+                    const Tensor& last_page_len, const Tensor& kv_indptr, int64_t max_pages,
+                    Size& num_seqs, Arguments& read);
+
 }  // namespace vllm_kernels

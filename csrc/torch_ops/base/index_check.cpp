@@ -18,7 +18,8 @@ std::string value_text(const BadIndex& bad) {
 
 [[noreturn]] void fail(const BadIndex& bad) {
   const IndexBounds& bounds = bad.bounds;
-  std::string text = std::string(bad.op) + ": " + bad.argument + "[" + std::to_string(bad.row) +
+  std::string text = std::string(bad.op) + ": " + bad.argument + "[" +
+                     std::to_string(bad.one_dimensional ? bad.row + bad.column : bad.row) +
                      (bad.one_dimensional ? "" : ", " + std::to_string(bad.column)) +
                      "] = " + value_text(bad) + ": expected ";
   if (bounds.is_scale) {
@@ -55,7 +56,8 @@ void scan_as(const IndexCheckParams& p) {
       const int64_t value = values[column];
       if (value >= bounds.low && value < bounds.high) continue;
       if (bounds.skip && value == -1) continue;
-      fail({p.op, p.argument, bounds, p.one_dimensional, false, row, column, value});
+      fail({p.op, p.argument, bounds, p.one_dimensional, false, p.row_of_tensor(row), column,
+            value});
     }
   }
 }
@@ -88,6 +90,24 @@ void check_index(const Expect& expect, const Argument& values, const IndexBounds
         .cumulative_lengths = used.cumulative_lengths,
         .row_starts = used.row_starts},
        values);
+}
+
+void check_page_ids(const Expect& expect, const Argument& ids, const Argument& indptr,
+                    int64_t num_blocks) {
+  if (ids.data() == nullptr || indptr.data() == nullptr) return;
+  const int32_t* starts = indptr.as<const int32_t>();
+  scan({.op = expect.op(),
+        .argument = ids.name(),
+        .bounds = {.noun = "a block", .high = num_blocks},
+        .values = ids.data(),
+        .is_int64 = false,
+        .one_dimensional = true,
+        .rows = indptr.numel() - 1,
+        .columns = ids.numel(),
+        .row_stride = 0,
+        .cumulative_lengths = starts,
+        .row_starts = starts},
+       ids);
 }
 
 void check_scale(const Expect& expect, const Argument& scale) {

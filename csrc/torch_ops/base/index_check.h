@@ -40,6 +40,11 @@ void check_scale(const Expect& expect, const Argument& scale);
 void check_unique(const Expect& expect, const Argument& values, int64_t column,
                   const IndexBounds& bounds);
 
+// A list of block ids in CSR form: the ids of sequence i are those from indptr[i] to indptr[i + 1].
+// Others are not checked.
+void check_page_ids(const Expect& expect, const Argument& ids, const Argument& indptr,
+                    int64_t num_blocks);
+
 // Throws the first finding of earlier CUDA ops' finished scans, without a sync. launch() calls it.
 void raise_bad_index();
 
