@@ -14,6 +14,7 @@
 #include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
+#include "ops/page_list.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
@@ -124,6 +125,7 @@ VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_bf16)
 VLLM_KERNELS_DECLARE_AT(PagedAttentionPlan, avx512_amx)
 #endif
 VLLM_KERNELS_DECLARE(KvcacheIndicesParams)
+VLLM_KERNELS_DECLARE(PageListParams)
 VLLM_KERNELS_DECLARE(MergeAttnStatesParams)
 VLLM_KERNELS_DECLARE(CombineAttnPartialsParams)
 

@@ -11,6 +11,7 @@
 #include "ops/gather_cache.h"
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
+#include "ops/page_list.h"
 #include "ops/paged_attention.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
@@ -59,6 +60,7 @@ void launch_paged_attention(const PagedAttentionParams& params, void* workspace,
                             Stream stream);
 void launch(const FusedDecodeAttentionParams& params, void* workspace, Stream stream);
 void launch(const KvcacheIndicesParams& params, Stream stream);
+void launch(const PageListParams& params, Stream stream);
 void launch(const MergeAttnStatesParams& params, Stream stream);
 void launch(const CombineAttnPartialsParams& params, Stream stream);
 

@@ -48,10 +48,10 @@ struct PagedAttentionParams {
   const void* query;            // [num_tokens, num_heads, head_size], contiguous heads
   int64_t query_stride;         // elements between tokens of query
   PagedKv kv;                   // v1 and v2: layout vllm
-  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]; see page_indptr
+  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]
   int64_t block_table_stride;   // elements between rows
   int32_t max_blocks_per_seq;
-  const int32_t* seq_lens;    // [num_seqs]; see page_indptr
+  const int32_t* seq_lens;    // [num_seqs]
   const float* alibi_slopes;  // [num_heads], or null
   int32_t num_seqs;
   int32_t num_heads;    // a multiple of kv.num_kv_heads
@@ -82,11 +82,6 @@ struct PagedAttentionParams {
   // its rows; seq_lens and block_tables are null. With seq_lens (CUDA: gathered pages) these have
   // the lengths, and the rows are valid.
   const int32_t* key_start_loc = nullptr;  // [num_seqs + 1]
-  // [num_seqs + 1], or null. Not null: a table in CSR form. block_tables is one list of
-  // num_page_ids block ids. A sequence has those from page_indptr[seq] to page_indptr[seq + 1], at
-  // most max_blocks_per_seq. seq_lens has the tokens of its last page.
-  const int32_t* page_indptr = nullptr;
-  int64_t num_page_ids = 0;
   // CUDA: this is the second of two concurrent launches that share a batch. Sequences of more than
   // max_query_len query tokens belong to the first one.
   bool concurrent = false;
@@ -132,29 +127,9 @@ VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_length(const PagedAttentio
   if (length > p.max_seq_len) length = p.max_seq_len;
   return length < 0 ? 0 : static_cast<int32_t>(length);
 }
-
-// CSR form: the length of a sequence that has the ids from `first` to `end`.
-VLLM_KERNELS_HOST_DEVICE static inline int64_t length_of_pages(const PagedAttentionParams& p,
-                                                               int32_t first, int32_t end,
-                                                               int32_t last_page_len) {
-  const int64_t pages = row_range(first, end, p.num_page_ids).count;
-  const int32_t page = p.kv.block_size;
-  const int32_t last = last_page_len < 0 ? 0 : last_page_len > page ? page : last_page_len;
-  return pages == 0 ? 0 : (pages - 1) * page + last;
-}
-
 VLLM_KERNELS_HOST_DEVICE static inline int32_t usable_seq_len(const PagedAttentionParams& p,
                                                               int32_t seq) {
-  if (p.page_indptr == nullptr) return usable_length(p, p.seq_lens[seq]);
-  return usable_length(
-      p, length_of_pages(p, p.page_indptr[seq], p.page_indptr[seq + 1], p.seq_lens[seq]));
-}
-
-// The block ids of a sequence's pages, as many as usable_seq_len() needs.
-VLLM_KERNELS_HOST_DEVICE static inline const int32_t* table_of(const PagedAttentionParams& p,
-                                                               int32_t seq) {
-  if (p.page_indptr == nullptr) return p.block_tables + seq * p.block_table_stride;
-  return p.block_tables + row_range(p.page_indptr[seq], INT32_MAX, p.num_page_ids).first;
+  return usable_length(p, p.seq_lens[seq]);
 }
 
 // A sequence's keys: `first` is a row of contiguous keys, 0 of pages.

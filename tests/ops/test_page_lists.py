@@ -118,10 +118,7 @@ def test_too_few_tokens_on_the_cpu():
     case = make_case("cpu", torch.float32, [37, 20], [3, 20])
     pages = page_list(case)
     pages["last_page_len"][1] -= 1
-    with raises(
-        r"^paged_attention: kv_indptr: the pages of sequence 1 hold 19 tokens, expected at least "
-        r"its 20 query tokens$"
-    ):
+    with raises(r"^paged_attention: length\[1\] = 19: expected at least its 20 query tokens$"):
         attend(case, pages)
 
 

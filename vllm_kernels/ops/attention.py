@@ -469,6 +469,7 @@ def paged_attention(
             pass  # the general call has the error's text
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
+    list_of_pages: tuple[object, ...] = ()
     if kv_indptr is not None:
         if block_tables is not None or seq_lens is not None:
             raise InvalidArgument(
@@ -476,13 +477,14 @@ def paged_attention(
             )
         _require_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
         block_tables, seq_lens = kv_indices, last_page_len
+        max_pages = -1 if max_pages is None else max_pages
+        list_of_pages = kv_indptr, max_pages
     op = _traced if is_dynamo_compiling() else _direct
     try:
         if scale is None:
             scale = max(1, query.shape[-1]) ** -0.5
         if max_query_len is None:
             max_query_len = 1 if query_start_loc is None else query.shape[0]
-        max_pages = -1 if max_pages is None else max_pages
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         if query_start_loc is not None:
             out = _owned_by_nobody(query, out, lse)
@@ -492,7 +494,7 @@ def paged_attention(
             out, lse, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale,
             alibi_slopes, sliding_window, softcap, sinks, k_scale, v_scale, layout, max_query_len,
             workspace, fixed_split_size, kv_ready, 0 if causal else window_right,
-            kv_indptr, max_pages,
+            *list_of_pages,
         )  # fmt: skip
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None

@@ -131,7 +131,7 @@ class PageBlockIterator {
     const PagedKv& kv = p_.kv;
     block.split = split_;
     block.starts_split = token_ == split_.begin;
-    const int32_t* table = table_of(p_, split_.seq);
+    const int32_t* table = p_.block_tables + split_.seq * p_.block_table_stride;
     if (block.starts_split || token_ >= warmed_) warm_tlb(table);
     const int32_t max_pages =
         kv.layout == KvLayout::kVllm ? block_tokens_ / kv.block_size : block_tokens_;

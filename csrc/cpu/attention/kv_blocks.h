@@ -166,7 +166,7 @@ class KvBlockLoader {
       if (kv_block.count > 0) call(0, tile.keys.first + kv_block.first, kv_block.count, 0);
       return;
     }
-    const int32_t* table = table_of(p_, tile.seq);
+    const int32_t* table = p_.block_tables + tile.seq * p_.block_table_stride;
     for (int done = 0; done < kv_block.count;) {
       const int32_t token = kv_block.first + done, slot = token % kv_.block_size;
       const int slots = min_int32(kv_.block_size - slot, kv_block.count - done);

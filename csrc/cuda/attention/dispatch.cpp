@@ -123,10 +123,8 @@ bool should_gather(const PagedAttentionParams& p, uint32_t sm90_obstacles) {
   const bool is_8_bit = size_of(p.kv.dtype) == 1;
   const bool has_slow_rows = p.kv.layout != KvLayout::kVllm && p.kv.head_size % 16 != 0;
   const int64_t rows = int64_t{p.max_query_len} * group_of(p);
-  // The room depends on the batch. With fixed_split_size the kernel must not. Tables in CSR form
-  // are not gathered.
-  return p.fixed_split_size == 0 && p.page_indptr == nullptr &&
-         (sm90_obstacles & ~kGone) == kNoObstacle &&
+  // The room depends on the batch. With fixed_split_size the kernel must not.
+  return p.fixed_split_size == 0 && (sm90_obstacles & ~kGone) == kNoObstacle &&
          (((is_8_bit || sm90_obstacles != kNoObstacle) && rows >= kGatherRows) ||
           (has_slow_rows && rows >= kGatherSlowRows));
 }

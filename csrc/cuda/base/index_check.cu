@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) index_check_kernel(IndexCheckParams 
                  .bounds = bounds_at(p, i),
                  .one_dimensional = p.one_dimensional,
                  .repeated = !out_of_bounds(bounds_at(p, i), value),
-                 .row = p.row_of_tensor(i / p.columns),
+                 .row = i / p.columns,
                  .column = i % p.columns + p.first_column,
                  .value = value};
   __threadfence_system();

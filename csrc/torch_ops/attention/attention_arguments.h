@@ -2,6 +2,7 @@
 #pragma once
 #include <optional>
 
+#include "ops/page_list.h"
 #include "ops/paged_attention.h"
 #include "torch_ops/base/check.h"
 
@@ -84,10 +85,20 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
                 const Tensor& seq_lens, Size& num_seqs, Arguments& read,
                 int64_t max_seq_len = INT64_MAX);
 
-// The same for a table in CSR form: kv_indices [num_page_ids], last_page_len [num_seqs] and
-// kv_indptr [num_seqs + 1], all int32. max_pages: the caller's bound on a sequence's pages, or -1.
-void read_page_list(Expect& expect, PagedAttentionParams& params, const Tensor& kv_indices,
-                    const Tensor& last_page_len, const Tensor& kv_indptr, int64_t max_pages,
-                    Size& num_seqs, Arguments& read);
+// The same for a table in CSR form: kv_indices [num_ids], last_page_len [num_seqs] and kv_indptr
+// [num_seqs + 1], all int32. max_pages: the caller's bound on a sequence's pages, or -1. Sets all
+// but the pointers of block_tables and seq_lens.
+PageListParams read_page_list(Expect& expect, PagedAttentionParams& params,
+                              const Tensor& kv_indices, const Tensor& last_page_len,
+                              const Tensor& kv_indptr, int64_t max_pages, Size& num_seqs,
+                              Arguments& read);
+
+// The memory of block_tables and seq_lens during the launch.
+struct BlockTables {
+  std::optional<Tensor> tables, seq_lens;
+};
+// Makes and sets block_tables and seq_lens.
+BlockTables make_tables(Expect& expect, PagedAttentionParams& params, PageListParams list,
+                        const Tensor& query);
 
 }  // namespace vllm_kernels

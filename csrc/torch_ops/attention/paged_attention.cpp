@@ -48,9 +48,10 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   params.window_right = right_window(expect, window_right);
   void* scratch = read_workspace(expect, workspace, written);
   read_query_start_loc(expect, params, queries, or_null(query_start_loc), max_query_len, read);
+  PageListParams list{};
   if (kv_indptr) {
-    read_page_list(expect, params, block_tables, seq_lens, *kv_indptr, max_pages, queries.num_seqs,
-                   read);
+    list = read_page_list(expect, params, block_tables, seq_lens, *kv_indptr, max_pages,
+                          queries.num_seqs, read);
   } else {
     read_pages(expect, params, block_tables, seq_lens, queries.num_seqs, read);
   }
@@ -59,6 +60,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   if (queries.num_seqs == 0 || queries.num_tokens == 0) return;
   set_queries(params, queries);
   raise_bad_index();
+  const BlockTables made = kv_indptr ? make_tables(expect, params, list, query) : BlockTables();
   launch_paged_attention(params, query, scratch);
 }
 
@@ -303,51 +305,6 @@ void read_pages(Expect& expect, PagedAttentionParams& params, const Tensor& bloc
                .query_start_loc = params.query_start_loc,
                .sliding_window = params.sliding_window});
   read.add(tables, lens);
-}
-
-namespace {
-
-// CPU: as read_pages() checks seq_lens.
-void check_query_tokens(Expect& expect, const PagedAttentionParams& p, int64_t num_seqs) {
-  if (!kOnCpu || p.query_start_loc == nullptr || p.window_right != 0) return;
-  for (int32_t seq = 0; seq < num_seqs; ++seq) {
-    const int32_t length = usable_seq_len(p, seq);
-    const int32_t queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
-    if (length == 0 || length >= queries) continue;
-    expect.fail("kv_indptr: the pages of sequence " + std::to_string(seq) + " hold " +
-                std::to_string(length) + " tokens, expected at least its " +
-                std::to_string(queries) + " query tokens");
-  }
-}
-
-}  // namespace
-
-void read_page_list(Expect& expect, PagedAttentionParams& params, const Tensor& kv_indices,
-                    const Tensor& last_page_len, const Tensor& kv_indptr, int64_t max_pages,
-                    Size& num_seqs, Arguments& read) {
-  Size ends("num_seqs + 1", num_seqs + 1, num_seqs.source), size("num_page_ids");
-  const Argument indptr = expect.tensor("kv_indptr", kv_indptr).int32().shape({&ends}).contiguous();
-  const Argument ids = expect.tensor("kv_indices", kv_indices).int32().shape({&size}).contiguous();
-  const Argument last =
-      expect.tensor("last_page_len", last_page_len).int32().shape({&num_seqs}).contiguous();
-  const int64_t most = number_of_tokens(expect, max_pages, -1,
-                                        "max_pages: expected a number of pages >= 0 (-1: any)");
-  params.num_page_ids = int32_size(ids, "num_page_ids", size);
-  params.max_blocks_per_seq =
-      clamped_int32(most < 0 ? int64_t{size} : std::min<int64_t>(most, size));
-  params.block_tables = ids.as<const int32_t>();
-  params.seq_lens = last.as<const int32_t>();
-  params.page_indptr = indptr.as<const int32_t>();
-  params.max_seq_len = int64_t{params.max_blocks_per_seq} * params.kv.block_size;
-  check_index(expect, indptr,
-              {.noun = "a rising end of a list, at most max_pages past the one before,",
-               .high = size + 1,
-               .max_increase = params.max_blocks_per_seq});
-  check_index(expect, last,
-              {.noun = "a number of tokens of a page", .high = params.kv.block_size + 1});
-  check_page_ids(expect, ids, indptr, params.kv.num_blocks);
-  if (last.data() != nullptr && num_seqs > 0) check_query_tokens(expect, params, num_seqs);
-  read.add(indptr, ids, last);
 }
 
 }  // namespace vllm_kernels

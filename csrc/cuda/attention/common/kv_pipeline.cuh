@@ -147,7 +147,7 @@ class KvPipeline {
                                              int seq, int seq_len, int kv_head, int first, int step,
                                              int count) {
     seq_len_ = seq_len;
-    table_ = table_of(p, seq);
+    table_ = p.block_tables + seq * p.block_table_stride;
     kv_head_ = kv_head;
     key_ = in_16_bytes(p.kv.key) + static_cast<uint64_t>(kv_head_) * layout_.key_head;
     value_ = in_16_bytes(p.kv.value) + static_cast<uint64_t>(kv_head_) * layout_.value_head;

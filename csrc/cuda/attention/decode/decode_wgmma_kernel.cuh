@@ -81,7 +81,7 @@ __device__ __forceinline__ void prefetch_pages(const PagedAttentionParams& p,
   uint32_t block = ~0u;
   if (lane < consumers * pipeline.stages << pipeline.pages_shift &&
       page << pipeline.page_shift < work_tile.sequence.seq_len) {
-    block = __ldcg(&table_of(p, work_tile.seq)[page]);
+    block = __ldcg(&p.block_tables[work_tile.seq * p.block_table_stride + page]);
   }
 #pragma unroll 1
   for (uint32_t left = __ballot_sync(0xffffffffu, block < p.kv.num_blocks); left != 0;

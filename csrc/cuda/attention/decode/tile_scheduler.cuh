@@ -21,8 +21,8 @@
 // Each warp computes the schedule by itself, with one sequence per lane and 32 sequences per round.
 // That needs no barrier.
 //
-// Early reads: seq_lens and query_start_loc, if may_speculate() says so (not in CSR form).
-// validate() checks them after the PDL wait.
+// Early reads: seq_lens and query_start_loc, if may_speculate() says so. validate() checks them
+// after the PDL wait.
 #pragma once
 #include "cuda/attention/common/heuristics.h"
 #include "cuda/attention/common/scheduling.cuh"
@@ -85,11 +85,6 @@ __device__ __forceinline__ SequenceIndices load_indices(const PagedAttentionPara
     return opaque(from_l2) | opaque(from_l1);
   };
   SequenceIndices indices = {.seq_len = load(&p.seq_lens[seq]), .first_query = 0, .end_query = 0};
-  if (p.page_indptr != nullptr) {
-    const int64_t length = length_of_pages(p, load(&p.page_indptr[seq]),
-                                           load(&p.page_indptr[seq + 1]), indices.seq_len);
-    indices.seq_len = static_cast<int32_t>(min(length, int64_t{INT32_MAX}));
-  }
   if (p.query_start_loc != nullptr) {
     indices.first_query = load(&p.query_start_loc[seq]);
     indices.end_query = load(&p.query_start_loc[seq + 1]);
@@ -157,9 +152,7 @@ struct KeptIndices {
     if (kKept == 1 || one_round(p)) return;
 #pragma unroll
     for (int round = 1; round < kKept; ++round) {
-      const int seq = opaque(min(round * 32 + lane, last));
-      seq_lens[round] =
-          p.page_indptr == nullptr ? __ldcg(&p.seq_lens[seq]) : load_indices(p, seq, true).seq_len;
+      seq_lens[round] = __ldcg(&p.seq_lens[opaque(min(round * 32 + lane, last))]);
     }
   }
   __device__ __forceinline__ void set(const SequenceIndices& only) {
@@ -188,7 +181,7 @@ class TileScheduler {
   // Whether the schedule is made speculatively, before the primary kernel has ended.
   static __device__ __forceinline__ bool may_speculate(const PagedAttentionParams& p) {
 #if defined(VLLM_KERNELS_HAS_SM90)
-    return keeps(p) && !p.kv_ready && !p.concurrent && p.page_indptr == nullptr;
+    return keeps(p) && !p.kv_ready && !p.concurrent;
 #else
     return false;
 #endif

@@ -179,7 +179,7 @@ struct SimtCta {
         static_cast<const Cache*>(p.kv.key) + tokens.first_key * p.kv.key_token_stride;
     const Cache* values =
         static_cast<const Cache*>(p.kv.value) + tokens.first_key * p.kv.value_token_stride;
-    const int32_t* table = table_of(p, tokens.seq);
+    const int32_t* table = p.block_tables + tokens.seq * p.block_table_stride;
     for (int first = begin + warp * 32; first < end; first += kSimtWarps * 32) {
       const int token = first + lane;
       const uint32_t visible = token < end ? visible_heads(token) : 0;

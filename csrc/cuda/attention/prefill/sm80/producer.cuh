@@ -193,7 +193,8 @@ struct Sm80Producer {
     } else {
       const uint32_t page = shape.page_divisor.divide(token);
       address.in_page = token - page * shape.page_tokens;
-      if (is_visible(work_tile, token)) block = table_of(p, work_tile.seq)[page];
+      if (is_visible(work_tile, token))
+        block = p.block_tables[work_tile.seq * p.block_table_stride + page];
     }
     address.present = static_cast<uint32_t>(block) < static_cast<uint64_t>(p.kv.num_blocks);
     const uint64_t from = address.present ? block : 0;
@@ -232,7 +233,7 @@ struct Sm80Producer {
       const uint32_t page = shape.page_divisor.divide(first);
       in_page = first - page * shape.page_tokens;
       in_one_page = shape.page_tokens % 16 == 0;
-      if (in_one_page) block = table_of(p, work_tile.seq)[page];
+      if (in_one_page) block = p.block_tables[work_tile.seq * p.block_table_stride + page];
       in_one_page &= block < static_cast<uint64_t>(p.kv.num_blocks);
     }
     const uint32_t head = work_tile.kv_head;

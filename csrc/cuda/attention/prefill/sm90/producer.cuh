@@ -84,7 +84,7 @@ class TilePages {
 
   __device__ __forceinline__ TilePages(const PagedAttentionParams& p, const PrefillShape& shape,
                                        const PrefillTile& work_tile, int lane, int box_shift = 0)
-      : table_(table_of(p, work_tile.seq)),
+      : table_(p.block_tables + work_tile.seq * p.block_table_stride),
         page_shift_(shape.page_shift),
         num_blocks_(static_cast<int>(p.kv.num_blocks)),
         contiguous_(Config::kForm == KvForm::kSwizzledRows && p.key_start_loc != nullptr),
