@@ -54,6 +54,9 @@ def merge_state_in_place(
         s, s_other: float32 [seq_len, num_heads]; s is written.
         mask: bool [seq_len]: the tokens to merge; None: all.
 
+    Raises:
+        InvalidArgument: for tensors that do not fit each other, by name.
+
     Example:
         >>> from vllm_kernels.compat.flashinfer import merge_state_in_place
         >>> v, s = torch.zeros(1, 1, 8), torch.zeros(1, 1)

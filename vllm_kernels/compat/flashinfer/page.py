@@ -23,6 +23,9 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     Returns:
         [batch_size]. A sequence without pages has kv_last_page_len tokens, as in FlashInfer.
 
+    Raises:
+        RuntimeError: for tensors that torch cannot add, in its words.
+
     Example:
         >>> from vllm_kernels.compat.flashinfer import get_seq_lens
         >>> get_seq_lens(torch.tensor([0, 2, 3]), torch.tensor([4, 7]), 16)
@@ -45,6 +48,9 @@ def get_batch_indices_positions(
 
     Returns:
         Two int32 tensors [nnz] on the device of append_indptr. Nothing waits for the GPU.
+
+    Raises:
+        IndexError: for fewer sequences in seq_lens than in append_indptr, on a CPU, in torch's words.
 
     Example:
         >>> from vllm_kernels.compat.flashinfer import get_batch_indices_positions

@@ -96,6 +96,9 @@ def single_prefill_with_kv_cache(
 def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """:func:`single_prefill_with_kv_cache` with return_lse.
 
+    Raises:
+        InvalidArgument: as that function does, for a tensor that does not fit, by name.
+
     Example:
         >>> from vllm_kernels.compat.flashinfer import single_prefill_with_kv_cache_return_lse
         >>> q = torch.randn(3, 2, 64)
