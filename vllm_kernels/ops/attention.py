@@ -470,6 +470,7 @@ def paged_attention(
     if not isinstance(query, Tensor):
         raise refused("paged_attention", TypeError(), {"query": query})
     list_of_pages: tuple[object, ...] = ()
+    max_pages = -1 if max_pages is None else max_pages
     if kv_indptr is not None:
         if block_tables is not None or seq_lens is not None:
             raise InvalidArgument(
@@ -477,7 +478,6 @@ def paged_attention(
             )
         _require_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
         block_tables, seq_lens = kv_indices, last_page_len
-        max_pages = -1 if max_pages is None else max_pages
         list_of_pages = kv_indptr, max_pages
     op = _traced if is_dynamo_compiling() else _direct
     try:

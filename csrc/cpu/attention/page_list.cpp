@@ -1,6 +1,6 @@
 // paged_attention with a table in CSR form: its block table and lengths. A task is a range of
 // sequences.
-#include "ops/page_list.h"
+#include "ops/pages/page_list.h"
 
 #include "cpu/kernels.h"
 

@@ -1,9 +1,9 @@
 // paged_attention with a table in CSR form: the block table and the lengths that its kernels read
-// (ops/page_list.h). For 64 sequences of 2048 tokens in pages of 1 it moves 1 MB.
+// (ops/pages/page_list.h). For 64 sequences of 2048 tokens in pages of 1 it moves 1 MB.
 //
 // Grid: a grid-stride loop over the iterations. Nothing is read or written before the PDL wait: the
 // list may be an earlier kernel's result, and the memory of the table an earlier call's.
-#include "ops/page_list.h"
+#include "ops/pages/page_list.h"
 
 #include <algorithm>
 

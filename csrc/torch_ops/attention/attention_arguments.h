@@ -2,8 +2,8 @@
 #pragma once
 #include <optional>
 
-#include "ops/page_list.h"
 #include "ops/paged_attention.h"
+#include "ops/pages/page_list.h"
 #include "torch_ops/base/check.h"
 
 namespace vllm_kernels {

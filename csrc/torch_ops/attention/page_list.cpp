@@ -1,5 +1,5 @@
-// The part of paged_attention's binding that reads a table in CSR form (ops/page_list.h).
-#include "ops/page_list.h"
+// The part of paged_attention's binding that reads a table in CSR form (ops/pages/page_list.h).
+#include "ops/pages/page_list.h"
 
 #include <algorithm>
 #include <limits>
@@ -33,7 +33,7 @@ PageListParams read_page_list(Expect& expect, PagedAttentionParams& params,
   check_index(expect, last, {.noun = "a number of tokens of a page", .high = block_size + 1});
   check_page_ids(expect, ids, indptr, params.kv.num_blocks);
   read.add(indptr, ids, last);
-  params.max_blocks_per_seq = static_cast<int32_t>(width);
+  params.max_blocks_per_seq = clamped_int32(width);
   params.block_table_stride = width;
   params.max_seq_len = width * block_size;
   return {.indptr = indptr.as<const int32_t>(),
@@ -42,7 +42,7 @@ PageListParams read_page_list(Expect& expect, PagedAttentionParams& params,
           .num_seqs = int32_size(indptr, "num_seqs", num_seqs),
           .num_ids = int32_size(ids, "num_page_ids", size),
           .block_size = block_size,
-          .width = static_cast<int32_t>(width),
+          .width = clamped_int32(width),
           .tables = nullptr,
           .seq_lens = nullptr};
 }

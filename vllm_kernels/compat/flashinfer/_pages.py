@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, device
 
 from ...errors import InvalidArgument
@@ -48,7 +50,7 @@ class Pages:
             buffer[: len(x)].copy_(x, non_blocking=True)
         self._kept = self._buffers[0], self._buffers[1], self._buffers[2]
 
-    def table(self) -> dict[str, Tensor]:
+    def table(self) -> dict[str, Any]:
         """The arguments of paged_attention."""
         assert self._kept is not None
         indptr, indices, last = self._kept

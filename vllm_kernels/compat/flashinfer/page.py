@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._types import KVCacheDType
 from ...ops import reshape_and_cache_flash
 from .._checks import check_tensors
 from ._common import KvLayout, PagedKvCache, check_layout, split_cache
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
-_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_NAMES: dict[torch.dtype, KVCacheDType] = {
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
@@ -50,7 +54,7 @@ def get_batch_indices_positions(
         Two int32 tensors [nnz] on the device of append_indptr. Nothing waits for the GPU.
 
     Raises:
-        IndexError: for fewer sequences in seq_lens than in append_indptr, on a CPU, in torch's words.
+        IndexError: for fewer sequences in seq_lens than in append_indptr, on a CPU.
 
     Example:
         >>> from vllm_kernels.compat.flashinfer import get_batch_indices_positions
