@@ -54,6 +54,8 @@ PRINTED = {
     ("docs/engine.md", "AsyncEngine"): r"True\ntoo late\n4 tokens",
     ("docs/flash_attn.md", "torch.randn"): r"torch\.Size\(\[2, 7, 8, 64\]\)",
     ("docs/flash_attn.md", "compat.install"): r"",
+    ("docs/flashinfer.md", "plan"): r"torch\.Size\(\[2, 8, 64\]\)",
+    ("docs/flashinfer.md", "table"): r"torch\.Size\(\[2, 8, 64\]\)",
     ("docs/from_vllm.md", "as ops"): r"torch\.Size\(\[2, 8, 64\]\)",
     ("docs/kv_cache_manager.md", "cache.swap_out"): r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
     ("docs/kv_cache_manager.md", "truncate"): r"needed 3, free 0\n2 blocks used",
