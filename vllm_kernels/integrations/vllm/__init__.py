@@ -38,6 +38,7 @@ def turn_on() -> None:
     from vllm import envs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
     from vllm_kernels_plugin import BACKEND
 
     from .small_ops import register_small_ops

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,11 @@ on_cpu = current_platform.is_cpu()
 if on_cpu:
     from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackend as _Backend,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionBackendImpl as _Impl,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
         CPUAttentionMetadataBuilder as _Builder,
     )
 else:
@@ -93,8 +97,8 @@ class Backend(_Backend):
     """The class that vLLM takes as CUSTOM, and on a CPU with VLLM_KERNELS_VLLM=1 as CPU_ATTN."""
 
     forward_includes_kv_cache_update = False
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "float32", *FP8]
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "float32", *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -239,7 +243,7 @@ class Impl(_Impl):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
-        self.cache_kind = kv_cache_dtype if kv_cache_dtype in FP8 else "auto"
+        self.cache_kind: Any = kv_cache_dtype if kv_cache_dtype in FP8 else "auto"
         self.window = sliding_window or 0
         self.softcap = float(logits_soft_cap or 0)
         self.sinks = self.float_sinks = sinks
@@ -357,7 +361,7 @@ class Impl(_Impl):
     def attend_by_request(
         self, query: Tensor, cache: tuple[Any, ...], metadata: Metadata, out: Tensor
     ) -> None:
-        """``causal`` is a tensor [num_reqs]: both ways, and each token takes that of its request."""
+        """Where causal is a tensor [num_reqs]: attends both ways, and picks by token."""
         other = torch.empty_like(out)
         self.attend(query, cache, metadata, out, causal=True)
         self.attend(query, cache, metadata, other, causal=False)

@@ -39,13 +39,16 @@ def run_check() -> int:
     except ImportError as error:
         print(error, file=sys.stderr)
         return 2
-    runs = {"run": {"engine": {}, "max_tokens": TOKENS}}
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder)
-            own, ours = (run_job(folder, PROMPTS, on, runs)["run"] for on in (False, True))
+            run = {"model": folder, "prompts": PROMPTS, "max_tokens": TOKENS, "engine": {}}
+            own, ours = (run_job({"run": run}, on)["run"] for on in (False, True))
     except RuntimeError as error:
-        print(f"vllm-check: {error}", file=sys.stderr)
+        own = ours = {"error": str(error)}
+    failure = own.get("error") or ours.get("error")
+    if failure:
+        print(f"vllm-check: {failure}", file=sys.stderr)
         return 1
     equal = sum(a == b for a, b in zip(own["tokens"], ours["tokens"]))
     called, stray = ours["calls"].get("forward", 0), sum(own["calls"].values())

@@ -2,10 +2,10 @@
 
     python -m vllm_kernels.integrations.vllm.run_job < job.json
 
-Job: {"model": folder, "prompts": [[token, ..], ..], "on": whether our kernels are asked for,
-"runs": {name: {"engine": arguments of vllm.LLM, "max_tokens": number}}}. Result: {name: {"tokens":
-[[..], ..], "logprobs": [[..], ..], "calls": {method of ours: number}}}. A run of 0 tokens scores
-the prompts: the log-probability of each token but the first.
+Job: {name: {"model": folder, "prompts": [[token, ..], ..], "max_tokens": number, "engine":
+arguments of vllm.LLM}}. Result: {name: {"tokens": [[..], ..], "logprobs": [[..], ..], "calls":
+{method of ours: number}}}, or {name: {"error": text}}. A run of 0 tokens scores the prompts: the
+log-probability of each token but the first.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from typing import Any
 
-Prompts = list[list[int]]
+Job = dict[str, dict[str, Any]]
 
 
-def run_job(
-    model: str, prompts: Prompts, on: bool, runs: dict[str, Any], **environment: str
-) -> dict[str, Any]:
-    """Starts the process and returns its result.
+def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
+    """Starts the process, in which our kernels are asked for or not, and returns its result.
 
     Raises:
-        RuntimeError: vLLM failed. The message ends with what it printed.
+        RuntimeError: the process failed. The message ends with what it printed.
     """
-    job = {"model": model, "prompts": prompts, "on": on, "runs": runs}
     settings = {
         "VLLM_KERNELS_VLLM": str(int(on)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,7 +39,8 @@ def run_job(
         env={**os.environ, **settings, **environment},
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {(done.stdout + done.stderr)[-4000:]}")
+        printed = (done.stdout + done.stderr)[-4000:]
+        raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -55,23 +54,25 @@ def all_calls(llm: Any) -> Counter[str]:
     return sum((Counter(one) for one in llm.collective_rpc(worker_calls)), Counter[str]())
 
 
-def run(job: dict[str, Any], engine: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+def run(
+    model: str, prompts: list[list[int]], max_tokens: int, engine: dict[str, Any]
+) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
     settings = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True}
-    if job["on"] and not current_platform.is_cpu():
+    if os.environ["VLLM_KERNELS_VLLM"] == "1" and not current_platform.is_cpu():
         settings["attention_backend"] = "CUSTOM"
     settings |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    llm = LLM(job["model"], **settings | engine)
+    llm = LLM(model, **settings | engine)
     before = all_calls(llm)
     params = SamplingParams(
         temperature=0, max_tokens=max_tokens or 1, detokenize=False, ignore_eos=True, logprobs=0,
         prompt_logprobs=None if max_tokens else 0,
     )  # fmt: skip
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
     tokens, logprobs = [], []
-    for ids, output in zip(job["prompts"], llm.generate(prompts, params, use_tqdm=False)):
+    for ids, output in zip(prompts, llm.generate(inputs, params, use_tqdm=False)):
         if max_tokens:
             ids, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs
         else:
@@ -82,12 +83,15 @@ def run(job: dict[str, Any], engine: dict[str, Any], max_tokens: int) -> dict[st
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job: Job = json.load(sys.stdin)
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    results = {}
-    for name, settings in job["runs"].items():
-        results[name] = run(job, settings["engine"], settings["max_tokens"])
+    results: dict[str, Any] = {}
+    for name, settings in job.items():
+        try:
+            results[name] = run(**settings)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
         gc.collect()
         cleanup_dist_env_and_memory()
     print(json.dumps(results))
