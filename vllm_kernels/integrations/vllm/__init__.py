@@ -10,13 +10,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+from torch.compiler import is_compiling
+
 from ..._requirements import require_vllm
 
 __all__ = ["calls", "turn_on"]
 
 calls: Counter[str] = Counter()
-"""How often vLLM called our methods in this process, by their names. A CUDA graph calls them once,
-at capture."""
+"""How often vLLM called our methods and small ops in this process, by their names. Compiled code
+and CUDA graphs call attention, and no small op, through Python: a graph once, at capture."""
+
+
+def count(name: str) -> None:
+    if not is_compiling():
+        calls[name] += 1
 
 
 def turn_on() -> None:

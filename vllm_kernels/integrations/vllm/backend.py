@@ -41,7 +41,7 @@ from ...ops import (
     rope_and_cache,
     static_scaled_fp8_quant,
 )
-from . import calls
+from . import count
 
 require_vllm(__name__)
 
@@ -276,7 +276,7 @@ class Impl(_Impl):
         if not self.served:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        calls["do_kv_cache_update"] += 1
+        count("do_kv_cache_update")
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         reshape_and_cache_flash(
             key, value, key_cache, value_cache, slot_mapping, self.cache_kind, layer._k_scale,
@@ -296,7 +296,7 @@ class Impl(_Impl):
         layer_slot_mapping: Tensor,
     ) -> None:
         """In one launch. ``key`` stays as it is: attention reads the cache."""
-        calls["do_rope_and_kv_cache_update"] += 1
+        count("do_rope_and_kv_cache_update")
         key_cache, value_cache, *scales = self.split_cache(layer, kv_cache)
         rope_and_cache(
             positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache,
@@ -324,7 +324,7 @@ class Impl(_Impl):
             )  # fmt: skip
         if attn_metadata is None:
             return output.zero_()
-        calls["forward"] += 1
+        count("forward")
         count = attn_metadata.num_actual_tokens
         rows, out = query[:count], output[:count]
         result = out if output_scale is None else torch.empty_like(rows)

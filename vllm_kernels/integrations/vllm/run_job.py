@@ -3,9 +3,9 @@
     python -m vllm_kernels.integrations.vllm.run_job < job.json
 
 Job: {name: {"model": folder, "prompts": [[token, ..], ..], "max_tokens": number, "engine":
-arguments of vllm.LLM}}. Result: {name: {"tokens": [[..], ..], "logprobs": [[..], ..], "calls":
-{method of ours: number}}}, or {name: {"error": text}}. A run of 0 tokens scores the prompts: the
-log-probability of each token but the first.
+arguments of vllm.LLM}}. Result: {name: {"tokens": [[..], ..], "logprobs": [[..], ..], "cached":
+[tokens found in the prefix cache, ..], "calls": {method of ours: number}}}, or {name: {"error":
+text}}. A run of 0 tokens scores the prompts: the log-probability of each token but the first.
 """
 
 from __future__ import annotations
@@ -71,15 +71,18 @@ def run(
         prompt_logprobs=None if max_tokens else 0,
     )  # fmt: skip
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
     tokens, logprobs = [], []
-    for ids, output in zip(prompts, llm.generate(inputs, params, use_tqdm=False)):
+    for ids, output in zip(prompts, outputs):
         if max_tokens:
             ids, steps = list(output.outputs[0].token_ids), output.outputs[0].logprobs
         else:
             ids, steps = ids[1:], output.prompt_logprobs[1:]
         tokens.append(ids)
         logprobs.append([step[token].logprob for token, step in zip(ids, steps)])
-    return {"tokens": tokens, "logprobs": logprobs, "calls": all_calls(llm) - before}
+    cached = [output.num_cached_tokens for output in outputs]
+    called = all_calls(llm) - before
+    return {"tokens": tokens, "logprobs": logprobs, "cached": cached, "calls": called}
 
 
 def main() -> None:

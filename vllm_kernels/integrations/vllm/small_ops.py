@@ -10,6 +10,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from ..._ops import library_ops
+from . import count
 
 PROVIDER = "vllm_kernels"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +31,7 @@ def rms_norm_fits(
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
+    count("rms_norm")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if weight is None:
         library_ops.rms_norm_weightless(out, x, epsilon)
@@ -55,6 +57,7 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    count("fused_add_rms_norm")
     if weight is None:
         library_ops.fused_add_rms_norm_weightless(x, x_residual, epsilon)
     else:
@@ -64,6 +67,7 @@ def fused_add_rms_norm(
 
 class KernelSiluAndMul(SiluAndMul):
     def forward_cuda(self, x: Tensor) -> Tensor:
+        count("silu_and_mul")
         out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
         library_ops.silu_and_mul(out, x)
         return out
@@ -75,6 +79,7 @@ class KernelRotaryEmbedding(RotaryEmbedding):
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        count("rotary_embedding")
         table = self._match_cos_sin_cache_dtype(query)
         library_ops.rotary_embedding(
             positions, query, key, self.head_size, table, self.is_neox_style
