@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -101,6 +101,12 @@ def ours(folders: dict[str, str]) -> dict[str, Any]:
     return run_job(job | scores(folders["wide"]), True, **ONE_THREAD)
 
 
+def distances(result: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    """Of the log-probabilities, token by token."""
+    both = zip(chain(*result["logprobs"]), chain(*expected["logprobs"]))
+    return [abs(a - b) for a, b in both]
+
+
 def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """Ours were called, vLLM's own was vLLM's own, and the tokens are equal."""
     for one in (result, expected):
@@ -110,8 +116,7 @@ def check(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert called["forward"] >= LAYERS * TOKENS
     assert called["do_kv_cache_update"] == called["forward"]
     assert result["tokens"] == expected["tokens"]
-    pairs = zip(sum(result["logprobs"], []), sum(expected["logprobs"], []))
-    assert max(abs(a - b) for a, b in pairs) < 1e-3
+    assert max(distances(result, expected)) < 1e-3
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -142,12 +147,11 @@ def test_small_ops(own, ours):
 def error(results: dict[str, Any], name: str, exact: dict[str, Any]) -> float:
     """The mean distance of log-probabilities to vLLM's own in float32."""
     assert "error" not in results[name], results[name].get("error")
-    pairs = zip(sum(results[name]["logprobs"], []), sum(exact["logprobs"], []))
-    return statistics.fmean(abs(a - b) for a, b in pairs)
+    return statistics.fmean(distances(results[name], exact))
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16 by token", "fp8"])
-def test_errors_of_low_precision(own, ours, name, record_property):
+def test_errors_of_low_precision(own, ours, name):
     exact = own["f32 by token" if "token" in name else "f32"]
     theirs, mine = error(own, name, exact), error(ours, name, exact)
     print(f"{name}: mean |logprob - float32's|: vLLM {theirs:.5f}, ours {mine:.5f}")

@@ -325,8 +325,8 @@ class Impl(_Impl):
         if attn_metadata is None:
             return output.zero_()
         count("forward")
-        count = attn_metadata.num_actual_tokens
-        rows, out = query[:count], output[:count]
+        tokens = attn_metadata.num_actual_tokens
+        rows, out = query[:tokens], output[:tokens]
         result = out if output_scale is None else torch.empty_like(rows)
         cache = self.split_cache(layer, kv_cache)
         if isinstance(attn_metadata.causal, Tensor):
@@ -334,7 +334,7 @@ class Impl(_Impl):
         else:
             self.attend(rows, cache, attn_metadata, result, attn_metadata.causal)
         if output_scale is not None:
-            static_scaled_fp8_quant(out.view(count, -1), result.view(count, -1), output_scale)
+            static_scaled_fp8_quant(out.view(tokens, -1), result.view(tokens, -1), output_scale)
         return output
 
     def split_cache(self, layer: Any, kv_cache: Tensor) -> tuple[Any, ...]:
