@@ -45,10 +45,15 @@ BY_TOKEN = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
-PROMPTS = [[random.Random(i).randrange(1, VOCABULARY) for _ in range(5 + 17 * i)] for i in range(6)]
+
+def text(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(1, VOCABULARY), k=length)
+
+
+PROMPTS = [text(i, 5 + 17 * i) for i in range(6)]
 FAMILY = [PROMPTS[5][:64] + tail for tail in PROMPTS[:5]]
 """Prompts with a common beginning of four pages."""
-TEXTS = [[random.Random(i).randrange(1, VOCABULARY) for _ in range(200)] for i in range(12)]
+TEXTS = [text(100 + i, 200) for i in range(12)]
 
 
 @pytest.fixture(scope="session")
