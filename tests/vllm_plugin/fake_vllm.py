@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -47,6 +49,7 @@ class AttentionBackend:
 class AttentionImpl:
     can_return_lse_for_decode = False
     supports_dcp = False
+    dcp_world_size, dcp_rank = 1, 0
 
     def __init__(self, *arguments: object) -> None:
         raise NotImplementedError
@@ -111,6 +114,49 @@ class IrOp:
         return register
 
 
+class Ranks:
+    """Decode context parallelism with a thread a rank: the group, and the two collectives."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.used = world_size, ""
+        self.barrier = threading.Barrier(world_size)
+        self.given: list[Any] = [None] * world_size
+        self.own = threading.local()
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each rank gives, by rank."""
+        self.given[self.own.rank] = mine
+        self.barrier.wait()
+        everyones = list(self.given)
+        self.barrier.wait()
+        return everyones
+
+    def all_gather(self, mine: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchange(mine), dim=dim)
+
+    def combine(
+        self, name: str, out: Tensor, lse: Tensor, group: Ranks, return_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out [tokens, heads, size], lse [tokens, heads] of all ranks' heads -> of this rank's."""
+        assert group is self and return_lse
+        self.used = name
+        outs, lses = zip(*self.exchange((out, lse)))
+        total = torch.stack(lses).logsumexp(0)
+        weights = [(one - total).exp().nan_to_num(0.0)[..., None] for one in lses]
+        whole = sum(weight * one for weight, one in zip(weights, outs))
+        heads = out.shape[1] // self.world_size
+        mine = slice(heads * self.own.rank, heads * (self.own.rank + 1))
+        return whole[:, mine].to(out.dtype), total[:, mine]
+
+
+def local_seq_lens(lens: Tensor, ranks: int, rank: int, interleave: int) -> Tensor:
+    """Token i is on rank (i // interleave) % ranks."""
+    count = [
+        sum(i // interleave % ranks == rank for i in range(length)) for length in lens.tolist()
+    ]
+    return torch.tensor(count, dtype=torch.int32)
+
+
 OUT_OF_TREE: dict[str, type] = {}
 
 
@@ -145,7 +191,9 @@ class Logger:
         self.lines.append(text % arguments)
 
 
-def modules(on_cpu: bool, version: str, log: list[str]) -> dict[str, ModuleType]:
+def modules(
+    on_cpu: bool, version: str, log: list[str], ranks: Ranks | None
+) -> dict[str, ModuleType]:
     """The modules by name; a parent has its children as attributes."""
 
     def layers(config: Any, kind: type, names: list[str]) -> dict[str, Any]:
@@ -154,6 +202,7 @@ def modules(on_cpu: bool, version: str, log: list[str]) -> dict[str, ModuleType]
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version, "__path__": []},
         "vllm.config": {"get_layers_from_vllm_config": layers},
+        "vllm.distributed.parallel_state": {"get_dcp_group": lambda: ranks},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "environment_variables": {}},
         "vllm.ir": {"ops": SimpleNamespace(rms_norm=IrOp(), fused_add_rms_norm=IrOp())},
         "vllm.logger": {"init_logger": lambda name: Logger(log)},
@@ -177,6 +226,11 @@ def modules(on_cpu: bool, version: str, log: list[str]) -> dict[str, ModuleType]
             "CPUAttentionBackendImpl": CpuImpl,
             "CPUAttentionMetadataBuilder": CpuBuilder,
         },
+        "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": local_seq_lens},
+        "vllm.v1.attention.ops.dcp": {
+            name: partial(ranks.combine, name) if ranks else None
+            for name in ("cp_lse_ag_out_rs", "dcp_a2a_lse_reduce")
+        },
         "vllm.v1.attention.backends.registry": {
             "AttentionBackendEnum": BackendEnum,
             "register_backend": OVERRIDES.__setitem__,
@@ -196,18 +250,20 @@ def modules(on_cpu: bool, version: str, log: list[str]) -> dict[str, ModuleType]
 
 
 class Installed:
-    """A vLLM that is installed: `with_version` before our modules are imported."""
+    """Installs a vLLM; our modules are imported anew."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch = monkeypatch
         self.log: list[str] = []
 
-    def install(self, *, on_cpu: bool = True, version: str | None = "0.32.0") -> None:
+    def install(
+        self, *, on_cpu: bool = True, version: str | None = "0.32.0", ranks: Ranks | None = None
+    ) -> None:
         OVERRIDES.clear()
         OUT_OF_TREE.clear()
         for name in OURS:
             self.patch.delitem(sys.modules, name, raising=False)
-        for name, module in modules(on_cpu, version or "", self.log).items():
+        for name, module in modules(on_cpu, version or "", self.log, ranks).items():
             self.patch.setitem(sys.modules, name, module)
         real = importlib.metadata.version
 

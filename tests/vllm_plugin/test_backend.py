@@ -42,7 +42,7 @@ def built(backend: ModuleType, impl: Any, common: Any, device: str = "cpu") -> t
     """The builder of a group with this layer, and a batch's metadata."""
     config = SimpleNamespace(
         layers={"0": SimpleNamespace(impl=impl)},
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
     )
     builder = backend.Builder(SimpleNamespace(), ["0"], config, torch.device(device))
     return builder, None if common is None else builder.build(0, common)

@@ -10,6 +10,7 @@ lie side by side. All strides but the last are free, so vLLM's layouts HND and N
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,6 +43,7 @@ from ...ops import (
     static_scaled_fp8_quant,
 )
 from . import count
+from .context_parallel import Shards, attend_to_shards
 
 require_vllm(__name__)
 
@@ -161,6 +163,9 @@ class Metadata:
     slot_mapping: Tensor
     causal: bool | Tensor
     workspace: Tensor | None
+    shard_lens: Tensor | None = None
+    """[num_seqs], with decode context parallelism: tokens of the context on this rank."""
+    combine: Callable[..., Any] | None = None
 
 
 class Builder(_Builder):
@@ -183,6 +188,8 @@ class Builder(_Builder):
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         for impl in impls:
             impl.move_to(device)
+        sharded = impls[0].dcp_world_size > 1 and getattr(kv_cache_spec, "dcp_sharded", True)
+        self.shards = Shards(vllm_config, impls[0], device) if sharded else None
         # One a builder: vLLM has a builder for each of the batches that it runs side by side.
         self.workspace = paged_attention_workspace(device) if device.type == "cuda" else None
         self.max_query_len = (
@@ -195,7 +202,7 @@ class Builder(_Builder):
         if not self.served:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         batch = common_attn_metadata
-        return Metadata(
+        metadata = Metadata(
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=self.max_query_len or batch.max_query_len,
             query_start_loc=batch.query_start_loc,
@@ -205,6 +212,10 @@ class Builder(_Builder):
             causal=batch.causal,
             workspace=self.workspace,
         )
+        if self.shards is not None:
+            metadata.combine = self.shards.combine
+            metadata.shard_lens = self.shards.context_lens(batch.query_start_loc, batch.seq_lens)
+        return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         changed = copy(metadata)
@@ -214,6 +225,10 @@ class Builder(_Builder):
 
 class Impl(_Impl):
     """A layer: writes new tokens to its cache, and attends with one call for any batch."""
+
+    # Decode context parallelism; vLLM's slots on a CPU do not know it.
+    supports_dcp = can_return_lse_for_decode = not on_cpu
+    lse_base_on_e = True
 
     def __init__(
         self,
@@ -231,6 +246,8 @@ class Impl(_Impl):
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         reason = reason_not_served(head_size, torch.get_default_dtype(), kv_cache_dtype, attn_type)
+        if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window):
+            reason = "a window or ALiBi with decode context parallelism"
         self.served = reason is None
         if on_cpu:
             super().__init__(
@@ -268,7 +285,7 @@ class Impl(_Impl):
         return self.served and quant_key == kFp8StaticTensorSym
 
     def fused_rope_kvcache_supported(self) -> bool:
-        return self.served
+        return self.served and self.dcp_world_size == 1  # which needs the rotated keys
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -329,7 +346,10 @@ class Impl(_Impl):
         rows, out = query[:tokens], output[:tokens]
         result = out if output_scale is None else torch.empty_like(rows)
         cache = self.split_cache(layer, kv_cache)
-        if isinstance(attn_metadata.causal, Tensor):
+        if attn_metadata.shard_lens is not None:
+            keys, values = key[:tokens], value[:tokens]
+            attend_to_shards(self, rows, keys, values, cache, attn_metadata, result)
+        elif isinstance(attn_metadata.causal, Tensor):
             self.attend_by_request(rows, cache, attn_metadata, result)
         else:
             self.attend(rows, cache, attn_metadata, result, attn_metadata.causal)
