@@ -22,11 +22,11 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     asked = os.environ.get("VLLM_KERNELS_VLLM") or "0"
     if asked not in ("0", "1"):
         raise ValueError(f"VLLM_KERNELS_VLLM={asked}: expected 0 or 1")
+    if asked == "1" or not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if asked == "1":
         from vllm_kernels.integrations.vllm import turn_on
 

@@ -62,11 +62,13 @@ def test_off_it_offers_custom_and_changes_nothing(vllm, monkeypatch, asked):
     assert OVERRIDES == {BackendEnum.CUSTOM: BACKEND} and not OUT_OF_TREE
 
 
-def test_the_custom_backend_of_another_plugin_stays(vllm):
+@pytest.mark.parametrize("asked, path", [("0", "theirs.Backend"), ("1", BACKEND)])
+def test_the_backend_of_another_plugin_stays_unless_we_are_asked(vllm, monkeypatch, asked, path):
     vllm.install()
-    OVERRIDES[BackendEnum.CUSTOM] = "theirs.Backend"
+    monkeypatch.setenv("VLLM_KERNELS_VLLM", asked)
+    OVERRIDES.update(dict.fromkeys(BackendEnum, "theirs.Backend"))
     register()
-    assert OVERRIDES[BackendEnum.CUSTOM] == "theirs.Backend"
+    assert OVERRIDES == dict.fromkeys(BackendEnum, path)
 
 
 def test_on_a_cpu_it_takes_the_place_of_vllms_backend(vllm):

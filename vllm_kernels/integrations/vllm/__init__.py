@@ -46,8 +46,6 @@ def turn_on() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_kernels_plugin import BACKEND
-
     from .small_ops import register_small_ops
 
     # vLLM warns of variables VLLM_* that it does not know, and its cache of compiled graphs has
@@ -55,6 +53,6 @@ def turn_on() -> None:
     for name in os.environ:
         if name.startswith("VLLM_KERNELS_"):
             envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
-    if current_platform.is_cpu() and not AttentionBackendEnum.CPU_ATTN.is_overridden():
-        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    if current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.Backend")
     register_small_ops()
