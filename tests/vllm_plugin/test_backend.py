@@ -349,7 +349,9 @@ def test_slopes_and_sinks_move_to_the_device_once(backend):
 def test_new_weights_give_new_sinks(backend):
     sinks = torch.zeros(HEADS, dtype=torch.bfloat16)
     impl = layer(backend, sinks=sinks)
+    built(backend, impl, None)
     sinks.fill_(3.0)
+    assert torch.equal(impl.float_sinks, torch.zeros(HEADS))
     impl.process_weights_after_loading(torch.bfloat16)
     assert torch.equal(impl.float_sinks, torch.full((HEADS,), 3.0))
 

@@ -155,7 +155,6 @@ class Metadata:
     """What a batch has in common for the layers of a group. Tensors are vLLM's persistent ones, so
     that a CUDA graph reads the next batch from the same places."""
 
-    num_actual_tokens: int
     max_query_len: int
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -203,7 +202,6 @@ class Builder(_Builder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         batch = common_attn_metadata
         metadata = Metadata(
-            num_actual_tokens=batch.num_actual_tokens,
             max_query_len=self.max_query_len or batch.max_query_len,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
@@ -332,8 +330,8 @@ class Impl(_Impl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query and output: [num_tokens, num_heads, head_size]; rows past num_actual_tokens are
-        padding of CUDA graphs. No metadata: vLLM measures memory."""
+        """query and output: [num_tokens, num_heads, head_size]. Tokens that query_start_loc leaves
+        out are padding of CUDA graphs. No metadata: vLLM measures memory."""
         if not self.served:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
@@ -342,19 +340,16 @@ class Impl(_Impl):
         if attn_metadata is None:
             return output.zero_()
         count("forward")
-        tokens = attn_metadata.num_actual_tokens
-        rows, out = query[:tokens], output[:tokens]
-        result = out if output_scale is None else torch.empty_like(rows)
+        result = output if output_scale is None else torch.empty_like(query)
         cache = self.split_cache(layer, kv_cache)
         if attn_metadata.shard_lens is not None:
-            keys, values = key[:tokens], value[:tokens]
-            attend_to_shards(self, rows, keys, values, cache, attn_metadata, result)
+            attend_to_shards(self, query, key, value, cache, attn_metadata, result)
         elif isinstance(attn_metadata.causal, Tensor):
-            self.attend_by_request(rows, cache, attn_metadata, result)
+            self.attend_by_request(query, cache, attn_metadata, result)
         else:
-            self.attend(rows, cache, attn_metadata, result, attn_metadata.causal)
+            self.attend(query, cache, attn_metadata, result, attn_metadata.causal)
         if output_scale is not None:
-            static_scaled_fp8_quant(out.view(tokens, -1), result.view(tokens, -1), output_scale)
+            static_scaled_fp8_quant(output.flatten(1), result.flatten(1), output_scale)
         return output
 
     def split_cache(self, layer: Any, kv_cache: Tensor) -> tuple[Any, ...]:
