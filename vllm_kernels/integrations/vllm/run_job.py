@@ -1,4 +1,4 @@
-"""Runs vLLM in a process of its own: reads a job from stdin, prints its result as the last line.
+"""Runs vLLM in a process of its own: reads a job from stdin, prints a line with the result.
 
     python -m vllm_kernels.integrations.vllm.run_job < job.json
 
@@ -20,6 +20,8 @@ from collections import Counter
 from typing import Any
 
 Job = dict[str, dict[str, Any]]
+RESULT = "vllm_kernels result: "
+"""How the line begins: vLLM's workers print, too."""
 
 
 def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
@@ -38,10 +40,11 @@ def run_job(job: Job, on: bool, **environment: str) -> dict[str, Any]:
         [sys.executable, "-m", __name__], input=json.dumps(job), capture_output=True, text=True,
         env={**os.environ, **settings, **environment},
     )  # fmt: skip
-    if done.returncode != 0:
-        printed = (done.stdout + done.stderr)[-4000:]
-        raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
-    return json.loads(done.stdout.splitlines()[-1])
+    for line in done.stdout.splitlines():
+        if line.startswith(RESULT):
+            return json.loads(line.removeprefix(RESULT))
+    printed = (done.stdout + done.stderr)[-4000:]
+    raise RuntimeError(f"vLLM ended with {done.returncode}: {printed}")
 
 
 def worker_calls(worker: Any) -> dict[str, int]:
@@ -97,7 +100,7 @@ def main() -> None:
             results[name] = {"error": traceback.format_exc()}
         gc.collect()
         cleanup_dist_env_and_memory()
-    print(json.dumps(results))
+    print(f"\n{RESULT}{json.dumps(results)}", flush=True)
 
 
 if __name__ == "__main__":
