@@ -46,8 +46,10 @@ def measure(folder: str, batch: int, context: int, steps: int, dtype: str) -> di
     """In this process: seconds of decode steps and of their attention, wall and CPU."""
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    load_general_plugins()
     impl = AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls()
     spent = [0.0, 0.0]
     forward = impl.forward
@@ -96,6 +98,18 @@ def run(on: bool, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     return result
 
 
+def report(name: str, steps: list[list[float]]) -> None:
+    """All steps of a candidate so far."""
+    columns = [[1e3 * x for x in column] for column in zip(*steps)]
+    wall, cpu, attention_wall, attention_cpu = map(statistics.median, columns)
+    print(
+        f"{name}: step {wall:.1f} ms wall (best {min(columns[0]):.1f}), {cpu:.1f} CPU (best "
+        f"{min(columns[1]):.1f}); attention {attention_wall:.1f} wall, {attention_cpu:.1f} CPU "
+        f"(best {min(columns[3]):.1f})",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--batch", type=int, default=8)
@@ -125,14 +139,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for on in (False, True):
                 steps[on] += run(on, arguments, folder)["steps"]
-    for on, name in ((False, "vLLM"), (True, "ours")):
-        columns = [[1e3 * x for x in column] for column in zip(*steps[on])]
-        wall, cpu, attention_wall, attention_cpu = map(statistics.median, columns)
-        print(
-            f"{name} {batch}x{context} {arguments.dtype}: step {wall:.1f} ms wall (best "
-            f"{min(columns[0]):.1f}), {cpu:.1f} CPU (best {min(columns[1]):.1f}); attention "
-            f"{attention_wall:.1f} wall, {attention_cpu:.1f} CPU (best {min(columns[3]):.1f})"
-        )
+                report(f"{'ours' if on else 'vLLM'} {batch}x{context} {arguments.dtype}", steps[on])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ SMALL_OPS = {
 BY_TOKEN = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
 """Scores prompts as decode steps do it: one token at a time."""
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def text(seed: int, length: int) -> list[int]:
