@@ -172,7 +172,7 @@ def test_tensor_parallel(own, ours, folders):
 
 
 def test_pipeline_parallel(own, folders):
-    """Through torch.compile: vLLM's CPU worker asserts that stages are compiled."""
+    """Compiled: without, vLLM fails on a CPU with its own attention, too."""
     engine = {"pipeline_parallel_size": 2, "enforce_eager": False}
     job = {"llama": generate(folders["llama"], **engine)}
-    check(run_job(job, True, **TWO_WORKERS, VLLM_CPU_CI_ENV="1")["llama"], own["llama"])
+    check(run_job(job, True, **TWO_WORKERS)["llama"], own["llama"])

@@ -68,7 +68,7 @@ def test_the_backend_of_another_plugin_stays_unless_we_are_asked(vllm, monkeypat
     monkeypatch.setenv("VLLM_KERNELS_VLLM", asked)
     OVERRIDES.update(dict.fromkeys(BackendEnum, "theirs.Backend"))
     register()
-    assert OVERRIDES == dict.fromkeys(BackendEnum, path)
+    assert dict.fromkeys(BackendEnum, path) == OVERRIDES
 
 
 def test_on_a_cpu_it_takes_the_place_of_vllms_backend(vllm):
