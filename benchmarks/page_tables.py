@@ -1,4 +1,5 @@
-"""The tables of README.md and docs/performance.md, made of the files in benchmarks/results.
+"""The tables of README.md, docs/performance.md and docs/scale_out.md, made of the files in
+benchmarks/results.
 
 A page marks the place of a table:
 
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/scale_out.md"]
 BLOCK = re.compile(
     r"(?P<begin><!-- table (?P<name>\w+): .*? -->\n).*?(?P<end><!-- end of table -->)", re.S
 )
@@ -158,6 +159,12 @@ def cpu() -> Lines:
     return lines
 
 
+def in_vllm() -> Lines:
+    results = Results("54_vllm_cpu")
+    rows = [["" if cell is None else str(cell) for cell in row] for row in results.rows.values()]
+    return [["CPU time in ms: median (best)", *results.columns[1:]], *rows]
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
     "readme": readme,
     "decode": decode_page,
@@ -165,6 +172,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "small_ops": small_ops,
     "layer": layer,
     "cpu": cpu,
+    "vllm": in_vllm,
 }
 
 

@@ -1,5 +1,5 @@
 """The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md. Its
-figures in README.md and docs/performance.md come from there, too (page_tables.py).
+figures in README.md, docs/performance.md and docs/scale_out.md come from there (page_tables.py).
 
     python -m benchmarks tables                       writes RESULTS.md and the tables of the pages
     python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT

