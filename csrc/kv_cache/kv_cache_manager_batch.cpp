@@ -420,6 +420,7 @@ int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers,
 int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
                              const BatchPlan& plan) const noexcept {
   const bool with_positions = !buffers.positions.empty();
+  const bool one_rank = shard_.count == 1;
   WrittenBatch& before = buffers.written;
   before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
@@ -429,12 +430,19 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
     const BatchItem& item = plan.items[i];
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);
-    buffers.seq_lens[row] = static_cast<int32_t>(shard_.local_tokens(sequence.num_tokens));
+    const int64_t num_local =
+        one_rank ? sequence.num_tokens : shard_.local_tokens(sequence.num_tokens);
+    buffers.seq_lens[row] = static_cast<int32_t>(num_local);
     buffers.query_start_loc[row] = static_cast<int32_t>(written);
     ++row;
 
     const int64_t token = sequence.num_tokens - item.num_tokens;
-    fill_slots(sequence, group, token, buffers.slot_mapping.subspan(written, item.num_tokens));
+    const auto slots = buffers.slot_mapping.subspan(written, item.num_tokens);
+    if (one_rank) {
+      fill_slots(sequence, group, token, slots);
+    } else {
+      fill_shard_slots(sequence, group, token, slots);
+    }
     if (with_positions) {
       const auto positions = buffers.positions.subspan(written, item.num_tokens);
       std::iota(positions.begin(), positions.end(), token);
@@ -445,36 +453,45 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
   return written;
 }
 
-// Slots of the tokens from `token` on, a run at a time.
+// Slots of consecutive tokens in one block.
+inline void KVCacheManager::fill_run(int64_t* slots, int64_t size, int32_t block,
+                                     int64_t offset) const noexcept {
+  if (is_null(block)) {
+    std::fill_n(slots, size, -1);
+  } else {
+    std::iota(slots, slots + size, block * shard_.block_size + offset);
+  }
+}
+
+// Slots of the tokens from `token` on, where this rank holds all of them.
 inline void KVCacheManager::fill_slots(const Sequence& sequence, int64_t group, int64_t token,
                                        std::span<int64_t> slots) const noexcept {
-  const auto fill_run = [&](int64_t first, int64_t size, int64_t column, int64_t offset) {
-    const int32_t block = sequence.blocks[column * num_groups() + group];
-    int64_t* run = slots.data() + first;
-    if (is_null(block)) {
-      std::fill_n(run, size, -1);
-    } else {
-      std::iota(run, run + size, block * shard_.block_size + offset);
-    }
-  };
-  const auto count = static_cast<int64_t>(slots.size());
-  if (shard_.count > 1) {
-    shard_.for_each_run(token, count, [&](int64_t first, int64_t size, int64_t slot) {
-      if (slot < 0) {
-        std::fill_n(slots.data() + first, size, -1);
-      } else {
-        fill_run(first, size, slot / shard_.block_size, slot % shard_.block_size);
-      }
-    });
-    return;
-  }
+  int64_t* next = slots.data();
+  int64_t* const end = next + slots.size();
   int64_t column = block_of(token);
   int64_t offset = token - column * block_tokens_;
-  for (int64_t first = 0; first < count; ++column, offset = 0) {
-    const int64_t size = std::min(block_tokens_ - offset, count - first);
-    fill_run(first, size, column, offset);
-    first += size;
+  while (next < end) {
+    const int64_t size = std::min(block_tokens_ - offset, end - next);
+    fill_run(next, size, sequence.blocks[column * num_groups() + group], offset);
+    next += size;
+    ++column;
+    offset = 0;
   }
+}
+
+// The same where other ranks hold tokens too.
+void KVCacheManager::fill_shard_slots(const Sequence& sequence, int64_t group, int64_t token,
+                                      std::span<int64_t> slots) const noexcept {
+  const auto count = static_cast<int64_t>(slots.size());
+  shard_.for_each_run(token, count, [&](int64_t first, int64_t size, int64_t slot) {
+    if (slot < 0) {
+      std::fill_n(slots.data() + first, size, -1);
+    } else {
+      const int64_t column = slot / shard_.block_size;
+      fill_run(slots.data() + first, size, sequence.blocks[column * num_groups() + group],
+               slot % shard_.block_size);
+    }
+  });
 }
 
 void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots,
@@ -488,7 +505,11 @@ void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> 
     throw InvalidArgument(concat("slot_mapping: tokens: expected a range within ",
                                  sequence.num_tokens, " tokens, got ", count, " from ", start));
   }
-  fill_slots(sequence, group, start, slots);
+  if (shard_.count == 1) {
+    fill_slots(sequence, group, start, slots);
+  } else {
+    fill_shard_slots(sequence, group, start, slots);
+  }
 }
 
 // Writes the whole row, or only the new blocks if the row held this sequence before.

@@ -1,5 +1,5 @@
 // For ledger_traces.py: operator new that fails on request, as a library to preload.
-// g++ -std=c++20 -shared -fPIC -I tests/csrc failing_allocations.cpp tests/csrc/kv_cache/failing_new.cpp
+// test_ledger.py compiles it together with tests/csrc/kv_cache/failing_new.cpp.
 #include <cstdint>
 #include <optional>
 
