@@ -41,7 +41,7 @@ Shard checked_shard(const Options& options) {
     throw InvalidArgument(concat("KVCacheManager: interleave: expected a divisor of block_size = ",
                                  block_size, ", got ", options.interleave));
   }
-  return {count, options.shard, options.interleave, block_size};
+  return {count, options.shard, count == 1 ? block_size : options.interleave, block_size};
 }
 
 const std::vector<int64_t>& checked_windows(const std::vector<int64_t>& windows) {
@@ -207,6 +207,20 @@ std::vector<int64_t> KVCacheManager::sequence_ids() const {
   ids.reserve(sequences_.size());
   for (const Sequence& sequence : sequences_) ids.push_back(sequence.id);
   return ids;
+}
+
+void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots,
+                                  int64_t group) const {
+  const auto guard = lock();
+  check_group("slot_mapping", group);
+  const Sequence& sequence = find("slot_mapping", id);
+  check_where("slot_mapping", sequence, Where::kDevice);
+  const auto count = static_cast<int64_t>(slots.size());
+  if (start < 0 || start > sequence.num_tokens || count > sequence.num_tokens - start) {
+    throw InvalidArgument(concat("slot_mapping: tokens: expected a range within ",
+                                 sequence.num_tokens, " tokens, got ", count, " from ", start));
+  }
+  fill_slots(sequence, group, start, slots);
 }
 
 bool KVCacheManager::can_allocate(int64_t num_tokens) const {

@@ -333,11 +333,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // Buffers.
   int64_t fill(std::span<BatchBuffers* const> buffers, const BatchPlan& plan) const noexcept;
   int64_t fill(BatchBuffers& buffers, int64_t group, const BatchPlan& plan) const noexcept;
-  void fill_run(int64_t* slots, int64_t size, int32_t block, int64_t offset) const noexcept;
   void fill_slots(const Sequence& sequence, int64_t group, int64_t token,
                   std::span<int64_t> slots) const noexcept;
-  void fill_shard_slots(const Sequence& sequence, int64_t group, int64_t token,
-                        std::span<int64_t> slots) const noexcept;
   void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;

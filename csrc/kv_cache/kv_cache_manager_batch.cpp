@@ -436,80 +436,55 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
     buffers.query_start_loc[row] = static_cast<int32_t>(written);
     ++row;
 
-    const int64_t token = sequence.num_tokens - item.num_tokens;
-    const auto slots = buffers.slot_mapping.subspan(written, item.num_tokens);
-    if (one_rank) {
-      fill_slots(sequence, group, token, slots);
-    } else {
-      fill_shard_slots(sequence, group, token, slots);
+    int64_t token = sequence.num_tokens - item.num_tokens;
+    if (!one_rank) {
+      const auto count = static_cast<size_t>(item.num_tokens);
+      fill_slots(sequence, group, token, buffers.slot_mapping.subspan(written, count));
+      if (with_positions) {
+        std::iota(&buffers.positions[written], &buffers.positions[written] + count, token);
+      }
+      written += item.num_tokens;
+      continue;
     }
-    if (with_positions) {
-      const auto positions = buffers.positions.subspan(written, item.num_tokens);
-      std::iota(positions.begin(), positions.end(), token);
+    int64_t column = block_of(token);
+    int64_t offset = token - column * block_tokens_;
+    while (token < sequence.num_tokens) {
+      const int64_t count = std::min(block_tokens_ - offset, sequence.num_tokens - token);
+      const int32_t block = sequence.blocks[column * num_groups() + group];
+      int64_t* slots = &buffers.slot_mapping[written];
+      if (is_null(block)) {
+        std::fill_n(slots, count, -1);
+      } else {
+        const int64_t first = block * block_tokens_ + offset;
+        std::iota(slots, slots + count, first);
+      }
+      if (with_positions) {
+        std::iota(&buffers.positions[written], &buffers.positions[written] + count, token);
+      }
+      written += count;
+      token += count;
+      ++column;
+      offset = 0;
     }
-    written += item.num_tokens;
   }
   fill_padding(buffers, row, written);
   return written;
 }
 
-// Slots of consecutive tokens in one block.
-inline void KVCacheManager::fill_run(int64_t* slots, int64_t size, int32_t block,
-                                     int64_t offset) const noexcept {
-  if (is_null(block)) {
-    std::fill_n(slots, size, -1);
-  } else {
-    std::iota(slots, slots + size, block * shard_.block_size + offset);
-  }
-}
-
-// Slots of the tokens from `token` on, where this rank holds all of them.
-inline void KVCacheManager::fill_slots(const Sequence& sequence, int64_t group, int64_t token,
-                                       std::span<int64_t> slots) const noexcept {
-  int64_t* next = slots.data();
-  int64_t* const end = next + slots.size();
-  int64_t column = block_of(token);
-  int64_t offset = token - column * block_tokens_;
-  while (next < end) {
-    const int64_t size = std::min(block_tokens_ - offset, end - next);
-    fill_run(next, size, sequence.blocks[column * num_groups() + group], offset);
-    next += size;
-    ++column;
-    offset = 0;
-  }
-}
-
-// The same where other ranks hold tokens too.
-void KVCacheManager::fill_shard_slots(const Sequence& sequence, int64_t group, int64_t token,
-                                      std::span<int64_t> slots) const noexcept {
+// Slots of the tokens from `token` on.
+void KVCacheManager::fill_slots(const Sequence& sequence, int64_t group, int64_t token,
+                                std::span<int64_t> slots) const noexcept {
   const auto count = static_cast<int64_t>(slots.size());
   shard_.for_each_run(token, count, [&](int64_t first, int64_t size, int64_t slot) {
-    if (slot < 0) {
-      std::fill_n(slots.data() + first, size, -1);
+    int64_t* const run = slots.data() + first;
+    const int64_t column = slot / shard_.block_size;
+    const int32_t block = slot < 0 ? kNullBlock : sequence.blocks[column * num_groups() + group];
+    if (slot < 0 || is_null(block)) {
+      std::fill_n(run, size, -1);
     } else {
-      const int64_t column = slot / shard_.block_size;
-      fill_run(slots.data() + first, size, sequence.blocks[column * num_groups() + group],
-               slot % shard_.block_size);
+      std::iota(run, run + size, block * shard_.block_size + slot % shard_.block_size);
     }
   });
-}
-
-void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots,
-                                  int64_t group) const {
-  const auto guard = lock();
-  check_group("slot_mapping", group);
-  const Sequence& sequence = find("slot_mapping", id);
-  check_where("slot_mapping", sequence, Where::kDevice);
-  const auto count = static_cast<int64_t>(slots.size());
-  if (start < 0 || start > sequence.num_tokens || count > sequence.num_tokens - start) {
-    throw InvalidArgument(concat("slot_mapping: tokens: expected a range within ",
-                                 sequence.num_tokens, " tokens, got ", count, " from ", start));
-  }
-  if (shard_.count == 1) {
-    fill_slots(sequence, group, start, slots);
-  } else {
-    fill_shard_slots(sequence, group, start, slots);
-  }
 }
 
 // Writes the whole row, or only the new blocks if the row held this sequence before.

@@ -169,15 +169,16 @@ void Ledger::lend(int64_t lender, int64_t borrower, int64_t sequence,
 // Returns the last blocks of a loan. This cannot fail.
 void Ledger::return_blocks(Loan& loan, int64_t num_blocks) {
   std::unique_lock<std::mutex> guard;
-  KVCacheManager* locked = nullptr;
+  int32_t locked = -1;  // the instance whose manager is locked; one at a time
   for (; num_blocks > 0; --num_blocks) {
     const auto [instance, block] = loan.blocks.back();
-    KVCacheManager* manager = instances_[instance].manager;
-    if (manager != locked) {
-      guard = manager->lock();
-      locked = manager;
+    KVCacheManager& manager = *instances_[instance].manager;
+    if (instance != locked) {
+      if (guard.owns_lock()) guard.unlock();
+      guard = manager.lock();
+      locked = instance;
     }
-    manager->release_held(block);
+    manager.release_held(block);
     change_debt(loan.home, instance, -1);
     loan.blocks.pop_back();
   }
@@ -247,7 +248,8 @@ void Ledger::recall(int64_t lender, std::span<BlockMove> moves) {
   checked("recall", "num_blocks", count, 0, lent_blocks(lender));
   if (count == 0) return;
   RecallPlan plan = plan_recall(lender, count);
-  // All managers concerned are locked until the end, so that no plan of theirs is overtaken.
+  // All managers concerned are locked until the end, so that no plan of theirs is overtaken. They
+  // are locked in ascending order.
   std::vector<std::unique_lock<std::mutex>> guards;
   guards.reserve(num_instances());
   std::vector<std::vector<int32_t>> taken(num_instances());

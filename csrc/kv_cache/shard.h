@@ -12,7 +12,7 @@ namespace vllm_kernels::kv_cache {
 struct Shard {
   int64_t count;       // ranks, >= 1
   int64_t rank;        // this one
-  int64_t interleave;  // consecutive tokens on one rank; divides block_size
+  int64_t interleave;  // consecutive tokens on one rank; divides block_size, equals it if count = 1
   int64_t block_size;  // slots of a block on each rank
 
   // The tokens of this rank among the first num_tokens ones.
