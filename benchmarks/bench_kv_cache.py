@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -51,14 +53,15 @@ def time_steps(table: Table, num_sequences: int) -> None:
     ids = list(range(num_sequences))
     array = np.arange(num_sequences)
     columns = (PROMPT + 1024) // BLOCK_SIZE
-    for name in ("step", "append_batch", "build"):
-        manager = KVCacheManager(num_sequences * columns, BLOCK_SIZE)
+    for name in ("step", "step of shard 0 of 2", "append_batch", "build"):
+        shards = 2 if "shard" in name else 1
+        manager = KVCacheManager(num_sequences * columns, BLOCK_SIZE, shards=shards)
         buffers = BatchBuffers.zeros(num_sequences, columns, 8192)
         for i in ids:
             manager.allocate(i, random_tokens(rng, PROMPT))
         manager.build(array, 1, buffers)
         tokens = [np.array(random_tokens(rng, num_sequences)) for _ in range(400)]
-        if name == "step":
+        if name.startswith("step"):
             calls = [partial(manager.step, array, 1, buffers, tokens=t) for t in tokens]
         elif name == "append_batch":
             calls = [partial(manager.append_batch, array, 1, tokens=t) for t in tokens]
@@ -85,6 +88,20 @@ def time_admissions(table: Table) -> None:
             table.add_row(f"allocate, {PROMPT} {name} tokens, {kind}", microseconds(admit))
     free = [partial(manager.free, i) for i in range(len(prompts))]
     table.add_row(f"free, {PROMPT} tokens", microseconds(free))
+
+
+def time_ledger(table: Table) -> None:
+    """Calls of the ledger in C++: probes/ledger.cpp, compiled here."""
+    root = Path(__file__).parents[1]
+    sources = [root / "benchmarks/probes/ledger.cpp", *(root / "csrc/kv_cache").glob("*.cpp")]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "ledger")
+        compiler = ["g++", "-std=c++20", "-O2", "-I", root / "csrc"]
+        subprocess.run([*compiler, *sources, "-o", program], check=True)
+        done = subprocess.run([program], check=True, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        name, median, tenth = line.split("\t")
+        table.add_row(name, f"{median} ({tenth})")
 
 
 def resident_bytes() -> int:
@@ -222,6 +239,9 @@ def main() -> None:
         time_steps(times, num_sequences)
     time_admissions(times)
     console.print(times)
+    loans = Table("call of the ledger in C++, 8 instances", "ns: median (tenth percentile)")
+    time_ledger(loans)
+    console.print(loans)
     report_sharing(console)
 
 

@@ -59,10 +59,17 @@ PRINTED = {
     ("docs/from_vllm.md", "as ops"): r"torch\.Size\(\[2, 8, 64\]\)",
     ("docs/kv_cache_manager.md", "cache.swap_out"): r"torch\.Size\(\[2, 8, 64\]\) 1 copied",
     ("docs/kv_cache_manager.md", "truncate"): r"needed 3, free 0\n2 blocks used",
+    ("docs/kv_cache_manager.md", "shards"): (
+        r"\[0, 1, -1, -1, 2, 3, -1, -1, 4\] \[5\] \[0 1\]\n"
+        r"\[-1, -1, 0, 1, -1, -1, 2, 3, -1\] \[4\] \[0 1\]"
+    ),
     ("docs/layouts.md", "slot_mapping"): (
         r"\[0, 1, 3\] \[2\]\n"
         r"slots of A: \[0, 1, 2, 3, 4, 5, 6, 7, 12\]\nslots of B: \[8, 9, 10\]\n"
         r"slots of the second pass: \[6, 7, 12\]"
+    ),
+    ("docs/ledger.md", "Ledger"): (
+        r"{0: \(\[0, 1\], 8\), 1: \(\[0, 1, 2\], 10\)} owed: 3\n8 blocks are free again"
     ),
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",

@@ -36,9 +36,10 @@ struct BatchBuffers {
   int64_t max_sequences = 0;           // rows
   int64_t max_blocks = 0;              // columns
   int64_t row_stride = 0;              // elements, >= max_blocks
-  std::span<int32_t> seq_lens;         // [max_sequences] tokens; padding 0
+  std::span<int32_t> seq_lens;         // [max_sequences] tokens of this rank; padding 0
   std::span<int32_t> query_start_loc;  // [max_sequences + 1] prefix sum; padding t
-  std::span<int64_t> slot_mapping;     // [max_tokens] block * block_size + offset; padding -1
+  std::span<int64_t> slot_mapping;     // [max_tokens] block * block_size + offset; -1: padding,
+                                       // or on another rank
   std::span<int64_t> positions;        // [max_tokens] index in the sequence; padding 0; or empty
   WrittenBatch written = {};
 

@@ -20,7 +20,7 @@ struct Event {
 
 struct Events {
   std::vector<Event> events;    // in the order in which they happened
-  std::vector<int32_t> tokens;  // [stored events, block_size]
+  std::vector<int32_t> tokens;  // [stored events, shards * block_size]
 };
 
 }  // namespace vllm_kernels::kv_cache

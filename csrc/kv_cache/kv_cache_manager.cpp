@@ -24,14 +24,24 @@ std::atomic<uint32_t> process_generation{0};
 
 constexpr char kManager[] = "KVCacheManager";
 
-int64_t checked_block_size(int64_t num_blocks, int64_t block_size) {
-  checked(kManager, "block_size", block_size, 1, kMaxTokens);
+void check_slots(int64_t num_blocks, int64_t block_size) {
   int64_t slots = 0;
   if (num_blocks > 0 && __builtin_mul_overflow(num_blocks, block_size, &slots)) {
     throw InvalidArgument(concat("KVCacheManager: num_blocks * block_size: expected an int64, got ",
                                  num_blocks, " * ", block_size));
   }
-  return block_size;
+}
+
+Shard checked_shard(const Options& options) {
+  const int64_t block_size = checked(kManager, "block_size", options.block_size, 1, kMaxTokens);
+  check_slots(options.num_blocks, block_size);
+  const int64_t count = checked(kManager, "shards", options.shards, 1, kMaxTokens / block_size);
+  checked(kManager, "shard", options.shard, 0, count - 1);
+  if (options.interleave < 1 || block_size % options.interleave != 0) {
+    throw InvalidArgument(concat("KVCacheManager: interleave: expected a divisor of block_size = ",
+                                 block_size, ", got ", options.interleave));
+  }
+  return {count, options.shard, count == 1 ? block_size : options.interleave, block_size};
 }
 
 const std::vector<int64_t>& checked_windows(const std::vector<int64_t>& windows) {
@@ -66,9 +76,10 @@ KVCacheManager::KVCacheManager(int64_t num_blocks, int64_t block_size, int64_t m
           .num_blocks = num_blocks, .block_size = block_size, .max_references = max_references}) {}
 
 KVCacheManager::KVCacheManager(const Options& options)
-    : block_size_(checked_block_size(options.num_blocks, options.block_size)),
-      block_shift_(std::has_single_bit(static_cast<uint64_t>(block_size_))
-                       ? std::countr_zero(static_cast<uint64_t>(block_size_))
+    : shard_(checked_shard(options)),
+      block_tokens_(shard_.count * shard_.block_size),
+      block_shift_(std::has_single_bit(static_cast<uint64_t>(block_tokens_))
+                       ? std::countr_zero(static_cast<uint64_t>(block_tokens_))
                        : -1),
       windows_(checked_windows(options.windows)),
       has_windows_(any_window(windows_)),
@@ -80,23 +91,29 @@ KVCacheManager::KVCacheManager(const Options& options)
   checked(kManager, "num_host_blocks", options.num_host_blocks, 0, kMaxBlocks);
   checked(kManager, "hash_bits", options.hash_bits, 1, 128);
   if (options.num_host_blocks > 0) {
-    checked_block_size(options.num_host_blocks, options.block_size);
+    check_slots(options.num_host_blocks, options.block_size);
     host_pool_.emplace(options.num_host_blocks, options.max_references);
   }
   if (options.prefix_caching) {
-    checked(kManager, "block_size (with prefix_caching)", block_size_, 1, kMaxHashedBlock);
-    cache_.emplace(block_size_, num_groups(), options.hash_key ? *options.hash_key : random_key(),
+    checked(kManager,
+            shard_.count == 1 ? "block_size (with prefix_caching)"
+                              : "shards * block_size (with prefix_caching)",
+            block_tokens_, 1, kMaxHashedBlock);
+    cache_.emplace(block_tokens_, num_groups(), options.hash_key ? *options.hash_key : random_key(),
                    options.hash_bits);
   }
 }
 
-std::unique_lock<std::mutex> KVCacheManager::lock() const {
-  // Before the mutex: another thread may have held it when the process was forked.
+void KVCacheManager::check_process() const {
   if (process_ != process_generation) {
     throw Error(
         "KVCacheManager: expected use in the process that made it, got a fork of that process: "
         "make a manager (and a cache) of its own there");
   }
+}
+
+std::unique_lock<std::mutex> KVCacheManager::lock() const {
+  check_process();  // before the mutex: another thread may have held it at the fork
   return std::unique_lock(mutex_);
 }
 
@@ -157,6 +174,11 @@ int64_t KVCacheManager::num_tokens(int64_t id) const {
   return find("num_tokens", id).num_tokens;
 }
 
+int64_t KVCacheManager::num_local_tokens(int64_t id) const {
+  const auto guard = lock();
+  return shard_.local_tokens(find("num_local_tokens", id).num_tokens);
+}
+
 int64_t KVCacheManager::num_known_tokens(int64_t id) const {
   const auto guard = lock();
   const Sequence& sequence = find("num_known_tokens", id);
@@ -198,11 +220,7 @@ void KVCacheManager::slot_mapping(int64_t id, int64_t start, std::span<int64_t> 
     throw InvalidArgument(concat("slot_mapping: tokens: expected a range within ",
                                  sequence.num_tokens, " tokens, got ", count, " from ", start));
   }
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t token = start + i;
-    const int32_t block = sequence.blocks[block_of(token) * num_groups() + group];
-    slots[i] = is_null(block) ? -1 : block * block_size_ + token % block_size_;
-  }
+  fill_slots(sequence, group, start, slots);
 }
 
 bool KVCacheManager::can_allocate(int64_t num_tokens) const {
@@ -317,7 +335,7 @@ KVCacheManager::Sequence KVCacheManager::share(const Sequence& parent) const {
   copy.node = parent.node;
   copy.num_hashed = parent.num_hashed;
   copy.own_tail = false;
-  if (tracks_tokens(parent)) copy.tail.reserve(block_size_);
+  if (tracks_tokens(parent)) copy.tail.reserve(block_tokens_);
   copy.tail.assign(parent.tail.begin(), parent.tail.end());
   copy.extras = parent.extras;
   return copy;
@@ -512,7 +530,7 @@ void KVCacheManager::check_visible(const Sequence& sequence, int64_t num_tokens)
 // Moves to the node before the first truncated block. The new tail is the start of that block.
 void KVCacheManager::forget_tokens(Sequence& sequence, int64_t keep) {
   const int64_t hashed = block_of(keep);
-  const auto rest = static_cast<size_t>(keep - hashed * block_size_);
+  const auto rest = static_cast<size_t>(keep - hashed * block_tokens_);
   if (hashed < sequence.num_hashed) {
     int32_t node = sequence.node;
     for (; sequence.num_hashed > hashed + 1; --sequence.num_hashed) node = cache_->parent(node);
@@ -530,6 +548,9 @@ void KVCacheManager::forget_tokens(Sequence& sequence, int64_t keep) {
 
 void KVCacheManager::reset() {
   const auto guard = lock();
+  if (num_held_ > 0) {
+    throw InvalidArgument(concat("reset: expected no lent blocks, got ", num_held_));
+  }
   if (record_events_) reserve_events(0, 1);
   clear_cache();
   pool_.reset();

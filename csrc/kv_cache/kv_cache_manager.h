@@ -20,6 +20,7 @@
 #include "kv_cache/options.h"
 #include "kv_cache/prefix_cache.h"
 #include "kv_cache/sequence_index.h"
+#include "kv_cache/shard.h"
 #include "kv_cache/statistics.h"
 
 namespace vllm_kernels::kv_cache {
@@ -46,6 +47,12 @@ struct AppendOptions {
 // Sharing: sequences share blocks after fork, reorder, or with a common prefix. A sequence that
 // appends to a shared, partly filled block gets a new block first. The call returns the copy to
 // make. Run all copies in the returned order, before anything is written to the cache.
+//
+// Shards: with Options::shards = N, a sequence is held by N ranks together (shard.h). Each rank has
+// a manager, and all get the same calls. A block then is N * block_size tokens, in tables, in
+// prefixes and in windows, so each rank takes, shares, evicts and refuses the same blocks.
+// Arguments count tokens of whole sequences. Slots and lengths are the rank's own: the slot of a
+// token on another rank is -1.
 //
 // Prefix caching: allocate() and append() with tokens, and record_tokens(), record token ids. Every
 // full block with recorded tokens is registered under them. Later sequences that start with the
@@ -74,7 +81,9 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
   int64_t num_blocks() const noexcept { return pool_.num_blocks(); }
   int64_t num_host_blocks() const noexcept { return host_pool_ ? host_pool_->num_blocks() : 0; }
-  int64_t block_size() const noexcept { return block_size_; }
+  int64_t block_size() const noexcept { return shard_.block_size; }
+  // Tokens of a block on all ranks: shards * block_size.
+  int64_t block_tokens() const noexcept { return block_tokens_; }
   int64_t num_groups() const noexcept { return static_cast<int64_t>(windows_.size()); }
   const std::vector<int64_t>& windows() const noexcept { return windows_; }
   bool has_null_block() const noexcept { return pool_.has_null_block(); }
@@ -103,10 +112,13 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   bool contains(int64_t id) const;
   bool is_swapped(int64_t id) const;
   int64_t num_tokens(int64_t id) const;
+  // The tokens of this rank among them.
+  int64_t num_local_tokens(int64_t id) const;
   // Leading tokens with recorded ids; -1 if the manager does not track them (any more).
   int64_t num_known_tokens(int64_t id) const;
   std::vector<int32_t> block_table(int64_t id, int64_t group = 0) const;
-  // Slots of tokens [start, start + slots.size()) into `slots`; -1 in the null block.
+  // Slots of tokens [start, start + slots.size()) into `slots`; -1 in the null block and on other
+  // ranks.
   void slot_mapping(int64_t id, int64_t start, std::span<int64_t> slots, int64_t group = 0) const;
   std::vector<int64_t> sequence_ids() const;
 
@@ -170,8 +182,12 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // Moves them back. The pairs are (host block, device block). A block still cached needs no copy.
   int64_t swap_in(std::span<const int64_t> ids, std::span<BlockCopy> copies);
 
+  // Throws in a fork of the process that made the manager.
+  void check_process() const;
+
   // --- all ---
-  // Forgets every sequence and every cached block, and sets the statistics to zero.
+  // Forgets every sequence and every cached block, and sets the statistics to zero. Throws
+  // InvalidArgument while blocks are held.
   void reset();
   Statistics statistics() const;
   // Throws IntegrityError unless pools, tables, prefixes and lengths agree.
@@ -193,6 +209,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
  private:
   friend struct TestAccess;
+  friend class Ledger;
 
   // The extra bytes of one block, such as the image that its placeholder tokens stand for.
   struct BlockExtra {
@@ -213,7 +230,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     // The recorded tokens: num_hashed blocks, then the tail. With node kNone there are none.
     int32_t node = PrefixCache::kNone;                      // of the last hashed block, or a root
     int64_t num_hashed = 0;                                 // blocks
-    std::vector<int32_t> tail;                              // tokens, fewer than block_size
+    std::vector<int32_t> tail;                              // tokens, fewer than block_tokens_
     std::shared_ptr<const std::vector<BlockExtra>> extras;  // ascending; or null
     int64_t id = 0;
   };
@@ -232,10 +249,10 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
   std::unique_lock<std::mutex> lock() const;
   int64_t block_of(int64_t token) const noexcept {
-    return block_shift_ >= 0 ? token >> block_shift_ : token / block_size_;
+    return block_shift_ >= 0 ? token >> block_shift_ : token / block_tokens_;
   }
   int64_t blocks_for(int64_t num_tokens) const noexcept {
-    return block_of(num_tokens + block_size_ - 1);
+    return block_of(num_tokens + block_tokens_ - 1);
   }
   int64_t entries(const Sequence& sequence) const noexcept {
     const auto size = static_cast<int64_t>(sequence.blocks.size());
@@ -256,7 +273,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
     return sequence.node != PrefixCache::kNone;
   }
   int64_t num_recorded(const Sequence& sequence) const noexcept {
-    return sequence.num_hashed * block_size_ + static_cast<int64_t>(sequence.tail.size());
+    return sequence.num_hashed * block_tokens_ + static_cast<int64_t>(sequence.tail.size());
   }
   int64_t watermark(int64_t needed) const noexcept { return needed > 0 ? watermark_blocks_ : 0; }
 
@@ -316,6 +333,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   // Buffers.
   int64_t fill(std::span<BatchBuffers* const> buffers, const BatchPlan& plan) const noexcept;
   int64_t fill(BatchBuffers& buffers, int64_t group, const BatchPlan& plan) const noexcept;
+  void fill_slots(const Sequence& sequence, int64_t group, int64_t token,
+                  std::span<int64_t> slots) const noexcept;
   void fill_row(BatchBuffers& buffers, int64_t row, const Sequence& sequence,
                 int64_t group) const noexcept;
   static void fill_padding(BatchBuffers& buffers, int64_t rows, int64_t tokens) noexcept;
@@ -342,12 +361,19 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   void take_blocks(int64_t count, std::vector<int32_t>& blocks, std::vector<int32_t>& evicted);
   void clear_cache();
 
+  // Blocks for a Ledger (ledger.cpp), which lends them to other instances. They are in no table.
+  // The ledger locks the manager around these calls.
+  void plan_hold(const char* call, int64_t num_blocks, int64_t keep_free);
+  void commit_hold(std::span<int32_t> blocks);
+  void release_held(int32_t block);
+
   // Swapping.
   std::vector<int32_t> blocks_of(const BatchPlan& plan) const;
   std::vector<Swap> plan_swap_in(const BatchPlan& plan, int64_t& needed) const;
 
-  const int64_t block_size_;
-  const int block_shift_;  // log2 of block_size; -1 if block_size is not a power of two
+  const Shard shard_;
+  const int64_t block_tokens_;
+  const int block_shift_;  // log2 of block_tokens_; -1 if that is not a power of two
   const std::vector<int64_t> windows_;
   const bool has_windows_;
   const int64_t watermark_blocks_;
@@ -358,6 +384,8 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
   std::vector<Sequence> sequences_;  // dense, in no order
   SequenceIndex index_;
   Events events_;
+  std::vector<bool> held_;  // for a Ledger; [num_blocks], or empty: none so far
+  int64_t num_held_ = 0;
   int64_t num_copies_ = 0;
   int64_t queried_tokens_ = 0;
   int64_t hit_tokens_ = 0;

@@ -224,7 +224,7 @@ int64_t KVCacheManager::count_new_entries(const char* call, const AppendOptions&
     new_entries += (entries_after(sequence, slots) - entries(sequence)) * num_groups();
     if (has_windows_) find_out_of_window(sequence, plan);
     const int64_t tail = block_of(sequence.num_tokens);
-    if (sequence.own_tail || tail * block_size_ == sequence.num_tokens) continue;
+    if (sequence.own_tail || tail * block_tokens_ == sequence.num_tokens) continue;
     for (int64_t group = 0; group < num_groups(); ++group) {
       const int32_t block = sequence.blocks[tail * num_groups() + group];
       if (pool_.references(block) > 1) plan.shared_tails.push_back(block);
@@ -280,7 +280,7 @@ void KVCacheManager::reserve_append(const AppendOptions& options, BatchPlan& pla
   // tokens store blocks. This room covers the whole call; that of plan_tokens() is not added.
   const auto tails = static_cast<int64_t>(plan.items.size()) * num_groups();
   const int64_t stored =
-      options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_size_ : 0;
+      options.tokens ? static_cast<int64_t>(options.tokens->size()) / block_tokens_ : 0;
   reserve_events((stored + tails) * num_groups(), plan.num_blocks + tails);
 }
 
@@ -326,7 +326,7 @@ int64_t KVCacheManager::commit_append(const AppendOptions& options, std::span<Bl
     std::vector<int32_t>& blocks = sequence.blocks;
     const auto wanted = static_cast<size_t>(entries_after(sequence, slots) * num_groups());
     const int64_t tail = block_of(sequence.num_tokens);
-    if (!sequence.own_tail && tail * block_size_ != sequence.num_tokens) {
+    if (!sequence.own_tail && tail * block_tokens_ != sequence.num_tokens) {
       for (int64_t group = 0; group < num_groups(); ++group) {
         int32_t& block = blocks[tail * num_groups() + group];
         if (pool_.references(block) > 1) {
@@ -420,6 +420,7 @@ int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers,
 int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
                              const BatchPlan& plan) const noexcept {
   const bool with_positions = !buffers.positions.empty();
+  const bool one_rank = shard_.count == 1;
   WrittenBatch& before = buffers.written;
   before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
@@ -429,21 +430,32 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
     const BatchItem& item = plan.items[i];
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);
-    buffers.seq_lens[row] = static_cast<int32_t>(sequence.num_tokens);
+    const int64_t num_local =
+        one_rank ? sequence.num_tokens : shard_.local_tokens(sequence.num_tokens);
+    buffers.seq_lens[row] = static_cast<int32_t>(num_local);
     buffers.query_start_loc[row] = static_cast<int32_t>(written);
     ++row;
 
     int64_t token = sequence.num_tokens - item.num_tokens;
+    if (!one_rank) {
+      const auto count = static_cast<size_t>(item.num_tokens);
+      fill_slots(sequence, group, token, buffers.slot_mapping.subspan(written, count));
+      if (with_positions) {
+        std::iota(&buffers.positions[written], &buffers.positions[written] + count, token);
+      }
+      written += item.num_tokens;
+      continue;
+    }
     int64_t column = block_of(token);
-    int64_t offset = token - column * block_size_;
+    int64_t offset = token - column * block_tokens_;
     while (token < sequence.num_tokens) {
-      const int64_t count = std::min(block_size_ - offset, sequence.num_tokens - token);
+      const int64_t count = std::min(block_tokens_ - offset, sequence.num_tokens - token);
       const int32_t block = sequence.blocks[column * num_groups() + group];
       int64_t* slots = &buffers.slot_mapping[written];
       if (is_null(block)) {
         std::fill_n(slots, count, -1);
       } else {
-        const int64_t first = block * block_size_ + offset;
+        const int64_t first = block * block_tokens_ + offset;
         std::iota(slots, slots + count, first);
       }
       if (with_positions) {
@@ -457,6 +469,22 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
   }
   fill_padding(buffers, row, written);
   return written;
+}
+
+// Slots of the tokens from `token` on.
+void KVCacheManager::fill_slots(const Sequence& sequence, int64_t group, int64_t token,
+                                std::span<int64_t> slots) const noexcept {
+  const auto count = static_cast<int64_t>(slots.size());
+  shard_.for_each_run(token, count, [&](int64_t first, int64_t size, int64_t slot) {
+    int64_t* const run = slots.data() + first;
+    const int64_t column = slot / shard_.block_size;
+    const int32_t block = slot < 0 ? kNullBlock : sequence.blocks[column * num_groups() + group];
+    if (slot < 0 || is_null(block)) {
+      std::fill_n(run, size, -1);
+    } else {
+      std::iota(run, run + size, block * shard_.block_size + slot % shard_.block_size);
+    }
+  });
 }
 
 // Writes the whole row, or only the new blocks if the row held this sequence before.

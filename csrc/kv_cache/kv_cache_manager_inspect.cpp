@@ -29,7 +29,8 @@ void check_holders(const BlockPool& pool, const std::vector<int32_t>& holders, c
 Statistics KVCacheManager::statistics() const {
   const auto guard = lock();
   Statistics result{.total_blocks = pool_.num_usable(),
-                    .used_blocks = pool_.num_used(),
+                    .used_blocks = pool_.num_used() - num_held_,
+                    .held_blocks = num_held_,
                     .cached_blocks = pool_.num_cached(),
                     .free_blocks = pool_.num_free() - pool_.num_cached(),
                     .shared_blocks = pool_.num_shared(),
@@ -47,16 +48,17 @@ Statistics KVCacheManager::statistics() const {
       ++result.num_swapped_sequences;
       continue;
     }
-    result.num_tokens += sequence.num_tokens;
+    const int64_t num_tokens = shard_.local_tokens(sequence.num_tokens);
+    result.num_tokens += num_tokens;
     for (const int32_t block : sequence.blocks) result.table_entries += !is_null(block);
     // The blocks that are not full: the last one, and the lookahead, which is never shared.
     const int64_t full = block_of(sequence.num_tokens) * num_groups();
     for (auto i = full; i < static_cast<int64_t>(sequence.blocks.size()); ++i) {
       const int64_t index = i / num_groups();
-      const int64_t filled = std::max<int64_t>(0, sequence.num_tokens - index * block_size_);
+      const int64_t filled = std::max<int64_t>(0, num_tokens - index * shard_.block_size);
       const int32_t block = sequence.blocks[i];
       if (pool_.references(block) == 1) {
-        result.waste_slots += block_size_ - filled;
+        result.waste_slots += shard_.block_size - filled;
       } else {
         shared_tails.emplace_back(block, filled);
       }
@@ -70,7 +72,7 @@ Statistics KVCacheManager::statistics() const {
     const auto [block, filled] = shared_tails[i];
     if (i + 1 < shared_tails.size() && shared_tails[i + 1].first == block) continue;
     const auto readers = static_cast<int64_t>(i + 1 - first);
-    if (readers == pool_.references(block)) result.waste_slots += block_size_ - filled;
+    if (readers == pool_.references(block)) result.waste_slots += shard_.block_size - filled;
     first = i + 1;
   }
   return result;
@@ -80,7 +82,7 @@ Statistics KVCacheManager::statistics() const {
 void KVCacheManager::check_recorded_blocks(const Sequence& sequence,
                                            std::map<int32_t, int64_t>& pins) const {
   require(cache_.has_value(), "tokens are known without a cache", sequence.id);
-  require(static_cast<int64_t>(sequence.tail.size()) < block_size_,
+  require(static_cast<int64_t>(sequence.tail.size()) < block_tokens_,
           "tail is not shorter than a block", sequence.id);
   require(num_recorded(sequence) <= sequence.num_tokens, "more tokens recorded than present",
           sequence.id);
@@ -133,7 +135,13 @@ void KVCacheManager::check_integrity() const {
     }
     if (tracks_tokens(sequence)) check_recorded_blocks(sequence, pins);
   }
+  for (size_t block = 0; block < held_.size(); ++block) holders[block] += held_[block];
   check_holders(pool_, holders, "block");
+  const int64_t held = std::count(held_.begin(), held_.end(), true);
+  if (held != num_held_) {
+    throw IntegrityError(
+        concat("KVCacheManager: ", num_held_, " blocks are held, ", held, " are marked"));
+  }
   if (host_pool_) check_holders(*host_pool_, host_holders, "host block");
   if (!cache_) return;
   cache_->check_integrity(pins);

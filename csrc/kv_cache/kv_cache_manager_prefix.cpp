@@ -49,7 +49,7 @@ std::shared_ptr<const std::vector<KVCacheManager::BlockExtra>> KVCacheManager::m
         bytes = std::make_shared<std::string>();
         extras->push_back({index, bytes});
       }
-      append_item(*bytes, *item, index * block_size_);
+      append_item(*bytes, *item, index * block_tokens_);
     }
   }
   return extras;
@@ -80,13 +80,13 @@ void KVCacheManager::walk(int32_t root, std::span<const int32_t> tokens,
   while (static_cast<int64_t>(nodes.size()) < blocks) {
     const int64_t end = std::min(blocks, static_cast<int64_t>(hashes.size()) + kHashedAtOnce);
     for (auto i = static_cast<int64_t>(hashes.size()); i < end; ++i) {
-      hash = cache_->hash(hash, tokens.data() + i * block_size_, extra_of(extras, i).get());
+      hash = cache_->hash(hash, tokens.data() + i * block_tokens_, extra_of(extras, i).get());
       hashes.push_back(hash);
       cache_->prefetch(hash);
     }
     for (auto i = static_cast<int64_t>(nodes.size()); i < end; ++i) {
-      node =
-          cache_->find(node, hashes[i], tokens.data() + i * block_size_, extra_of(extras, i).get());
+      node = cache_->find(node, hashes[i], tokens.data() + i * block_tokens_,
+                          extra_of(extras, i).get());
       if (node == kNone) return;
       nodes.push_back(node);
     }
@@ -111,7 +111,7 @@ int64_t KVCacheManager::usable_blocks(const PrefixLookup& lookup, int64_t limit)
   // sees no later blocks than a longer one, so `hits` only ever shrinks.
   for (int64_t group = 0, agreed = 0; agreed < num_groups(); group = (group + 1) % num_groups()) {
     int64_t index = hits - 1;
-    const int64_t first = first_visible(hits * block_size_, group);
+    const int64_t first = first_visible(hits * block_tokens_, group);
     while (index >= first && usable(index, group)) --index;
     agreed = index < first ? agreed + 1 : 0;
     if (index >= first) hits = index;
@@ -121,7 +121,7 @@ int64_t KVCacheManager::usable_blocks(const PrefixLookup& lookup, int64_t limit)
 
 // The block of a group at `index`, in the table of a sequence that shares the prefix.
 int32_t KVCacheManager::hit_block(const PrefixLookup& lookup, int64_t index, int64_t group) const {
-  const bool visible = index >= first_visible(lookup.num_blocks * block_size_, group);
+  const bool visible = index >= first_visible(lookup.num_blocks * block_tokens_, group);
   return visible ? cache_->block(lookup.nodes[index], group) : kNullBlock;
 }
 
@@ -129,7 +129,7 @@ int32_t KVCacheManager::hit_block(const PrefixLookup& lookup, int64_t index, int
 int64_t KVCacheManager::revived_blocks(const PrefixLookup& lookup) const {
   int64_t revived = 0;
   for (int64_t group = 0; group < num_groups(); ++group) {
-    const int64_t first = first_visible(lookup.num_blocks * block_size_, group);
+    const int64_t first = first_visible(lookup.num_blocks * block_tokens_, group);
     for (int64_t i = first; i < lookup.num_blocks; ++i) {
       revived += pool_.references(hit_block(lookup, i, group)) == 0;
     }
@@ -154,7 +154,7 @@ int64_t KVCacheManager::match(std::span<const int32_t> tokens, const PrefixKeys&
   const auto guard = lock();
   if (!cache_) return 0;
   const int32_t root = cache_->find_root(encode_keys(keys));
-  return look_up(root, tokens, extras.get()).num_blocks * block_size_;
+  return look_up(root, tokens, extras.get()).num_blocks * block_tokens_;
 }
 
 bool KVCacheManager::can_allocate(std::span<const int32_t> tokens, const PrefixKeys& keys) const {
@@ -186,10 +186,10 @@ int64_t KVCacheManager::allocate(int64_t id, std::span<const int32_t> tokens, in
     sequence.node = cache_->find_or_add_root(encode_keys(keys));
     root.emplace(*cache_, sequence.node);
     sequence.extras = std::move(extras);
-    sequence.tail.reserve(block_size_);
+    sequence.tail.reserve(block_tokens_);
   }
   const PrefixLookup& lookup = look_up(sequence.node, tokens, sequence.extras.get());
-  const int64_t cached = lookup.num_blocks * block_size_;
+  const int64_t cached = lookup.num_blocks * block_tokens_;
   sequence.num_tokens = cached + std::min(static_cast<int64_t>(tokens.size()) - cached, num_new);
   reserve_prompt(lookup, plan_, sequence);
   commit_prompt(lookup, tokens, std::move(sequence), plan_);
@@ -232,7 +232,7 @@ void KVCacheManager::commit_prompt(const PrefixLookup& lookup, std::span<const i
   Sequence& added = push_sequence(std::move(sequence));
   if (!cache_) return;
   added.num_hashed = hits;
-  const int64_t cached = hits * block_size_;
+  const int64_t cached = hits * block_tokens_;
   const auto hashes = std::span<const Hash>(lookup.hashes);
   add_tokens(added, tokens.data() + cached, added.num_tokens - cached,
              hashes.subspan(std::min<size_t>(hits, hashes.size())));
@@ -247,10 +247,10 @@ void KVCacheManager::add_tokens(Sequence& sequence, const int32_t* tokens, int64
   const int64_t first = sequence.num_hashed;
   bool parent_is_new = false;  // and thus has no children
   while (count > 0) {
-    const int64_t missing = block_size_ - static_cast<int64_t>(sequence.tail.size());
+    const int64_t missing = block_tokens_ - static_cast<int64_t>(sequence.tail.size());
     const int64_t used = std::min(missing, count);
     const int32_t* block = tokens;
-    if (used < block_size_) {
+    if (used < block_tokens_) {
       sequence.tail.insert(sequence.tail.end(), tokens, tokens + used);
       if (used < missing) return;
       block = sequence.tail.data();
@@ -287,7 +287,7 @@ void KVCacheManager::register_block(int32_t block, int32_t node, int64_t group) 
   events_.events.push_back({Event::Kind::kStored, static_cast<int32_t>(group), block,
                             cache_->hash_of(node), cache_->hash_of(cache_->parent(node))});
   const int32_t* tokens = cache_->tokens(node);
-  events_.tokens.insert(events_.tokens.end(), tokens, tokens + block_size_);
+  events_.tokens.insert(events_.tokens.end(), tokens, tokens + block_tokens_);
 }
 
 void KVCacheManager::detach(int32_t block, int32_t node) {
@@ -343,7 +343,7 @@ void KVCacheManager::reserve_events(int64_t stored, int64_t removed) {
     if (wanted > list.capacity()) list.reserve(std::max(wanted, 2 * list.capacity()));
   };
   reserve(events_.events, events_.events.size() + stored + removed);
-  reserve(events_.tokens, events_.tokens.size() + stored * block_size_);
+  reserve(events_.tokens, events_.tokens.size() + stored * block_tokens_);
 }
 
 void KVCacheManager::record_tokens(std::span<const int64_t> ids,
@@ -364,7 +364,7 @@ void KVCacheManager::record_tokens(std::span<const int64_t> ids,
 void KVCacheManager::commit_tokens(Sequence& sequence, const int32_t* tokens, int64_t count,
                                    std::span<const Hash>& first_hashes) {
   if (!tracks_tokens(sequence)) return;
-  const bool fills = static_cast<int64_t>(sequence.tail.size()) + count >= block_size_;
+  const bool fills = static_cast<int64_t>(sequence.tail.size()) + count >= block_tokens_;
   add_tokens(sequence, tokens, count, first_hashes.first(fills ? 1 : 0));
   if (fills) first_hashes = first_hashes.subspan(1);
 }
@@ -395,11 +395,11 @@ void KVCacheManager::refuse_tokens(const char* call, const Sequence& sequence, i
 inline void KVCacheManager::plan_fill(const BatchItem& item, Sequence& sequence,
                                       int64_t first_token, BatchPlan& plan) {
   const auto tail = static_cast<int64_t>(sequence.tail.size());
-  if (sequence.tail.capacity() < static_cast<size_t>(block_size_) && item.num_tokens > 0) {
-    sequence.tail.reserve(block_size_);
+  if (sequence.tail.capacity() < static_cast<size_t>(block_tokens_) && item.num_tokens > 0) {
+    sequence.tail.reserve(block_tokens_);
   }
   __builtin_prefetch(sequence.tail.data() + tail);
-  if (tail + item.num_tokens < block_size_) return;
+  if (tail + item.num_tokens < block_tokens_) return;
   plan.fills.push_back({item.position, first_token, block_of(tail + item.num_tokens)});
   __builtin_prefetch(sequence.tail.data());
   cache_->prefetch_node(sequence.node);
@@ -448,11 +448,11 @@ void KVCacheManager::check_shared_fills(const char* call, std::span<const int32_
   const auto token_at = [&](const SharedFill& fill, int64_t i) {
     const std::vector<int32_t>& tail = sequences_[fill.position].tail;
     const auto size = static_cast<int64_t>(tail.size());
-    const int64_t token = fill.index * block_size_ + i;  // counted from the tail's first
+    const int64_t token = fill.index * block_tokens_ + i;  // counted from the tail's first
     return token < size ? tail[token] : tokens[fill.first_token + token - size];
   };
   const auto check = [&](const SharedFill& fill, auto expected) {
-    for (int64_t i = 0; i < block_size_; ++i) {
+    for (int64_t i = 0; i < block_tokens_; ++i) {
       if (token_at(fill, i) == expected(i)) continue;
       throw InvalidArgument(concat(call, ": tokens: expected the recorded tokens of another ",
                                    "holder of block ", fill.block, ", got others for sequence ",
@@ -501,13 +501,13 @@ void KVCacheManager::reserve_fills(const BatchPlan& plan) {
 void KVCacheManager::hash_first_blocks(std::span<const int32_t> tokens, BatchPlan& plan) const {
   plan.first_hashes.reserve(plan.fills.size());
   std::vector<int32_t>& block = plan.block_tokens;
-  block.reserve(block_size_);
+  block.reserve(block_tokens_);
   for (const BlockFill& fill : plan.fills) {
     const Sequence& sequence = sequences_[fill.position];
     const std::vector<int32_t>& tail = sequence.tail;
     const int32_t* appended = tokens.data() + fill.first_token;
     block.assign(tail.begin(), tail.end());
-    block.insert(block.end(), appended, appended + block_size_ - tail.size());
+    block.insert(block.end(), appended, appended + block_tokens_ - tail.size());
     const PrefixCache::Extra& extra = extra_of(sequence.extras.get(), sequence.num_hashed);
     plan.first_hashes.push_back(
         cache_->hash(cache_->hash_of(sequence.node), block.data(), extra.get()));
@@ -602,7 +602,7 @@ void KVCacheManager::drop_events(size_t count) {
   const auto stored = std::count_if(
       events.begin(), last, [](const Event& event) { return event.kind == Event::Kind::kStored; });
   events.erase(events.begin(), last);
-  tokens.erase(tokens.begin(), tokens.begin() + stored * block_size_);
+  tokens.erase(tokens.begin(), tokens.begin() + stored * block_tokens_);
 }
 
 }  // namespace vllm_kernels::kv_cache

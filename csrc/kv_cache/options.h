@@ -16,7 +16,7 @@ inline constexpr int64_t kMaxReferences = std::numeric_limits<int32_t>::max();
 // seq_lens and query_start_loc are int32.
 inline constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
-// Limit of block_size with prefix caching: a block is hashed as one message.
+// Limit of shards * block_size with prefix caching: a block is hashed as one message.
 inline constexpr int64_t kMaxHashedBlock = 65536;
 
 // The window of a group of layers whose tokens see all earlier tokens.
@@ -32,6 +32,9 @@ using HashKey = std::array<uint8_t, 16>;
 struct Options {
   int64_t num_blocks = 0;                           // [1, kMaxBlocks], the null block included
   int64_t block_size = 0;                           // tokens, >= 1
+  int64_t shards = 1;                               // ranks that hold a sequence together
+  int64_t shard = 0;                                // this rank
+  int64_t interleave = 1;                           // consecutive tokens on one of them
   int64_t max_references = kMaxReferences;          // sequences that may share one block
   int64_t num_host_blocks = 0;                      // for swap_out(), [0, kMaxBlocks]
   int64_t watermark_blocks = 0;                     // allocate() and swap_in() leave them free

@@ -101,8 +101,8 @@ py::list events_of(const KVCacheManager& manager) {
     } else if (event.kind == Event::Kind::kRemoved) {
       events.append(py::make_tuple(kind, event.group, event.block, bytes_of(event.hash)));
     } else {
-      const std::vector<int32_t> of_block(tokens, tokens + manager.block_size());
-      tokens += manager.block_size();
+      const std::vector<int32_t> of_block(tokens, tokens + manager.block_tokens());
+      tokens += manager.block_tokens();
       events.append(py::make_tuple(kind, event.group, event.block, bytes_of(event.hash),
                                    bytes_of(event.parent), of_block));
     }
@@ -181,11 +181,15 @@ int64_t match(const KVCacheManager& self, py::handle tokens, py::handle salt, py
 }
 
 std::unique_ptr<KVCacheManager> make_manager(
-    int64_t num_blocks, int64_t block_size, int64_t num_host_blocks, int64_t watermark_blocks,
-    const std::vector<int64_t>& windows, bool prefix_caching, bool null_block, bool events,
-    int64_t max_references, const std::optional<std::string>& hash_key, int hash_bits) {
+    int64_t num_blocks, int64_t block_size, int64_t shards, int64_t shard, int64_t interleave,
+    int64_t num_host_blocks, int64_t watermark_blocks, const std::vector<int64_t>& windows,
+    bool prefix_caching, bool null_block, bool events, int64_t max_references,
+    const std::optional<std::string>& hash_key, int hash_bits) {
   Options options{.num_blocks = num_blocks,
                   .block_size = block_size,
+                  .shards = shards,
+                  .shard = shard,
+                  .interleave = interleave,
                   .max_references = max_references,
                   .num_host_blocks = num_host_blocks,
                   .watermark_blocks = watermark_blocks,
@@ -225,8 +229,10 @@ struct Count {
 
 constexpr Count kCounts[] = {
     {"total_blocks", &Statistics::total_blocks,
-     "used_blocks + cached_blocks + free_blocks: all blocks but the null block."},
+     "used_blocks + held_blocks + cached_blocks + free_blocks: all blocks but the null block."},
     {"used_blocks", &Statistics::used_blocks, "Blocks that sequences hold."},
+    {"held_blocks", &Statistics::held_blocks,
+     "Blocks that a Ledger has: lent to other instances, or for sequences that borrow."},
     {"cached_blocks", &Statistics::cached_blocks,
      "Blocks that no sequence holds, with tokens that a new one may find."},
     {"free_blocks", &Statistics::free_blocks, "Blocks that no sequence holds, empty."},
@@ -237,7 +243,8 @@ constexpr Count kCounts[] = {
     {"total_host_blocks", &Statistics::total_host_blocks, "Host blocks."},
     {"used_host_blocks", &Statistics::used_host_blocks, "Host blocks that sequences hold."},
     {"num_tokens", &Statistics::num_tokens,
-     "Tokens of all sequences that are not swapped; a shared one counts once a sequence."},
+     "Tokens of all sequences that are not swapped; a shared one counts once a sequence. With "
+     "shards: of this rank."},
     {"table_entries", &Statistics::table_entries,
      "Blocks of these sequences, shared ones once each: what would be used unshared."},
     {"waste_slots", &Statistics::waste_slots,
@@ -329,6 +336,7 @@ void bind_one_sequence(Class& manager) {
           py::arg("sequence_id"), py::arg("num_tokens"), py::arg("num_computed") = py::none())
       .def("__contains__", &KVCacheManager::contains, py::arg("sequence_id"))
       .def("num_tokens", &KVCacheManager::num_tokens, py::arg("sequence_id"))
+      .def("num_local_tokens", &KVCacheManager::num_local_tokens, py::arg("sequence_id"))
       .def("num_known_tokens", &KVCacheManager::num_known_tokens, py::arg("sequence_id"))
       .def("is_swapped", &KVCacheManager::is_swapped, py::arg("sequence_id"))
       .def("block_table", &table_of, py::arg("sequence_id"), py::arg("group") = 0)
@@ -473,6 +481,7 @@ void bind_manager(py::module_& module) {
   Class manager(module, "KVCacheManager");
   manager
       .def(py::init(&make_manager), py::arg("num_blocks"), py::arg("block_size"), py::kw_only(),
+           py::arg("shards") = 1, py::arg("shard") = 0, py::arg("interleave") = 1,
            py::arg("num_host_blocks") = 0, py::arg("watermark_blocks") = 0,
            py::arg("windows") = std::vector<int64_t>{kFullAttention},
            py::arg("prefix_caching") = true, py::arg("null_block") = false,

@@ -1,6 +1,7 @@
-// The KV-cache manager's classes and exceptions in `_C`.
+// The KV-cache manager's classes and exceptions in `_C`, and the ledger.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 void bind_kv_cache(pybind11::module_& module);
+void bind_ledger(pybind11::module_& module);  // after bind_kv_cache()

@@ -19,4 +19,5 @@ PYBIND11_MODULE(_C, module) {
       "cpu_level", [] { return vllm_kernels::cpu::level_name(vllm_kernels::cpu::level()); },
       "The instruction-set level the CPU kernels run at.");
   bind_kv_cache(module);
+  bind_ledger(module);
 }

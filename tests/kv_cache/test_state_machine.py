@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     rule,
 )
 from model import Model, Sequence
+from ranks import AllRanks
 
 from vllm_kernels import kv_cache
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager, MultimodalItem
@@ -53,13 +54,20 @@ class ManagerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0, 0, 2]),
         hash_bits=st.sampled_from([1, 3, 128]),
         caching=st.sampled_from([True, True, True, False]),
+        ranks=st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (3, 1)]),
     )
-    def start(self, **given: Any) -> None:
+    def start(self, ranks: tuple[int, int], **given: Any) -> None:
         given["watermark"] = min(given["watermark"], given["num_blocks"] - 2)  # fewer than usable
         names = {"host": "num_host_blocks", "watermark": "watermark_blocks"}
         names |= {"caching": "prefix_caching"}
         arguments = {names.get(name, name): value for name, value in given.items()}
-        self.manager = KVCacheManager(**arguments, events=True)
+        shards, interleave = ranks
+        self.manager: Any
+        if shards == 1:
+            self.manager = KVCacheManager(**arguments, events=True)
+        else:
+            arguments["block_size"] = interleave * (1 + arguments["block_size"] // 3)
+            self.manager = AllRanks(**arguments, shards=shards, interleave=interleave, events=True)
         self.model = Model(
             self.manager, given["caching"], given["watermark"], given["max_references"]
         )

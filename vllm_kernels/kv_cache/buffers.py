@@ -33,10 +33,11 @@ class BatchBuffers:
     Args:
         block_tables: int32 [max_sequences, max_blocks]. Block ids of each sequence. Entries beyond
             a sequence's blocks are left as they are; no op reads them.
-        seq_lens: int32 [max_sequences]. Tokens of each sequence; padding 0.
+        seq_lens: int32 [max_sequences]. Tokens of each sequence on this rank; padding 0.
         query_start_loc: int32 [max_sequences + 1]. Where each sequence's query tokens start, then
             their number in all, to the end.
-        slot_mapping: int64 [max_tokens]. Slot of each query token; padding -1 (skipped).
+        slot_mapping: int64 [max_tokens]. Slot of each query token; -1 (skipped) for padding and
+            for tokens on other ranks.
         positions: int64 [max_tokens], or None. Index of each query token in its sequence;
             padding 0.
 

@@ -99,13 +99,24 @@ class KVCacheManager:
     each append frees the blocks that are invisible to later tokens. Block 0, which is then never
     allocated, replaces them in the table.
 
+    Shards: with ``shards=N``, N ranks hold each sequence together (context parallelism). Token
+    ``i`` lives on rank ``(i // interleave) % N``, as in vLLM. Each rank has a manager and makes the
+    same calls. A table entry then stands for ``N * block_size`` tokens, of which each rank has
+    ``block_size``; prefixes and windows count in these blocks too. So all ranks take, share, evict
+    and refuse the same blocks, and their tables are equal. Arguments and ``num_tokens`` count
+    tokens of whole sequences. ``seq_lens`` counts the tokens of this rank, and the slot of a token
+    on another rank is -1.
+
     Threads: calls from several threads are safe; they run one after the other, batch calls without
     the GIL. One :class:`BatchBuffers` is for one thread at a time, ``invalidate`` and
     ``changed_rows`` included. A fork of the process, a pickle or a copy of the manager is refused.
 
     Args:
         num_blocks: blocks of the cache, 1 to 2**31 - 3 (with a null block, that one included).
-        block_size: tokens of a block, >= 1.
+        block_size: tokens of a block, >= 1. With shards: those of each rank.
+        shards: ranks that hold each sequence together.
+        shard: this one, 0 to shards - 1.
+        interleave: consecutive tokens on one rank, a divisor of ``block_size``.
         num_host_blocks: blocks of a second pool in host memory, for :meth:`swap_out`.
         watermark_blocks: blocks that :meth:`allocate` and :meth:`swap_in` leave free, so that the
             sequences that run can grow before one of them has to be preempted.
@@ -123,13 +134,25 @@ class KVCacheManager:
         MemoryError: no memory for the pool's 16 bytes a block.
     """
 
-    __slots__ = ("_native", "block_size", "num_blocks", "num_host_blocks", "windows")
+    __slots__ = (
+        "_native",
+        "block_size",
+        "interleave",
+        "num_blocks",
+        "num_host_blocks",
+        "shard",
+        "shards",
+        "windows",
+    )
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
         *,
+        shards: int = 1,
+        shard: int = 0,
+        interleave: int = 1,
         num_host_blocks: int = 0,
         watermark_blocks: int = 0,
         windows: Sequence[int | None] = (None,),
@@ -143,6 +166,9 @@ class KVCacheManager:
         integers = {
             "num_blocks": num_blocks,
             "block_size": block_size,
+            "shards": shards,
+            "shard": shard,
+            "interleave": interleave,
             "num_host_blocks": num_host_blocks,
             "watermark_blocks": watermark_blocks,
             "max_references": max_references,
@@ -174,6 +200,9 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
+        self.shards = shards
+        self.shard = shard
+        self.interleave = interleave
 
     def __repr__(self) -> str:
         return (
@@ -347,6 +376,11 @@ class KVCacheManager:
     def num_tokens(self, sequence_id: int) -> int:
         """Tokens of a sequence. Raises UnknownSequence."""
         return self._native.num_tokens(sequence_id)
+
+    def num_local_tokens(self, sequence_id: int) -> int:
+        """The tokens of this rank among them: all of them without shards. Raises
+        UnknownSequence."""
+        return self._native.num_local_tokens(sequence_id)
 
     def num_known_tokens(self, sequence_id: int) -> int:
         """Leading tokens whose ids are known, -1 if the manager does not track them (any more:

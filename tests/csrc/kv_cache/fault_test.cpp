@@ -72,22 +72,26 @@ void PrintTo(const Call& call, std::ostream* stream) {
 
 // Sequences with shared full blocks, shared partly filled ones, one in host blocks, and cached
 // blocks among the free ones.
+void add_sequences(KVCacheManager& manager) {
+  manager.allocate(1, range(6), kMaxTokens, {});
+  manager.fork(1, 2);
+  manager.fork(1, 3);
+  manager.allocate(100, range(21), kMaxTokens, {});
+  manager.allocate(1000, range(22), kMaxTokens, {});
+  manager.allocate(4, Tokens{9, 9, 9}, kMaxTokens, {});
+  manager.append(3, 4);
+  manager.free(100);
+  std::vector<BlockCopy> copies(8);
+  manager.swap_out(Ids{1000}, copies);
+}
+
 std::unique_ptr<KVCacheManager> make_manager() {
   auto manager = std::make_unique<KVCacheManager>(Options{.num_blocks = 64,
                                                           .block_size = 4,
                                                           .num_host_blocks = 32,
                                                           .events = true,
                                                           .hash_key = HashKey{}});
-  manager->allocate(1, range(6), kMaxTokens, {});
-  manager->fork(1, 2);
-  manager->fork(1, 3);
-  manager->allocate(100, range(21), kMaxTokens, {});
-  manager->allocate(1000, range(22), kMaxTokens, {});
-  manager->allocate(4, Tokens{9, 9, 9}, kMaxTokens, {});
-  manager->append(3, 4);
-  manager->free(100);
-  std::vector<BlockCopy> copies(8);
-  manager->swap_out(Ids{1000}, copies);
+  add_sequences(*manager);
   return manager;
 }
 
@@ -121,6 +125,19 @@ std::unique_ptr<KVCacheManager> make_windowed_manager() {
   const Tokens occupying_tokens(4 * (manager->num_free_blocks() / 2), 7);
   manager->allocate(2000, occupying_tokens, kMaxTokens, {});
   manager->free(2000);
+  return manager;
+}
+
+// The second of two ranks that hold the sequences of make_manager() together.
+std::unique_ptr<KVCacheManager> make_shard() {
+  auto manager = std::make_unique<KVCacheManager>(Options{.num_blocks = 64,
+                                                          .block_size = 2,
+                                                          .shards = 2,
+                                                          .shard = 1,
+                                                          .num_host_blocks = 32,
+                                                          .events = true,
+                                                          .hash_key = HashKey{}});
+  add_sequences(*manager);
   return manager;
 }
 
@@ -255,7 +272,8 @@ std::vector<Call> calls_when_full() {
       {"statistics", [](Manager& m, Arguments&) { m.statistics(); }}};
   std::vector<Call> all;
   for (const auto& [suffix, make] : {std::pair{"_evicts", &make_full_manager},
-                                     std::pair{"_with_windows", &make_windowed_manager}}) {
+                                     std::pair{"_with_windows", &make_windowed_manager},
+                                     std::pair{"_of_a_shard", &make_shard}}) {
     for (Call call : calls) {
       call.name += suffix;
       call.make = make;

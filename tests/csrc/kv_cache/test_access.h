@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kv_cache/kv_cache_manager.h"
+#include "kv_cache/ledger.h"
 
 namespace vllm_kernels::kv_cache {
 
@@ -40,7 +41,38 @@ struct Snapshot {
   }
 };
 
+struct LedgerSnapshot {
+  std::vector<std::tuple<int64_t, int64_t, std::vector<InstanceBlock>>> loans;  // id, home, blocks
+  std::vector<int64_t> debts;
+  std::vector<std::pair<int64_t, bool>> instances;  // reserve, lost
+  bool operator==(const LedgerSnapshot&) const = default;
+};
+
 struct TestAccess {
+  static LedgerSnapshot snapshot(const Ledger& ledger) {
+    LedgerSnapshot result{.loans = {}, .debts = ledger.debts_, .instances = {}};
+    for (const auto& [sequence, loan] : ledger.loans_) {
+      result.loans.emplace_back(sequence, loan.home, loan.blocks);
+    }
+    for (const auto& one : ledger.instances_) result.instances.emplace_back(one.reserve, one.lost);
+    return result;
+  }
+  static int64_t& debt(Ledger& ledger, int64_t borrower, int64_t lender) {
+    return ledger.debt(borrower, lender);
+  }
+  static std::vector<InstanceBlock>& loan(Ledger& ledger, int64_t sequence) {
+    return ledger.loans_.at(sequence).blocks;
+  }
+  static int64_t& home(Ledger& ledger, int64_t sequence) { return ledger.loans_.at(sequence).home; }
+  static bool& lost(Ledger& ledger, int64_t instance) { return ledger.instances_[instance].lost; }
+  static void release_held(KVCacheManager& manager, int32_t block) { manager.release_held(block); }
+  static void hold(KVCacheManager& manager) {
+    int32_t block;
+    manager.plan_hold("test", 1, 0);
+    manager.commit_hold(std::span(&block, 1));
+  }
+  static int64_t& num_held(KVCacheManager& manager) { return manager.num_held_; }
+
   static Snapshot snapshot(const KVCacheManager& manager) {
     Snapshot result;
     for (const auto& sequence : manager.sequences_) {

@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "kv_cache/errors.h"
 #include "kv_cache/kv_cache_manager.h"
+#include "kv_cache/ledger.h"
 #include "kv_cache/test_access.h"
 
 namespace vllm_kernels::kv_cache {
@@ -88,6 +90,47 @@ TEST(Threads, ShareOneManager) {
   EXPECT_EQ(manager.num_free_host_blocks(), 40);
   EXPECT_GT(manager.statistics().hit_tokens, 0);
   EXPECT_EQ(manager.num_sequences(), 0);
+}
+
+// Loans of one sequence a thread, while other threads use the same managers.
+void borrow(Ledger& ledger, std::vector<std::unique_ptr<KVCacheManager>>& managers, int64_t thread,
+            std::atomic<int64_t>& loans) {
+  std::mt19937_64 random(static_cast<uint64_t>(thread));
+  const int64_t home = thread % ledger.num_instances();
+  std::vector<InstanceBlock> blocks(3);
+  std::vector<BlockMove> moves(1);
+  for (int round = 0; round < 300; ++round) {
+    try {
+      managers[home]->allocate(100 + thread, 1 + static_cast<int64_t>(random() % 30));
+      managers[home]->free(100 + thread);
+      ledger.lend(Ledger::kAnyInstance, home, thread, blocks);
+      ++loans;
+      if (round % 4 == 0) ledger.recall((home + 1) % ledger.num_instances(), moves);
+    } catch (const Error&) {  // out of blocks, or nothing to recall
+    }
+    if (random() % 3 == 0 && ledger.contains(thread)) ledger.free(thread);
+    if (round % 16 == 0) ledger.counts(home);
+  }
+  if (ledger.contains(thread)) ledger.free(thread);
+}
+
+TEST(Threads, ShareOneLedger) {
+  std::vector<std::unique_ptr<KVCacheManager>> managers;
+  std::vector<KVCacheManager*> pointers;
+  for (int i = 0; i < 3; ++i) {
+    managers.push_back(std::make_unique<KVCacheManager>(20, 4));
+    pointers.push_back(managers.back().get());
+  }
+  Ledger ledger(pointers);
+  std::atomic<int64_t> loans{0};
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < 6; ++i) {
+    threads.emplace_back([&, i] { borrow(ledger, managers, i, loans); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ledger.check_integrity();
+  EXPECT_GT(loans, 0);
+  for (const auto& manager : managers) EXPECT_EQ(manager->num_free_blocks(), 20);
 }
 
 }  // namespace
