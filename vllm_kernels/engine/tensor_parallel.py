@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _get_default_store,
+    _set_pg_timeout,
+)
 from transformers import PreTrainedModel
 
 from ..errors import Error, InvalidArgument, Unsupported
@@ -62,7 +67,7 @@ class Ranks:
         self._limit = time_limit()
         self._calls: list[Call] = []  # since the last pass
         self._is_following = False
-        self._store = dist.PrefixStore(f"vllm_kernels_engine_{next(_ids)}", _get_default_store())
+        self._store = PrefixStore(f"vllm_kernels_engine_{next(_ids)}", _get_default_store())
         # For tensors on the host. Between passes a rank waits as long as no rank fails.
         ranks = dist.get_process_group_ranks(group)
         self._control = dist.new_group(ranks, backend="gloo", timeout=_TO_CONNECT)
@@ -178,10 +183,8 @@ class Ranks:
             limit, reason = self._limit.seconds, str(error).partition(". ")[0]
             text = f"lost another one, which ended or did not answer within {limit} s: {reason}"
         first = f"{self.rank} {text}"
-        try:
+        with suppress(RuntimeError):  # the store may have ended with its process
             first = self._store.compare_set(_FAILURE, "", first).decode()
-        except RuntimeError:
-            pass  # the store ended with its process
         self.failure = Error(f"Engine: rank {first}")
         return self.failure if is_lost or not first.endswith(f" {text}") else error
 
