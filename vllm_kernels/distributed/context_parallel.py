@@ -229,12 +229,12 @@ class ContextParallel:
             return torch.empty_like(query)
         if max_query_len is None:
             max_query_len = 1 if query_start_loc is None else len(query)
-        starts: dict[str, Any] = {"max_query_len": max_query_len}
-        starts["query_start_loc"] = query_start_loc
         shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "return_lse": True}
+        shared["max_query_len"] = max_query_len
+        options = shared | {"k_scale": k_scale, "v_scale": v_scale, "layout": layout}
+        options["query_start_loc"] = query_start_loc
         # One token per sequence sees all of the cache, causal or not.
-        options = shared | starts | {"causal": query_start_loc is None, "layout": layout}
-        options |= {"k_scale": k_scale, "v_scale": v_scale}
+        options["causal"] = query_start_loc is None
         caches = zip(
             *map(self._of_each_rank, (key_cache, value_cache, block_tables, local_lens)),
         )
@@ -244,21 +244,17 @@ class ContextParallel:
             for rank, cache in enumerate(caches):
                 _, parts.lse[rank] = paged_attention(query, *cache, out=parts.out[rank], **options)
         else:
-            heads = self._gather_heads(query)
-            part, lse = paged_attention(heads, *next(caches), **options)
+            part, lse = paged_attention(self._gather_heads(query), *next(caches), **options)
             swap = self._all_to_all if exchange == "all_to_all" else self._reduce_scatter
             parts = swap(query, part, lse, num_own)
-        if key is not None:
-            assert value is not None
-            at = len(parts.out) - num_own
+        if key is not None and value is not None:
             if query_start_loc is None:
-                starts["query_start_loc"] = torch.arange(
-                    len(query) + 1, dtype=torch.int32, device=query.device
-                )
+                query_start_loc = torch.arange(len(query) + 1, device=query.device).int()
+            at = len(parts.out) - num_own
+            key, value = (self._heads_of_query(tensor, query) for tensor in (key, value))
             _, parts.lse[at] = varlen_attention(
-                query, self._heads_of_query(key, query), self._heads_of_query(value, query),
-                key_start_loc=starts["query_start_loc"], out=parts.out[at], **starts, **shared,
-            )  # fmt: skip
+                query, key, value, query_start_loc, query_start_loc, out=parts.out[at], **shared
+            )
         if sinks is not None:  # a key with this logit and a value of 0
             parts.out[-1], parts.lse[-1] = 0, sinks
         out = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -70,7 +70,7 @@ class Ranks:
         self._store = PrefixStore(f"vllm_kernels_engine_{next(_ids)}", _get_default_store())
         # For tensors on the host. Between passes a rank waits as long as no rank fails.
         ranks = dist.get_process_group_ranks(group)
-        self._control = dist.new_group(ranks, backend="gloo", timeout=_TO_CONNECT)
+        self._control: Any = dist.new_group(ranks, backend="gloo", timeout=_TO_CONNECT)
         _set_pg_timeout(_UNLIMITED, self._control)
         _set_pg_timeout(self._limit, group)
 
@@ -210,7 +210,7 @@ class Ranks:
     def _broadcast(self, tensor: Tensor) -> None:
         self._wait(dist.broadcast(tensor, group=self._control, group_src=0, async_op=True))
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: Any) -> None:
         """Waits for the other ranks, unless one of them has failed."""
         while True:
             try:

@@ -60,7 +60,7 @@ def heads_of_rank(model: PreTrainedModel, name: str, heads: int) -> int:
     return int(local)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Any) -> Tensor:
     """Returns the part of a parameter that this rank holds. Its ``data`` may be replaced."""
     if not hasattr(tensor, "to_local"):
         return tensor
