@@ -104,8 +104,10 @@ def main():
     with torch.inference_mode():
         tokens = generate(model, prompt)
         if dist.get_rank() == 0:
-            settings = {"do_sample": False, "eos_token_id": None}
-            whole = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **settings)
+            whole = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False,
+                eos_token_id=None,
+            )  # fmt: skip
             print("the tokens of one process:", tokens == whole[0].tolist())
     dist.destroy_process_group()
 
