@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -128,6 +129,12 @@ def test_constructor(arguments, message):
     with pytest.raises(Error) as raised:
         ContextParallel(**arguments)
     assert str(raised.value) == f"ContextParallel: {message}"
+
+
+def test_examples() -> None:
+    tests = doctest.DocTestFinder().find(ContextParallel, globs={"torch": torch})
+    assert sum(bool(test.examples) for test in tests) == 3
+    assert all(doctest.DocTestRunner().run(test).failed == 0 for test in tests)
 
 
 POSITIONS = "expected none, because a rank's tokens do not have the positions of the sequence"

@@ -123,6 +123,14 @@ def raises() -> None:
         time.sleep(6)  # longer than the time limit
 
 
+def constructor() -> None:
+    """Rank 1 gives an option that is refused, and its process goes on."""
+    options = OPTIONS | {"k_scale": 1.0 + RANK}
+    tell_error("constructor", lambda: Engine(load("llama"), **options))
+    if RANK == 1:
+        time.sleep(6)  # longer than the time limit
+
+
 def killed() -> None:
     """The process of rank 1 ends without a word."""
     engine = Engine(load("llama"), **OPTIONS)

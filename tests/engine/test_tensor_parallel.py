@@ -144,6 +144,18 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
         assert rank["unfinished"]["number"] == 0
 
 
+def test_a_constructor_that_fails_on_one_rank(tmp_path: Path) -> None:
+    save(tmp_path, ("llama",))
+    ranks = [by_name(lines)["constructor"] for lines in results(tmp_path, "constructor")]
+    refused = (
+        "Engine: k_scale: expected 1.0 (only 8-bit caches have scales, this one is torch.float32), "
+        "got 2.0"
+    )
+    assert ranks[0]["error"] == f"Error: Engine: rank 1 failed: {refused}"
+    assert ranks[1]["error"] == f"InvalidArgument: {refused}"
+    assert ranks[0]["seconds"] < LIMIT + 30  # it loads the model, too
+
+
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     save(tmp_path, ("llama",))
     left, killed = (by_name(lines) for lines in results(tmp_path, "killed"))
