@@ -10,6 +10,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = {
+    "context_parallel": (
+        r"one process: allocate: out of blocks: needed 46, free 30\n"
+        r"the tokens of one process: True"
+    ),
     "cuda_graph": (
         r"(No GPU: the step runs without a graph\.\n)?"
         r"\[True, True, True(, False){5}\]\n\[True, True(, False){6}\]"

@@ -48,6 +48,7 @@ PRINTED = {
         r"paged_attention: block_tables: .+\n"
         r"paged_attention: block_tables\[0, 1\] = 9: expected a block in \[0, 4\)"
     ),
+    ("docs/context_parallel.md", "local_lens"): r"\[25, 25, 25, 25\] True",
     ("docs/determinism.md", "fixed_split_size"): r"True",
     ("docs/engine.md", "sampled"): r"(?s).+\n.+\n0 (stop|length)\n1 (stop|length)\n.+",
     ("docs/engine.md", "add_request"): r"2 requests finished",

@@ -41,6 +41,7 @@ Errors
 
 Modules
     vllm_kernels.kv_cache: KVCacheManager and BatchBuffers; kv_cache.tensors: KVCache and KVShape.
+    vllm_kernels.distributed: ContextParallel, attention over the caches of several ranks.
     vllm_kernels.compat: flash_attn and flash_attn_interface.
     vllm_kernels.integrations: Engine, and transformers.
     vllm_kernels.reference: what each op means, in plain PyTorch.

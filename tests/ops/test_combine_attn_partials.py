@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import assert_close, assert_compiles, assert_graph_replays, opcheck, raises
@@ -48,6 +50,19 @@ def test_of_two_as_merge_attn_states(device, dtype):
         states, partials[0], lses[0].t().contiguous(), partials[1], lses[1].t().contiguous()
     )
     assert_close(run(partials, lses)[0], states.double(), 2 * ULPS[dtype], FLOOR[dtype])
+
+
+def test_base_2(device, dtype):
+    partials, lses = partials_of(3, 8, 3, 64, dtype, device)
+    lses[0, 1] = -torch.inf
+    expected, expected_lse = run(partials, lses)
+    output, lse = torch.empty_like(expected), torch.empty_like(expected_lse)
+    given = lses / math.log(2)
+    before = given.clone()
+    vllm_kernels.combine_attn_partials(output, partials, given, lse, base2=True)
+    assert_close(output, expected.double(), 2 * ULPS[dtype], FLOOR[dtype])
+    torch.testing.assert_close(lse * math.log(2), expected_lse, rtol=1e-6, atol=1e-6)
+    assert torch.equal(given, before)
 
 
 @pytest.mark.parametrize("empty", [-torch.inf, torch.inf])

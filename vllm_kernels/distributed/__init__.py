@@ -1,5 +1,6 @@
-"""Sequences that more than one GPU or instance holds."""
+"""Sequences whose KV cache several devices, processes or instances hold."""
 
+from .context_parallel import ContextParallel
 from .ledger import InstanceCounts, Ledger
 
-__all__ = ["InstanceCounts", "Ledger"]
+__all__ = ["ContextParallel", "InstanceCounts", "Ledger"]

@@ -68,6 +68,7 @@ from .request import FinishReason, Request, SamplingParams
 from .sampler import sample
 from .scheduler import Plan, Scheduler, SchedulerStatistics
 from .self_check import verify
+from .tensor_parallel import Ranks
 from .upload import upload
 
 __all__ = ["Engine"]
@@ -177,8 +178,12 @@ class Engine:
         self._undelivered: list[TokenOutput] = []  # the next step() returns these
         # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
+        self._ranks: Ranks | None = None  # of a model that several processes share
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
             with _named_engine():
+                self._ranks = Ranks.of(model, config)
+                if self._ranks is not None:
+                    cleanup.enter_context(self._ranks)
                 self._build(config, cleanup)
             if config.check:
                 with self._on_device:
@@ -198,6 +203,8 @@ class Engine:
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
         shape = replace(shape, num_layers=groups.num_tensors)
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
+        if self._ranks is not None:
+            num_blocks = self._ranks.smallest(num_blocks)
         self.manager = KVCacheManager(
             num_blocks,
             config.block_size,
@@ -242,7 +249,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if self._ranks is not None and error[1] is not None:
+            self._ranks.fail(error[1])
         self.close()
 
     def __reduce__(self) -> Any:
@@ -261,6 +270,8 @@ class Engine:
         """
         with self._exclusive():
             self._refuse_unfinished("warm_up")
+            if self._ranks is not None:
+                self._ranks.begin(self, "warm_up")
             with self._on_device:
                 self._packed.capture_all()
 
@@ -273,6 +284,8 @@ class Engine:
         with self._exclusive():
             if self.cache.is_freed:
                 return
+            if self._ranks is not None:
+                self._cleanup.callback(self._ranks.end, self)
             for request in list(self._requests.values()):
                 self._end(request, _Closed())
             self._undelivered.clear()
@@ -317,6 +330,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise UnknownRequest(f"Engine: abort: unknown or finished request {request_id!r}")
+            self._note("abort", request_id)
             self._end(request)
 
     @property
@@ -421,6 +435,22 @@ class Engine:
         finally:
             self._cancel([request.id])
 
+    def follow(self) -> None:
+        """Serves rank 0's requests on another rank of a tensor-parallel model.
+
+        It returns when rank 0 closes its engine. Rank 0 alone takes requests then, also through
+        ``AsyncEngine``. Without it, all ranks make the same calls.
+
+        Raises:
+            ValueError: The model is whole, or this is rank 0.
+            Exception: A pass failed, on any rank.
+        """
+        if self._ranks is None:
+            raise InvalidArgument(
+                "Engine: follow: expected a tensor-parallel model, got a whole one"
+            )
+        self._ranks.follow(self)
+
     def reset(self) -> None:
         """Drops all cached prefixes and sets the statistics to zero.
 
@@ -431,6 +461,7 @@ class Engine:
         """
         with self._exclusive():
             self._refuse_unfinished("reset")
+            self._note("reset")
             self._pending = None  # its sequences were aborted
             self.manager.reset()
             self.scheduler.statistics = SchedulerStatistics()
@@ -469,6 +500,7 @@ class Engine:
             request_id = self._cancelled.popleft()
             self._queues.pop(request_id, None)
             if request_id in self._requests:
+                self._note("abort", request_id)
                 self._end(self._requests[request_id])
 
     # Inner workings.
@@ -489,6 +521,7 @@ class Engine:
             request = Request(next(self._next_id), tokens, params, time.perf_counter(), salt)
             self.scheduler.add(request)
             self._requests[request.id] = request
+            self._note("_add", request.id, tokens, params, salt)
             if queue is not None:
                 self._queues[request.id] = queue
             return request
@@ -509,6 +542,7 @@ class Engine:
         with self._exclusive():
             request = self._requests.get(request_id)
             if request is not None:
+                self._note("_set_paused", request_id, is_paused)
                 request.is_paused = is_paused
                 self.scheduler.regroup()
 
@@ -520,6 +554,8 @@ class Engine:
     def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
             raise _Closed()
+        if self._ranks is not None and self._ranks.failure is not None:
+            raise self._ranks.failure
         if self.model.training:
             raise Error("Engine: model: expected one in eval mode: call model.eval()")
 
@@ -536,7 +572,7 @@ class Engine:
         try:
             self._advance()
         except Exception as error:
-            if self._recovery.is_hopeless:
+            if self._recovery.is_hopeless or self._ranks is not None:
                 raise
             text = f"Engine: a pass failed and is computed again: {type(error).__name__}: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -545,6 +581,8 @@ class Engine:
         """Runs one pass and queues its tokens."""
         self._recovery.next_trial()
         try:
+            if self._ranks is not None:
+                self._ranks.begin(self)
             with self._on_device:
                 if self._pending is None:
                     self._pass()
@@ -552,10 +590,26 @@ class Engine:
                     self._pass_ahead()
         except BaseException as error:
             self.scheduler.failed(self._requests.values())
+            if self._ranks is not None:
+                self._fail(self._ranks, error)
             if not isinstance(error, Exception) or not self._end_culprit(error):
                 raise
         else:
             self._recovery.succeeded()
+
+    def _fail(self, ranks: Ranks, error: BaseException) -> None:
+        """Ends all requests, because the ranks cannot go on. Raises the first rank's error."""
+        raised = ranks.fail(error)
+        for request in list(self._requests.values()):
+            self._end(request, ranks.failure)
+        if raised is not error:
+            raise raised from error
+        raise error
+
+    def _note(self, name: str, *arguments: Any) -> None:
+        """Records a call that other ranks must make before the next pass."""
+        if self._ranks is not None:
+            self._ranks.note(name, *arguments)
 
     def _end_culprit(self, error: Exception) -> bool:
         """Ends the request that made a pass fail. Returns False if it is not known yet."""
@@ -609,7 +663,10 @@ class Engine:
             rows = np.cumsum([sequence in ran for sequence in ready]) - 1
             logits = logits[upload(rows, logits.device)]
         try:
-            pending = PendingTokens(ready, *sample(logits, ready))
+            sampled = sample(logits, ready)
+            if self._ranks is not None:
+                sampled = self._ranks.agree(*sampled)
+            pending = PendingTokens(ready, *sampled)
         except Exception as error:
             name_requests(error, ready)
             raise

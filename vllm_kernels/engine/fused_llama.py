@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ import vllm_kernels
 from ..errors import Unsupported
 from ..hf.attention_interface import AttentionOptions
 from ..hf.llama_patch import FAMILIES
+from ..hf.tensor_parallel import group_of_model, local_tensor
 from .layer_groups import PackedPages
 
 __all__ = ["FusedLlama", "can_be_packed", "refuse_changing_rotary"]
@@ -87,6 +89,10 @@ class FusedLlama:
         self._head_size = pages.shape.head_size
         self._epsilon = config.rms_norm_eps
         self._layers = [_Layer.of(layer, window) for layer, window in zip(decoder.layers, windows)]
+        self._group = group_of_model(model)
+        if self._group is not None and self._group.rank() > 0:  # rank 0 adds them to the sum
+            for layer in self._layers:
+                layer.out_bias = layer.down_bias = None
         self._cos_sin = self._rotary_table(max_length)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, last: Tensor | None = None) -> Tensor:
@@ -122,10 +128,8 @@ class FusedLlama:
             self._layers.pop(0)  # the last view of a joined weight frees it
             for group in _projections(layer):
                 if len(group) > 1:
-                    for projection in group:
-                        projection.weight.data = projection.weight.data.clone()
-                        if projection.bias is not None:
-                            projection.bias.data = projection.bias.data.clone()
+                    for weight in (x for projection in group for x in projection.parameters()):
+                        local_tensor(weight).data = local_tensor(weight).data.clone()
 
     # Inner workings.
 
@@ -150,13 +154,19 @@ class FusedLlama:
                 index, positions, query, key, value, self._cos_sin, slots, **norms
             )
             out = pages.attend(index, query, layer.options)
-        return linear(out.flatten(1), layer.out, layer.out_bias)
+        return self._sum(linear(out.flatten(1), layer.out, layer.out_bias))
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
         gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
         activated = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
         vllm_kernels.silu_and_mul(activated, gate_up)
-        return linear(activated, layer.down, layer.down_bias)
+        return self._sum(linear(activated, layer.down, layer.down_bias))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Adds the parts of all ranks, in place."""
+        if self._group is not None:
+            all_reduce(x, group=self._group)
+        return x
 
     @torch.inference_mode()
     def _rotary_table(self, max_length: int) -> Tensor:
@@ -247,17 +257,18 @@ def _projections(layer: _DecoderLayer) -> list[list[nn.Linear]]:
 
 def _data(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
     bias = projection.bias
-    return projection.weight.data, None if bias is None else bias.data
+    weight = local_tensor(projection.weight).data
+    return weight, None if bias is None else local_tensor(bias).data
 
 
 def _joined(projections: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Joins weights and biases. The projections' own become views of the result."""
     joined: list[Tensor | None] = []
     for name in ("weight", "bias"):
-        parts = [getattr(projection, name) for projection in projections]
-        if parts[0] is None:
+        if getattr(projections[0], name) is None:
             joined.append(None)
             continue
+        parts = [local_tensor(getattr(projection, name)) for projection in projections]
         whole = torch.cat([part.data for part in parts])
         for part, joined_slice in zip(parts, whole.split([len(part) for part in parts])):
             part.data = joined_slice

@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 from .. import cascade_pays
 from ..errors import Unsupported
 from ..hf.attention_interface import AttentionOptions, LayerCall, PagedLayer
+from ..hf.tensor_parallel import heads_of_rank
 from ..kv_cache import BatchBuffers
 from ..kv_cache.tensors import KVCache, KVShape
 from .fused_llama import FusedLlama, can_be_packed
@@ -164,7 +165,8 @@ class ModelRunner:
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
-        self.pages = PackedPages(cache, groups, config.num_attention_heads)
+        heads = heads_of_rank(model, "num_attention_heads", config.num_attention_heads)
+        self.pages = PackedPages(cache, groups, heads)
         layers = range(len(groups.group_of_layer))
         self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
         blocks = -(-max_length // cache.shape.block_size)

@@ -28,6 +28,7 @@ from .._types import KVCacheDType, Layout
 from ..errors import Error, InvalidType, Unsupported
 from ..kv_cache.tensors import KVShape
 from .attention_overrides import bind_own_attention, unbind_own_attention
+from .tensor_parallel import heads_of_rank
 
 __all__ = ["ENGINES", "NAME", "AttentionOptions", "LayerCall", "PagedLayer", "kv_shape",
            "refuse_no_model", "stop_paged_attention", "use_paged_attention"]  # fmt: skip
@@ -198,7 +199,7 @@ def kv_shape(
     layout: Layout = "vllm",
     cache_dtype: KVCacheDType = "auto",
 ) -> KVShape:
-    """The shape of a block for ``model``.
+    """The shape of a block for ``model``, of this rank's heads if several share it.
 
     Raises:
         NotImplementedError: layers of another kind than full or sliding-window attention, an
@@ -224,7 +225,7 @@ def kv_shape(
         kv_heads = 1 if getattr(config, "multi_query", False) else heads
     return KVShape(
         num_layers=config.num_hidden_layers,
-        num_kv_heads=kv_heads,
+        num_kv_heads=heads_of_rank(model, "num_key_value_heads", kv_heads),
         head_size=head_size or config.hidden_size // heads,
         dtype=model.dtype,
         block_size=block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import torch
@@ -850,7 +851,12 @@ def merge_attn_states(
 
 
 def combine_attn_partials(
-    output: Tensor, out_partial: Tensor, lse_partial: Tensor, output_lse: Tensor | None = None
+    output: Tensor,
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    output_lse: Tensor | None = None,
+    *,
+    base2: bool = False,
 ) -> None:
     """Combines attention over disjoint sets of keys, in one launch.
 
@@ -866,6 +872,8 @@ def combine_attn_partials(
         lse_partial: [num_partials, num_tokens, num_heads] float32, contiguous, natural logarithm.
             -inf (and +inf) marks a partial result without keys. Its out_partial is not read.
         output_lse: [num_tokens, num_heads] float32, written.
+        base2: Whether both lse are logarithms to base 2, as FlashInfer has them. They are converted
+            outside the kernel, by one more launch each.
 
     Where all partial results are empty the output is 0 and its lse -inf.
 
@@ -880,4 +888,8 @@ def combine_attn_partials(
         >>> out[0, 0, 0].item()
         0.5
     """
+    if base2 and isinstance(lse_partial, Tensor):
+        lse_partial = lse_partial * math.log(2)
     call.combine_attn_partials(output, output_lse, out_partial, lse_partial)
+    if base2 and output_lse is not None:
+        output_lse.div_(math.log(2))

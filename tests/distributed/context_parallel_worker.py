@@ -1,0 +1,86 @@
+"""One rank of test_processes.py: ``context_parallel_worker.py FOLDER``, with torchrun's variables.
+
+It writes a line per result to the file ``RANK`` in the folder. Rank 3 then ends in the middle of
+the calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "ops")]
+
+from shards import Dealt, dealt_case  # noqa: E402
+
+from vllm_kernels.distributed import ContextParallel  # noqa: E402
+
+RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[1])
+LENS, CHUNKS = [1, 7, 40, 129], [1, 5, 40, 3]
+
+
+def tell(line: str) -> None:
+    with (FOLDER / str(RANK)).open("a") as file:
+        print(line, file=file, flush=True)
+
+
+def attend(parallel: ContextParallel, dealt: Dealt, exchange: str) -> tuple[torch.Tensor, slice]:
+    """The result of this rank's heads, and which these are."""
+    assert parallel.group is not None
+    rank = parallel.group.rank()
+    count = dealt.case.query.shape[1] // parallel.size
+    heads = slice(rank * count, (rank + 1) * count)
+    options = dict(dealt.options)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][heads]
+    mine = [tensors[rank] for tensors in dealt.arguments()]
+    return parallel.attend(dealt.case.query[:, heads], *mine, exchange=exchange, **options), heads
+
+
+def check(group: dist.ProcessGroup, exchange: str, kv_heads: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(7)  # the same case on every rank
+    shared = ContextParallel(shards=group.size(), interleave=3)
+    parallel = ContextParallel(group, interleave=3)
+    for queries in (None, CHUNKS):
+        dealt = dealt_case(
+            shared, LENS, queries, dtype=dtype, kv_heads=kv_heads, heads=12, sinks=torch.randn(12)
+        )
+        lens = torch.tensor(LENS) - torch.tensor(queries or [0])
+        assert torch.equal(parallel.local_lens(lens), shared.local_lens(lens)[group.rank()])
+        dealt.check(*attend(parallel, dealt, exchange))
+    tell(f"{group.size()} {exchange} {kv_heads} {dtype}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    world = dist.group.WORLD
+    assert world is not None
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group in (pairs[RANK // 2], world):
+        for exchange in ("all_to_all", "gather"):
+            for kv_heads in (1, 2, 6):  # of 12 heads: 3 heads a rank have parts of 2 KV heads
+                check(group, exchange, kv_heads, torch.float32)
+            check(group, exchange, 2, torch.bfloat16)
+    dist.barrier()
+    begin = time.monotonic()
+    try:
+        for step in range(1000):
+            if RANK == 3 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            check(world, "all_to_all", 2, torch.float32)
+    except RuntimeError as error:
+        tell(f"raised {'gloo' in str(error)} {time.monotonic() - begin:.1f}")
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # a group with a dead rank cannot be destroyed in order
