@@ -26,7 +26,8 @@ from vllm_kernels.ops import (
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
 ROOMS = (
-    norm, norm_quant, quant, rotary, activation, cache, pages, attention, kvcache, cascade, sampling,
+    norm, norm_quant, quant, rotary, activation, cache, pages, attention, kvcache, cascade,
+    sampling,
 )  # fmt: skip
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""

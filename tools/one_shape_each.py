@@ -286,7 +286,9 @@ def pages() -> None:
                         )  # fmt: skip
                     for count in (1, 300):
                         src, dst = moves[:count], moves[count : 2 * count]
-                        vllm_kernels.copy_slots([*caches, one.new_zeros(40, 2, 16)], src, dst, layout)
+                        vllm_kernels.copy_slots(
+                            [*caches, one.new_zeros(40, 2, 16)], src, dst, layout
+                        )
         selections(dtype)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import assert_compiles, opcheck, raises, to_layout
 from pages_cases import lengths_and_tables, needs_gpu
-from torch import Tensor
 
 import vllm_kernels
 from vllm_kernels import reference
@@ -18,8 +17,10 @@ BLOCK = 16
 class Case:
     """Sequences, their query and bounds: small integers, whose scores are exact and often equal."""
 
-    def __init__(self, device: str, dtype: torch.dtype, lens: list[int] | None = None, *,
-                 heads: tuple[int, int] = (8, 2), size: int = 64, exact: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self, device: str, dtype: torch.dtype, lens: list[int] | None = None, *,
+        heads: tuple[int, int] = (8, 2), size: int = 64, exact: bool = True,
+    ) -> None:  # fmt: skip
         lens = LENS if lens is None else lens
         self.tables, self.lens, blocks = lengths_and_tables(lens, BLOCK, device)
         shape = (blocks, heads[1], 2, size)

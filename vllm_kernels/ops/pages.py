@@ -1,4 +1,4 @@
-"""Pages of the cache: bounds of their keys, the best ones for a query, tokens moved between them."""
+"""Pages of the cache: bounds of their keys, the best ones for a query, copied tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument, InvalidType
+from ..errors import InvalidArgument
 from ._common import ONE_OR_EACH_HEAD, calls, inference_only, require_list, shape_of
 
 __all__ = ["copy_slots", "page_bounds_update", "select_pages"]
@@ -33,7 +33,7 @@ def page_bounds_update(
     - New tokens, in a page begun before or not: their own slots are enough. A sequence that was cut
       and goes on gets exact bounds again.
     - A token overwritten in place: also name the last visible slot of its page.
-    - A copy, swap or fork of pages: copy the bounds with them (``copy_blocks_mla([bounds], pairs)``,
+    - A copy, swap or fork of pages: copy the bounds, too (``copy_blocks_mla([bounds], pairs)``,
       ``swap_blocks``), or name the last visible slot of each page.
     - :func:`copy_slots`: name the destinations and the last visible slot of their pages.
 
@@ -170,8 +170,8 @@ def copy_slots(caches: list[Tensor], src: Tensor, dst: Tensor, layout: Layout = 
             may be among them: scales of :func:`vllm_kernels.reshape_and_cache_per_token_quant`.
             Blocks have no gaps; their stride is free.
         src, dst: [n] int64 on the caches' device, n <= 16384; block * block_size + position in the
-            block. A pair with a -1 is skipped. No slot may occur twice in dst: on CUDA it then holds
-            parts of either token.
+            block. A pair with a -1 is skipped. No slot may occur twice in dst: on CUDA it would
+            hold parts of either token.
         layout: "vllm", "NHD" or "HND".
 
     One launch on CUDA (for up to 256 caches of up to 4 shapes), without a sync, safe in graphs.

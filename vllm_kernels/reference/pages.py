@@ -1,4 +1,4 @@
-"""Pages of the cache: bounds of their keys, the best ones for a query, tokens moved between them."""
+"""Pages of the cache: bounds of their keys, the best ones for a query, copied tokens."""
 
 from __future__ import annotations
 

@@ -10,18 +10,18 @@ namespace {
 
 constexpr int64_t kBufferBytes = 4 * int64_t{kMaxCopiedSlots};
 
-// How the bytes of a token are cut: `pieces` of `bytes` a run, the last of them shorter, and so many
-// of these for a task.
+// How the bytes of a token are cut: `chunks` of `bytes` a run, the last of them shorter, and so
+// many of these for a task.
 struct Cut {
-  int64_t bytes, pieces, per_task, tasks;
+  int64_t bytes, chunks, per_task, tasks;
 
   Cut(const CopySlotsParams& p, const TokenGeometry& token) {
     const int64_t room = kBufferBytes / p.num_slots / token.element_bytes * token.element_bytes;
     bytes = token.run_bytes < room ? token.run_bytes : room;
-    pieces = ceil_div(token.run_bytes, bytes);
+    chunks = ceil_div(token.run_bytes, bytes);
     const int64_t fit = kTaskBytes / (p.num_slots * bytes);
     per_task = fit > 1 ? fit : 1;
-    tasks = ceil_div(token.runs * pieces, per_task);
+    tasks = ceil_div(token.runs * chunks, per_task);
   }
 };
 
@@ -51,9 +51,9 @@ void for_each_pair(const CopySlotsParams& p, const SlotCache& cache, const Body&
   }
 }
 
-// Copies [first, last) of a token's pieces. `Bytes` is their number of bytes, maybe a constant.
+// Copies [first, last) of a token's chunks. `Bytes` is their number of bytes, maybe a constant.
 template <typename Bytes>
-void copy_pieces(const CopySlotsParams& p, const SlotCache& cache, const Cut& cut, Bytes bytes,
+void copy_chunks(const CopySlotsParams& p, const SlotCache& cache, const Cut& cut, Bytes bytes,
                  int64_t first, int64_t last) {
   alignas(64) char buffer[kBufferBytes];
   const TokenGeometry& token = cache.token;
@@ -61,7 +61,7 @@ void copy_pieces(const CopySlotsParams& p, const SlotCache& cache, const Cut& cu
     char* at = buffer;
     for_each_pair(p, cache, [&](const char* from, char* to) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t run = i / cut.pieces, begin = (i - run * cut.pieces) * cut.bytes;
+        const int64_t run = i / cut.chunks, begin = (i - run * cut.chunks) * cut.bytes;
         const int64_t offset = run * token.run_stride + begin;
         const int64_t left = token.run_bytes - begin;
         const int64_t size = left < bytes ? left : static_cast<int64_t>(bytes);
@@ -83,9 +83,9 @@ void run(const CopySlotsParams& p, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
     const SlotCache& cache = p.caches[task / per_cache];
     const Cut cut(p, cache.token);
-    const int64_t first = task % per_cache * cut.per_task, all = cache.token.runs * cut.pieces;
+    const int64_t first = task % per_cache * cut.per_task, all = cache.token.runs * cut.chunks;
     const int64_t last = first + cut.per_task < all ? first + cut.per_task : all;
-    const auto copy = [&](auto bytes) { copy_pieces(p, cache, cut, bytes, first, last); };
+    const auto copy = [&](auto bytes) { copy_chunks(p, cache, cut, bytes, first, last); };
     if (first >= last) continue;
     if (cut.bytes == 2) {  // V of layout vllm
       copy(std::integral_constant<int64_t, 2>());

@@ -54,8 +54,7 @@ void add_head(const SelectPagesParams& p, int32_t seq, int32_t kv_head, const in
     const int32_t size = left < kComponents ? left : kComponents;
     Weights weights;
     weights.fill<T>(p, seq, kv_head, first, size);
-    const T* bounds =
-        static_cast<const T*>(p.bounds) + int64_t{2} * kv_head * p.head_size + first;
+    const T* bounds = static_cast<const T*>(p.bounds) + int64_t{2} * kv_head * p.head_size + first;
     for (int32_t page = 0; page < count; ++page) {
       const T* low = bounds + ids[page] * p.bounds_block_stride;
       const T* high = low + p.head_size;

@@ -19,20 +19,20 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTileBytes = 64 << 10;     // shared memory, at most
+constexpr int kTileBytes = 64 << 10;        // shared memory, at most
 constexpr int kWantedTileBytes = 16 << 10;  // for enough CTAs
 
-// Caches travel as kernel parameters, about 2.7 KB of the 4 KB allowed. So no table is uploaded, and
-// a CUDA graph holds all it needs. K and V of all layers have two geometries.
+// Caches travel as kernel parameters, about 2.7 KB of the 4 KB allowed. So no table is uploaded,
+// and a CUDA graph holds all it needs. K and V of all layers have two geometries.
 constexpr int kMaxCaches = 256;
 constexpr int kMaxGeometries = 4;
 
 struct CacheTile {
   TokenGeometry token;
-  int width;          // bytes of an access
-  int accesses;       // of a token
-  int per_cta;        // accesses of a token
-  bool tokens_first;  // neighbouring threads take neighbouring pairs, else neighbouring accesses
+  int width;           // bytes of an access
+  int accesses;        // of a token
+  int per_cta;         // accesses of a token
+  bool tokens_first;   // neighbouring threads take neighbouring pairs, else neighbouring accesses
   FastDivisor by_run;  // accesses of a run
   FastDivisor by_cta;  // per_cta
 };
@@ -78,11 +78,11 @@ __device__ __forceinline__ void copy_accesses(const CacheTile& tile, const SlotP
       if (!good || access >= tile.accesses) continue;
       const int slot = static_cast<int>(slots[pair]);
       const int block = pairs.by_block_size.divide(slot), run = tile.by_run.divide(access);
-      move(held[i], reinterpret_cast<V*>(
-                        start + block * tile.token.block_stride +
-                        (slot - block * pairs.block_size) * tile.token.token_stride +
-                        run * tile.token.run_stride +
-                        (access - run * per_run) * static_cast<int64_t>(sizeof(V))));
+      move(held[i],
+           reinterpret_cast<V*>(start + block * tile.token.block_stride +
+                                (slot - block * pairs.block_size) * tile.token.token_stride +
+                                run * tile.token.run_stride +
+                                (access - run * per_run) * static_cast<int64_t>(sizeof(V))));
     }
   };
   for_each(pairs.src, [](V& element, const V* at) { element = *at; });
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kThreads)
 
 CacheTile tile_of(const SlotCache& cache, int num_slots) {
   const TokenGeometry& token = cache.token;
-  const bool by_16 = aligned16(cache.start) && 16 * num_slots <= kTileBytes &&
-                     multiples(16, {token.block_stride, token.token_stride, token.run_stride,
-                                    token.run_bytes});
+  const bool by_16 =
+      aligned16(cache.start) && 16 * num_slots <= kTileBytes &&
+      multiples(16, {token.block_stride, token.token_stride, token.run_stride, token.run_bytes});
   const int width = by_16 ? 16 : token.element_bytes;
   const int64_t per_run = token.run_bytes / width, accesses = token.runs * per_run;
   const int64_t fit = kWantedTileBytes / (int64_t{num_slots} * width);
@@ -135,8 +135,8 @@ bool add(SlotCaches& caches, const SlotCache& cache, int num_slots) {
   if (caches.count == kMaxCaches) return false;
   const CacheTile tile = tile_of(cache, num_slots);
   int found = 0;
-  while (found < caches.num_tiles && (caches.tiles[found].token != tile.token ||
-                                      caches.tiles[found].width != tile.width)) {
+  while (found < caches.num_tiles &&
+         (caches.tiles[found].token != tile.token || caches.tiles[found].width != tile.width)) {
     ++found;
   }
   if (found == kMaxGeometries) return false;

@@ -2,12 +2,12 @@
 //
 //   grid     (groups of slots, shares of a page's accesses)
 //   names    a slot says how far its page is filled if no slot of the call is higher in the page,
-//            and no equal one comes later. Slots of its group decide for most; the rest are compared
-//            with all slots of the call. So one CTA of each share writes a page.
+//            and no equal one comes later. Slots of its group decide for most; the rest are
+//            compared with all slots of the call. So one CTA of each share writes a page.
 //   bounds   a thread has one access of K, 16 bytes or an element, of tokens 0 to the named one
 //
-// A decode step of 8 sequences, 8 KV heads of 128, bf16, pages of 16 reads 8 x 8.5 tokens of 2 KB on
-// average, 139 KB, and writes 33 KB: latency decides. Nothing is read before the PDL wait.
+// A decode step of 8 sequences, 8 KV heads of 128, bf16, pages of 16 reads 8 x 8.5 tokens of 2 KB
+// on average, 139 KB, and writes 33 KB: latency decides. Nothing is read before the PDL wait.
 #include "ops/pages/page_bounds_update.h"
 
 #include <algorithm>
@@ -22,10 +22,10 @@ namespace vllm_kernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kGroup = 16;        // slots of a CTA where there are many
-constexpr int kFewSlots = 1024;   // up to so many, a CTA has one slot
-constexpr int kSlotsInFlight = 8;  // a thread loads so many before it compares them
-constexpr int kTokensInFlight = 8;
+constexpr int kGroup = 16;       // slots of a CTA where there are many
+constexpr int kFewSlots = 1024;  // up to so many, a CTA has one slot
+constexpr int kSlotsAtOnce = 8;  // a thread loads so many before it compares them
+constexpr int kTokensAtOnce = 8;
 
 struct BoundsShape {
   int group;  // slots of a CTA
@@ -95,15 +95,15 @@ __device__ __forceinline__ uint32_t naming_slots(const PageBoundsUpdateParams& p
   if (mask == 0) return 0;  // all threads
   uint32_t found = 0;
 #pragma unroll 1
-  for (int base = thread; base < p.num_slots; base += kSlotsInFlight * kThreads) {
-    int64_t others[kSlotsInFlight];
+  for (int base = thread; base < p.num_slots; base += kSlotsAtOnce * kThreads) {
+    int64_t others[kSlotsAtOnce];
 #pragma unroll
-    for (int j = 0; j < kSlotsInFlight; ++j) {
+    for (int j = 0; j < kSlotsAtOnce; ++j) {
       const int i = base + j * kThreads;
       others[j] = i < p.num_slots ? p.slot_mapping[i] : -1;
     }
 #pragma unroll
-    for (int j = 0; j < kSlotsInFlight; ++j) {
+    for (int j = 0; j < kSlotsAtOnce; ++j) {
       const int32_t other = p.usable(others[j]);
 #pragma unroll 1
       for (uint32_t left = mask; left != 0; left &= left - 1) {
@@ -129,15 +129,15 @@ __device__ __forceinline__ void update_components(const PagedKv& kv, const C* ke
     high[i] = -INFINITY;
   }
 #pragma unroll 1
-  for (int first = 0; first < tokens; first += kTokensInFlight) {
-    Elements<C, kWidth> loaded[kTokensInFlight];
+  for (int first = 0; first < tokens; first += kTokensAtOnce) {
+    Elements<C, kWidth> loaded[kTokensAtOnce];
 #pragma unroll
-    for (int j = 0; j < kTokensInFlight; ++j) {
+    for (int j = 0; j < kTokensAtOnce; ++j) {
       const int token = min(first + j, tokens - 1);  // the last one again changes nothing
       loaded[j] = *reinterpret_cast<const Elements<C, kWidth>*>(keys + token * kv.key_token_stride);
     }
 #pragma unroll
-    for (int j = 0; j < kTokensInFlight; ++j) {
+    for (int j = 0; j < kTokensAtOnce; ++j) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float x = to_float(loaded[j][i]);
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kThreads)
                       (d & (kv.x - 1));
       const float scale =
           kIs8Bit<C> && kv.k_scale != nullptr ? kv.k_scale[head * kv.scale_stride] : 1.0f;
-      T* low = static_cast<T*>(p.bounds) + page * p.block_stride +
-               int64_t{2} * head * kv.head_size + d;
+      T* low =
+          static_cast<T*>(p.bounds) + page * p.block_stride + int64_t{2} * head * kv.head_size + d;
       update_components<T, C, kWidth>(kv, keys, tokens, scale, low, low + kv.head_size);
     }
   }

@@ -4,14 +4,15 @@
 //   weights  of the row's components, in shared memory: the whole query group is one vector
 //   scores   a warp takes kWarpPages pages at a time; its lanes read their bounds by 16 bytes. The
 //            dot products go to scratch in global memory, as ordered bits
-//   choice   the row's last CTA: radix selection (cuda/sampling/row_select.cuh), then the kept pages
+//   choice   the row's last CTA: radix selection (cuda/sampling/row_select.cuh), then the kept
+//   pages
 //            in order. Counters of the stream's workspace elect it; they are 0 again after it
 //
 // b8 x 32k, 32/8 heads of 128, bf16, pages of 16: 16384 pages of 4 KB of bounds are 67 MB, 15.5 us
 // at 4.34 TB/s. A page is 2048 products, 33.6 million in all (fp32: 0.5 million warp instructions
-// with conversions 2.5 million, 3 us of all SMs). 132 SMs need 26 to 35 KB in flight each, at 0.8 to
-// 1 us; two CTAs of 16 warps with 4 accesses a lane have up to 64 KB. Each score is 4 more bytes.
-// A sequence within its budget reads no bounds. Nothing is read before the PDL wait.
+// with conversions 2.5 million, 3 us of all SMs). 132 SMs need 26 to 35 KB in flight each, at 0.8
+// to 1 us; two CTAs of 16 warps with 4 accesses a lane have up to 64 KB. Each score is 4 more
+// bytes. A sequence within its budget reads no bounds. Nothing is read before the PDL wait.
 #include "ops/pages/select_pages.h"
 
 #include <algorithm>
@@ -154,8 +155,7 @@ __device__ __forceinline__ void choose_pages(const SelectPagesParams& p, const P
   __syncthreads();
   const uint64_t target = p.budget;
   Radix found;
-  select<Row, false>(shared, sets, slice, 0, 1, 0.0f, found,
-                     [&](uint64_t, int) { return target; });
+  select<Row, false>(shared, sets, slice, 0, 1, 0.0f, found, [&](uint64_t, int) { return target; });
   const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
   const KeptSums sums = kept_sums<Row, false>(shared, slice, kept.threshold, 0.0f);
   for_each_kept<true>(slice, kept, sums, [&](int page, uint32_t, int number) {
@@ -237,9 +237,8 @@ void launch_rows(const SelectPagesParams& p, Stream stream) {
 void launch(const SelectPagesParams& p, Stream stream) {
   dispatch_float(p.dtype, [&](auto model) {
     using T = decltype(model);
-    const bool aligned =
-        aligned16(p.bounds) &&
-        multiples(kVecWidth<T>, {p.bounds_block_stride, int64_t{2} * p.head_size});
+    const bool aligned = aligned16(p.bounds) &&
+                         multiples(kVecWidth<T>, {p.bounds_block_stride, int64_t{2} * p.head_size});
     aligned ? launch_rows<T, true>(p, stream) : launch_rows<T, false>(p, stream);
   });
 }

@@ -1,6 +1,6 @@
-// copy_slots: in every cache, the token at slot src[i] is copied to slot dst[i], for all i as if all
-// were read before any is written. A pair with a slot of -1 is skipped. dst must not name a slot
-// twice.
+// copy_slots: in every cache, the token at slot src[i] is copied to slot dst[i], for all i as if
+// all were read before any is written. A pair with a slot of -1 is skipped. dst must not name a
+// slot twice.
 #pragma once
 #include <cstdint>
 

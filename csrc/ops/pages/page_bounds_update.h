@@ -13,10 +13,10 @@
 namespace vllm_kernels {
 
 struct PageBoundsUpdateParams {
-  void* bounds;                   // [num_blocks, num_kv_heads, 2, head_size]: minimum, maximum
-  int64_t block_stride;           // elements; a page's bounds are contiguous
-  PagedKv kv;                     // K only
-  const int64_t* slot_mapping;    // [num_slots], -1: skipped
+  void* bounds;                 // [num_blocks, num_kv_heads, 2, head_size]: minimum, maximum
+  int64_t block_stride;         // elements; a page's bounds are contiguous
+  PagedKv kv;                   // K only
+  const int64_t* slot_mapping;  // [num_slots], -1: skipped
   int32_t num_slots;
   DType dtype;                    // of the bounds; a 16- or 32-bit cache has the same
   int32_t* last_names = nullptr;  // CPU: scratch [num_blocks]

@@ -19,12 +19,12 @@
 namespace vllm_kernels {
 
 struct SelectPagesParams {
-  int32_t* tables;  // [num_seqs, num_row_heads, budget]
+  int32_t* tables;                                // [num_seqs, num_row_heads, budget]
   int64_t tables_seq_stride, tables_head_stride;  // elements
   int32_t* lens;                                  // [num_seqs] tokens of the kept pages
   const void* query;                              // [num_seqs, num_heads, head_size]
   int64_t query_seq_stride, query_head_stride;    // elements
-  const void* bounds;    // [num_blocks, num_kv_heads, 2, head_size]: minimum, maximum
+  const void* bounds;           // [num_blocks, num_kv_heads, 2, head_size]: minimum, maximum
   int64_t bounds_block_stride;  // elements; a page's bounds are contiguous
   const int32_t* block_tables;  // [num_seqs, max_pages]
   int64_t block_tables_stride;  // elements
@@ -33,11 +33,11 @@ struct SelectPagesParams {
   int32_t num_heads, num_kv_heads, head_size;
   int32_t num_row_heads;  // 1, or num_kv_heads: a table for each
   int64_t num_blocks;
-  int32_t block_size;    // tokens of a page
-  int32_t max_pages;     // of a sequence
-  int32_t budget;        // pages
+  int32_t block_size;  // tokens of a page
+  int32_t max_pages;   // of a sequence
+  int32_t budget;      // pages
   int32_t sink_pages, recent_pages;
-  DType dtype;           // of query and bounds
+  DType dtype;                 // of query and bounds
   uint32_t* scores = nullptr;  // scratch [num_rows, score_words()]; CPU: twice that
 
   VLLM_KERNELS_INLINE int64_t num_rows() const { return int64_t{num_seqs} * num_row_heads; }

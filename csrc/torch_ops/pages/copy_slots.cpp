@@ -116,15 +116,15 @@ void copy_slots(const std::vector<Tensor>& caches, const Tensor& src, const Tens
   check_index(expect, from, slots);
   check_index(expect, to, targets);
   refuse_repeated(expect, to);
-  launch(CopySlotsParams{.caches = copies.data(),
-                         .num_caches = static_cast<int64_t>(copies.size()),
-                         .src = from.as<const int64_t>(),
-                         .dst = to.as<const int64_t>(),
-                         .num_slots = clamped_int32(count),
-                         .num_blocks = num_blocks,
-                         .block_size = int32_size(placed.front().argument, "block_size",
-                                                  block_size)},
-         src);
+  launch(
+      CopySlotsParams{.caches = copies.data(),
+                      .num_caches = static_cast<int64_t>(copies.size()),
+                      .src = from.as<const int64_t>(),
+                      .dst = to.as<const int64_t>(),
+                      .num_slots = clamped_int32(count),
+                      .num_blocks = num_blocks,
+                      .block_size = int32_size(placed.front().argument, "block_size", block_size)},
+      src);
 }
 
 }  // namespace
