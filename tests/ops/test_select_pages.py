@@ -228,7 +228,7 @@ def test_bad_input(device):
     good = (tables, lens, query, bounds, given, lengths, BLOCK, 1, 4)
     cases = [
         ({0: tables[:, :4]},
-         r"tables: expected room for sink_pages \+ recent_pages = 5 pages, got shape \[7, 4\]$"),
+         r"budget: expected at least sink_pages \+ recent_pages = 5 pages, got 4$"),
         ({0: tables[:3]}, r"tables: expected num_seqs = 7 \(from query\) at dimension 0, got"),
         ({0: tables[:, None].expand(7, 3, 10)},
          r"tables: expected num_kv_heads = 2 \(from bounds\) at dimension 1, got"),

@@ -40,11 +40,12 @@ Argument read_tables(Expect& expect, const Tensor& tables, Size& num_seqs, Size&
   return t.inner_contiguous().written();
 }
 
-void check_budget(const Argument& tables, int64_t budget, int64_t max_pages, int64_t sinks,
+// `budget` pages are the last dimension of tables.
+void check_budget(const Expect& expect, int64_t budget, int64_t max_pages, int64_t sinks,
                   int64_t recent) {
-  if (budget >= std::min(max_pages, sinks + recent)) return;
-  tables.fail("expected room for sink_pages + recent_pages = " + std::to_string(sinks + recent) +
-              " pages, got shape " + tables.shape_text());
+  expect.that(budget >= std::min(max_pages, sinks + recent),
+              "budget: expected at least sink_pages + recent_pages = " +
+                  std::to_string(sinks + recent) + " pages, got " + std::to_string(budget));
 }
 
 // A number of pages; past `max_pages` its size does not matter.
@@ -82,7 +83,7 @@ void select_pages(const Tensor& tables, const Tensor& lens, const Tensor& query,
               "block_size: expected one in [1, 2^31), got " + std::to_string(block_size));
   const int32_t sinks = read_pages(expect, "sink_pages", sink_pages, 0, max_pages);
   const int32_t recent = read_pages(expect, "recent_pages", recent_pages, 1, max_pages);
-  check_budget(t, budget, max_pages, sinks, recent);
+  check_budget(expect, budget, max_pages, sinks, recent);
   Argument(l).written();
   expect.apart({t, l}, {q, b, given, lengths});
   const bool each_head = t.dim() == 3;
