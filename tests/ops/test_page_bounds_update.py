@@ -122,7 +122,8 @@ def test_bounds_after_cut_overwrite_copy_swap_and_fork(device):
     rows[0, 0] = -9.0  # overwritten in place: the last visible slot is named, too
     update(0, 3)
     exact(0, 4)
-    vllm_kernels.copy_blocks_mla([rows, bounds], pairs([0, 2]))  # a copy of page and bounds
+    for cache in (rows, bounds):  # a copy of page and bounds
+        vllm_kernels.copy_blocks_mla([cache], pairs([0, 2]))
     exact(2, 4)
     vllm_kernels.copy_blocks_mla([rows], pairs([1, 3]))  # a fork; its new token brings the bounds
     rows[3, 2] = 11.0

@@ -32,7 +32,7 @@ namespace {
 constexpr int kWarpPages = 4;  // accesses in flight a lane
 constexpr int kStepPages = kRowWarps * kWarpPages;
 constexpr int kMaxChunkPages = 4 * kStepPages;
-constexpr int kCtasPerSm = 2;
+constexpr int kCtasPerSm = 2;  // loads by elements take more registers: one
 
 // One row, and what a CTA knows of it.
 struct PageRow {
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool comes_last(uint32_t* counter, int ctas) {
 }
 
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kRowThreads, kCtasPerSm)
+__global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
     select_pages_kernel(const __grid_constant__ SelectPagesParams p, int64_t first_row,
                         int chunk_pages, uint32_t* counters) {
   // The weights, then what the selection needs.
