@@ -18,6 +18,7 @@ from vllm_kernels.ops import (
     kvcache,
     norm,
     norm_quant,
+    pages,
     quant,
     rotary,
     sampling,
@@ -25,7 +26,8 @@ from vllm_kernels.ops import (
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
 ROOMS = (
-    norm, norm_quant, quant, rotary, activation, cache, attention, kvcache, cascade, sampling,
+    norm, norm_quant, quant, rotary, activation, cache, pages, attention, kvcache, cascade,
+    sampling,
 )  # fmt: skip
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""

@@ -31,6 +31,7 @@ ROOMS = {
     "cuda/norm": {"cuda/base", "cuda"},
     "cuda/activation": {"cuda/base", "cuda"},
     "cuda/sampling": {"cuda/base", "cuda"},
+    "cuda/pages": {"cuda/base", "cuda", "cuda/sampling", f"{ATTENTION}/common"},
     "cuda/rope": {"cuda/base", "cuda/norm", "cuda/cache", "cuda"},
     f"{ATTENTION}/fused_decode": {
         "cuda/base", "cuda/rope", f"{ATTENTION}/common", f"{ATTENTION}/decode", ATTENTION, "cuda",
@@ -47,6 +48,7 @@ ROOMS = {
     "cpu/rope": {"cpu/base", "cpu/norm", "cpu/cache", "cpu"},
     "cpu/activation": {"cpu/base", "cpu"},
     "cpu/sampling": {"cpu/base", "cpu"},
+    "cpu/pages": {"cpu/base", "cpu", "cpu/sampling"},
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {

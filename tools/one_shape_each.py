@@ -260,6 +260,52 @@ def gathers() -> None:
                     )  # fmt: skip
 
 
+def pages() -> None:
+    """page_bounds_update, select_pages, copy_slots: accesses of 16 bytes and of elements."""
+    eight_bits = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    one = torch.ones(1, device=CUDA)
+    few, many = (torch.randint(-1, 640, (count,), device=CUDA) for count in (9, 1100))
+    moves = torch.randperm(640, device=CUDA)
+    for dtype in DTYPES:
+        for stored in (dtype, *eight_bits):
+            x = 16 // stored.itemsize
+            for head_size in (64, 7):
+                rows = torch.randn(40, 16, 2, head_size, device=CUDA).to(stored)
+                by_layout = {"NHD": [rows], "HND": [rows.transpose(1, 2).contiguous()]}
+                if head_size == 64:
+                    by_layout["vllm"] = [
+                        rows.unflatten(-1, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(),
+                        rows.permute(0, 2, 3, 1).contiguous(),
+                    ]
+                bounds = torch.zeros(40, 2, 2, head_size, device=CUDA, dtype=dtype)
+                for layout, caches in by_layout.items():
+                    for slots in (few, many):
+                        vllm_kernels.page_bounds_update(
+                            bounds, caches[0], slots, layout=layout,
+                            k_scale=None if stored == dtype else one,
+                        )  # fmt: skip
+                    for count in (1, 300):
+                        src, dst = moves[:count], moves[count : 2 * count]
+                        vllm_kernels.copy_slots(
+                            [*caches, one.new_zeros(40, 2, 16)], src, dst, layout
+                        )
+        selections(dtype)
+
+
+def selections(dtype: torch.dtype) -> None:
+    lens = torch.tensor([5000, 0, 17, 900, 16 * 400], dtype=torch.int32, device=CUDA)
+    tables = torch.randint(0, 500, (5, 400), dtype=torch.int32, device=CUDA)
+    for head_size, shift in ((64, 0), (7, 0), (64, 1)):
+        memory = torch.randn(500, 4 * head_size + shift, device=CUDA, dtype=dtype)
+        bounds = memory[:, shift:].unflatten(1, (2, 2, head_size))
+        query = torch.randn(5, 8, head_size, device=CUDA, dtype=dtype)
+        for per_kv_head in (False, True):
+            for budget in (80, 2048):
+                vllm_kernels.select_pages(
+                    query, bounds, tables, lens, budget, block_size=16, per_kv_head=per_kv_head
+                )
+
+
 def mla() -> None:
     """The MLA cache's ops: few and many tokens, aligned rows and others."""
     one = torch.ones(1, device=CUDA)
@@ -510,6 +556,7 @@ def main() -> None:
         cache,
         per_token_quant,
         gathers,
+        pages,
         mla,
         attention,
     )

@@ -17,6 +17,7 @@ Cache
     gather_paged_kv, cp_gather_cache, gather_cache, gather_and_maybe_dequant_cache: read them.
     concat_and_cache_mla, concat_mla_q, cp_gather_and_upconvert_fp8_kv_cache: latent attention.
     copy_blocks, copy_blocks_mla, swap_blocks, swap_blocks_batch, convert_fp8: copy and convert.
+    copy_slots: moves tokens. page_bounds_update, select_pages: the pages that matter to a query.
 Rotary embedding
     rotary_embedding, batched_rotary_embedding, fused_qk_norm_rope, rope_and_cache.
 Norms
@@ -78,6 +79,7 @@ from .ops import (
     convert_fp8,
     copy_blocks,
     copy_blocks_mla,
+    copy_slots,
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
     dynamic_per_token_scaled_fp8_quant,
@@ -102,6 +104,7 @@ from .ops import (
     gemma_rms_norm,
     merge_attn_states,
     mul_and_silu,
+    page_bounds_update,
     paged_attention,
     paged_attention_v1,
     paged_attention_v2,
@@ -119,6 +122,7 @@ from .ops import (
     sample,
     scaled_fp8_quant,
     scaled_int8_quant,
+    select_pages,
     silu_and_mul,
     silu_and_mul_per_block_quant,
     silu_and_mul_quant,
@@ -200,6 +204,9 @@ __all__ = [
     "reshape_and_cache_flash",
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
+    "copy_slots",
+    "page_bounds_update",
+    "select_pages",
     "attention_with_kvcache",
     "swap_blocks_batch",
     "combine_attn_partials",

@@ -15,7 +15,10 @@
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
+#include "ops/pages/copy_slots.h"
+#include "ops/pages/page_bounds_update.h"
 #include "ops/pages/page_list.h"
+#include "ops/pages/select_pages.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
@@ -105,6 +108,13 @@ VLLM_KERNELS_DECLARE(CopyBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksParams)
 VLLM_KERNELS_DECLARE(SwapBlocksBatchParams)
 VLLM_KERNELS_DECLARE(ConvertFp8Params)
+
+// --- pages
+VLLM_KERNELS_DECLARE(PageNamesParams)
+VLLM_KERNELS_DECLARE(PageBoundsUpdateParams)
+VLLM_KERNELS_DECLARE(PageScoresParams)
+VLLM_KERNELS_DECLARE(SelectPagesParams)
+VLLM_KERNELS_DECLARE(CopySlotsParams)
 
 // --- attention
 VLLM_KERNELS_DECLARE(DecodePlan)

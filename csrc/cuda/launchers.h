@@ -12,7 +12,10 @@
 #include "ops/merge_attn_states.h"
 #include "ops/mla_cache.h"
 #include "ops/paged_attention.h"
+#include "ops/pages/copy_slots.h"
+#include "ops/pages/page_bounds_update.h"
 #include "ops/pages/page_list.h"
+#include "ops/pages/select_pages.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
@@ -50,6 +53,11 @@ void launch(const CopyBlocksParams& params, Stream stream);
 void launch(const SwapBlocksParams& params, Stream stream);
 void launch(const SwapBlocksBatchParams& params, Stream stream);
 void launch(const ConvertFp8Params& params, Stream stream);
+
+// --- pages
+void launch(const PageBoundsUpdateParams& params, Stream stream);
+void launch(const SelectPagesParams& params, Stream stream);
+void launch(const CopySlotsParams& params, Stream stream);
 
 // --- attention
 // paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that

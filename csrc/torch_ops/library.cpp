@@ -83,6 +83,13 @@ constexpr const char* kSchemas[] = {
     "bool is_src_access_order_any=False, Tensor? on=None)",
     "convert_fp8(Tensor! output, Tensor input, float scale=1.0, str kv_dtype=\"fp8\")",
 
+    // --- pages
+    "page_bounds_update(Tensor! bounds, Tensor key_cache, Tensor slot_mapping, "
+    "Tensor? k_scale=None, str layout=\"vllm\")",
+    "select_pages(Tensor! tables, Tensor! lens, Tensor query, Tensor bounds, Tensor block_tables, "
+    "Tensor seq_lens, int block_size, int sink_pages=1, int recent_pages=4)",
+    "copy_slots(Tensor(a!)[] caches, Tensor src, Tensor dst, str layout=\"vllm\")",
+
     // --- a layer's heads between its QKV product and attention
     "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "
     "int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, "

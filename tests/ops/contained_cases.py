@@ -389,6 +389,48 @@ def copy_blocks() -> None:
         assert CHECK and "block_mapping[1, 0] = 8" in str(error)
 
 
+def page_bounds_update() -> None:
+    keys = torch.randn(8, 16, 2, 64, device=CUDA)
+    want, bounds = torch.zeros(2, 8, 2, 2, 64, device=CUDA)
+    vk.page_bounds_update(want, keys, torch.tensor([20, -1, 40], device=CUDA), layout="NHD")
+    for bad in (128, -5, 2**40):
+        slots = torch.tensor([20, bad, 40], device=CUDA)
+        vk.page_bounds_update(bounds, keys, slots, layout="NHD")
+        reported("page_bounds_update: slot_mapping[1] = ", "expected -1 (skipped) or a slot in [0")
+        assert torch.equal(bounds, want)
+
+
+def select_pages() -> None:
+    bounds = torch.randn(40, 2, 2, 64, device=CUDA).sort(2).values
+    query = torch.randn(3, 4, 64, device=CUDA)
+    tables = torch.randperm(40, device=CUDA)[:39].view(3, 13).int()
+    lens = torch.tensor([200, 208, 150], dtype=torch.int32, device=CUDA)
+    call = lambda: vk.select_pages(query, bounds, tables, lens, 96, block_size=16)  # noqa: E731
+    want = call()
+    reported()
+    for tensor, index, bad in ((tables, (1, 5), 40), (tables, (1, 5), -1), (lens, 1, 10**6),
+                               (lens, 1, -1)):  # fmt: skip
+        good = tensor[index].clone()
+        tensor[index] = bad
+        got = call()
+        reported("select_pages: ", f" = {bad}: expected ")
+        tensor[index] = good
+        assert all(torch.equal(x[::2], y[::2]) for x, y in zip(got, want))
+    assert all(torch.equal(x, y) for x, y in zip(call(), want))
+
+
+def copy_slots() -> None:
+    for index, bad in product((0, 1), (128, -5, 2**40)):
+        cache = torch.randn(8, 16, 2, 64, device=CUDA)
+        want = cache.clone()
+        want[2, 3] = cache[0, 1]
+        moves = torch.tensor([[1, 9], [35, 36]], device=CUDA)
+        moves[index, 1] = bad
+        vk.copy_slots([cache], moves[0], moves[1], "NHD")
+        reported("copy_slots: ", f"[1] = {bad}: expected -1 (skipped) or a slot in [0, 128)")
+        assert torch.equal(cache, want)
+
+
 def per_token_quant() -> None:
     key, value = torch.randn(2, 6, 2, 64, device=CUDA, dtype=torch.bfloat16)
     slots = torch.tensor([3, -1, 8 * 16, -9, 127, 2**40], device=CUDA)
@@ -539,6 +581,9 @@ CASES = {
     "reshape_and_cache": lambda: reshape_and_cache(False),
     "reshape_and_cache_flash": lambda: reshape_and_cache(True),
     "copy_blocks": copy_blocks,
+    "page_bounds_update": page_bounds_update,
+    "select_pages": select_pages,
+    "copy_slots": copy_slots,
     "reshape_and_cache_per_token_quant": per_token_quant,
     "concat_and_cache_mla": lambda: concat_and_cache_mla("auto"),
     "concat_and_cache_mla fp8_ds_mla": lambda: concat_and_cache_mla("fp8_ds_mla"),

@@ -78,6 +78,9 @@ def typed_arguments(op: str, call: Call) -> Call:
     if op == "paged_attention" and call["kv_indptr"] is not None:
         call = {PAGE_LIST.get(name, name): value for name, value in call.items()}
     given = {name: call[name] for name in parameters if name in call}
+    if op == "select_pages":  # the schema's tables say it by their size
+        given["budget"] = call["tables"].shape[-1] * call["block_size"]
+        given["per_kv_head"] = call["tables"].dim() == 3
     makes_out = "out" in parameters and parameters["out"].default is None
     if makes_out and random.random() < 0.5:
         given["out"] = None
@@ -271,6 +274,7 @@ SHARED_OPTIONS = (
 WITHOUT_REFERENCE = (
     "copy_blocks", "rotary_embedding", "batched_rotary_embedding",  # other arguments or results
     "sample",  # its lists have other names
+    "copy_slots",  # its result is a list
 )  # fmt: skip
 
 
@@ -296,6 +300,9 @@ def reference_of(attack: Attack, copies: Call) -> Call:
         call["window"] = (call.get("window_left"), call["window_right"])
     if attack.op == "token_logprobs":
         call["num_top"] = call["logprobs"].shape[1] - 1 if "logprobs" in call else 0
+    if attack.op == "select_pages" and "tables" in call:
+        call["budget"] = call["tables"].shape[-1] * call["block_size"]
+        call["per_kv_head"] = call["tables"].dim() == 3
     parameters = parameters_of(function)
     options = {k: v for k, v in call.items() if k in parameters}
     if attack.op in LIKE_VLLM and call["kv_cache_dtype"] == "auto":  # its scales are not used

@@ -325,6 +325,45 @@ def convert(op: str) -> Call:
     return {"output": output, "input": input_, "scale": choice([1.0, 0.5]), "kv_dtype": name}
 
 
+# --- pages
+
+
+@calls("page_bounds_update")
+def bound_pages(op: str) -> Call:
+    cache, count = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()])), choice([1, 4, 20])
+    bounds = unset(cache.blocks, cache.heads, 2, cache.head_size, dtype=cache.dtype)
+    return {
+        "bounds": bounds, "key_cache": cache.key, "slot_mapping": some_slots(count, cache.slots),
+        "k_scale": cache.scales()["k_scale"], "layout": cache.layout,
+    }  # fmt: skip
+
+
+@calls("select_pages")
+def select(op: str) -> Call:
+    heads, dtype, width = choice([1, 2]), choice(FLOATS), choice([3, 5, 8])
+    rows = choice([(), (heads,)])
+    bounds = torch.randn(12, heads, 2, 24).sort(2).values.to(dtype)
+    return {
+        "tables": torch.full((3, *rows, width), -7, dtype=torch.int32), "lens": ints(-7, -7, -7),
+        "query": torch.randn(3, 2 * heads, 24).to(dtype), "bounds": bounds,
+        "block_tables": torch.stack([torch.randperm(12)[:8] for _ in range(3)]).int(),
+        "seq_lens": ints(128, 1, 70), "block_size": 16, "sink_pages": choice([0, 1]),
+        "recent_pages": choice([1, 2]),
+    }  # fmt: skip
+
+
+@calls("copy_slots")
+def move_tokens(op: str) -> Call:
+    cache, count = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()])), choice([1, 4, 20])
+    caches = [cache.key, cache.value]
+    if random.random() < 0.3:
+        caches.append(torch.rand(cache.blocks, cache.heads, cache.block_size))
+    return {
+        "caches": caches, "src": some_slots(count, cache.slots),
+        "dst": some_slots(count, cache.slots), "layout": cache.layout,
+    }  # fmt: skip
+
+
 # --- rotary
 
 

@@ -80,6 +80,7 @@ from .norm_quant import (
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
+from .pages import copy_slots, page_bounds_update, select_pages
 from .quant import (
     dynamic_per_token_scaled_fp8_quant,
     dynamic_scaled_fp8_quant,
@@ -163,6 +164,10 @@ __all__ = [
     "reshape_and_cache_per_token_quant",
     "swap_blocks",
     "swap_blocks_batch",
+    # pages
+    "copy_slots",
+    "page_bounds_update",
+    "select_pages",
     # attention
     "attention_with_kvcache",
     "combine_attn_partials",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch import is_grad_enabled
+import torch
+from torch import Tensor, is_grad_enabled
 from torch._C import (
     DisableTorchFunction,
     _get_function_stack_at,
@@ -19,7 +20,7 @@ from torch.utils._device import DeviceContext
 
 from .. import _log
 from .._ops import library_ops
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidType
 from ._refusals import refused
 
 ONE_OR_EACH_HEAD = "one element or [num_kv_heads]"
@@ -47,6 +48,28 @@ def without_modes(function: Callable[..., Any], arguments: Mapping[str, object])
     """Calls the function where torch functions pass through no mode."""
     with DisableTorchFunction():
         return function(**arguments)
+
+
+def shape_of(op: str, name: str, tensor: Tensor, *sizes: str) -> torch.Size:
+    """The shape that outputs are made from. The op checks all else."""
+    try:
+        shape = tensor.shape
+    except (AttributeError, RuntimeError) as error:
+        raise refused(op, error, {name: tensor}) from None
+    if len(shape) != len(sizes):
+        expected = ", ".join(sizes)
+        raise InvalidArgument(f"{op}: {name}: expected shape [{expected}], got shape {list(shape)}")
+    return shape
+
+
+def require_list(op: str, name: str, caches: object) -> None:
+    if not isinstance(caches, list | tuple):
+        got = (
+            f"a tensor of shape {list(caches.shape)}"
+            if isinstance(caches, Tensor)
+            else type(caches).__name__
+        )
+        raise InvalidType(f"{op}: {name}: expected a list of tensors, one a layer, got {got}")
 
 
 def inference_only(op: str, *tensors: object) -> None:

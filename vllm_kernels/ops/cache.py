@@ -10,8 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _library
 from .._types import KVCacheDType, Layout
-from ..errors import InvalidType, Unsupported
-from ._common import ONE_OR_EACH_HEAD, calls, inference_only
+from ..errors import Unsupported
+from ._common import ONE_OR_EACH_HEAD, calls, inference_only, require_list
 
 __all__ = [
     "concat_and_cache_mla",
@@ -476,16 +476,6 @@ def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     call.concat_mla_q(ql_nope, q_pe, q_out)
 
 
-def _require_list(op: str, name: str, caches: object) -> None:
-    if not isinstance(caches, list | tuple):
-        got = (
-            f"a tensor of shape {list(caches.shape)}"
-            if isinstance(caches, Tensor)
-            else type(caches).__name__
-        )
-        raise InvalidType(f"{op}: {name}: expected a list of tensors, one a layer, got {got}")
-
-
 def copy_blocks(
     key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor
 ) -> None:
@@ -513,7 +503,7 @@ def copy_blocks(
         (tensor([0., 1., 2., 0.]), tensor([4., 5., 6., 4.]))
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
-        _require_list("copy_blocks", name, caches)
+        require_list("copy_blocks", name, caches)
     inference_only("copy_blocks", *key_caches, *value_caches)
     call.copy_blocks(key_caches, value_caches, block_mapping)
 
@@ -530,7 +520,7 @@ def copy_blocks_mla(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
         >>> cache.flatten()
         tensor([0., 1., 2., 0.])
     """
-    _require_list("copy_blocks_mla", "kv_caches", kv_caches)
+    require_list("copy_blocks_mla", "kv_caches", kv_caches)
     inference_only("copy_blocks_mla", *kv_caches)
     call.copy_blocks_mla(kv_caches, block_mapping)
 

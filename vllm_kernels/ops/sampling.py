@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument
-from ._common import calls
-from ._refusals import refused
+from ._common import calls, shape_of
 
 __all__ = [
     "apply_repetition_penalties",
@@ -24,18 +23,6 @@ call = calls(__all__)
 TokenLists = tuple[Tensor, Tensor, Tensor]
 """A list of tokens per sample: indptr int32 [num_samples + 1], tokens int32 [entries] and values
 [entries]. The tokens of a sample are distinct."""
-
-
-def _shape(op: str, name: str, tensor: Tensor, *sizes: str) -> torch.Size:
-    """The shape that outputs are made from. The op checks all else."""
-    try:
-        shape = tensor.shape
-    except (AttributeError, RuntimeError) as error:
-        raise refused(op, error, {name: tensor}) from None
-    if len(shape) != len(sizes):
-        expected = ", ".join(sizes)
-        raise InvalidArgument(f"{op}: {name}: expected shape [{expected}], got shape {list(shape)}")
-    return shape
 
 
 def sample(
@@ -109,9 +96,9 @@ def sample(
         tensor([2])
     """
     if out is None:
-        samples = _shape("sample", "logits", logits, "num_rows", "vocab_size")[:1]
+        samples = shape_of("sample", "logits", logits, "num_rows", "vocab_size")[:1]
         if rows is not None:
-            samples = _shape("sample", "rows", rows, "num_samples")
+            samples = shape_of("sample", "rows", rows, "num_samples")
         out = torch.empty(samples, dtype=torch.int64, device=logits.device)
     call.sample(
         out, logits, temperature, top_k, top_p, min_p, uniforms, seeds, offsets, bitmask,
@@ -181,8 +168,8 @@ def token_logprobs(
     """
     if not isinstance(num_top, int) or num_top < 0:
         raise InvalidArgument(f"token_logprobs: num_top: expected an int >= 0, got {num_top!r:.40}")
-    _shape("token_logprobs", "logits", logits, "num_rows", "vocab_size")
-    shape = (*_shape("token_logprobs", "tokens", tokens, "num_samples"), 1 + num_top)
+    shape_of("token_logprobs", "logits", logits, "num_rows", "vocab_size")
+    shape = (*shape_of("token_logprobs", "tokens", tokens, "num_samples"), 1 + num_top)
     logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     ranks = torch.empty(shape[0], dtype=torch.int64, device=logits.device)
@@ -209,7 +196,7 @@ def softmax(logits: Tensor, temperature: Tensor | None = None, out: Tensor | Non
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     if out is None:
-        shape = _shape("softmax", "logits", logits, "num_rows", "vocab_size")
+        shape = shape_of("softmax", "logits", logits, "num_rows", "vocab_size")
         out = torch.empty(shape, dtype=torch.float32, device=logits.device)
     call.softmax(out, logits, temperature)
     return out
@@ -306,7 +293,7 @@ def spec_verify(
         >>> vllm_kernels.spec_verify(torch.tensor([[5, 6]]), torch.tensor([[5, 7, 8]]))
         (tensor([[ 5,  7, -1]]), tensor([1], dtype=torch.int32))
     """
-    num_seqs, num_draft = _shape(
+    num_seqs, num_draft = shape_of(
         "spec_verify", "draft_tokens", draft_tokens, "num_seqs", "num_draft"
     )
     device = draft_tokens.device

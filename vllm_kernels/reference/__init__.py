@@ -8,6 +8,7 @@ from .activation import *  # noqa: F403
 from .attention import *  # noqa: F403
 from .cache import *  # noqa: F403
 from .norm import *  # noqa: F403
+from .pages import *  # noqa: F403
 from .quant import *  # noqa: F403
 from .rotary import *  # noqa: F403
 from .sampling import *  # noqa: F403

@@ -10,29 +10,10 @@
 #include "torch_ops/base/check.h"
 #include "torch_ops/base/device.h"
 #include "torch_ops/base/index_check.h"
+#include "torch_ops/cache/cache_blocks.h"
 
 namespace vllm_kernels {
 namespace {
-
-// Bytes of one page of a cache [num_blocks, ...]. Its dimensions may have any order in memory, but
-// no gaps.
-int64_t dense_block_bytes(const Argument& cache) {
-  int64_t elements = 1, span = 1;
-  for (int64_t d = 1; d < cache.dim(); ++d) {
-    elements *= cache.size(d);
-    span += (cache.size(d) - 1) * cache.stride(d);
-  }
-  if (elements > 0 && span != elements) {
-    cache.fail("expected blocks without gaps in memory, got " + std::to_string(elements) +
-               " elements over a span of " + std::to_string(span) + " for shape " +
-               cache.shape_text());
-  }
-  return elements * cache.element_size();
-}
-
-int64_t block_stride_bytes(const Argument& cache) {
-  return cache.stride(0) * cache.element_size();
-}
 
 Argument read_pairs(Expect& expect, const Tensor& block_mapping, bool any_device) {
   Size num_pairs("num_pairs"), two("2", 2, nullptr);
@@ -73,60 +54,6 @@ struct NamedCaches {
   const std::vector<Tensor>& caches;  // one per layer
 };
 
-// A cache of copy_blocks in memory, whose pages are contiguous.
-struct PlacedCache {
-  Argument argument;
-  int64_t index;  // in its list
-
-  int64_t start() const { return reinterpret_cast<int64_t>(argument.data()); }
-  int64_t end() const {
-    return start() + (argument.size(0) - 1) * pitch() + dense_block_bytes(argument);
-  }
-  int64_t pitch() const { return block_stride_bytes(argument); }
-  std::string text() const {
-    return std::string(argument.name()) + "[" + std::to_string(index) + "]";
-  }
-};
-
-// Whether two caches share memory; `second` does not start before `first`.
-bool overlap(const Expect& expect, const PlacedCache& first, const PlacedCache& second,
-             int64_t block_bytes) {
-  if (second.start() >= first.end()) return false;
-  if (first.argument.size(0) == 1) return true;
-  const int64_t pitch = first.pitch();
-  if (second.pitch() != pitch) {  // either pitch may be a multiple of the other
-    return expect.overlap(first.argument, second.argument) &&
-           expect.overlap(second.argument, first.argument);
-  }
-  const int64_t shift = (second.start() - first.start()) % pitch;
-  return shift < block_bytes || shift > pitch - block_bytes;
-}
-
-// Requires that no two caches share memory. Caches of one packed tensor interleave: their ranges
-// overlap, their pages do not.
-void require_apart(const Expect& expect, std::vector<PlacedCache>& caches, int64_t block_bytes) {
-  if (caches.front().argument.data() == nullptr) return;  // no elements, or meta tensors
-  std::ranges::sort(caches, {}, &PlacedCache::start);
-  for (size_t first = 0, last; first < caches.size(); first = last) {
-    // The caches [first, last) whose ranges hang together.
-    int64_t end = caches[first].end();
-    bool one_pitch = true;
-    for (last = first + 1; last < caches.size() && caches[last].start() < end; ++last) {
-      end = std::max(end, caches[last].end());
-      one_pitch = one_pitch && caches[last].pitch() == caches[first].pitch();
-    }
-    // Of one pitch and within one pitch, neighbours decide; else all pairs.
-    const int64_t within = caches[last - 1].start() - caches[first].start() + block_bytes;
-    const bool neighbours = one_pitch && within <= caches[first].pitch();
-    for (size_t i = first + 1; i < last; ++i) {
-      for (size_t j = neighbours ? i - 1 : first; j < i; ++j) {
-        if (!overlap(expect, caches[j], caches[i], block_bytes)) continue;
-        expect.fail(caches[j].text() + " and " + caches[i].text() + " overlap in memory");
-      }
-    }
-  }
-}
-
 // Copies within every cache of the lists. The first list must not be empty.
 void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
                  const Tensor& block_mapping) {
@@ -157,7 +84,7 @@ void copy_within(Expect& expect, std::initializer_list<NamedCaches> lists,
   const bool on_host =
       kOnCpu || expect.tensor_on_any_device("block_mapping", block_mapping).is_cpu();
   const Argument pairs = read_pairs(expect, block_mapping, on_host && !kOnCpu);
-  if (num_blocks > 0 && block_bytes > 0) require_apart(expect, placed, block_bytes);
+  if (num_blocks > 0 && block_bytes > 0) require_apart(expect, placed);
   if (pairs.data() == nullptr || block_bytes == 0) return;  // none, or a meta tensor
   if (on_host) {
     check_pairs_on_host(expect, pairs.as<const int64_t>(), pairs.size(0), num_blocks, num_blocks);

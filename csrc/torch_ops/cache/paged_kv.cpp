@@ -47,29 +47,39 @@ void check_scale_size(const PagedKv& kv, const Argument& scale, int64_t elements
   }
 }
 
-// Checks and packs caches whose dtype is checked already.
-PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
+// Checks and packs caches whose dtype is checked already. head_size, bound by the argument
+// `source`, is a multiple of x.
+PagedKv vllm_keys(Argument& key, DType dtype, CacheSizes& sizes, const char* source) {
   const int64_t x = 16 / size_of(dtype);
-  const Argument& v =
-      value.shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
-  if (sizes.head_size % x != 0) {
-    v.fail("expected head_size to be a multiple of " + std::to_string(x) + " for a " +
-           name_of(dtype) + " cache, got " + std::to_string(sizes.head_size));
-  }
-  Size chunks("head_size / x", sizes.head_size / x, "value_cache");
+  Size chunks("head_size / x", sizes.head_size / x, source);
   Size chunk("x = 16 bytes / element size", x, nullptr);
   const Argument& k =
       key.shape({&sizes.num_blocks, &sizes.num_kv_heads, &chunks, &sizes.block_size, &chunk});
   PagedKv kv;
   set_sizes(kv, k, sizes, dtype, KvLayout::kVllm);
   require_page_contiguous(k, 2);
-  require_page_contiguous(v, 2);
   kv.key = k.mutable_data();
-  kv.value = v.mutable_data();
   kv.key_block_stride = k.stride(0);
   kv.key_head_stride = k.stride(1);
   kv.key_chunk_stride = x * kv.block_size;
   kv.key_token_stride = x;
+  return kv;
+}
+
+void require_whole_chunks(const Argument& of, DType dtype, int64_t head_size) {
+  const int64_t x = 16 / size_of(dtype);
+  if (head_size % x == 0) return;
+  of.fail("expected head_size to be a multiple of " + std::to_string(x) + " for a " +
+          name_of(dtype) + " cache, got " + std::to_string(head_size));
+}
+
+PagedKv vllm_pages(Argument& key, Argument& value, DType dtype, CacheSizes& sizes) {
+  const Argument& v =
+      value.shape({&sizes.num_blocks, &sizes.num_kv_heads, &sizes.head_size, &sizes.block_size});
+  require_whole_chunks(v, dtype, sizes.head_size);
+  PagedKv kv = vllm_keys(key, dtype, sizes, "value_cache");
+  require_page_contiguous(v, 2);
+  kv.value = v.mutable_data();
   kv.value_block_stride = v.stride(0);
   kv.value_head_stride = v.stride(1);
   kv.value_dim_stride = kv.block_size;
@@ -207,6 +217,14 @@ KvLayout cache_layout(const Expect& expect, std::string_view text) {
   if (text == "NHD") return KvLayout::kNHD;
   if (text == "HND") return KvLayout::kHND;
   expect.fail("layout: expected \"vllm\", \"NHD\" or \"HND\", got \"" + std::string(text) + "\"");
+}
+
+PagedKv key_pages(Argument& key_cache, DType dtype, KvLayout layout, CacheSizes& sizes,
+                  const char* source) {
+  require_layout(key_cache, layout);
+  if (layout != KvLayout::kVllm) return row_pages(key_cache, key_cache, dtype, layout, sizes);
+  require_whole_chunks(key_cache, dtype, sizes.head_size);
+  return vllm_keys(key_cache, dtype, sizes, source);
 }
 
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,

@@ -45,6 +45,11 @@ PagedKv paged_cache(const Argument& query, Argument& key_cache, Argument& value_
 PagedKv cache_pages(Argument& key_cache, Argument& value_cache, DType dtype, KvLayout layout,
                     CacheSizes& sizes);
 
+// K alone, of a dtype that is checked already; V is null or K. `source` has bound num_blocks,
+// num_kv_heads and head_size.
+PagedKv key_pages(Argument& key_cache, DType dtype, KvLayout layout, CacheSizes& sizes,
+                  const char* source);
+
 // Keys and values without pages, [num_keys, num_kv_heads, head_size] with free outer strides, as
 // one page in layout NHD. Dtypes as for paged_cache().
 PagedKv contiguous_kv(const Argument& query, Argument& key, Argument& value, Size& head_size);
