@@ -18,7 +18,7 @@ from ..errors import InvalidArgument, InvalidType
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache import KVCacheManager
 from ..kv_cache.tensors import KVShape, free_memory
-from .scheduler import blocks_at_most, num_usable_blocks
+from .plan import blocks_at_most, num_usable_blocks
 
 __all__ = ["EngineConfig"]
 

@@ -8,6 +8,7 @@ for output in engine.generate(["The for statement", "A class"], params):
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import deque
@@ -20,7 +21,6 @@ from traceback import clear_frames
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ from .engine_lock import EngineLock
 from .fused_llama import refuse_changing_rotary
 from .layer_groups import LayerGroups
 from .model_runner import ModelRunner, layer_options
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, end_tokens
 from .outputs import (
     EngineStatistics,
     RequestOutput,
@@ -57,6 +57,7 @@ from .outputs import (
     raise_if_all_failed,
 )
 from .pending_tokens import PendingTokens
+from .plan import Plan, SchedulerStatistics
 from .prompts import (
     Prompt,
     checked_params,
@@ -65,10 +66,11 @@ from .prompts import (
 )
 from .recovery import Recovery, name_requests, set_request_ids
 from .request import FinishReason, Request, SamplingParams
-from .sampler import sample
-from .scheduler import Plan, Scheduler, SchedulerStatistics
+from .sampling.constraints import constraints_of
+from .sampling.sampler import Sampler
+from .sampling.step import StepLogits, sample_step
+from .scheduler import Scheduler
 from .self_check import verify
-from .upload import upload
 
 __all__ = ["Engine"]
 
@@ -218,6 +220,7 @@ class Engine:
         cleanup.callback(self.cache.free)
         on_gpu = model.device.type == "cuda"
         with self._on_device:
+            self._sampler = Sampler(limits["max_batch_size"], num_logits(model), model.device)
             self._packed = ModelRunner(
                 model,
                 self.cache,
@@ -227,6 +230,7 @@ class Engine:
                 cascade=config.cascade and any(layer.can_cascade for layer in layers),
                 backend="inductor" if config.compile is True else config.compile or None,
                 fused=config.fused,
+                sampler=self._sampler,
             )
         cleanup.callback(self._packed.close)
         self.scheduler = Scheduler(
@@ -486,7 +490,14 @@ class Engine:
             params = checked_params(params, salt, self.tokenizer)
             vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
             tokens = prompt_tokens(prompt, self.tokenizer, vocabulary)
-            request = Request(next(self._next_id), tokens, params, time.perf_counter(), salt)
+            constraints = constraints_of(
+                params, self.tokenizer, end_tokens(self.model), num_logits(self.model)
+            )
+            if params.prompt_logprobs is not None:
+                salt = os.urandom(16)  # all of the prompt is computed
+            request = Request(
+                next(self._next_id), tokens, params, time.perf_counter(), salt, constraints
+            )
             self.scheduler.add(request)
             self._requests[request.id] = request
             if queue is not None:
@@ -551,6 +562,7 @@ class Engine:
                 else:
                     self._pass_ahead()
         except BaseException as error:
+            self._sampler.invalidate()
             self.scheduler.failed(self._requests.values())
             if not isinstance(error, Exception) or not self._end_culprit(error):
                 raise
@@ -585,14 +597,14 @@ class Engine:
             self._packed.wait()
             plan = self.scheduler.schedule_ahead()
             if plan is not None:
-                logits = self._run(plan, pending.tokens_of(plan.sequences))
+                step = self._run(plan, pending.tokens_of(plan.sequences))
         finally:
             self._take(pending)
         if plan is not None:
             self.scheduler.record(plan)
-            self._pending = self._sample(plan, logits)
+            self._pending = self._sample(plan, step)
 
-    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
+    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> StepLogits:
         try:
             for copies in plan.copies:
                 getattr(self.cache, copies.kind)(copies.pairs)
@@ -601,15 +613,11 @@ class Engine:
             name_requests(error, plan.sequences)
             raise
 
-    def _sample(self, plan: Plan, logits: Tensor) -> PendingTokens:
+    def _sample(self, plan: Plan, step: StepLogits) -> PendingTokens:
         """Samples the tokens of a pass. They are not fetched yet."""
         ready = self.scheduler.computed(plan)
-        if len(ready) > len(logits):  # forked sequences share the logits of their prompt
-            ran = set(plan.sequences)
-            rows = np.cumsum([sequence in ran for sequence in ready]) - 1
-            logits = logits[upload(rows, logits.device)]
         try:
-            pending = PendingTokens(ready, *sample(logits, ready))
+            pending = sample_step(self._sampler, plan, ready, step)
         except Exception as error:
             name_requests(error, ready)
             raise
@@ -623,24 +631,29 @@ class Engine:
         A request ends with an error if its logits are not finite or the tokenizer fails.
         """
         try:
-            tokens = pending.fetch()
+            new = pending.fetch()
         except Exception as error:  # of the pass, which ran asynchronously
             name_requests(error, pending.sequences)
             raise
         now = time.perf_counter()
-        for sequence, token in zip(pending.sequences, tokens):
+        for sequence, tokens in zip(pending.sequences, new):
             sequence.num_pending = 0
-            if sequence.finish_reason is not None:  # it ended meanwhile: drop the token
+            if sequence.finish_reason is not None:  # it ended meanwhile: drop the tokens
                 continue
             request = sequence.request
+            queue = self._queues.get(request.id, self._undelivered)
             try:
-                output = self._outputs.add_token(sequence, token, now)
+                if sequence in pending.extras.errors:
+                    raise pending.extras.errors[sequence]
+                for token in tokens:
+                    queue.append(self._outputs.add_token(sequence, token, now))
+                    if sequence.finish_reason is not None:
+                        break
             except Exception as error:
                 self._end(request, error)
                 continue
-            if output.finish_reason is not None and request.is_finished:
+            if request.is_finished:
                 del self._requests[request.id]
-            self._queues.get(request.id, self._undelivered).append(output)
 
 
 class _Exclusive:
@@ -683,6 +696,12 @@ def _named_engine() -> Iterator[None]:
         if part == "Engine" or not text:
             raise
         raise type(error)(f"Engine: {text}") from None
+
+
+def num_logits(model: PreTrainedModel) -> int:
+    """Returns the number of logits of a row. It may exceed the vocabulary."""
+    head: Any = model.get_output_embeddings()
+    return head.out_features
 
 
 def _refuse_unserved(model: PreTrainedModel) -> None:
