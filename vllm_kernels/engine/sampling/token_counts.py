@@ -20,6 +20,8 @@ __all__ = ["CountLists", "TokenCounts"]
 
 _GROWTH = 256
 """Free entries per row. After so many new tokens the host makes the lists again."""
+_ENTRIES_PER_ROW = 512
+"""Room at first. More room makes CUDA graphs invalid."""
 _NO_TOKEN = -1  # an entry that the op skips
 _NO_MATCH = -2  # a wanted token that no entry has
 
@@ -71,7 +73,7 @@ class CountLists:
         zeros = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         self._lengths, self._num_covered, self._prompt_lengths = zeros
         self.indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self._allocate(64)
+        self._allocate(_ENTRIES_PER_ROW * max_rows)
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity
