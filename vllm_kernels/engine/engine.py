@@ -71,6 +71,8 @@ from .sampling.sampler import Sampler
 from .sampling.step import StepLogits, sample_step
 from .scheduler import Scheduler
 from .self_check import verify
+from .speculative.options import DraftModel, PromptLookup
+from .speculative.drafters import drafter_of
 
 __all__ = ["Engine"]
 
@@ -129,6 +131,9 @@ class Engine:
         fused: Whether this library's ops run Llama, Mistral, Qwen 2 and 3, except for the matrix
             products. False runs transformers' modules.
         check: Whether the constructor compares a few logits with the model's own attention.
+        speculative: :class:`PromptLookup` or :class:`DraftModel` drafts tokens, which one pass
+            verifies. The tokens are those of an engine without it. None drafts nothing. It excludes
+            ``overlap`` and models with sliding windows.
 
     Raises:
         NotImplementedError: The model cannot be served. The message names the reason.
@@ -160,6 +165,7 @@ class Engine:
         compile: bool | str = False,
         fused: bool = True,
         check: bool = True,
+        speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         refuse_no_model("Engine", model)
         config = EngineConfig.of(locals())
@@ -174,7 +180,9 @@ class Engine:
         # One stream for the calls of all threads. It selects the device, too.
         stream = torch.cuda.current_stream(model.device) if on_gpu else None
         self._on_device = nullcontext() if stream is None else torch.cuda.stream(stream)
-        self._overlap = on_gpu if config.overlap is None else config.overlap
+        self._overlap = config.overlap or (
+            on_gpu and config.overlap is None and config.speculative is None
+        )
         self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
         self._undelivered: list[TokenOutput] = []  # the next step() returns these
         # Outputs for stream() and generate(), by request id.
@@ -186,6 +194,8 @@ class Engine:
                 with self._on_device:
                     verify(self._packed, self.manager)
             ENGINES[model] = ref(self)
+            if isinstance(speculative, DraftModel):
+                ENGINES[speculative.model] = ref(self)
             self._cleanup = cleanup.pop_all()
 
     def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
@@ -199,6 +209,11 @@ class Engine:
         layers = layer_options(model, shape)
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
         shape = replace(shape, num_layers=groups.num_tensors)
+        on_gpu = model.device.type == "cuda"
+        cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
+        # First, because the cache may take the rest of the memory.
+        with self._on_device:
+            self._drafter = drafter_of(config, model, groups.windows, cuda_graphs, cleanup)
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
         self.manager = KVCacheManager(
             num_blocks,
@@ -218,15 +233,14 @@ class Engine:
             v_scale=config.v_scale,
         )
         cleanup.callback(self.cache.free)
-        on_gpu = model.device.type == "cuda"
         with self._on_device:
-            self._sampler = Sampler(limits["max_batch_size"], num_logits(model), model.device)
+            self._sampler = Sampler(config.max_rows, num_logits(model), model.device)
             self._packed = ModelRunner(
                 model,
                 self.cache,
                 groups,
                 **limits,
-                cuda_graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+                cuda_graphs=cuda_graphs,
                 cascade=config.cascade and any(layer.can_cascade for layer in layers),
                 backend="inductor" if config.compile is True else config.compile or None,
                 fused=config.fused,
@@ -563,6 +577,8 @@ class Engine:
                     self._pass_ahead()
         except BaseException as error:
             self._sampler.invalidate()
+            if self._drafter is not None:
+                self._drafter.reset()
             self.scheduler.failed(self._requests.values())
             if not isinstance(error, Exception) or not self._end_culprit(error):
                 raise
@@ -580,7 +596,10 @@ class Engine:
     def _pass(self) -> None:
         """Runs the next pass. All earlier tokens are known."""
         self._packed.wait()
-        plan = self.scheduler.schedule()
+        drafts = None
+        if self._drafter is not None:
+            drafts = self._drafter.propose(self.scheduler.may_draft())
+        plan = self.scheduler.schedule(drafts)
         if plan is None:
             return
         pending = self._sample(plan, self._run(plan))
@@ -645,6 +664,8 @@ class Engine:
             try:
                 if sequence in pending.extras.errors:
                     raise pending.extras.errors[sequence]
+                if sequence in pending.extras.drafted:
+                    self.scheduler.accept(sequence, len(tokens) - 1)
                 for token in tokens:
                     queue.append(self._outputs.add_token(sequence, token, now))
                     if sequence.finish_reason is not None:

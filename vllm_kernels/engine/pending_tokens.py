@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple
@@ -31,8 +31,10 @@ class Extras:
 
     num_rows: list[int] | None = None
     """Number of drawn tokens per sequence. None means 1."""
+    drafted: Collection[Sequence] = ()
+    """The sequences with drafts."""
     num_accepted: Tensor | None = None
-    """int32 [number of sequences with more than one row]: the number of drafted tokens to keep."""
+    """int32 [number of drafted sequences]: the number of drafted tokens to keep."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities of the drawn tokens of the sequences that ask for them."""
     prompts: list[tuple[Request, int, TokenLogprobs]] = field(default_factory=list)

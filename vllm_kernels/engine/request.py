@@ -118,6 +118,14 @@ class Sequence:
         return self.length - self.num_computed
 
     @property
+    def may_draft(self) -> bool:
+        """Whether the parameters of several next tokens are those of the next one."""
+        params = self.request.params
+        return not (
+            params.has_penalties or params.needs_tokens or self.num_sampled < params.min_tokens
+        )
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the next tokens to compute are prompt tokens whose logits are asked for."""
         params, prompt = self.request.params, self.request.prompt

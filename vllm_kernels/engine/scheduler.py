@@ -181,6 +181,17 @@ class Scheduler:
 
     # Passes.
 
+    def may_draft(self) -> list[Sequence]:
+        """Returns the sequences that the next pass decodes, and whose tokens may be drafted.
+
+        The parameters of the others depend on the tokens before each drafted one.
+        """
+        return [
+            sequence
+            for sequence in self._queues.running
+            if sequence.num_to_compute == 1 and sequence.may_draft and self._room(sequence) > 1
+        ]
+
     def schedule(self, drafts: Mapping[Sequence, list[int]] | None = None) -> Plan | None:
         """Plans the next pass and fills the buffers.
 

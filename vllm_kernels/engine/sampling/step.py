@@ -47,6 +47,7 @@ def sample_step(
     tokens, highest = _draw(sampler, plan, rows, step, errors)
     extras = Extras(errors=errors)
     if plan.drafts:
+        extras.drafted = plan.drafts
         extras.num_rows = rows.sizes
         extras.num_accepted = _num_accepted(plan, rows, tokens)
     extras.logprobs = _logprobs(rows, step, tokens)
