@@ -18,8 +18,8 @@ from tiny_models import VOCABULARY, tiny_model
 
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.outputs import RequestOutput
-from vllm_kernels.engine.request import FinishReason, SamplingParams
 from vllm_kernels.engine.plan import Plan
+from vllm_kernels.engine.request import FinishReason, SamplingParams
 from vllm_kernels.engine.sampling.step import StepLogits
 
 PARAMS = SamplingParams(max_tokens=20)

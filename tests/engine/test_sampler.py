@@ -32,7 +32,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     last = torch.tensor([one.tokens[-1] for one in sequences], device=logits.device)
     positions = torch.tensor([len(one.tokens) - 1 for one in sequences], device=logits.device)
     pending = PendingTokens(sequences, *sampler.draw(logits, last, positions))
-    return [token for (token, _), in pending.fetch()]
+    return [token for ((token, _),) in pending.fetch()]
 
 
 def sequence(tokens: list[int] | None = None, index: int = 0, **params: object) -> Sequence:
@@ -198,7 +198,10 @@ def test_extreme_logits(device: str) -> None:
         ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite number"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias: expected numbers, got {3: nan}"),
         ({"allowed_token_ids": []}, r"allowed_token_ids: expected at least one token, got \[\]"),
-        ({"bad_words": ["a", ""]}, r"bad_words: expected words that are not empty, got \['a', ''\]"),
+        (
+            {"bad_words": ["a", ""]},
+            r"bad_words: expected words that are not empty, got \['a', ''\]",
+        ),
         ({"min_tokens": 17}, "min_tokens: expected 0 to max_tokens, got 17"),
         ({"logprobs": -2}, "logprobs: expected -1 .all. or more, got -2"),
         ({"prompt_logprobs": -2}, "prompt_logprobs: expected -1 .all. or more, got -2"),

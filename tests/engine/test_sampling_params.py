@@ -46,7 +46,9 @@ PARAMETERS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def by_reference(model: PreTrainedModel, prompt: list[int], max_tokens: int, **given: object) -> list[int]:
+def by_reference(
+    model: PreTrainedModel, prompt: list[int], max_tokens: int, **given: object
+) -> list[int]:
     """The tokens that the model and vllm_kernels.reference give one request alone."""
     params = SamplingParams(max_tokens=max_tokens, **given)
     request = Request(0, prompt, params, time.perf_counter())
@@ -101,7 +103,9 @@ def arguments(sequence: Sequence) -> dict[str, object]:
     }
 
 
-def served(engine: Engine, texts: list[list[int]], params: list[dict[str, object]], **common: object) -> list[list[int]]:
+def served(
+    engine: Engine, texts: list[list[int]], params: list[dict[str, object]], **common: object
+) -> list[list[int]]:
     outputs = engine.generate(texts, [SamplingParams(**one, **common) for one in params])
     return [output.completions[0].tokens for output in outputs]
 
@@ -289,12 +293,14 @@ def bad_shape(input_ids: Tensor, scores: Tensor) -> Tensor:
     [
         (
             {"logits_mask": Forbids}, 3, ValueError,
-            "Engine: request 1: logits_mask: expected an allowed token for output token 3, got none",
+            "Engine: request 1: logits_mask: expected an allowed token for output token 3, got "
+            "none",
         ),
         ({"logits_mask": Fails}, 0, KeyError, "'a bug'"),
         (
             {"logits_mask": Refuses}, 1, ValueError,
-            "Engine: request 1: logits_mask: expected to accept token 0, which it allowed, got False",
+            "Engine: request 1: logits_mask: expected to accept token 0, which it allowed, got "
+            "False",
         ),
         (
             {"logits_processor": bad_shape}, 0, ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from test_engine import replayed
 from tiny_models import VOCABULARY, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_kernels import reference
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
@@ -33,7 +33,7 @@ def drafters(model: torch.nn.Module, device: str) -> dict[str, PromptLookup | Dr
     return {
         "prompt lookup": PromptLookup(4),
         "small model": DraftModel(small, 3),  # its logits are others: most drafts are rejected
-        "equal model": DraftModel(tiny_model("llama", device), 3),
+        "equal model": DraftModel(deepcopy(model), 3),
     }
 
 
@@ -83,7 +83,7 @@ def test_an_equal_model_is_accepted(device: str) -> None:
     model = tiny_model(device=device)
     texts = prompts((9, 30))
     expected = [by_transformers(model, text, 41) for text in texts]
-    options = DraftModel(tiny_model(device=device), 4)
+    options = DraftModel(deepcopy(model), 4)
     with Engine(model, speculative=options, check=False, **SPECULATIVE) as engine:
         assert greedy(engine, texts, max_tokens=41) == expected
         counts = engine.statistics().scheduler
@@ -95,10 +95,9 @@ def test_an_equal_model_is_accepted(device: str) -> None:
 def test_distribution(name: str) -> None:
     """Chi-square of the second and third token over 4,000 seeds, against exact probabilities."""
     model = tiny_model(initializer_range=0.3)
-    (text,) = prompts((6,))
-    text *= 2
     draws = 4000
     allowed = list(range(0, VOCABULARY, 16))
+    text = 2 * allowed
     with torch.no_grad():
         first = model(torch.tensor([text])).logits[0, -1, allowed].softmax(-1)
         pairs = torch.tensor([[*text, token] for token in allowed])
@@ -164,10 +163,12 @@ def test_blocks_of_rejected_tokens_are_free(device: str) -> None:
 
 
 def test_text_stop_strings_and_logprobs() -> None:
-    model = AutoModelForCausalLM.from_pretrained(TOY_MODEL).eval()
+    model = AutoModelForCausalLM.from_pretrained(TOY_MODEL, dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
     texts = ["A class definition is a class definition is", "Functions are", "The for statement"]
-    params = SamplingParams(max_tokens=60, stop=["object", "return"], logprobs=2)
+    with Engine(model, tokenizer, max_length=128) as engine:
+        (plain,) = engine.generate(texts[:1], SamplingParams(max_tokens=60))
+    params = SamplingParams(max_tokens=60, stop=[plain.completions[0].text[30:34]], logprobs=2)
     outputs, streamed = [], []
     for speculative in (None, PromptLookup(6)):
         with Engine(model, tokenizer, max_length=128, speculative=speculative) as engine:
@@ -182,7 +183,7 @@ def test_text_stop_strings_and_logprobs() -> None:
             assert list(row) == list(values)
             for token in row:
                 assert row[token].logprob == pytest.approx(values[token].logprob, abs=1e-3)
-    assert any(one.completions[0].finish_reason is FinishReason.STOP for one in outputs[1])
+    assert outputs[1][0].completions[0].finish_reason is FinishReason.STOP
 
 
 def test_requests_whose_parameters_depend_on_each_token(device: str) -> None:
@@ -294,7 +295,9 @@ def test_options_are_checked() -> None:
         with pytest.raises(kind) as error:
             PromptLookup(**options)
         assert str(error.value) == message
-    with pytest.raises(TypeError, match="^DraftModel: model: expected a transformers model, got s"):
+    with pytest.raises(
+        TypeError, match=r"^DraftModel: model: expected a transformers model, got str$"
+    ):
         DraftModel("name")
 
 
@@ -302,15 +305,18 @@ def test_what_cannot_be_served_is_refused() -> None:
     model, small = tiny_model(), tiny_model(num_hidden_layers=1)
     other = tiny_model(vocab_size=64)
     cases = [
-        (model, {"speculative": 3}, "Engine: speculative: expected PromptLookup, DraftModel or None, got 3"),
+        (
+            model, {"speculative": 3},
+            "Engine: speculative: expected PromptLookup, DraftModel or None, got 3",
+        ),
         (
             model, {"speculative": PromptLookup(), "overlap": True},
-            "Engine: overlap: expected None or False with speculative, which needs the last tokens, "
-            "got True",
+            "Engine: overlap: expected None or False with speculative, which needs the last "
+            "tokens, got True",
         ),
         (
             tiny_model("gemma2"), {"speculative": PromptLookup()},
-            "Engine: speculative: expected full attention in all layers, got windows of 16 tokens",
+            "Engine: speculative: expected full attention in all layers, got windows of 8 tokens",
         ),
         (
             model, {"speculative": DraftModel(model)},
@@ -323,7 +329,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         (
             model, {"speculative": DraftModel(tiny_model("gemma2"))},
             "Engine: speculative: expected a draft model with full attention in all layers, got "
-            "windows of 16 tokens",
+            "windows of 8 tokens",
         ),
         (
             model, {"speculative": DraftModel(small, cache_bytes=1)},

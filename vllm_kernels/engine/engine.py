@@ -71,8 +71,8 @@ from .sampling.sampler import Sampler
 from .sampling.step import StepLogits, sample_step
 from .scheduler import Scheduler
 from .self_check import verify
-from .speculative.options import DraftModel, PromptLookup
 from .speculative.drafters import drafter_of
+from .speculative.options import DraftModel, PromptLookup
 
 __all__ = ["Engine"]
 

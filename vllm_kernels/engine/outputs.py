@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kv_cache import Statistics
+from .plan import SchedulerStatistics
 from .request import FinishReason, Request
 from .sampling.logprobs import Logprob
-from .plan import SchedulerStatistics
 
 __all__ = [
     "Completion",

@@ -129,7 +129,9 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the next tokens to compute are prompt tokens whose logits are asked for."""
         params, prompt = self.request.params, self.request.prompt
-        return params.prompt_logprobs is not None and len(self.request.prompt_logprobs) < len(prompt)
+        return params.prompt_logprobs is not None and len(self.request.prompt_logprobs) < len(
+            prompt
+        )
 
     @property
     def width(self) -> int:

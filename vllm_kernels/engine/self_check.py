@@ -17,8 +17,8 @@ from ..errors import InvalidArgument, Unsupported
 from ..hf.attention_interface import stop_paged_attention, use_paged_attention
 from ..kv_cache import KVCacheManager, OutOfBlocks
 from .model_runner import ModelRunner, takes_positions
-from .request import Request, SamplingParams, Sequence
 from .plan import Plan
+from .request import Request, SamplingParams, Sequence
 
 __all__ = ["verify"]
 

@@ -7,6 +7,8 @@ the same seed draws other tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -259,7 +261,9 @@ def top_k_top_p_sampling_from_logits(
     return _sample(logits, indices, generator, seed, offset, top_k=top_k, top_p=top_p)
 
 
-def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = True) -> Tensor:
+def top_p_renorm_probs(
+    probs: Tensor, top_p: Tensor | float, is_deterministic: bool = True
+) -> Tensor:
     """Zeroes tokens that top_p leaves out, and divides by the sum of the others.
 
     Args:
@@ -365,7 +369,9 @@ def chain_speculative_sampling(
     )
     places = draft_tokens[..., None]
     drawn_from = draft_probs.gather(2, places)[..., 0]
-    kept = uniforms[:, :drafted, 0] * drawn_from < target_probs[:, :drafted].gather(2, places)[..., 0]
+    kept = (
+        uniforms[:, :drafted, 0] * drawn_from < target_probs[:, :drafted].gather(2, places)[..., 0]
+    )
     results = []
     for total, count in (
         (maybe_output_accepted_token_num, kept.sum(1, dtype=torch.int32)),
@@ -387,7 +393,7 @@ def _sample(
     batch, device = len(logits if indices is None else indices), logits.device
     seeds, offsets = _seeds(batch, device, generator, seed, offset)
     dtypes = {"top_k": torch.int32}
-    given = {
+    given: dict[str, Any] = {
         name: _per_row(limit, batch, device, dtypes.get(name, torch.float32))
         for name, limit in limits.items()
     }
@@ -468,6 +474,4 @@ def _refuse_nan(name: str, values: Tensor, check_nan: bool) -> None:
 
 def _refuse_order(function: str, order: str) -> None:
     if order != "top_k_first":
-        raise Unsupported(
-            f"{function}: filter_apply_order: expected 'top_k_first', got {order!r}"
-        )
+        raise Unsupported(f"{function}: filter_apply_order: expected 'top_k_first', got {order!r}")

@@ -70,9 +70,7 @@ def constraints_of(
         int(token): min(max(float(value), -_MAX_BIAS), _MAX_BIAS)
         for token, value in (params.logit_bias or {}).items()
     }
-    words = [
-        one for word in params.bad_words for one in _variants(word, tokenizer)
-    ]
+    words = [one for word in params.bad_words for one in _variants(word, tokenizer)]
     allowed = list(map(int, params.allowed_token_ids or ()))
     _refuse_outside("logit_bias", bias, vocabulary)
     _refuse_outside("allowed_token_ids", allowed, vocabulary)

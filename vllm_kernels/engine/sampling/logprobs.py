@@ -63,13 +63,10 @@ def top_of(row: list[tuple[int, Logprob]], num_top: int) -> dict[int, Logprob]:
     return dict(row if num_top < 0 else row[: 1 + num_top])
 
 
-def _all_logprobs(
-    logits: Tensor, tokens: Tensor, num_top: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _all_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
     best = logits.argsort(dim=-1, descending=True, stable=True)[:, :num_top]
     ids = torch.cat([tokens[:, None], best], 1)
     ranks = (logits >= logits.gather(1, tokens[:, None])).sum(1)
     return logprobs.gather(1, ids), ids, ranks
-

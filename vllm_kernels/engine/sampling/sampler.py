@@ -6,6 +6,8 @@ token. A CUDA graph reads them at fixed addresses, so one graph serves every mix
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor
 from ... import sample
 from ..request import Sequence
 from ..upload import upload
-from .constraints import num_words
+from .constraints import Constraints, num_words
 from .token_counts import CountLists
 
 __all__ = ["Sampler"]
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+_FLOATS = ("temperature", "top_p", "min_p")
+_PENALTIES = ("repetition", "frequency", "presence")
 
 
 class Sampler:
@@ -39,11 +42,12 @@ class Sampler:
         self.vocabulary = vocabulary
         self._device = device
         self._sequences: list[Sequence] = []  # of the uploaded parameters
+        self._constraints: dict[int, Constraints] = {}  # by row
         self._banned: dict[int, frozenset[int]] = {}  # by row
         self._masked: list[int] = []  # rows whose mask changes with each token
         self._bitmask_of_row: dict[int, npt.NDArray[np.int32]] = {}
         self.errors: dict[Sequence, Exception] = {}  # of masks, since the last prepare()
-        self._floats = torch.zeros(len(_FLOATS), max_rows, device=device)
+        self._floats = torch.zeros(6, max_rows, device=device)
         self._top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._mask_rows = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
@@ -76,18 +80,15 @@ class Sampler:
         if not is_same:
             self._sequences = []  # until all is uploaded
             self._upload_numbers(sequences)
-            self._banned = {
-                row: frozenset()
+            self._constraints = {
+                row: sequence.request.constraints
                 for row, sequence in enumerate(sequences)
                 if sequence.request.constraints is not None
             }
-        banned = {
-            row: sequences[row].request.constraints.banned(sequences[row])
-            for row in self._banned
-        }  # fmt: skip
+        banned = {row: one.banned(sequences[row]) for row, one in self._constraints.items()}
         if not is_same or banned != self._banned:
             self._banned = banned
-            self._upload_bias(sequences)
+            self._upload_bias()
         if not is_same or self._masked:
             self._upload_masks(sequences, not is_same)
         if self.has_penalties and (self._counts.needs_load() or not is_same):
@@ -119,14 +120,14 @@ class Sampler:
             finite if the row has NaN or +inf, or only -inf. The token means nothing then.
         """
         n = len(input_ids)
-        options: dict[str, object] = {}
-        names = _FLOATS
+        options: dict[str, Any] = {
+            name: self._floats[at, :n] for at, name in enumerate(_FLOATS + _PENALTIES)
+        }
         if self.has_penalties:
             self._counts.append(input_ids, positions)
             options["token_counts"] = self._counts.lists(n, is_captured)
         else:
-            names = _FLOATS[:3]
-        options |= {name: self._floats[at, :n] for at, name in enumerate(names)}
+            options |= dict.fromkeys(_PENALTIES)
         if self._bias_size or is_captured:
             end = None if is_captured else self._bias_size
             options["bias"] = (
@@ -156,9 +157,9 @@ class Sampler:
                 for p in params
             ],
             np.float32,
-        ).reshape(n, len(_FLOATS))  # fmt: skip
+        ).reshape(n, 6)  # fmt: skip
         # Rows of padding are greedy.
-        padded = np.zeros((len(_FLOATS), self.max_rows), np.float32)
+        padded = np.zeros((6, self.max_rows), np.float32)
         padded[:, :n] = floats.T
         self._floats.copy_(upload(padded, self._device))
         self._top_k[:n] = upload([p.top_k for p in params], self._device, torch.int32)
@@ -169,12 +170,12 @@ class Sampler:
         self._bias_tokens = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         self._bias_values = torch.zeros(capacity, device=self._device)
 
-    def _upload_bias(self, sequences: list[Sequence]) -> None:
+    def _upload_bias(self) -> None:
         sizes = np.zeros(self.max_rows + 1, np.int64)
         tokens: list[int] = []
         values: list[float] = []
         for row, banned in self._banned.items():
-            bias = sequences[row].request.constraints.bias
+            bias = self._constraints[row].bias
             if banned:
                 bias = bias | dict.fromkeys(banned, -np.inf)
             sizes[row + 1] = len(bias)

@@ -156,15 +156,11 @@ def _logprobs(rows: _Rows, step: StepLogits, tokens: Tensor) -> TokenLogprobs | 
     return TokenLogprobs(step.logits, tokens, num_top, index)
 
 
-def _prompt_logprobs(
-    plan: Plan, step: StepLogits
-) -> list[tuple[Request, int, TokenLogprobs]]:
+def _prompt_logprobs(plan: Plan, step: StepLogits) -> list[tuple[Request, int, TokenLogprobs]]:
     """Returns log-probabilities of prompt tokens, for requests that ask for them."""
     found = []
     starts = list(accumulate(plan.num_logits, initial=0))
-    for sequence, count, start in zip(
-        plan.sequences, plan.counts, starts
-    ):
+    for sequence, count, start in zip(plan.sequences, plan.counts, starts):
         request = sequence.request
         num_top = request.params.prompt_logprobs
         if num_top is None or sequence not in plan.with_prompt_logits:

@@ -143,9 +143,7 @@ class CountLists:
         has_list = self.indptr[1 : n + 1] > self.indptr[:n]
         is_new = has_list & (positions >= covered)
         is_output = (positions >= self._prompt_lengths[:n]).int()
-        wanted = torch.full(
-            (self._rows + 1,), _NO_MATCH, dtype=torch.int32, device=self._device
-        )
+        wanted = torch.full((self._rows + 1,), _NO_MATCH, dtype=torch.int32, device=self._device)
         wanted[:n] = torch.where(is_new, input_ids, _NO_MATCH).int()
         gain = torch.zeros_like(wanted)
         gain[:n] = is_output

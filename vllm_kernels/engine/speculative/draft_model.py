@@ -78,9 +78,7 @@ class DraftModelDrafter:
         }
         blocks = _num_blocks(options, shape, max_batch_size * limits["max_length"], model)
         self._manager = KVCacheManager(blocks, block_size, prefix_caching=False)
-        cache = KVCache(
-            shape, blocks, device=model.device, tensor_of_layer=groups.tensor_of_layer
-        )
+        cache = KVCache(shape, blocks, device=model.device, tensor_of_layer=groups.tensor_of_layer)
         cleanup.callback(cache.free)
         head = model.get_output_embeddings()
         self._sampler = Sampler(max_batch_size, head.out_features, model.device)
@@ -192,7 +190,9 @@ def _refuse_misfit(model: PreTrainedModel, target: PreTrainedModel) -> None:
     if model is target:
         raise InvalidArgument("Engine: speculative: expected another model than the engine's")
     if model.training:
-        raise InvalidArgument("Engine: speculative: expected a model in eval mode: call model.eval()")
+        raise InvalidArgument(
+            "Engine: speculative: expected a model in eval mode: call model.eval()"
+        )
     other = ENGINES.get(model)
     if other is not None and other() is not None:
         raise InvalidArgument(
@@ -202,9 +202,7 @@ def _refuse_misfit(model: PreTrainedModel, target: PreTrainedModel) -> None:
         raise InvalidArgument(
             f"Engine: speculative: expected a model on {target.device}, got {model.device}"
         )
-    sizes = [
-        one.config.get_text_config(decoder=True).vocab_size for one in (target, model)
-    ]
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (target, model)]
     if sizes[0] != sizes[1]:
         raise InvalidArgument(
             f"Engine: speculative: expected a model with a vocabulary of {sizes[0]}, got {sizes[1]}"
@@ -215,9 +213,7 @@ def _positions(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
 
 
-def _num_blocks(
-    options: DraftModel, shape: KVShape, tokens: int, model: PreTrainedModel
-) -> int:
+def _num_blocks(options: DraftModel, shape: KVShape, tokens: int, model: PreTrainedModel) -> int:
     cache_bytes = options.cache_bytes
     if cache_bytes is None:
         wanted = (tokens // shape.block_size + 1) * shape.block_bytes

@@ -70,7 +70,9 @@ class DraftModel:
             raise InvalidType(
                 f"DraftModel: model: expected a transformers model, got {type(self.model).__name__}"
             )
-        _check_integers(self, "num_tokens", *(["cache_bytes"] if self.cache_bytes is not None else []))
+        _check_integers(
+            self, "num_tokens", *(["cache_bytes"] if self.cache_bytes is not None else [])
+        )
 
 
 class Drafter(Protocol):
