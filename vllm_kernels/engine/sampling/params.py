@@ -142,9 +142,9 @@ class SamplingParams:
         bias, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
         self._check(
             bias is None
-            or isinstance(bias, Mapping)
+            or (isinstance(bias, Mapping)
             and _are_ints(bias)
-            and all(map(_is_number, bias.values())),
+            and all(map(_is_number, bias.values()))),
             "logit_bias", "numbers by token id, or None", TypeError,
         )  # fmt: skip
         self._check(
