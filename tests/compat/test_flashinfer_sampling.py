@@ -163,5 +163,3 @@ def test_what_differs_is_refused() -> None:
         assert str(error.value) == message
     with pytest.raises(AttributeError, match="sampling: top_k_page_table_transform: expected one"):
         _ = sampling.top_k_page_table_transform
-
-

@@ -8,13 +8,14 @@ import re
 import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
-xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar: pip install --no-deps xgrammar")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import FinishReason, SamplingParams
+
+xgrammar = pytest.importorskip("xgrammar", reason="needs xgrammar: pip install --no-deps xgrammar")
 
 SCHEMA = {
     "type": "object",

@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count
 from traceback import clear_frames
@@ -29,10 +29,8 @@ from .._types import KVCacheDType, Layout
 from ..errors import (
     EngineBusy,
     Error,
-    InvalidArgument,
     InvalidType,
     UnknownRequest,
-    Unsupported,
 )
 from ..hf.attention_interface import (
     ENGINES,
@@ -65,6 +63,7 @@ from .prompts import (
     prompt_tokens,
 )
 from .recovery import Recovery, name_requests, set_request_ids
+from .refusals import Closed, named_engine, num_logits, refuse_unserved
 from .request import FinishReason, Request, SamplingParams
 from .sampling.constraints import constraints_of
 from .sampling.sampler import Sampler
@@ -169,7 +168,7 @@ class Engine:
     ) -> None:
         refuse_no_model("Engine", model)
         config = EngineConfig.of(locals())
-        _refuse_unserved(model)
+        refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
         self._lock = EngineLock()
@@ -188,7 +187,7 @@ class Engine:
         # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
-            with _named_engine():
+            with named_engine():
                 self._build(config, cleanup)
             if config.check:
                 with self._on_device:
@@ -292,7 +291,7 @@ class Engine:
             if self.cache.is_freed:
                 return
             for request in list(self._requests.values()):
-                self._end(request, _Closed())
+                self._end(request, Closed())
             self._undelivered.clear()
             self._pending = None
             self._cleanup.close()
@@ -398,7 +397,7 @@ class Engine:
         finally:
             self._cancel(request.id for request in requests)
         for request in requests:
-            if isinstance(request.error, _Closed):
+            if isinstance(request.error, Closed):
                 raise request.error
         outputs = [output_of(request) for request in requests]
         raise_if_all_failed(outputs)
@@ -544,7 +543,7 @@ class Engine:
 
     def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
-            raise _Closed()
+            raise Closed()
         if self.model.training:
             raise Error("Engine: model: expected one in eval mode: call model.eval()")
 
@@ -700,39 +699,3 @@ class _Exclusive:
         engine._lock.release()
         if engine._cancelled:
             engine._cancel(())
-
-
-class _Closed(Error):
-    def __init__(self) -> None:
-        super().__init__("Engine: it was closed: make a new one")
-
-
-@contextmanager
-def _named_engine() -> Iterator[None]:
-    """Lets errors of the engine's parts begin with the name of what the user called."""
-    try:
-        yield
-    except Error as error:
-        part, _, text = str(error).partition(": ")
-        if part == "Engine" or not text:
-            raise
-        raise type(error)(f"Engine: {text}") from None
-
-
-def num_logits(model: PreTrainedModel) -> int:
-    """Returns the number of logits of a row. It may exceed the vocabulary."""
-    head: Any = model.get_output_embeddings()
-    return head.out_features
-
-
-def _refuse_unserved(model: PreTrainedModel) -> None:
-    """Raises if the model is in training mode, has another engine, or has no logits."""
-    if model.training:
-        raise InvalidArgument("Engine: model: expected one in eval mode: call model.eval()")
-    other = ENGINES.get(model)
-    if other is not None and other() is not None:
-        raise InvalidArgument("Engine: model: another engine has it: close() that one first")
-    if model.get_output_embeddings() is None:
-        raise Unsupported(
-            f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,7 +33,11 @@ class StepLogits:
 
 @torch.inference_mode()
 def sample_step(
-    sampler: Sampler, plan: Plan, ready: list[Sequence], step: StepLogits
+    sampler: Sampler,
+    plan: Plan,
+    ready: list[Sequence],
+    step: StepLogits,
+    agree: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> PendingTokens:
     """Draws the tokens of a pass. They are not fetched yet.
 
@@ -41,10 +46,13 @@ def sample_step(
         plan: The plan of the pass.
         ready: The sequences that get tokens. Forked ones follow the first one of their request.
         step: The logits of the pass.
+        agree: Maps the tokens and their logits to those that all ranks use. None: there is one.
     """
     rows = _Rows(plan, ready)
     errors: dict[Sequence, Exception] = {}
     tokens, highest = _draw(sampler, plan, rows, step, errors)
+    if agree is not None:
+        tokens, highest = agree(tokens, highest)
     extras = Extras(errors=errors)
     if plan.drafts:
         extras.drafted = plan.drafts
