@@ -21,6 +21,7 @@ MODULES = {
             "vllm_kernels.compat.bert_padding",
             "vllm_kernels.compat.flash_attn",
             "vllm_kernels.compat.flash_attn_interface",
+            "vllm_kernels.compat.flashinfer.sampling",
         )
     },
 }
