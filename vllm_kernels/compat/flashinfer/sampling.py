@@ -84,7 +84,7 @@ def sampling_from_logits(
         int32 [batch], or the dtype of ``indices``.
 
     Raises:
-        ValueError: NaN with ``check_nan``; one of seed and offset.
+        ValueError: for NaN with ``check_nan``, and for one of seed and offset alone.
         RuntimeError: for tensors of another dtype or size, by name.
 
     Example:
@@ -114,7 +114,7 @@ def sampling_from_probs(
             :func:`sampling_from_logits`.
 
     Raises:
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> sampling_from_probs(torch.tensor([[0.0, 1.0]]))
@@ -138,7 +138,7 @@ def top_p_sampling_from_probs(
     [batch].
 
     Raises:
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> top_p_sampling_from_probs(torch.tensor([[0.4, 0.6]]), 0.5)
@@ -163,7 +163,7 @@ def top_k_sampling_from_probs(
     """:func:`sampling_from_probs` of the ``top_k`` likeliest tokens, a number or [batch].
 
     Raises:
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> top_k_sampling_from_probs(torch.tensor([[0.4, 0.6]]), 1)
@@ -189,7 +189,7 @@ def min_p_sampling_from_probs(
     the highest probability.
 
     Raises:
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> min_p_sampling_from_probs(torch.tensor([[0.4, 0.6]]), 0.9)
@@ -222,7 +222,7 @@ def top_k_top_p_sampling_from_probs(
 
     Raises:
         NotImplementedError: for the order "joint".
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> top_k_top_p_sampling_from_probs(torch.tensor([[0.4, 0.6]]), 2, 0.5)
@@ -250,7 +250,7 @@ def top_k_top_p_sampling_from_logits(
 
     Raises:
         NotImplementedError: for the order "joint".
-        ValueError, RuntimeError: As :func:`sampling_from_logits`.
+        ValueError, RuntimeError: as :func:`sampling_from_logits` does.
 
     Example:
         >>> top_k_top_p_sampling_from_logits(torch.tensor([[0.0, 1.0]]), 1, 0.9)
