@@ -4,22 +4,19 @@ the logits. Random normal logits, cold L2.
     python -m benchmarks.bench_sampling [--device cpu|cuda] [--rows 1 64 128] [--vocab 131072]
                                         [--dtype float32 bfloat16] [--only ...]
 
-torch is a sort, a cumulated softmax and a draw, as vLLM's native sampler; on the CPU also the
-sampler of this library's engine.
+torch is a sort, a cumulated softmax and a draw, as vLLM's native sampler.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 import vllm_kernels
 from benchmarks.harness import copies_for, machine, medians
-from vllm_kernels.engine import sampler
 
 Call = Callable[[int], object]
 TOP_K, TOP_P = 50, 0.9
@@ -40,17 +37,6 @@ def torch_sample(logits: Tensor, top_k: int, top_p: float, uniforms: Tensor) -> 
     upto = probabilities.cumsum(-1)
     place = torch.searchsorted(upto, uniforms[:, None] * upto[:, -1:], right=True)
     return order.gather(1, place.clamp_max(logits.shape[1] - 1))
-
-
-def engine_sample(logits: Tensor, top_k: int, top_p: float, uniforms: list[float]) -> Tensor:
-    params = SimpleNamespace(
-        temperature=1.0, top_k=top_k, top_p=top_p, repetition_penalty=1.0, is_greedy=False
-    )
-    sequences = [
-        SimpleNamespace(request=SimpleNamespace(params=params), random_number=lambda u=u: u)
-        for u in uniforms
-    ]
-    return sampler.sample(logits, sequences)[0]  # type: ignore[arg-type]
 
 
 def flashinfer_calls(kind: str, logits: Tensor, full: dict[str, Tensor]) -> Call | None:
@@ -100,7 +86,6 @@ def calls_of(rows: int, vocab: int, dtype: torch.dtype, device: str) -> dict[str
         "top_k + top_p, T 0.8": (full | tempered, TOP_K, TOP_P),
         "top_k + top_p, penalties, bitmask": (full | penalties, TOP_K, TOP_P),
     }
-    numbers = full["uniforms"].tolist()
     out = torch.empty(rows, dtype=torch.int64, device=device)
     table: dict[str, dict[str, Call]] = {}
     for kind, (request, top_k, top_p) in requests.items():
@@ -113,10 +98,6 @@ def calls_of(rows: int, vocab: int, dtype: torch.dtype, device: str) -> dict[str
             table[kind]["torch"] = lambda i, k=top_k, p=top_p: torch_sample(
                 logits[i], k, p, full["uniforms"]
             )
-            if device == "cpu":
-                table[kind]["engine"] = lambda i, k=top_k, p=top_p: engine_sample(
-                    logits[i], k, p, numbers
-                )
     tokens = torch.randint(vocab, (rows,), device=device)
     table["token_logprobs, 5"] = {
         "ours": lambda i: vllm_kernels.token_logprobs(logits[i], tokens, 5),

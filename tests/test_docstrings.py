@@ -22,6 +22,7 @@ MODULES = {
             "vllm_kernels.compat.flash_attn",
             "vllm_kernels.compat.flash_attn_interface",
             "vllm_kernels.compat.flashinfer",
+            "vllm_kernels.compat.flashinfer.sampling",
         )
     },
 }

@@ -76,6 +76,10 @@ PRINTED = {
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
     ("docs/sampling.md", "token_logprobs"): r"torch.Size\(\[3\]\) torch.Size\(\[3, 6\]\)",
     ("docs/sampling.md", "spec_verify"): r"\[\[5, 6, 9, -1\]\] \[2\]",
+    ("docs/sampling.md", "bad_words"): r"False \[(True, ){7}True\]",
+    ("docs/sampling.md", "flashinfer"): r"torch.int32 True",
+    ("docs/speculative_decoding.md", "PromptLookup"): r"True True",
+    ("docs/structured_output.md", "NoRepetition"): r"True",
     ("docs/serving.md", "threading"): (
         r"(?s).+\nEngine: prompt: expected fewer than 256 tokens \(max_length\), got 600"
     ),

@@ -146,11 +146,11 @@ def test_cuda_graphs() -> None:
         expected = [by_transformers(model, text) for text in texts]
         with Engine(model, **SMALL) as engine:
             assert greedy(engine, texts) == expected
-            captured = {size for size, _ in engine._packed._graphs}  # 3 sequences run as 4
+            captured = {size for size, *_ in engine._packed._graphs}  # 3 sequences run as 4
             assert captured <= {1, 2, 4} and 4 in captured
             engine.reset()
             engine.warm_up()
-            assert {size for size, _ in engine._packed._graphs} == {1, 2, 4}
+            assert {size for size, *_ in engine._packed._graphs} == {1, 2, 4}
             assert greedy(engine, texts) == expected  # all replayed
 
 
@@ -174,16 +174,21 @@ class _Replayed:
 
     def __init__(self, packed: ModelRunner, step: StepInputs) -> None:
         self.packed, self.step = packed, step
-        self.logits = packed._forward(step, step.num_single).clone()
+        logits, self.drawn = packed._forward_and_draw(step)
+        self.logits = logits.clone()
 
     def replay(self) -> None:
-        self.logits.copy_(self.packed._forward(self.step, self.step.num_single))
+        logits, drawn = self.packed._forward_and_draw(self.step)
+        for kept, new in zip((self.logits, *self.drawn), (logits, *drawn)):
+            kept.copy_(new)
 
 
-def replayed(packed: ModelRunner, step: StepInputs) -> tuple[_Replayed, Tensor]:
+def replayed(
+    packed: ModelRunner, step: StepInputs
+) -> tuple[_Replayed, Tensor, tuple[Tensor, Tensor]]:
     """In place of ModelRunner._capture."""
     graph = _Replayed(packed, step)
-    return graph, graph.logits
+    return graph, graph.logits, graph.drawn
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt_oss"])
@@ -197,12 +202,12 @@ def test_padded_passes(name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
     sizes = SMALL | {"max_batch_size": 11}
     with Engine(model, cuda_graphs=True, overlap=overlap, **sizes) as engine:
         assert greedy(engine, texts) == expected
-        sizes = {size for size, _ in engine._packed._graphs}
+        sizes = {size for size, *_ in engine._packed._graphs}
         assert sizes <= {1, 2, 4, 8, 11} and sizes & {8, 11}
         engine.reset()
         engine._packed._graphs.clear()
         engine.warm_up()
-        assert {size for size, _ in engine._packed._graphs} == {1, 2, 4, 8, 11}
+        assert {size for size, *_ in engine._packed._graphs} == {1, 2, 4, 8, 11}
         assert greedy(engine, texts) == expected
 
 

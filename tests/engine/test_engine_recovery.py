@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from tiny_models import VOCABULARY, tiny_model
 
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.outputs import RequestOutput
+from vllm_kernels.engine.plan import Plan
 from vllm_kernels.engine.request import FinishReason, SamplingParams
-from vllm_kernels.engine.scheduler import Plan
+from vllm_kernels.engine.sampling.step import StepLogits
 
 PARAMS = SamplingParams(max_tokens=20)
 
@@ -162,15 +164,15 @@ def test_logits_that_are_not_finite(value: float, n: int, overlap: bool, device:
     with Engine(model, overlap=overlap, cuda_graphs=False, **SMALL) as engine:
         run = engine._packed.run
 
-        def spoilt(plan: Plan, *arguments: Tensor) -> Tensor:
+        def spoilt(plan: Plan, *arguments: Tensor) -> StepLogits:
             """Output token 4 of the culprit has no finite logits."""
-            logits = run(plan, *arguments).clone()
-            is_ready = engine._packed._is_ready(plan)
-            ready = [one for one, flag in zip(plan.sequences, is_ready) if flag]
+            step = run(plan, *arguments)
+            logits = step.logits.clone()
+            ready = [one for one, size in zip(plan.sequences, plan.num_logits) if size]
             for row, one in enumerate(ready):
-                if one.request.id == culprit and one.num_output + one.num_pending == 4:
+                if one.request.id == culprit and one.num_sampled == 4:
                     logits[row, 5] = value
-            return logits
+            return replace(step, logits=logits)
 
         engine._packed.run = spoilt
         params = SamplingParams(max_tokens=20, n=n, temperature=float(n > 1))

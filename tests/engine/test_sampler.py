@@ -20,14 +20,19 @@ from transformers import (
 )
 
 from vllm_kernels.__main__ import TOY_MODEL
-from vllm_kernels.engine import sampler
 from vllm_kernels.engine.detokenizer import Detokenizer
 from vllm_kernels.engine.pending_tokens import PendingTokens
 from vllm_kernels.engine.request import Request, SamplingParams, Sequence
+from vllm_kernels.engine.sampling.sampler import Sampler
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    return PendingTokens(sequences, *sampler.sample(logits, sequences)).fetch()
+    sampler = Sampler(len(sequences), logits.shape[1], logits.device)
+    sampler.prepare(sequences)
+    last = torch.tensor([one.tokens[-1] for one in sequences], device=logits.device)
+    positions = torch.tensor([len(one.tokens) - 1 for one in sequences], device=logits.device)
+    pending = PendingTokens(sequences, *sampler.draw(logits, last, positions))
+    return [token for ((token, _),) in pending.fetch()]
 
 
 def sequence(tokens: list[int] | None = None, index: int = 0, **params: object) -> Sequence:
@@ -179,7 +184,7 @@ def test_extreme_logits(device: str) -> None:
         ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
         ({"temperature": -1}, "temperature: expected a number >= 0, got -1"),
         ({"temperature": float("nan")}, "temperature: expected a number"),
-        ({"top_k": -1}, "top_k: expected 0 .all. or more, got -1"),
+        ({"top_k": -2}, "top_k: expected 0 or -1 .all. or more, got -2"),
         ({"top_p": 0}, "top_p: expected more than 0, up to 1, got 0"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected more than 0, got 0"),
         ({"n": 0}, "n: expected at least 1, got 0"),
@@ -188,6 +193,18 @@ def test_extreme_logits(device: str) -> None:
         ({"temperature": float("inf")}, "temperature: expected a number"),
         ({"top_p": float("nan")}, "top_p: expected more than 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty: expected more than 0"),
+        ({"min_p": 1.5}, "min_p: expected 0 to 1, got 1.5"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: expected a finite number, got nan"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite number"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias: expected numbers, got {3: nan}"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids: expected at least one token, got \[\]"),
+        (
+            {"bad_words": ["a", ""]},
+            r"bad_words: expected words that are not empty, got \['a', ''\]",
+        ),
+        ({"min_tokens": 17}, "min_tokens: expected 0 to max_tokens, got 17"),
+        ({"logprobs": -2}, "logprobs: expected -1 .all. or more, got -2"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs: expected -1 .all. or more, got -2"),
     ],
 )
 def test_parameters_are_checked(params: dict[str, object], message: str) -> None:
@@ -212,6 +229,16 @@ def test_parameters_are_checked(params: dict[str, object], message: str) -> None
         ({"stop_token_ids": ["a"]}, "stop_token_ids: expected a list of integers"),
         ({"stop": 7}, "stop: expected a list of strings, got 7"),
         ({"stop": [7]}, "stop: expected a list of strings"),
+        ({"min_p": None}, "min_p: expected a number, got None"),
+        ({"min_tokens": 1.0}, "min_tokens: expected an integer, got 1.0"),
+        ({"logit_bias": [3]}, r"logit_bias: expected numbers by token id, or None, got \[3\]"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias: expected numbers by token id, or None"),
+        ({"allowed_token_ids": 3}, "allowed_token_ids: expected a list of integers or None, got 3"),
+        ({"bad_words": "word"}, "bad_words: expected a list of strings or of lists of integers"),
+        ({"bad_words": [3]}, "bad_words: expected a list of strings or of lists of integers"),
+        ({"logprobs": True}, "logprobs: expected an integer or None, got True"),
+        ({"logits_mask": 3}, "logits_mask: expected a function or None, got 3"),
+        ({"logits_processor": 3}, "logits_processor: expected a function or None, got 3"),
     ],
 )
 def test_types_of_parameters_are_checked(params: dict[str, object], message: str) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
+from vllm_kernels.engine.plan import Plan
 from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
-from vllm_kernels.engine.scheduler import Plan, Scheduler
+from vllm_kernels.engine.scheduler import Scheduler
 from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
 
 BLOCK_SIZE = 4

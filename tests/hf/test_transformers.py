@@ -12,7 +12,13 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 from tiny_models import SERVED, generate_ours, left_padded, poisoned_cache, tiny_model
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+)
 
 from vllm_kernels.engine.op_counter import OpCounter
 from vllm_kernels.integrations.transformers import (
@@ -95,6 +101,22 @@ def test_sampling_under_one_seed(device: str) -> None:
     torch.manual_seed(1)
     expected = model.generate(**inputs, **settings)
     torch.manual_seed(1)
+    with poisoned_cache(model) as cache:
+        assert torch.equal(generate_ours(model, inputs, cache, **settings), expected)
+
+
+def test_logits_processors(device: str) -> None:
+    """transformers' own, and one of the caller."""
+    model = tiny_model(device=device)
+    inputs = left_padded((5, 19), device)
+    settings = GREEDY | {
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[7], [8, 9]],
+        "min_new_tokens": 10,
+        "logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([1, 2, 3])]),
+    }
+    expected = model.generate(**inputs, **settings)
     with poisoned_cache(model) as cache:
         assert torch.equal(generate_ours(model, inputs, cache, **settings), expected)
 

@@ -175,12 +175,20 @@ def test_penalties_follow_vllm(device):
                        want.argmax(1))  # fmt: skip
 
 
-def test_agrees_with_the_sampler_of_the_engine():
+def by_torch(logits, temperature, top_k, top_p, uniforms):
+    """Top-k, top-p and an inverted cumulated softmax, all in torch's float32."""
+    tempered = logits / temperature[:, None]
+    best, order = tempered.sort(descending=True, stable=True)
+    best[:, top_k:] = -torch.inf
+    probabilities = best.softmax(-1)
+    best[probabilities.cumsum(-1) - probabilities >= top_p] = -torch.inf
+    kept = torch.full_like(logits, -torch.inf).scatter(1, order, best)
+    cumulated = kept.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
+
+
+def test_agrees_with_torch():
     """Up to draws within 1e-6 of a border, where float32 sums differ."""
-    from types import SimpleNamespace
-
-    from vllm_kernels.engine import sampler
-
     logits = 3 * torch.randn(400, 3000)
     request = {
         "temperature": torch.full((400,), 0.8),
@@ -188,18 +196,29 @@ def test_agrees_with_the_sampler_of_the_engine():
         "top_p": torch.full((400,), 0.9),
         "uniforms": torch.rand(400),
     }
-    params = SimpleNamespace(
-        temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.0, is_greedy=False
-    )
-    sequences = [
-        SimpleNamespace(
-            request=SimpleNamespace(params=params), random_number=lambda u=u: u.item(), tokens=[]
-        )
-        for u in request["uniforms"]
-    ]
-    want, _ = sampler.sample(logits, sequences)
+    want = by_torch(logits, request["temperature"], 40, 0.9, request["uniforms"])
     got = vllm_kernels.sample(logits, **request)
     assert (got != want).sum() <= 1
+
+
+def test_skipped_entries_of_lists(device):
+    """Token -1 leaves its entry out, so a list may have room at its end."""
+    request = random_request(6, 500)
+    with_room = dict(request)
+    for name in ("token_counts", "bias"):
+        indptr, tokens, values = request[name]
+        ends = indptr.tolist()
+        parts = [slice(ends[i], ends[i + 1]) for i in range(6)]
+        room = torch.full((2,), -1, dtype=tokens.dtype)
+        with_room[name] = (
+            indptr + 2 * torch.arange(7, dtype=indptr.dtype),
+            torch.cat([torch.cat([tokens[part], room]) for part in parts]),
+            torch.cat([torch.cat([values[part], values.new_ones(2)]) for part in parts]),
+        )
+    logits = torch.randn(6, 500, device=device)
+    want = vllm_kernels.sample(logits, **on(device, request))
+    assert torch.equal(vllm_kernels.sample(logits, **on(device, with_room)), want)
+    check(logits, with_room)
 
 
 def test_rows_outside_the_logits(device):
@@ -281,7 +300,9 @@ def test_bad_tokens_on_the_cpu():
     x = torch.randn(2, 40)
     entry = torch.tensor([40], dtype=torch.int32)
     good = torch.tensor([0, 1, 1], dtype=torch.int32)
-    with raises(r"^sample: count_tokens\[0\] = 40: expected a token in \[0, 40\)$"):
+    with raises(
+        r"^sample: count_tokens\[0\] = 40: expected -1 \(skipped\) or a token in \[0, 40\)$"
+    ):
         vllm_kernels.sample(x, token_counts=(good, entry, entry))
     for ends in ([0, 2, 1], [0, 1, 0], [-1, 1, 1]):
         with raises(r"^sample: bias_indptr\[\d\] = -?\d: expected a rising end of a list in "):

@@ -18,7 +18,8 @@ from ..errors import InvalidArgument, InvalidType
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache import KVCacheManager
 from ..kv_cache.tensors import KVShape, free_memory
-from .scheduler import blocks_at_most, num_usable_blocks
+from .plan import blocks_at_most, num_usable_blocks
+from .speculative.options import DraftModel, PromptLookup
 
 __all__ = ["EngineConfig"]
 
@@ -61,6 +62,7 @@ class EngineConfig:
     compile: bool | str = False
     fused: bool = True
     check: bool = True
+    speculative: PromptLookup | DraftModel | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in _SIZES.items():
@@ -83,6 +85,28 @@ class EngineConfig:
                     f"Engine: {name}: expected a number or a tensor, got {short_repr(scale)}"
                 )
 
+        if not isinstance(self.speculative, PromptLookup | DraftModel | None):
+            raise InvalidType(
+                "Engine: speculative: expected PromptLookup, DraftModel or None, got "
+                f"{short_repr(self.speculative)}"
+            )
+        if self.speculative is not None and self.overlap:
+            raise InvalidArgument(
+                "Engine: overlap: expected None or False with speculative, which needs the last "
+                "tokens, got True"
+            )
+
+    @property
+    def batch_tokens(self) -> int:
+        """The maximum number of tokens per pass."""
+        tokens = self.max_batch_tokens
+        return max(2048, self.max_batch_size) if tokens is None else tokens
+
+    @property
+    def max_rows(self) -> int:
+        """The maximum number of tokens that a pass draws."""
+        return self.max_batch_size * (1 + getattr(self.speculative, "num_tokens", 0))
+
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> EngineConfig:
         """Builds a config from the ``locals()`` of a function with these parameters."""
@@ -102,7 +126,7 @@ class EngineConfig:
         num_blocks, cache_bytes = self.num_blocks, self.cache_bytes
         if num_blocks is None:
             if cache_bytes is None:
-                tokens = self.max_batch_size * self._wanted_length(model)
+                tokens = self.max_batch_size * self.wanted_length(model)
                 cache_bytes = _default_bytes(model.device, shape, tokens, groups)
             num_blocks = cache_bytes // shape.block_bytes
         if num_blocks < 2:
@@ -122,9 +146,8 @@ class EngineConfig:
         Raises:
             ValueError: The cache holds fewer than 8 tokens, or fewer than a given max_length.
         """
-        wanted = self._wanted_length(model)
-        size, tokens = self.max_batch_size, self.max_batch_tokens
-        tokens = max(2048, size) if tokens is None else tokens
+        wanted = self.wanted_length(model)
+        size, tokens = self.max_batch_size, self.batch_tokens
         length = min(wanted, manager.num_blocks * self.block_size)
         if length < _MIN_LENGTH:
             raise InvalidArgument(
@@ -149,7 +172,7 @@ class EngineConfig:
             )
         return {"max_batch_size": size, "max_batch_tokens": tokens, "max_length": length}
 
-    def _wanted_length(self, model: PreTrainedModel) -> int:
+    def wanted_length(self, model: PreTrainedModel) -> int:
         """Returns the wanted max_length in tokens. The cache may hold less."""
         return (_positions(model) or 4096) if self.max_length is None else self.max_length
 

@@ -39,8 +39,12 @@ class Detokenizer:
         self.text = ""
         self.is_stopped = False
 
-    def add(self, token: int) -> str:
+    def add(self, token: int, may_stop: bool = True) -> str:
         """Appends a token.
+
+        Args:
+            token: The token id.
+            may_stop: Whether stop strings count that end in its text.
 
         Returns:
             New text that no later token can change.
@@ -48,7 +52,7 @@ class Detokenizer:
         self._tokens.append(token)
         new = self._new_text()
         if new and not new.endswith(_UNFINISHED):
-            self._take(new)
+            self._take(new, may_stop)
             # The next token needs only a short context.
             self._tokens = self._tokens[-self._CONTEXT :]
             self._shown = len(self._tokens)
@@ -57,7 +61,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Returns the text that was held back."""
         if not self.is_stopped:
-            self._take(self._new_text())
+            self._take(self._new_text(), True)
             self._shown = len(self._tokens)
         return self._send(len(self.text))
 
@@ -73,9 +77,11 @@ class Detokenizer:
         assert isinstance(text, str)  # a list of strings for a list of lists
         return text
 
-    def _take(self, new: str) -> None:
+    def _take(self, new: str, may_stop: bool) -> None:
         searched = max(len(self.text) - self._held, 0)
         self.text += new
+        if not may_stop:
+            return
         places = [self.text.find(string, searched) for string in self._stop]
         found = [place for place in places if place >= 0]
         if found:

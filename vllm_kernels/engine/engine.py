@@ -8,31 +8,29 @@ for output in engine.generate(["The for statement", "A class"], params):
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count
 from traceback import clear_frames
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._types import KVCacheDType, Layout
-from ..errors import (
+from ..errors import (, InvalidArgument
     EngineBusy,
     Error,
-    InvalidArgument,
     InvalidType,
     UnknownRequest,
-    Unsupported,
 )
 from ..hf.attention_interface import (
     ENGINES,
@@ -48,7 +46,7 @@ from .engine_lock import EngineLock
 from .fused_llama import refuse_changing_rotary
 from .layer_groups import LayerGroups
 from .model_runner import ModelRunner, layer_options
-from .output_processor import OutputProcessor
+from .output_processor import OutputProcessor, end_tokens
 from .outputs import (
     EngineStatistics,
     RequestOutput,
@@ -57,6 +55,7 @@ from .outputs import (
     raise_if_all_failed,
 )
 from .pending_tokens import PendingTokens
+from .plan import Plan, SchedulerStatistics
 from .prompts import (
     Prompt,
     checked_params,
@@ -64,12 +63,16 @@ from .prompts import (
     prompt_tokens,
 )
 from .recovery import Recovery, name_requests, set_request_ids
+from .refusals import Closed, named_engine, num_logits, refuse_unserved
 from .request import FinishReason, Request, SamplingParams
-from .sampler import sample
-from .scheduler import Plan, Scheduler, SchedulerStatistics
+from .sampling.constraints import constraints_of
+from .sampling.sampler import Sampler
+from .sampling.step import StepLogits, sample_step
+from .scheduler import Scheduler
 from .self_check import verify
+from .speculative.drafters import drafter_of
+from .speculative.options import DraftModel, PromptLookup
 from .tensor_parallel import Ranks
-from .upload import upload
 
 __all__ = ["Engine"]
 
@@ -128,6 +131,9 @@ class Engine:
         fused: Whether this library's ops run Llama, Mistral, Qwen 2 and 3, except for the matrix
             products. False runs transformers' modules.
         check: Whether the constructor compares a few logits with the model's own attention.
+        speculative: :class:`PromptLookup` or :class:`DraftModel` drafts tokens, which one pass
+            verifies. The tokens are those of an engine without it. None drafts nothing. It excludes
+            ``overlap`` and models with sliding windows.
 
     Raises:
         NotImplementedError: The model cannot be served. The message names the reason.
@@ -159,10 +165,11 @@ class Engine:
         compile: bool | str = False,
         fused: bool = True,
         check: bool = True,
+        speculative: PromptLookup | DraftModel | None = None,
     ) -> None:
         refuse_no_model("Engine", model)
         config = EngineConfig.of(locals())
-        _refuse_unserved(model)
+        refuse_unserved(model)
         self.model = model
         self.tokenizer = tokenizer
         self._lock = EngineLock()
@@ -173,14 +180,16 @@ class Engine:
         # One stream for the calls of all threads. It selects the device, too.
         stream = torch.cuda.current_stream(model.device) if on_gpu else None
         self._on_device = nullcontext() if stream is None else torch.cuda.stream(stream)
-        self._overlap = on_gpu if config.overlap is None else config.overlap
+        self._overlap = config.overlap or (
+            on_gpu and config.overlap is None and config.speculative is None
+        )
         self._pending: PendingTokens | None = None  # tokens of the last pass, not fetched yet
         self._undelivered: list[TokenOutput] = []  # the next step() returns these
         # Outputs for stream() and generate(), by request id.
         self._queues: dict[int, deque[TokenOutput]] = {}
         self._ranks: Ranks | None = None  # of a model that several processes share
         with ExitStack() as cleanup:  # runs if the constructor fails; otherwise close() runs it
-            with _named_engine():
+            with named_engine():
                 self._ranks = Ranks.of(model, config)
                 if self._ranks is not None:
                     cleanup.enter_context(self._ranks)
@@ -189,6 +198,8 @@ class Engine:
                 with self._on_device:
                     verify(self._packed, self.manager)
             ENGINES[model] = ref(self)
+            if isinstance(speculative, DraftModel):
+                ENGINES[speculative.model] = ref(self)
             self._cleanup = cleanup.pop_all()
 
     def _build(self, config: EngineConfig, cleanup: ExitStack) -> None:
@@ -202,6 +213,11 @@ class Engine:
         layers = layer_options(model, shape)
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
         shape = replace(shape, num_layers=groups.num_tensors)
+        on_gpu = model.device.type == "cuda"
+        cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
+        # First, because the cache may take the rest of the memory.
+        with self._on_device:
+            self._drafter = drafter_of(config, model, groups.windows, cuda_graphs, cleanup)
         num_blocks = config.cache_blocks(model, shape, len(groups.windows))
         if self._ranks is not None:
             num_blocks = self._ranks.smallest(num_blocks)
@@ -223,17 +239,18 @@ class Engine:
             v_scale=config.v_scale,
         )
         cleanup.callback(self.cache.free)
-        on_gpu = model.device.type == "cuda"
         with self._on_device:
+            self._sampler = Sampler(config.max_rows, num_logits(model), model.device)
             self._packed = ModelRunner(
                 model,
                 self.cache,
                 groups,
                 **limits,
-                cuda_graphs=on_gpu if config.cuda_graphs is None else config.cuda_graphs,
+                cuda_graphs=cuda_graphs,
                 cascade=config.cascade and any(layer.can_cascade for layer in layers),
                 backend="inductor" if config.compile is True else config.compile or None,
                 fused=config.fused,
+                sampler=self._sampler,
             )
         cleanup.callback(self._packed.close)
         self.scheduler = Scheduler(
@@ -287,7 +304,7 @@ class Engine:
             if self._ranks is not None:
                 self._cleanup.callback(self._ranks.end, self)
             for request in list(self._requests.values()):
-                self._end(request, _Closed())
+                self._end(request, Closed())
             self._undelivered.clear()
             self._pending = None
             self._cleanup.close()
@@ -394,7 +411,7 @@ class Engine:
         finally:
             self._cancel(request.id for request in requests)
         for request in requests:
-            if isinstance(request.error, _Closed):
+            if isinstance(request.error, Closed):
                 raise request.error
         outputs = [output_of(request) for request in requests]
         raise_if_all_failed(outputs)
@@ -518,7 +535,14 @@ class Engine:
             params = checked_params(params, salt, self.tokenizer)
             vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
             tokens = prompt_tokens(prompt, self.tokenizer, vocabulary)
-            request = Request(next(self._next_id), tokens, params, time.perf_counter(), salt)
+            constraints = constraints_of(
+                params, self.tokenizer, end_tokens(self.model), num_logits(self.model)
+            )
+            if params.prompt_logprobs is not None:
+                salt = os.urandom(16)  # all of the prompt is computed
+            request = Request(
+                next(self._next_id), tokens, params, time.perf_counter(), salt, constraints
+            )
             self.scheduler.add(request)
             self._requests[request.id] = request
             self._note("_add", request.id, tokens, params, salt)
@@ -553,7 +577,7 @@ class Engine:
 
     def _refuse_unusable(self) -> None:
         if self.cache.is_freed:
-            raise _Closed()
+            raise Closed()
         if self._ranks is not None and self._ranks.failure is not None:
             raise self._ranks.failure
         if self.model.training:
@@ -589,6 +613,9 @@ class Engine:
                 else:
                     self._pass_ahead()
         except BaseException as error:
+            self._sampler.invalidate()
+            if self._drafter is not None:
+                self._drafter.reset()
             self.scheduler.failed(self._requests.values())
             if self._ranks is not None:
                 self._fail(self._ranks, error)
@@ -622,7 +649,10 @@ class Engine:
     def _pass(self) -> None:
         """Runs the next pass. All earlier tokens are known."""
         self._packed.wait()
-        plan = self.scheduler.schedule()
+        drafts = None
+        if self._drafter is not None:
+            drafts = self._drafter.propose(self.scheduler.may_draft())
+        plan = self.scheduler.schedule(drafts)
         if plan is None:
             return
         pending = self._sample(plan, self._run(plan))
@@ -639,14 +669,14 @@ class Engine:
             self._packed.wait()
             plan = self.scheduler.schedule_ahead()
             if plan is not None:
-                logits = self._run(plan, pending.tokens_of(plan.sequences))
+                step = self._run(plan, pending.tokens_of(plan.sequences))
         finally:
             self._take(pending)
         if plan is not None:
             self.scheduler.record(plan)
-            self._pending = self._sample(plan, logits)
+            self._pending = self._sample(plan, step)
 
-    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
+    def _run(self, plan: Plan, tokens_before: Tensor | None = None) -> StepLogits:
         try:
             for copies in plan.copies:
                 getattr(self.cache, copies.kind)(copies.pairs)
@@ -655,18 +685,12 @@ class Engine:
             name_requests(error, plan.sequences)
             raise
 
-    def _sample(self, plan: Plan, logits: Tensor) -> PendingTokens:
+    def _sample(self, plan: Plan, step: StepLogits) -> PendingTokens:
         """Samples the tokens of a pass. They are not fetched yet."""
         ready = self.scheduler.computed(plan)
-        if len(ready) > len(logits):  # forked sequences share the logits of their prompt
-            ran = set(plan.sequences)
-            rows = np.cumsum([sequence in ran for sequence in ready]) - 1
-            logits = logits[upload(rows, logits.device)]
         try:
-            sampled = sample(logits, ready)
-            if self._ranks is not None:
-                sampled = self._ranks.agree(*sampled)
-            pending = PendingTokens(ready, *sampled)
+            agree = None if self._ranks is None else self._ranks.agree
+            pending = sample_step(self._sampler, plan, ready, step, agree)
         except Exception as error:
             name_requests(error, ready)
             raise
@@ -680,24 +704,31 @@ class Engine:
         A request ends with an error if its logits are not finite or the tokenizer fails.
         """
         try:
-            tokens = pending.fetch()
+            new = pending.fetch()
         except Exception as error:  # of the pass, which ran asynchronously
             name_requests(error, pending.sequences)
             raise
         now = time.perf_counter()
-        for sequence, token in zip(pending.sequences, tokens):
+        for sequence, tokens in zip(pending.sequences, new):
             sequence.num_pending = 0
-            if sequence.finish_reason is not None:  # it ended meanwhile: drop the token
+            if sequence.finish_reason is not None:  # it ended meanwhile: drop the tokens
                 continue
             request = sequence.request
+            queue = self._queues.get(request.id, self._undelivered)
             try:
-                output = self._outputs.add_token(sequence, token, now)
+                if sequence in pending.extras.errors:
+                    raise pending.extras.errors[sequence]
+                if sequence in pending.extras.drafted:
+                    self.scheduler.accept(sequence, len(tokens) - 1)
+                for token in tokens:
+                    queue.append(self._outputs.add_token(sequence, token, now))
+                    if sequence.finish_reason is not None:
+                        break
             except Exception as error:
                 self._end(request, error)
                 continue
-            if output.finish_reason is not None and request.is_finished:
+            if request.is_finished:
                 del self._requests[request.id]
-            self._queues.get(request.id, self._undelivered).append(output)
 
 
 class _Exclusive:
@@ -723,33 +754,3 @@ class _Exclusive:
         engine._lock.release()
         if engine._cancelled:
             engine._cancel(())
-
-
-class _Closed(Error):
-    def __init__(self) -> None:
-        super().__init__("Engine: it was closed: make a new one")
-
-
-@contextmanager
-def _named_engine() -> Iterator[None]:
-    """Lets errors of the engine's parts begin with the name of what the user called."""
-    try:
-        yield
-    except Error as error:
-        part, _, text = str(error).partition(": ")
-        if part == "Engine" or not text:
-            raise
-        raise type(error)(f"Engine: {text}") from None
-
-
-def _refuse_unserved(model: PreTrainedModel) -> None:
-    """Raises if the model is in training mode, has another engine, or has no logits."""
-    if model.training:
-        raise InvalidArgument("Engine: model: expected one in eval mode: call model.eval()")
-    other = ENGINES.get(model)
-    if other is not None and other() is not None:
-        raise InvalidArgument("Engine: model: another engine has it: close() that one first")
-    if model.get_output_embeddings() is None:
-        raise Unsupported(
-            f"Engine: model: expected one with a language-model head, got {type(model).__name__}"
-        )

@@ -2,7 +2,7 @@
 
 :class:`ModelRunner` runs the plans of a scheduler. It uploads the buffers that the manager filled
 and calls the model. It returns logits of the sequences that get a token. Decode passes replay CUDA
-graphs on a GPU.
+graphs on a GPU, which draw the tokens, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..kv_cache import BatchBuffers
 from ..kv_cache.tensors import KVCache, KVShape
 from .fused_llama import FusedLlama, can_be_packed
 from .layer_groups import LayerGroups, PackedPages, StepInputs
-from .scheduler import Plan
+from .plan import Plan
+from .sampling.sampler import Sampler
+from .sampling.step import StepLogits
 from .upload import upload
 
 __all__ = ["ModelRunner", "layer_options"]
@@ -144,6 +146,7 @@ class ModelRunner:
         cascade: Whether decoding sequences may use cascade attention.
         backend: Backend of torch.compile. None calls the model directly.
         fused: Whether Llama-like models run as :class:`FusedLlama`.
+        sampler: Draws tokens within CUDA graphs.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class ModelRunner:
         cascade: bool,
         backend: str | None,
         fused: bool,
+        sampler: Sampler,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -181,8 +185,13 @@ class ModelRunner:
         self._takes_positions = takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
-        # The key is (batch size, whether the pass uses cascade attention).
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._sampler = sampler
+        self._sampler_generation = sampler.generation
+        # The key is (batch size, whether the pass uses cascade attention, whether it counts tokens
+        # for penalties). The values are the graph, its logits, and what it draws.
+        self._graphs: dict[
+            tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, Tensor]]
+        ] = {}
         # Passed so that the model does not build one. Attention uses slots and lengths instead.
         self._mask = torch.ones(1, max_batch_tokens, dtype=torch.bool, device=cache.device)
         call: Callable[..., Any] = self._llama or model
@@ -201,8 +210,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Captures the graphs of all batch sizes, over padding."""
+        """Captures the graphs of all batch sizes, over padding.
+
+        Graphs that count tokens for penalties are captured on first use.
+        """
         self._buffers.clear()
+        self._sampler.prepare([])
         blocks = self._buffers.block_tables[0].shape[1]
         for size in reversed(self._graph_sizes):  # largest first: the others reuse its memory
             for cascade in (False, True):
@@ -226,7 +239,7 @@ class ModelRunner:
             self._llama.close()
 
     @torch.inference_mode()
-    def run(self, plan: Plan, tokens_before: Tensor | None = None) -> Tensor:
+    def run(self, plan: Plan, tokens_before: Tensor | None = None) -> StepLogits:
         """Runs the pass of a plan. The manager must have filled the buffers for it.
 
         Args:
@@ -235,8 +248,8 @@ class ModelRunner:
                 device.
 
         Returns:
-            Logits [n, vocabulary], valid until the next pass. There is a row for each sequence
-            without tokens left to compute, in the order of the plan.
+            Logits of the tokens that ``plan.num_logits`` names, valid until the next pass. A CUDA
+            graph also draws the next tokens.
         """
         buffers = self._buffers
         tokens, sequences, single = plan.num_tokens, len(plan.sequences), plan.num_single
@@ -248,9 +261,12 @@ class ModelRunner:
             size = next((size for size in self._graph_sizes if size >= sequences), None)
             if size is not None:
                 buffers.upload(size, size, tokens_before)
-                logits = self._replay(size, common > 0)
-                if logits is not None:
-                    return self._ready(logits[:sequences], plan)
+                self._sampler.prepare(plan.sequences)
+                captured = self._replay(size, common > 0)
+                if captured is not None:
+                    logits, (drawn, highest) = captured
+                    drawn_now = drawn[:sequences], highest[:sequences]
+                    return self._ready(logits[:sequences], plan, drawn_now)
             buffers.upload(tokens, sequences, tokens_before)
             step = self._single_step(sequences, common > 0, self._columns(sequences))
             return self._ready(self._forward(step, tokens), plan)
@@ -265,22 +281,24 @@ class ModelRunner:
             max_query_len=max(plan.counts),
             num_common_blocks=buffers.common[0] if common else None,
         )
-        ends = np.cumsum(plan.counts) - 1
-        last = upload(ends[self._is_ready(plan)], buffers.input_ids.device)
-        return self._forward(step, tokens, last)
+        ends = np.cumsum(plan.counts)
+        rows = [np.arange(end - size, end) for end, size in zip(ends, plan.num_logits)]
+        last = upload(np.concatenate(rows), buffers.input_ids.device)
+        logits = self._forward(step, tokens, last)
+        return StepLogits(logits, buffers.input_ids[last], buffers.positions[last])
 
     # Inner workings.
 
-    @staticmethod
-    def _is_ready(plan: Plan) -> np.ndarray:
-        """Returns bool [sequences]: whether the pass computes all remaining tokens."""
-        return np.fromiter(
-            (seq.num_to_compute == n for seq, n in zip(plan.sequences, plan.counts)), np.bool_
-        )
-
-    def _ready(self, logits: Tensor, plan: Plan) -> Tensor:
-        ready = self._is_ready(plan)
-        return logits if ready.all() else logits[upload(ready.nonzero()[0], logits.device)]
+    def _ready(
+        self, logits: Tensor, plan: Plan, drawn: tuple[Tensor, Tensor] | None = None
+    ) -> StepLogits:
+        """Returns the rows of a pass with one token per sequence that need logits."""
+        sequences = len(plan.sequences)
+        input_ids, positions = self._buffers.input_ids, self._buffers.positions
+        if all(plan.num_logits):
+            return StepLogits(logits, input_ids[:sequences], positions[:sequences], drawn)
+        rows = upload(np.flatnonzero(plan.num_logits), logits.device)
+        return StepLogits(logits[rows], input_ids[rows], positions[rows])
 
     def _common_blocks(self, sequences: int, blocks: int) -> int:
         """Returns ``blocks`` if cascade attention over so many shared blocks pays, else 0."""
@@ -333,18 +351,23 @@ class ModelRunner:
         )
         return out.logits[0]
 
-    def _replay(self, size: int, cascade: bool) -> Tensor | None:
+    def _replay(self, size: int, cascade: bool) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
         """Replays the graph of ``size`` sequences, and captures it first if needed.
 
         Returns:
-            Logits [size, vocabulary], or None if the model cannot be captured.
+            Logits [size, vocabulary] and what ``Sampler.draw`` returned, or None if the model
+            cannot be captured.
 
         Raises:
             torch.OutOfMemoryError: There is no memory for the graph.
         """
-        if (size, cascade) not in self._graphs:
+        if self._sampler_generation != self._sampler.generation:  # graphs read freed lists
+            self._graphs.clear()
+            self._sampler_generation = self._sampler.generation
+        key = size, cascade, self._sampler.has_penalties
+        if key not in self._graphs:
             try:
-                self._graphs[size, cascade] = self._capture(self._single_step(size, cascade))
+                self._graphs[key] = self._capture(self._single_step(size, cascade))
             except RuntimeError as error:
                 if cascade:  # try again without cascade attention
                     warnings.warn(f"Engine: no more cascades: {error}", stacklevel=2)
@@ -361,29 +384,38 @@ class ModelRunner:
                 )
                 self._graph_sizes = []
                 return None
-        graph, logits = self._graphs[size, cascade]
+        graph, logits, drawn = self._graphs[key]
         graph.replay()
-        return logits
+        return logits, drawn
 
-    def _capture(self, step: StepInputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _forward_and_draw(self, step: StepInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Returns logits and drawn tokens of a decode pass. CUDA graphs contain this."""
+        size, buffers = step.num_single, self._buffers
+        logits = self._forward(step, size)
+        input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
+        return logits, self._sampler.draw(logits, input_ids, positions, is_captured=True)
+
+    def _capture(
+        self, step: StepInputs
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, Tensor]]:
         """Captures the pass over the first rows of the device buffers.
 
-        The warm-up runs compute the same pass that is replayed next. They write the same keys.
+        The warm-up runs compute the same pass that is replayed next. They write the same keys, and
+        the sampler counts no token twice.
         """
-        size = step.num_single
         if self._capture_stream is None:  # one stream, because each has its own workspace
             self._capture_stream = torch.cuda.Stream()
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # first calls may allocate, compile or synchronise
-                self._forward(step, size)
+                self._forward_and_draw(step)
         torch.cuda.current_stream().wait_stream(stream)
         pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            logits = self._forward(step, size)
-        return graph, logits
+            logits, drawn = self._forward_and_draw(step)
+        return graph, logits, drawn
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -6,10 +6,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .detokenizer import Detokenizer
 from .outputs import TokenOutput
+from .pending_tokens import SampledToken
 from .request import FinishReason, Request, Sequence
 from .scheduler import Scheduler
 
-__all__ = ["OutputProcessor"]
+__all__ = ["OutputProcessor", "end_tokens"]
 
 
 class OutputProcessor:
@@ -29,42 +30,41 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
-        self._end_tokens = _end_tokens(model)
+        self._end_tokens = end_tokens(model)
         self._texts: dict[int, Detokenizer] = {}  # by sequence id
 
-    def add_token(self, sequence: Sequence, token: int, now: float) -> TokenOutput:
+    def add_token(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenOutput:
         """Appends a token to its sequence, and ends the sequence if a stop condition holds.
 
         Args:
             sequence: The sequence.
-            token: The token id. -1 marks NaN or infinite logits.
+            sampled: The token.
             now: The time in seconds.
 
         Raises:
             ArithmeticError: The logits are NaN or infinite.
-            Exception: The tokenizer failed.
+            ValueError: The mask refuses the token.
+            Exception: The tokenizer or the mask failed.
         """
-        request = sequence.request
+        request, token = sequence.request, sampled.token
         if token < 0:
             self._scheduler.statistics.num_non_finite += 1
             raise ArithmeticError(
                 f"Engine: request {request.id}: expected finite logits for output token "
                 f"{sequence.num_output} of sequence {sequence.index}, got NaN or infinity"
             )
-        params = request.params
         if request.first_token_time is None:
             request.first_token_time = now
-        tokens = sequence.tokens
-        tokens.append(token)
+        sequence.tokens.append(token)
+        if sampled.logprobs is not None:
+            sequence.logprobs.append(sampled.logprobs)
         request.num_failures = request.num_failures_alone = 0
-        reason = None
-        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
-            reason = FinishReason.STOP
-        elif (
-            len(tokens) - len(request.prompt) >= params.max_tokens
-            or len(tokens) >= self._scheduler.max_length
-        ):
-            reason = FinishReason.LENGTH
+        if sequence.mask is not None and not sequence.mask.accept_token(token):
+            raise ValueError(
+                f"Engine: request {request.id}: logits_mask: expected to accept token {token}, "
+                "which it allowed, got False"
+            )
+        reason = self._finish_reason(sequence, token)
         text = ""
         if self._tokenizer is not None:
             text, reason = self._add_text(sequence, token, reason)
@@ -73,7 +73,9 @@ class OutputProcessor:
             self._texts.pop(sequence.id, None)
             if request.is_finished:
                 request.finish_time = now
-        return TokenOutput(request.id, sequence.index, token, text, reason)
+        return TokenOutput(
+            request.id, sequence.index, token, text, reason, logprobs=sampled.logprobs
+        )
 
     def end(
         self, request: Request, now: float, error: Exception | None = None
@@ -94,6 +96,20 @@ class OutputProcessor:
         self._scheduler.statistics.num_errors += error is not None
         return outputs
 
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Returns why a sequence ends with this token, or None. Its text is not looked at."""
+        params = sequence.request.params
+        if (token in self._end_tokens and not params.ignore_eos) or token in params.stop_token_ids:
+            return FinishReason.STOP
+        if sequence.mask is not None and sequence.mask.is_terminated():
+            return FinishReason.STOP
+        if (
+            sequence.num_output >= params.max_tokens
+            or len(sequence.tokens) >= self._scheduler.max_length
+        ):
+            return FinishReason.LENGTH
+        return None
+
     def _add_text(
         self, sequence: Sequence, token: int, reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
@@ -104,14 +120,16 @@ class OutputProcessor:
             request = sequence.request
             detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params.stop)
             self._texts[sequence.id] = detokenizer
-        text = detokenizer.add(token)
+        may_stop = sequence.num_output >= sequence.request.params.min_tokens
+        text = detokenizer.add(token, may_stop)
         if reason is not None:
             text += detokenizer.finish()
         sequence.text = detokenizer.text
         return text, FinishReason.STOP if detokenizer.is_stopped else reason
 
 
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Returns the model's end-of-sequence tokens."""
     end = getattr(model.generation_config, "eos_token_id", None)
     if end is None:
         return frozenset()

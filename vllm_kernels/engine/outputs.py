@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kv_cache import Statistics
+from .plan import SchedulerStatistics
 from .request import FinishReason, Request
-from .scheduler import SchedulerStatistics
+from .sampling.logprobs import Logprob
 
 __all__ = [
     "Completion",
@@ -32,6 +33,8 @@ class TokenOutput:
     finish_reason: FinishReason | None
     error: Exception | None = None
     """The reason for ERROR."""
+    logprobs: dict[int, Logprob] | None = None
+    """Log-probabilities by token id, of the token and the likeliest ones. None: not asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Completion:
     tokens: list[int]
     text: str
     finish_reason: FinishReason
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Log-probabilities of each token, as in ``TokenOutput``. None: not asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class RequestOutput:
     total_time: float
     error: Exception | None = None
     """The reason for ``FinishReason.ERROR``. It has ``request_ids`` if a pass failed."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Log-probabilities of each prompt token. The first one's are None. None: not asked for."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,11 @@ def output_of(request: Request) -> RequestOutput:
     completions = []
     for sequence in request.sequences:
         assert sequence.finish_reason is not None
+        logprobs = None if request.params.logprobs is None else sequence.logprobs
         completions.append(
-            Completion(sequence.index, sequence.output, sequence.text, sequence.finish_reason)
+            Completion(
+                sequence.index, sequence.output, sequence.text, sequence.finish_reason, logprobs
+            )
         )
     return RequestOutput(
         request.id,
@@ -87,6 +97,7 @@ def output_of(request: Request) -> RequestOutput:
         None if request.first_token_time is None else request.first_token_time - request.arrival,
         request.finish_time - request.arrival,
         request.error,
+        None if request.params.prompt_logprobs is None else request.prompt_logprobs,
     )
 
 

@@ -10,85 +10,22 @@ scheduler calls the KV-cache manager and knows no model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import Error, InvalidArgument
 from ..kv_cache import BatchBuffers, Integers, KVCacheManager, OutOfBlocks
+from .plan import Copies, Plan, SchedulerStatistics, blocks_at_most, num_usable_blocks
 from .request import FinishReason, Request, Sequence
 
-__all__ = [
-    "Copies",
-    "Plan",
-    "Scheduler",
-    "SchedulerStatistics",
-    "blocks_at_most",
-    "num_usable_blocks",
-]
+__all__ = ["Scheduler"]
 
 
-@dataclass
-class Copies:
-    """Block copies that must precede the pass."""
-
-    kind: str  # "copy", "swap_out" or "swap_in"
-    pairs: npt.NDArray[np.int64]  # [n, 2], (source, destination)
-
-
-@dataclass
-class Plan:
-    """One forward pass."""
-
-    sequences: list[Sequence]  # sequences with one token come first
-    counts: list[int]  # number of tokens per sequence
-    input_ids: npt.NDArray[np.int64] | None  # [num_tokens]; None: the tokens of the last pass
-    copies: list[Copies]
-    num_common_blocks: int = 0
-    """Number of leading blocks that all one-token sequences share. 0 also means not counted.
-
-    It holds for every layer group without a window.
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of all sequences."""
-        return sum(self.counts)
-
-    @property
-    def num_single(self) -> int:
-        """The number of leading sequences with one token."""
-        return self.counts.count(1)
-
-
-@dataclass
-class SchedulerStatistics:
-    """Counters since the start or the last reset.
-
-    Args:
-        num_steps: Number of passes.
-        num_tokens: Number of computed tokens. Recomputed ones count again.
-        num_swapped: Number of preemptions that swapped to the host.
-        num_recomputed: Number of preemptions that freed the blocks.
-        num_cached_tokens: Number of prompt tokens that the prefix cache had at first admission.
-        num_prompt_tokens: Number of prompt tokens of admitted requests. Each counts once.
-        num_failed_passes: Number of passes that failed and were recomputed.
-        num_errors: Number of requests that ended with ``FinishReason.ERROR``.
-        num_non_finite: Number of these whose logits were NaN or infinite.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_swapped: int = 0
-    num_recomputed: int = 0
-    num_cached_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_failed_passes: int = 0
-    num_errors: int = 0
-    num_non_finite: int = 0
+_MAX_PROMPT_LOGITS = 256
+"""Maximum number of tokens per pass and sequence whose logits are all kept."""
 
 
 @dataclass
@@ -244,8 +181,22 @@ class Scheduler:
 
     # Passes.
 
-    def schedule(self) -> Plan | None:
+    def may_draft(self) -> list[Sequence]:
+        """Returns the sequences that the next pass decodes, and whose tokens may be drafted.
+
+        The parameters of the others depend on the tokens before each drafted one.
+        """
+        return [
+            sequence
+            for sequence in self._queues.running
+            if sequence.num_to_compute == 1 and sequence.may_draft and self._room(sequence) > 1
+        ]
+
+    def schedule(self, drafts: Mapping[Sequence, list[int]] | None = None) -> Plan | None:
         """Plans the next pass and fills the buffers.
+
+        Args:
+            drafts: Drafted tokens of decoding sequences. They are verified as far as there is room.
 
         Returns:
             The plan, or None if no request may run.
@@ -256,7 +207,8 @@ class Scheduler:
         if not self.has_runnable:
             return None
         copies: list[Copies] = []
-        chosen, budget = self._continue_running()
+        drafts = dict(drafts or {})
+        chosen, budget = self._continue_running(drafts)
         admitted = self._admit(chosen, budget, copies)
         while True:
             if not chosen:  # add() should have refused it
@@ -265,15 +217,19 @@ class Scheduler:
                     f"Engine: request {first.request.id}: its {len(first.tokens)} tokens find too "
                     "few blocks though nothing else runs: abort() it"
                 )
-            plan = self._step(chosen, copies)
+            plan = self._step(chosen, copies, drafts)
             if plan is not None:
                 break
-            if admitted:  # admission is an estimate: undo it, youngest first
+            if drafts:
+                chosen |= dict.fromkeys(drafts, 1)
+                drafts.clear()
+            elif admitted:  # admission is an estimate: undo it, youngest first
                 self._send_back(admitted.pop(), chosen)
             else:
                 self._preempt_youngest(chosen, copies)
         self.statistics.num_steps += 1
         self.statistics.num_tokens += plan.num_tokens
+        self.statistics.num_drafted += sum(map(len, drafts.values()))
         return plan
 
     def schedule_ahead(self) -> Plan | None:
@@ -284,18 +240,18 @@ class Scheduler:
 
         Returns:
             The plan, without input_ids. None if the next pass depends on unknown results: after an
-            admission, with prompt chunks left, or if blocks run short. Then fetch the tokens and
-            call :meth:`schedule`.
+            admission, with prompt chunks left, with parameters that depend on the tokens, or if
+            blocks run short. Then fetch the tokens and call :meth:`schedule`.
         """
         queues = self._queues
         if queues.swapped or (queues.waiting and self._may_admit(queues.waiting[0])):
             return None
         order = []
         for sequence in queues.running:
-            if sequence.num_to_compute != 1 or sequence.num_pending != 1:
-                return None
-            length = len(sequence.tokens) + 1
             params = sequence.request.params
+            if sequence.num_to_compute != 1 or sequence.num_pending != 1 or params.needs_tokens:
+                return None
+            length = sequence.length
             ends = length - len(sequence.request.prompt) >= params.max_tokens
             if not ends and length < self.max_length:
                 order.append(sequence)
@@ -330,12 +286,18 @@ class Scheduler:
         """
         ready: list[Sequence] = []
         for sequence, num_tokens in zip(plan.sequences, plan.counts):
-            sequence.num_computed += num_tokens
+            sequence.num_computed += num_tokens - len(plan.drafts.get(sequence, ()))
             if sequence.finish_reason is not None:
                 ready.append(sequence)
             elif sequence.num_to_compute == 0:
                 ready += [sequence, *self._fork(sequence)]
         return ready
+
+    def accept(self, sequence: Sequence, num_accepted: int) -> None:
+        """Keeps the first drafted tokens of a pass, and frees the blocks of the others."""
+        sequence.num_computed += num_accepted
+        self.manager.truncate(sequence.id, sequence.num_computed)
+        self.statistics.num_accepted += num_accepted
 
     def failed(self, requests: Iterable[Request]) -> None:
         """Records that a pass failed, which leaves blocks and queues in an unknown state.
@@ -362,8 +324,12 @@ class Scheduler:
             return False
         return self._isolated is None or request in self._isolated
 
-    def _continue_running(self) -> tuple[dict[Sequence, int], int]:
+    def _continue_running(
+        self, drafts: dict[Sequence, list[int]]
+    ) -> tuple[dict[Sequence, int], int]:
         """Chooses tokens of the running sequences, decoding ones first.
+
+        Drafts that exceed the limits are cut or removed.
 
         Returns:
             The number of tokens per sequence, and the rest of the token limit.
@@ -377,12 +343,34 @@ class Scheduler:
                 budget -= 1
             else:
                 prompts.append(sequence)
+        for sequence in list(drafts):
+            room = min(budget, self._room(sequence) - 1)
+            if chosen.get(sequence) != 1 or room < 1:
+                del drafts[sequence]
+                continue
+            drafts[sequence] = drafts[sequence][:room]
+            chosen[sequence] += len(drafts[sequence])
+            budget -= len(drafts[sequence])
         for sequence in prompts:
             if budget == 0:
                 break
-            chosen[sequence] = min(sequence.num_to_compute, budget)
+            chosen[sequence] = self._chunk(sequence, budget)
             budget -= chosen[sequence]
         return chosen, budget
+
+    def _room(self, sequence: Sequence) -> int:
+        """Returns the number of tokens that a sequence may still get."""
+        return min(
+            sequence.request.params.max_tokens - sequence.num_sampled,
+            self.max_length - sequence.length,
+        )
+
+    @staticmethod
+    def _chunk(sequence: Sequence, budget: int) -> int:
+        """Returns the number of tokens to compute next. Logits of many tokens need memory."""
+        if sequence.wants_prompt_logprobs:
+            budget = min(budget, _MAX_PROMPT_LOGITS)
+        return min(sequence.num_to_compute, budget)
 
     def _admit(
         self, chosen: dict[Sequence, int], budget: int, copies: list[Copies]
@@ -400,7 +388,7 @@ class Scheduler:
             copies.append(Copies("swap_in", self.manager.swap_in([sequence.id])))
             queues.swapped.popleft()
             self._run(sequence)
-            chosen[sequence] = min(sequence.num_to_compute, budget)
+            chosen[sequence] = self._chunk(sequence, budget)
             budget -= chosen[sequence]
             places -= 1
         if queues.swapped:
@@ -429,7 +417,7 @@ class Scheduler:
             admitted.append(sequence)
             promised += needed
             places -= sequence.width
-            chosen[sequence] = min(sequence.num_to_compute, budget)
+            chosen[sequence] = self._chunk(sequence, budget)
             budget -= chosen[sequence]
         return admitted
 
@@ -473,7 +461,12 @@ class Scheduler:
         free = self.manager.num_free_blocks - self.watermark_blocks
         return bool(self._queues.running) and needed > free
 
-    def _step(self, chosen: dict[Sequence, int], copies: list[Copies]) -> Plan | None:
+    def _step(
+        self,
+        chosen: dict[Sequence, int],
+        copies: list[Copies],
+        drafts: Mapping[Sequence, list[int]],
+    ) -> Plan | None:
         """Allocates slots for all tokens. Returns None if there are too few blocks."""
         order = sorted(chosen, key=lambda sequence: chosen[sequence] > 1)  # stable: single first
         counts = [chosen[sequence] for sequence in order]
@@ -481,9 +474,10 @@ class Scheduler:
             (
                 token
                 for sequence, num_tokens in zip(order, counts)
-                for token in sequence.tokens[
-                    sequence.num_computed : sequence.num_computed + num_tokens
-                ]
+                for token in (
+                    *sequence.tokens[sequence.num_computed : sequence.num_computed + num_tokens],
+                    *drafts.get(sequence, ()),
+                )
             ),
             np.int64,
             sum(counts),
@@ -497,7 +491,8 @@ class Scheduler:
             return None
         if len(pairs):
             copies = [*copies, Copies("copy", pairs)]
-        return Plan(order, counts, input_ids, copies, self._common_blocks(ids[: counts.count(1)]))
+        common = self._common_blocks(ids[: counts.count(1)])
+        return Plan(order, counts, input_ids, copies, common, drafts)
 
     def _common_blocks(self, ids: Integers) -> int:
         """Returns the number of leading blocks that all ``ids`` share in full-attention groups."""
@@ -567,18 +562,3 @@ class Scheduler:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size) * self.manager.num_groups
-
-
-def blocks_at_most(num_tokens: int, manager: KVCacheManager, max_batch_tokens: int) -> int:
-    """Returns the most blocks that a sequence of ``num_tokens`` ever holds."""
-    needed = 0
-    for window in manager.windows:
-        # Each step frees blocks before the window, so a sequence holds window + step.
-        held = min(num_tokens, window + max_batch_tokens) if window else num_tokens
-        needed += -(-held // manager.block_size) + (1 if window else 0)
-    return needed
-
-
-def num_usable_blocks(manager: KVCacheManager) -> int:
-    """Returns the number of blocks that sequences may hold."""
-    return manager.num_blocks - (manager.null_block is not None)

@@ -17,8 +17,8 @@ from ..errors import InvalidArgument, Unsupported
 from ..hf.attention_interface import stop_paged_attention, use_paged_attention
 from ..kv_cache import KVCacheManager, OutOfBlocks
 from .model_runner import ModelRunner, takes_positions
+from .plan import Plan
 from .request import Request, SamplingParams, Sequence
-from .scheduler import Plan
 
 __all__ = ["verify"]
 
@@ -141,7 +141,7 @@ def _pass(
     ids = np.array([sequence.id for sequence in sequences], np.int64)
     packed.wait()
     manager.step(ids, np.array(counts, np.int64), packed.host_buffers)
-    logits = packed.run(Plan(sequences, counts, np.array(tokens, np.int64), []))
+    logits = packed.run(Plan(sequences, counts, np.array(tokens, np.int64), [])).logits
     for sequence, count in zip(sequences, counts):
         sequence.num_computed += count
     return list(logits.float().clone())

@@ -1,4 +1,4 @@
-"""Copies small host values to a device."""
+"""Copies small values to a device, and results back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["upload"]
+__all__ = ["download", "upload"]
 
 
 def upload(
@@ -23,3 +23,14 @@ def upload(
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def download(tensor: Tensor) -> Tensor:
+    """Starts a copy to the host.
+
+    The copy from a GPU is asynchronous. Wait for an event before you read it.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -24,7 +24,10 @@ from __future__ import annotations
 from ..engine.async_engine import AsyncEngine
 from ..engine.engine import Engine
 from ..engine.outputs import Completion, RequestOutput, TokenOutput
-from ..engine.request import FinishReason, SamplingParams
+from ..engine.request import FinishReason
+from ..engine.sampling.logprobs import Logprob
+from ..engine.sampling.params import LogitsMask, LogitsProcessor, SamplingParams
+from ..engine.speculative.options import DraftModel, PromptLookup
 from ..hf.attention_interface import NAME, stop_paged_attention, use_paged_attention
 from ..hf.llama_patch import patched_layers
 from ..hf.paged_cache import PagedCache
@@ -33,9 +36,14 @@ __all__ = [
     "NAME",
     "AsyncEngine",
     "Completion",
+    "DraftModel",
     "Engine",
     "FinishReason",
+    "LogitsMask",
+    "LogitsProcessor",
+    "Logprob",
     "PagedCache",
+    "PromptLookup",
     "RequestOutput",
     "SamplingParams",
     "TokenOutput",

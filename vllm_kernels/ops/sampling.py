@@ -22,7 +22,7 @@ call = calls(__all__)
 
 TokenLists = tuple[Tensor, Tensor, Tensor]
 """A list of tokens per sample: indptr int32 [num_samples + 1], tokens int32 [entries] and values
-[entries]. The tokens of a sample are distinct."""
+[entries]. The tokens of a sample are distinct. Token -1 skips its entry."""
 
 
 def sample(

@@ -123,7 +123,8 @@ def _entries(lists: TokenLists | None, sample: int) -> tuple[Tensor, Tensor]:
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
     indptr, tokens, values = (x.cpu() for x in lists)
     part = slice(int(indptr[sample]), int(indptr[sample + 1]))
-    return tokens[part].long(), values[part]
+    used = tokens[part] >= 0
+    return tokens[part][used].long(), values[part][used]
 
 
 def _at(values: Tensor | None, sample: int, default: float) -> float:

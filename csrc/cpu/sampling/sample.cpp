@@ -18,12 +18,14 @@ Loop loop_of(const SampleParams& p) {
 void penalize(const SampleParams& p, int64_t sample, uint32_t* ordered) {
   const auto bias = p.bias.of(sample);
   for (int64_t i = bias.begin; i < bias.end; ++i) {
+    if (p.bias.tokens[i] < 0) continue;
     uint32_t& logit = ordered[p.bias.tokens[i]];
     logit = vllm_kernels::ordered_bits(vllm_kernels::from_ordered_bits(logit) + p.bias.values[i]);
   }
   const auto counts = p.counts.of(sample);
   const Penalties penalties = Penalties::read(p, sample);
   for (int64_t i = counts.begin; i < counts.end; ++i) {
+    if (p.counts.tokens[i] < 0) continue;
     uint32_t& logit = ordered[p.counts.tokens[i]];
     logit = vllm_kernels::ordered_bits(
         penalties.apply(vllm_kernels::from_ordered_bits(logit), p.counts.values[i]));

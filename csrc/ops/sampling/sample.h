@@ -31,7 +31,7 @@ struct LogitRows {
 template <typename Value>
 struct TokenLists {
   const int32_t* indptr = nullptr;  // [num_samples + 1], or null: no lists
-  const int32_t* tokens = nullptr;  // [size]
+  const int32_t* tokens = nullptr;  // [size], -1: an entry to skip
   const Value* values = nullptr;    // [size]
   int64_t size = 0;
 

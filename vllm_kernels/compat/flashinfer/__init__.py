@@ -11,6 +11,7 @@ Example:
 """
 
 from ...errors import Unsupported
+from . import sampling
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -36,6 +37,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "sampling",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

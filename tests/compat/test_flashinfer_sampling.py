@@ -1,0 +1,165 @@
+"""FlashInfer's sampling functions against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_kernels.compat.flashinfer import sampling
+
+
+def kept_by_torch(probs: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """bool [rows, vocabulary]: top_k first, then top_p over its own sum; min_p alone."""
+    best, order = probs.sort(dim=1, descending=True, stable=True)
+    keep = torch.arange(probs.shape[1]) < top_k
+    share = best * keep / (best * keep).sum(1, keepdim=True)
+    before = share.cumsum(1) - share
+    keep = keep & ((before < top_p) | (top_p == 1)) & (best >= min_p * best[:, :1])
+    return torch.zeros_like(keep).scatter(1, order.cpu(), keep)
+
+
+def check_draws(draw: Tensor, probs: Tensor, kept: Tensor) -> None:
+    """Draws [rows, draws] have the frequencies of the kept probabilities."""
+    expected = probs * kept / (probs * kept).sum(1, keepdim=True)
+    for row, values in enumerate(expected):
+        found = draw[row].long().bincount(minlength=len(values)) / draw.shape[1]
+        assert not found[values == 0].any()
+        assert (found - values).abs().max() < 5 * (0.25 / draw.shape[1]) ** 0.5
+
+
+CASES = {
+    "sampling_from_probs": ((), (64, 1.0)),
+    "top_k_sampling_from_probs": ((5,), (5, 1.0)),
+    "top_p_sampling_from_probs": ((0.7,), (64, 0.7)),
+    "min_p_sampling_from_probs": ((0.3,), (64, 1.0, 0.3)),
+    "top_k_top_p_sampling_from_probs": ((9, 0.6), (9, 0.6)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("per_row", [False, True], ids=["", "per row"])
+def test_draws(name: str, per_row: bool, device: str) -> None:
+    """Many samples share two rows by ``indices``."""
+    limits, kept = CASES[name]
+    draws = 6000
+    probs = torch.randn(2, 64).mul(2).softmax(1)
+    indices = torch.arange(2, device=device).repeat_interleave(draws)
+    given = [
+        torch.full((2 * draws,), limit, device=device) if per_row else limit for limit in limits
+    ]
+    draw = getattr(sampling, name)
+    tokens, valid = draw(
+        probs.to(device), *given, indices=indices, seed=3, offset=0, return_valid=True
+    )
+    assert tokens.dtype == torch.int64 and valid.all()
+    check_draws(tokens.cpu().view(2, draws), probs, kept_by_torch(probs, *kept))
+
+
+def test_draws_from_logits(device: str) -> None:
+    logits, draws = torch.randn(2, 64) * 2, 6000
+    indices = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(draws)
+    options = {"indices": indices, "seed": 5, "offset": 1}
+    everything = torch.ones(2, 64, dtype=torch.bool)
+    draw = sampling.sampling_from_logits(logits.to(device), **options)
+    assert draw.dtype == torch.int32
+    check_draws(draw.cpu().view(2, draws), logits.softmax(1), everything)
+    draw = sampling.top_k_top_p_sampling_from_logits(logits.to(device), 9, 0.6, **options)
+    kept = kept_by_torch(logits.softmax(1), 9, 0.6)
+    check_draws(draw.cpu().view(2, draws), logits.softmax(1), kept)
+
+
+def test_random_numbers(device: str) -> None:
+    logits = torch.zeros(64, 1000, device=device)
+
+    def draw(**given: object) -> list[int]:
+        return sampling.sampling_from_logits(logits, **given).tolist()
+
+    def of(value: int, count: int) -> Tensor:
+        return torch.full((count,), value, device=device)
+
+    assert draw(seed=1, offset=2) == draw(seed=1, offset=2) != draw(seed=1, offset=3)
+    assert len(set(draw(seed=1, offset=2))) > 32  # samples of one seed differ
+    assert draw(seed=of(1, 1), offset=of(2, 1)) == draw(seed=1, offset=2)
+    assert len(set(draw(seed=of(1, 64), offset=of(2, 64)))) == 1  # equal pairs draw alike
+    generators = [torch.Generator(device).manual_seed(4) for _ in range(2)]
+    assert draw(generator=generators[0]) == draw(generator=generators[1]) != draw()
+
+
+def test_limits(device: str, dtype: torch.dtype) -> None:
+    probs = torch.randn(4, 200).mul(3).softmax(1)
+    top_p = torch.tensor([0.1, 0.5, 0.9, 1.0])
+    for k, p in ((7, 1.0), (200, 0.8)):
+        kept = kept_by_torch(probs, k, p)
+        want = probs * kept / (probs * kept).sum(1, keepdim=True)
+        if k < 200:
+            got = sampling.top_k_renorm_probs(probs.to(device, dtype), k)
+            assert got.dtype == dtype
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            assert torch.allclose(got.cpu().float(), want, atol=tolerance)
+        else:
+            assert torch.allclose(sampling.top_p_renorm_probs(probs.to(device), p).cpu(), want)
+    rows = [kept_by_torch(probs[i : i + 1], 200, top_p[i].item())[0] for i in range(4)]
+    got = sampling.top_p_renorm_probs(probs.to(device), top_p.to(device)).cpu()
+    assert torch.equal(got > 0, torch.stack(rows))
+    logits = torch.randn(4, 200, device=device).to(dtype)
+    before = logits.clone()
+    masked = sampling.top_k_mask_logits(logits, torch.tensor([1, 2, 3, 200], device=device))
+    assert (masked > -torch.inf).sum(1).tolist() == [1, 2, 3, 200]
+    assert torch.equal(logits, before)
+    temperature = torch.tensor([0.5, 1.0, 2.0, 3.0], device=device)
+    want = (logits.float() / temperature[:, None]).softmax(1)
+    assert torch.allclose(sampling.softmax(logits, temperature), want, atol=1e-6)
+    assert torch.allclose(sampling.softmax(logits, 2.0), (logits.float() / 2).softmax(1))
+
+
+def test_chain_speculative_sampling(device: str) -> None:
+    """The first token has the target's distribution, whatever the draft's."""
+    batch = 8000
+    draft, target = torch.randn(2, 1, 8).mul(2).softmax(2)
+    target = torch.cat([target, target.flip(1)]).expand(batch, 2, 8).contiguous()
+    draft = draft.expand(batch, 1, 8).contiguous()
+    drafted = torch.multinomial(draft[:, 0], 1)
+    accepted = torch.ones(batch, dtype=torch.int32, device=device)
+    tokens, total, emitted = sampling.chain_speculative_sampling(
+        draft.to(device), drafted.int().to(device), target.to(device), accepted
+    )
+    assert total is accepted and torch.equal(total - 1, emitted)  # one drafted token each
+    check_draws(tokens[:, 0].cpu()[None], target[:1, 0], torch.ones(1, 8, dtype=torch.bool))
+    assert torch.equal(tokens[:, 1] >= 0, emitted == 1)
+    rate = torch.minimum(draft[0, 0], target[0, 0]).sum()
+    assert abs(emitted.float().mean().cpu() - rate) < 0.03
+
+
+def test_what_differs_is_refused() -> None:
+    logits = torch.zeros(2, 8)
+    cases = [
+        (
+            lambda: sampling.top_k_top_p_sampling_from_logits(
+                logits, 3, 0.5, filter_apply_order="joint"
+            ),
+            "top_k_top_p_sampling_from_logits: filter_apply_order: expected 'top_k_first', got "
+            "'joint'",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits * torch.nan, check_nan=True),
+            "flashinfer.sampling: logits: expected no NaN, got NaN",
+        ),
+        (
+            lambda: sampling.sampling_from_logits(logits, seed=1),
+            "flashinfer.sampling: seed: expected seed and offset, both numbers or both tensors",
+        ),
+        (
+            lambda: sampling.chain_speculative_sampling(
+                logits[:, None], logits[:, :1].long(), logits[:, None].repeat(1, 2, 1), seed=1
+            ),
+            "chain_speculative_sampling: seed: expected None, got random numbers of a seed: give a "
+            "generator",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert str(error.value) == message
+    with pytest.raises(AttributeError, match="sampling: top_k_page_table_transform: expected one"):
+        _ = sampling.top_k_page_table_transform

@@ -1,0 +1,1 @@
+"""From logits to tokens, for the rows of a pass."""

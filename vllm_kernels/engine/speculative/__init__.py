@@ -1,0 +1,1 @@
+"""Speculative decoding: drafted tokens that the model verifies in one pass."""

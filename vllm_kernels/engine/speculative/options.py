@@ -1,0 +1,98 @@
+"""The options of speculative decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from ...errors import InvalidArgument, InvalidType
+from ..request import Sequence
+
+__all__ = ["DraftModel", "Drafter", "PromptLookup"]
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Drafts what followed the last tokens before (Saxena 2023, prompt lookup decoding).
+
+    The longest n-gram that occurred earlier in prompt or output counts, at its last place.
+
+    Args:
+        num_tokens: Number of drafted tokens, >= 1.
+        max_ngram: Maximum number of last tokens to look up.
+        min_ngram: Minimum number, >= 1.
+
+    Raises:
+        TypeError: An argument is no integer.
+        ValueError: An argument is out of range.
+    """
+
+    num_tokens: int = 5
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        _check_integers(self, "num_tokens", "max_ngram", "min_ngram")
+        if self.max_ngram < self.min_ngram:
+            raise InvalidArgument(
+                f"PromptLookup: max_ngram: expected at least {self.min_ngram} (min_ngram), got "
+                f"{self.max_ngram}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts what a smaller model of the same vocabulary writes.
+
+    The draft model draws with the parameters and random numbers of the request. So its tokens are
+    often those that the engine's model draws.
+
+    Args:
+        model: A transformers decoder model in eval mode, on the device of the engine's model.
+        num_tokens: Number of drafted tokens, >= 1.
+        cache_bytes: Size of its cache. None takes room for ``max_batch_size`` sequences of
+            ``max_length`` tokens, and at most a tenth of the free memory.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
+    """
+
+    model: PreTrainedModel
+    num_tokens: int = 4
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, PreTrainedModel):
+            raise InvalidType(
+                f"DraftModel: model: expected a transformers model, got {type(self.model).__name__}"
+            )
+        _check_integers(
+            self, "num_tokens", *(["cache_bytes"] if self.cache_bytes is not None else [])
+        )
+
+
+class Drafter(Protocol):
+    """Drafts tokens for an engine."""
+
+    num_tokens: int
+
+    def propose(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Returns the next tokens of decoding sequences. It may leave out sequences."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets all sequences, after a pass that failed."""
+        ...
+
+
+def _check_integers(options: object, *names: str) -> None:
+    for name in names:
+        value, kind = getattr(options, name), type(options).__name__
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise InvalidType(f"{kind}: {name}: expected an integer, got {value!r}")
+        if value < 1:
+            raise InvalidArgument(f"{kind}: {name}: expected at least 1, got {value}")
