@@ -26,9 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._types import KVCacheDType, Layout
-from ..errors import (, InvalidArgument
+from ..errors import (
     EngineBusy,
     Error,
+    InvalidArgument,
     InvalidType,
     UnknownRequest,
 )
