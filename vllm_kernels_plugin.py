@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-BACKEND = "vllm_kernels.integrations.vllm.backend.Backend"
+BACKEND = "vllm_kernels.integrations.vllm.Backend"
 
 
 def register() -> None:

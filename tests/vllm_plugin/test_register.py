@@ -118,8 +118,11 @@ def test_other_versions_are_refused_by_name(vllm, version):
 
 
 def test_the_backend_refuses_another_version_too(vllm):
-    """Chosen as CUSTOM it is imported without enable."""
+    """Chosen as CUSTOM it is imported without enable()."""
     vllm.install(on_cpu=False, version="0.33.0")
-    message = r"^vllm_kernels\.integrations\.vllm\.backend needs vllm >= 0\.30, < 0\.33, found 0\."
+    package = importlib.import_module("vllm_kernels.integrations.vllm")
+    message = r"^vllm_kernels\.integrations\.vllm needs vllm >= 0\.30, < 0\.33, found 0\.33\.0: "
     with pytest.raises(ImportError, match=message):
-        importlib.import_module("vllm_kernels.integrations.vllm.backend")
+        package.Backend  # noqa: B018
+    with pytest.raises(AttributeError, match=r"vllm' has no attribute 'Frontend'$"):
+        package.Frontend  # noqa: B018

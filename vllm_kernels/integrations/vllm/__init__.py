@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any
 
 from torch.compiler import is_compiling
 
@@ -19,6 +20,16 @@ __all__ = ["calls", "enable"]
 calls: Counter[str] = Counter()
 """How often vLLM called our methods and small ops in this process, by their names. Compiled code
 and CUDA graphs call attention, and no small op, through Python: a graph once, at capture."""
+
+
+def __getattr__(name: str) -> Any:
+    """``Backend``, the class that vLLM resolves by its path, after a look at vLLM's version."""
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_vllm(__name__)
+    from .backend import Backend
+
+    return Backend
 
 
 def count(name: str) -> None:
@@ -54,5 +65,5 @@ def enable() -> None:
         if name.startswith("VLLM_KERNELS_"):
             envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.Backend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
     register_small_ops()

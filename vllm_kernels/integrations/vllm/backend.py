@@ -32,7 +32,6 @@ from vllm.v1.attention.backend import (
 )
 
 from ... import _C, _library
-from ..._requirements import require_vllm
 from ..._version import version
 from ...errors import Unsupported
 from ...ops import (
@@ -45,19 +44,12 @@ from ...ops import (
 from . import count
 from .context_parallel import Shards, attend_to_shards
 
-require_vllm(__name__)
-
 on_cpu = current_platform.is_cpu()
 if on_cpu:
-    from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionBackend as _Backend,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionBackendImpl as _Impl,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionMetadataBuilder as _Builder,
-    )
+    from vllm.v1.attention.backends import cpu_attn
+
+    _Backend = cpu_attn.CPUAttentionBackend
+    _Impl, _Builder = cpu_attn.CPUAttentionBackendImpl, cpu_attn.CPUAttentionMetadataBuilder
 else:
     _Backend, _Impl, _Builder = AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
