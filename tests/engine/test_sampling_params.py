@@ -110,18 +110,23 @@ def served(
     return [output.completions[0].tokens for output in outputs]
 
 
+@pytest.fixture(params=[False, True], ids=["", "graphs"])
+def graphs(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether passes run as CUDA graphs do, on a CPU."""
+    if request.param and device != "cpu":
+        pytest.skip("imitates CUDA graphs on a CPU")
+    if request.param:
+        monkeypatch.setattr(ModelRunner, "_capture", replayed)
+    return request.param
+
+
 # --- against the reference
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 def test_tokens_of_the_reference(
     graphs: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """All requests in one batch, some waiting. So each gets what it gets alone."""
-    if graphs:
-        if device != "cpu":
-            pytest.skip("imitates CUDA graphs on a CPU")
-        monkeypatch.setattr(ModelRunner, "_capture", replayed)
     monkeypatch.setattr(token_counts, "_GROWTH", 5)  # lists are full now and then
     monkeypatch.setattr(token_counts, "_ENTRIES_PER_ROW", 4)  # and need more room
     model = tiny_model(device=device)
@@ -163,29 +168,61 @@ def test_penalties_of_parallel_samples(overlap: bool, device: str) -> None:
             sequence.tokens.append(token)
 
 
+def test_counts_on_the_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The lists have what a Counter has, though each pass runs twice, as before a capture."""
+    monkeypatch.setattr(token_counts, "_GROWTH", 4)
+    monkeypatch.setattr(token_counts, "_ENTRIES_PER_ROW", 2)
+    penalized = [True, False, True]
+    sequences = [
+        Sequence(
+            row, Request(row, text, SamplingParams(presence_penalty=float(flag)), 0.0), 0, text[:]
+        )
+        for row, (text, flag) in enumerate(zip(([3, 5, 3], [1], [7, 8]), penalized))
+    ]
+    lists = token_counts.CountLists(4, torch.device(device))
+    for step in range(11):
+        for one in sequences:
+            one.tokens.append(int(torch.randint(9, (1,))))
+        if not step or lists.needs_load():
+            lists.load(sequences)
+        last = torch.tensor([one.tokens[-1] for one in sequences], device=device)
+        positions = torch.tensor([len(one.tokens) - 1 for one in sequences], device=device)
+        for _ in range(2):
+            lists.append(last, positions)
+        for is_captured in (False, True):
+            indptr, tokens, counts = (x.tolist() for x in lists.lists(3, is_captured))
+            for row, one in enumerate(sequences):
+                part = slice(indptr[row], indptr[row + 1])
+                found = [pair for pair in zip(tokens[part], counts[part]) if pair[0] >= 0]
+                expected = {token: one.output.count(token) for token in one.tokens}
+                assert dict(found) == (expected if penalized[row] else {})
+                assert len(found) == len(dict(found))
+    assert lists.generation > 0
+
+
 # --- what forbids tokens
 
 
-def test_bad_words(overlap: bool, device: str) -> None:
+def test_bad_words(overlap: bool, graphs: bool, device: str) -> None:
     """A word may not be completed. Its beginning may come."""
     model = tiny_model(device=device)
     (text,) = prompts((9,))
     first = by_transformers(model, text)
     words = [[first[0]], first[4:6], first[9:12]]
     expected = by_transformers(model, text, bad_words_ids=words)
-    with Engine(model, overlap=overlap, **SMALL) as engine:
+    with Engine(model, overlap=overlap, cuda_graphs=graphs or None, **SMALL) as engine:
         got = greedy(engine, [text], bad_words=words)
         assert got == [expected] and got != [first]
 
 
-def test_min_tokens(overlap: bool, device: str) -> None:
+def test_min_tokens(overlap: bool, graphs: bool, device: str) -> None:
     model = tiny_model(device=device)
     (text,) = prompts((9,))
     first = by_transformers(model, text)
     model.generation_config.eos_token_id = first[2]
     try:
         expected = by_transformers(model, text, min_new_tokens=7)
-        with Engine(model, overlap=overlap, **SMALL) as engine:
+        with Engine(model, overlap=overlap, cuda_graphs=graphs or None, **SMALL) as engine:
             assert greedy(engine, [text]) == [first[: first.index(first[2]) + 1]]
             assert greedy(engine, [text], min_tokens=7) == [expected]
             # A stop token is forbidden as well.
@@ -204,6 +241,16 @@ def test_min_tokens(overlap: bool, device: str) -> None:
         (
             {"allowed_token_ids": [-1]},
             "Engine: allowed_token_ids: expected tokens from 0 to 127, got -1",
+        ),
+        (
+            {
+                "allowed_token_ids": [5, 6],
+                "bad_words": [[5]],
+                "min_tokens": 1,
+                "stop_token_ids": [6],
+            },
+            "Engine: allowed_token_ids: expected a token that bad_words and min_tokens do not "
+            "forbid, got [5, 6]",
         ),
         ({"bad_words": [[1, 500]]}, "Engine: bad_words: expected tokens from 0 to 127, got 500"),
         (
@@ -241,11 +288,12 @@ class Alternates:
         return len(self.accepted) >= self.length
 
 
-def test_masks(overlap: bool, device: str) -> None:
+def test_masks(overlap: bool, graphs: bool, device: str) -> None:
     """Each sequence has a mask of its own, which goes on after preemption."""
     texts = prompts((9, 30, 28, 31))
     options = SMALL | {"num_blocks": 22, "max_batch_tokens": 40, "max_length": 80}
-    with Engine(tiny_model(device=device), overlap=overlap, **options) as engine:
+    options |= {"overlap": overlap, "cuda_graphs": graphs or None}
+    with Engine(tiny_model(device=device), **options) as engine:
         masked = SamplingParams(
             max_tokens=40, logits_mask=Alternates, n=2, temperature=1.0, allowed_token_ids=range(99)
         )
@@ -325,12 +373,8 @@ def test_a_hook_that_fails_ends_its_request_alone(
         assert engine.manager.num_sequences == 0
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
-def test_processors_of_transformers(
-    graphs: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ModelRunner, "_capture", replayed)
-    model = tiny_model()
+def test_processors_of_transformers(graphs: bool, overlap: bool, device: str) -> None:
+    model = tiny_model(device=device)
     texts = prompts((5, 19))
     expected = [
         by_transformers(model, texts[0], no_repeat_ngram_size=2),
@@ -340,7 +384,7 @@ def test_processors_of_transformers(
         SamplingParams(max_tokens=20, logits_processor=NoRepeatNGramLogitsProcessor(2)),
         SamplingParams(max_tokens=20, repetition_penalty=1.8),
     ]
-    with Engine(model, overlap=overlap, cuda_graphs=graphs, **SMALL) as engine:
+    with Engine(model, overlap=overlap, cuda_graphs=graphs or None, **SMALL) as engine:
         outputs = engine.generate(texts, params)
         assert [one.completions[0].tokens for one in outputs] == expected
     # min_p of transformers at temperature 1 without top_p is that of this library.

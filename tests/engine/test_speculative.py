@@ -345,5 +345,7 @@ def test_what_cannot_be_served_is_refused() -> None:
             Engine(small, **SMALL)
         with pytest.raises(ValueError, match="another engine has the draft model"):
             Engine(tiny_model(), speculative=DraftModel(small), **SPECULATIVE)
+        with pytest.raises(ValueError, match="another engine has it"):
+            Engine(small, **SMALL)  # the refused engine changed nothing
     text = prompts((9,))[0]
     assert by_transformers(small, text)  # it has its own attention again

@@ -482,6 +482,8 @@ class Engine:
             self._note("reset")
             self._pending = None  # its sequences were aborted
             self.manager.reset()
+            if self._drafter is not None:
+                self._drafter.reset()
             self.scheduler.statistics = SchedulerStatistics()
 
     def statistics(self) -> EngineStatistics:

@@ -78,6 +78,14 @@ def constraints_of(
     bias |= {word[0]: -np.inf for word in words if len(word) == 1}
     ends = set() if params.ignore_eos else set(end_tokens)
     ends |= {int(token) for token in params.stop_token_ids}
+    forbidden = {word[0] for word in words if len(word) == 1} | (
+        ends if params.min_tokens else set()
+    )
+    if allowed and forbidden.issuperset(allowed):
+        raise InvalidArgument(
+            "Engine: allowed_token_ids: expected a token that bad_words and min_tokens do not "
+            f"forbid, got {allowed}"
+        )
     if not (bias or words or allowed or (params.min_tokens and ends)):
         return None
     return Constraints(

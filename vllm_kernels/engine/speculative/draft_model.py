@@ -19,6 +19,7 @@ from ..layer_groups import LayerGroups
 from ..model_runner import ModelRunner, layer_options
 from ..pending_tokens import PendingTokens
 from ..plan import Plan
+from ..refusals import num_logits
 from ..request import Sequence
 from ..sampling.sampler import Sampler
 from .options import DraftModel
@@ -80,8 +81,7 @@ class DraftModelDrafter:
         self._manager = KVCacheManager(blocks, block_size, prefix_caching=False)
         cache = KVCache(shape, blocks, device=model.device, tensor_of_layer=groups.tensor_of_layer)
         cleanup.callback(cache.free)
-        head = model.get_output_embeddings()
-        self._sampler = Sampler(max_batch_size, head.out_features, model.device)
+        self._sampler = Sampler(max_batch_size, num_logits(model), model.device)
         self._packed = ModelRunner(
             model, cache, groups, **limits, cuda_graphs=cuda_graphs, cascade=False, backend=None,
             fused=fused, sampler=self._sampler,

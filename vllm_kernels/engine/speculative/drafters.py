@@ -47,9 +47,10 @@ def drafter_of(
         )
     if isinstance(options, PromptLookup):
         return PromptLookupDrafter(options)
-    cleanup.callback(ENGINES.pop, options.model, None)
-    return DraftModelDrafter(
+    drafter = DraftModelDrafter(
         options, model, cleanup, block_size=config.block_size,
         max_batch_size=config.max_batch_size, max_batch_tokens=config.batch_tokens,
         max_length=config.wanted_length(model), cuda_graphs=cuda_graphs, fused=config.fused,
     )  # fmt: skip
+    cleanup.callback(ENGINES.pop, options.model, None)
+    return drafter
