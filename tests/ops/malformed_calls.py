@@ -301,6 +301,8 @@ def reference_of(attack: Attack, copies: Call) -> Call:
     if attack.op == "token_logprobs":
         call["num_top"] = call["logprobs"].shape[1] - 1 if "logprobs" in call else 0
     if attack.op == "select_pages" and "tables" in call:
+        if call["tables"].shape[-1] > call["block_tables"].shape[-1]:
+            return {}  # the reference's tables end with the sequence's
         call["budget"] = call["tables"].shape[-1] * call["block_size"]
         call["per_kv_head"] = call["tables"].dim() == 3
     parameters = parameters_of(function)

@@ -250,6 +250,10 @@ def test_bad_input(device):
     for budget in (0, 1.5, "x"):
         with raises(rf"^select_pages: budget: expected a number of tokens, got {budget}$"):
             case.select(budget)
+    with raises(r"^select_pages: out: expected \(tables, lens\), got Tensor$"):
+        case.select(160, out=tables)
+    with raises(r"^select_pages: per_kv_head: expected a bool, got int$"):
+        case.select(160, per_kv_head=2)
     with raises(r"^select_pages: block_tables: expected shape \[num_seqs, max_pages\], got shape"):
         vllm_kernels.select_pages(query, bounds, lengths, lengths, 160, block_size=BLOCK)
     with raises(r"^select_pages: query: requires grad, .*no_grad\(\)$"):

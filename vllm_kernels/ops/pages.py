@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._types import Layout
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidType
 from ._common import ONE_OR_EACH_HEAD, calls, inference_only, require_list, shape_of
 
 __all__ = ["copy_slots", "page_bounds_update", "select_pages"]
@@ -138,17 +138,23 @@ def select_pages(
 
     Source: Quest, arXiv:2406.10774.
     """
+    op = "select_pages"
     if out is None:
-        op = "select_pages"
         num_seqs, max_pages = shape_of(op, "block_tables", block_tables, "num_seqs", "max_pages")
         heads = shape_of(op, "bounds", bounds, "num_blocks", "num_kv_heads", "2", "head_size")[1:2]
         for name, value in (("budget", budget), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
                 raise InvalidArgument(f"{op}: {name}: expected a number of tokens, got {value}")
+        if not isinstance(per_kv_head, bool):
+            raise InvalidType(
+                f"{op}: per_kv_head: expected a bool, got {type(per_kv_head).__name__}"
+            )
         pages = min(budget // block_size, max_pages)
         options = {"dtype": torch.int32, "device": block_tables.device}
         shape = (num_seqs, *heads, pages) if per_kv_head else (num_seqs, pages)
         out = torch.empty(shape, **options), torch.empty(num_seqs, **options)
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise InvalidType(f"{op}: out: expected (tables, lens), got {type(out).__name__}")
     tables, lens = out
     call.select_pages(
         tables, lens, query, bounds, block_tables, seq_lens, block_size, sink_pages, recent_pages
