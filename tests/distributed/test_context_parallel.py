@@ -78,7 +78,8 @@ def test_tokens_are_dealt(device, shards, interleave):
     parallel = ContextParallel(shards=shards, interleave=interleave)
     block_size, blocks = 8, 20
     tables = torch.randperm(shards * blocks).view(shards, 1, blocks).int().to(device)
-    for length in (0, 1, interleave, shards * interleave + 1, 100):
+    period = shards * interleave
+    for length in (0, 1, interleave, period + 1, 3 * period - 1, 100):
         starts = torch.tensor([0, length], dtype=torch.int32, device=device)
         positions = torch.arange(length, device=device)
         slots = parallel.slots(positions, tables, block_size=block_size, query_start_loc=starts)

@@ -74,8 +74,9 @@ def models() -> None:
         for options in ({"overlap": True}, *([{"fused": False}] if name == "llama" else [])):
             with Engine(model, **OPTIONS, **options) as engine:
                 tokens = [tokens_of(engine, params) for params in PARAMS]
+                drawn = tokens_of(engine, SamplingParams(max_tokens=8, temperature=5.0))
                 blocks = engine.manager.num_blocks
-            tell(model=name, tokens=tokens, blocks=blocks)
+            tell(model=name, tokens=tokens, drawn=drawn, blocks=blocks)
 
 
 def paged_cache(model: PreTrainedModel) -> list[int]:
