@@ -332,6 +332,7 @@ class VLLM_KERNELS_EXPORT KVCacheManager {
 
   // Buffers.
   int64_t fill(std::span<BatchBuffers* const> buffers, const BatchPlan& plan) const noexcept;
+  template <bool kOneRank>  // whether this rank holds all tokens
   int64_t fill(BatchBuffers& buffers, int64_t group, const BatchPlan& plan) const noexcept;
   void fill_slots(const Sequence& sequence, int64_t group, int64_t token,
                   std::span<int64_t> slots) const noexcept;

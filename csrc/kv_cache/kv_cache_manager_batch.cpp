@@ -408,19 +408,10 @@ void KVCacheManager::check_room(const char* call, std::span<BatchBuffers* const>
   for (BatchBuffers* group : buffers) group->written.make_room(*group);
 }
 
-int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers,
-                             const BatchPlan& plan) const noexcept {
-  int64_t written = 0;
-  for (int64_t group = 0; group < num_groups(); ++group) {
-    written = fill(*buffers[group], group, plan);
-  }
-  return written;
-}
-
-int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
-                             const BatchPlan& plan) const noexcept {
+template <bool kOneRank>
+inline int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
+                                    const BatchPlan& plan) const noexcept {
   const bool with_positions = !buffers.positions.empty();
-  const bool one_rank = shard_.count == 1;
   WrittenBatch& before = buffers.written;
   before.changed_rows.clear();
   int64_t written = 0;  // query tokens so far
@@ -431,13 +422,13 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
     const Sequence& sequence = sequences_[item.position];
     fill_row(buffers, row, sequence, group);
     const int64_t num_local =
-        one_rank ? sequence.num_tokens : shard_.local_tokens(sequence.num_tokens);
+        kOneRank ? sequence.num_tokens : shard_.local_tokens(sequence.num_tokens);
     buffers.seq_lens[row] = static_cast<int32_t>(num_local);
     buffers.query_start_loc[row] = static_cast<int32_t>(written);
     ++row;
 
     int64_t token = sequence.num_tokens - item.num_tokens;
-    if (!one_rank) {
+    if constexpr (!kOneRank) {
       const auto count = static_cast<size_t>(item.num_tokens);
       fill_slots(sequence, group, token, buffers.slot_mapping.subspan(written, count));
       if (with_positions) {
@@ -468,6 +459,16 @@ int64_t KVCacheManager::fill(BatchBuffers& buffers, int64_t group,
     }
   }
   fill_padding(buffers, row, written);
+  return written;
+}
+
+int64_t KVCacheManager::fill(std::span<BatchBuffers* const> buffers,
+                             const BatchPlan& plan) const noexcept {
+  int64_t written = 0;
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    written = shard_.count == 1 ? fill<true>(*buffers[group], group, plan)
+                                : fill<false>(*buffers[group], group, plan);
+  }
   return written;
 }
 
