@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -17,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
 
 from engines import SMALL, by_transformers, greedy, prompts, served_with_failures
+from test_engine import replayed
 from tiny_models import SERVED, VOCABULARY, generate_ours, left_padded, tiny_model
 from transformers import (
     AutoConfig,
@@ -89,7 +89,7 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
     """That is not taken for a model that cannot be captured."""
     full = True
 
-    def capture(packed: ModelRunner, step: StepInputs) -> tuple[Any, Tensor]:
+    def capture(packed: ModelRunner, step: StepInputs) -> tuple[Any, Tensor, Any]:
         if full and at_the_end:
             try:
                 raise torch.OutOfMemoryError("full")
@@ -97,9 +97,7 @@ def test_no_memory_for_a_graph(at_the_end: bool, monkeypatch: pytest.MonkeyPatch
                 raise RuntimeError("capture was broken off")
         if full:
             raise torch.OutOfMemoryError("full")
-        logits = packed._forward(step, step.num_single).clone()
-        graph = SimpleNamespace(replay=lambda: logits.copy_(packed._forward(step, step.num_single)))
-        return graph, logits
+        return replayed(packed, step)
 
     monkeypatch.setattr(ModelRunner, "_capture", capture)
     model = tiny_model()

@@ -224,12 +224,12 @@ def test_failures_without_a_request_are_raised(monkeypatch: pytest.MonkeyPatch) 
         schedule = engine.scheduler.schedule
         failures = 2
 
-        def fails() -> object:
+        def fails(*given: object) -> object:
             nonlocal failures
             failures -= 1
             if failures >= 0:
                 raise MemoryError("full")
-            return schedule()
+            return schedule(*given)
 
         monkeypatch.setattr(engine.scheduler, "schedule", fails)
         assert greedy(engine, [text]) == [expected]

@@ -216,9 +216,10 @@ def top_k_top_p_sampling_from_probs(
     """:func:`sampling_from_probs` after top_k, then top_p over what top_k keeps.
 
     Args:
+        top_k, top_p: Numbers, or [batch].
         filter_apply_order: "top_k_first".
-        probs, top_k, top_p, indices, deterministic, generator, check_nan, seed, offset,
-        return_valid: As in the functions above.
+        probs, indices, return_valid: As in :func:`sampling_from_probs`.
+        deterministic, generator, check_nan, seed, offset: As in :func:`sampling_from_logits`.
 
     Raises:
         NotImplementedError: for the order "joint".
