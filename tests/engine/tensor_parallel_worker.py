@@ -101,6 +101,9 @@ def calls() -> None:
             tell(name="served", tokens=asyncio.run(serve(engine)))
         else:
             engine.follow()
+    engine = Engine(model, **(OPTIONS | {"max_batch_size": 4 + RANK}))
+    tell_error("other options", engine.step)
+    tell_error("close", engine.close)
     engine = Engine(model, **OPTIONS)
     tell_error("other calls", engine.warm_up if RANK else engine.close)
     engine.close()

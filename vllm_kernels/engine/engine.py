@@ -99,7 +99,8 @@ class Engine:
     divides the batch until the request fails alone 3 times.
 
     Args:
-        model: A transformers decoder model in eval mode, on a CPU or one GPU.
+        model: A transformers decoder model in eval mode, on a CPU or one GPU, or a rank's part of
+            a tensor-parallel one. See docs/tensor_parallel.md.
         tokenizer: The model's tokenizer. None serves token ids only, without text and stop strings.
         block_size: Number of tokens per block, a power of two from 1 to 256.
         num_blocks: Number of cache blocks. None fills ``cache_bytes``.

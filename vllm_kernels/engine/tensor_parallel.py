@@ -245,9 +245,11 @@ def time_limit() -> timedelta:
 
 
 def _state(engine: Engine) -> int:
-    """Returns a summary of an engine's scheduler and blocks, equal in every process."""
+    """Returns a summary of an engine's options, scheduler and blocks, equal in every process."""
     scheduler, counts = engine.scheduler, engine.scheduler.statistics
     return hash((
+        scheduler.max_batch_size, scheduler.max_batch_tokens, scheduler.max_length,
+        scheduler.prefix_caching, engine._overlap, engine.manager.num_host_blocks,
         scheduler.num_unfinished, scheduler.num_running, counts.num_steps, counts.num_tokens,
         counts.num_errors, counts.num_cached_tokens, engine.manager.num_free_blocks,
     ))  # fmt: skip
