@@ -62,6 +62,7 @@ PRINTED = {
         r"slots of A: \[0, 1, 2, 3, 4, 5, 6, 7, 12\]\nslots of B: \[8, 9, 10\]\n"
         r"slots of the second pass: \[6, 7, 12\]"
     ),
+    ("docs/page_selection.md", "page_bounds_update"): r"torch.Size\(\[1, 16\]\) \[248\]",
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
     ("docs/sampling.md", "token_logprobs"): r"torch.Size\(\[3\]\) torch.Size\(\[3, 6\]\)",

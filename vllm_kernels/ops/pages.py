@@ -97,7 +97,7 @@ def select_pages(
     Args:
         query: [num_seqs, num_heads, head_size] float32, float16 or bfloat16, one token a sequence,
             after RoPE; the strides of sequences and heads are free. num_heads is a multiple of
-            num_kv_heads.
+            num_kv_heads, head_size at most 4096.
         bounds: [num_blocks, num_kv_heads, 2, head_size] in query's dtype, from
             :func:`page_bounds_update`; the stride of blocks is free.
         block_tables: [num_seqs, max_pages] int32; entries after a sequence's pages are ignored.
