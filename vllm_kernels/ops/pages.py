@@ -150,9 +150,9 @@ def select_pages(
                 f"{op}: per_kv_head: expected a bool, got {type(per_kv_head).__name__}"
             )
         pages = min(budget // block_size, max_pages)
-        options = {"dtype": torch.int32, "device": block_tables.device}
         shape = (num_seqs, *heads, pages) if per_kv_head else (num_seqs, pages)
-        out = torch.empty(shape, **options), torch.empty(num_seqs, **options)
+        made = torch.empty(shape, dtype=torch.int32, device=block_tables.device)
+        out = made, torch.empty(num_seqs, dtype=torch.int32, device=block_tables.device)
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise InvalidType(f"{op}: out: expected (tables, lens), got {type(out).__name__}")
     tables, lens = out
