@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -389,6 +392,17 @@ def copy_blocks() -> None:
         assert CHECK and "block_mapping[1, 0] = 8" in str(error)
 
 
+def contained(call: Callable[[], Any], *fragments: str) -> Any:
+    """What a call with a bad value returns. None: in check mode a scan ended before the launch."""
+    try:
+        result = call()
+    except RuntimeError as error:
+        assert CHECK and all(f in str(error) for f in fragments)
+        return None
+    reported(*fragments)
+    return result
+
+
 def page_bounds_update() -> None:
     keys = torch.randn(8, 16, 2, 64, device=CUDA)
     want, bounds = torch.zeros(2, 8, 2, 2, 64, device=CUDA)
@@ -412,10 +426,9 @@ def select_pages() -> None:
                                (lens, 1, -1)):  # fmt: skip
         good = tensor[index].clone()
         tensor[index] = bad
-        got = call()
-        reported("select_pages: ", f" = {bad}: expected ")
+        got = contained(call, "select_pages: ", f" = {bad}: expected ")
         tensor[index] = good
-        assert all(torch.equal(x[::2], y[::2]) for x, y in zip(got, want))
+        assert got is None or all(torch.equal(x[::2], y[::2]) for x, y in zip(got, want))
     assert all(torch.equal(x, y) for x, y in zip(call(), want))
 
 
@@ -426,9 +439,11 @@ def copy_slots() -> None:
         want[2, 3] = cache[0, 1]
         moves = torch.tensor([[1, 9], [35, 36]], device=CUDA)
         moves[index, 1] = bad
-        vk.copy_slots([cache], moves[0], moves[1], "NHD")
-        reported("copy_slots: ", f"[1] = {bad}: expected -1 (skipped) or a slot in [0, 128)")
-        assert torch.equal(cache, want)
+        call = partial(vk.copy_slots, [cache], moves[0], moves[1], "NHD")
+        text = f"[1] = {bad}: expected -1 (skipped) or a slot in [0, 128)"
+        before = cache.clone()
+        contained(call, "copy_slots: ", text)
+        assert torch.equal(cache, want) or (CHECK and torch.equal(cache, before))
 
 
 def per_token_quant() -> None:

@@ -52,7 +52,7 @@ def test_matches_reference(device, dtype, per_kv_head, budget, sinks, recent):
 @pytest.mark.parametrize("per_kv_head", [False, True])
 @pytest.mark.parametrize(
     ("heads", "size"),
-    [((1, 1), 8), ((4, 4), 80), ((32, 8), 128), ((12, 3), 7), ((2, 1), 512)],
+    [((1, 1), 8), ((4, 4), 80), ((32, 8), 128), ((12, 3), 7), ((4, 4), 2048)],
     ids=str,
 )
 def test_heads_and_sizes(device, dtype, per_kv_head, heads, size):
@@ -247,6 +247,11 @@ def test_bad_input(device):
     for changed, message in cases:
         with raises(rf"^select_pages: {message}"):
             torch.ops.vllm_kernels.select_pages(*(changed.get(i, x) for i, x in enumerate(good)))
+    wide = (query.new_zeros(7, 2, 4097), bounds.new_zeros(2, 2, 2, 4097))
+    with raises(
+        r"^select_pages: bounds: expected head_size of 1 to 4096, got shape \[2, 2, 2, 4097"
+    ):
+        torch.ops.vllm_kernels.select_pages(tables, lens, *wide, *good[4:])
     for budget in (0, 1.5, "x"):
         with raises(rf"^select_pages: budget: expected a number of tokens, got {budget}$"):
             case.select(budget)

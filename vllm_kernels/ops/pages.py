@@ -97,7 +97,7 @@ def select_pages(
     Args:
         query: [num_seqs, num_heads, head_size] float32, float16 or bfloat16, one token a sequence,
             after RoPE; the strides of sequences and heads are free. num_heads is a multiple of
-            num_kv_heads.
+            num_kv_heads, head_size at most 4096.
         bounds: [num_blocks, num_kv_heads, 2, head_size] in query's dtype, from
             :func:`page_bounds_update`; the stride of blocks is free.
         block_tables: [num_seqs, max_pages] int32; entries after a sequence's pages are ignored.
@@ -150,9 +150,9 @@ def select_pages(
                 f"{op}: per_kv_head: expected a bool, got {type(per_kv_head).__name__}"
             )
         pages = min(budget // block_size, max_pages)
-        options = {"dtype": torch.int32, "device": block_tables.device}
         shape = (num_seqs, *heads, pages) if per_kv_head else (num_seqs, pages)
-        out = torch.empty(shape, **options), torch.empty(num_seqs, **options)
+        made = torch.empty(shape, dtype=torch.int32, device=block_tables.device)
+        out = made, torch.empty(num_seqs, dtype=torch.int32, device=block_tables.device)
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise InvalidType(f"{op}: out: expected (tables, lens), got {type(out).__name__}")
     tables, lens = out

@@ -10,7 +10,7 @@ namespace vllm_kernels::cpu {
 namespace {
 
 constexpr int32_t kTaskPages = 64;
-constexpr int32_t kComponents = 256;  // whose weights are on the stack
+constexpr int32_t kComponents = 2 * kMaxSelectHeadSize;  // whose weights are on the stack
 
 uint32_t* scores_of(const SelectPagesParams& p, int64_t row) {
   return p.scores + 2 * row * p.score_words();
@@ -22,53 +22,52 @@ Loop scores_loop(const PageScoresParams& p) {
   return {.count = p.select.num_rows() * ceil_div(p.select.max_pages, kTaskPages)};
 }
 
-// Weights of `count` components from `first` on, padded with zeros to whole vectors.
-struct Weights {
-  float low[kComponents], high[kComponents];
-
-  template <typename T>
-  void fill(const SelectPagesParams& p, int32_t seq, int32_t kv_head, int32_t first,
-            int32_t count) {
-    const int32_t group = p.num_heads / p.num_kv_heads;
-    const T* query = static_cast<const T*>(p.query) + seq * p.query_seq_stride +
-                     int64_t{kv_head} * group * p.query_head_stride + first;
-    for_each_vector(0, count, [&](int64_t i, auto lanes) {
+// Weights of some KV heads, in the order of the bounds: [heads][2][head_size].
+template <typename T>
+void fill_weights(const SelectPagesParams& p, int32_t seq, int32_t first_head, int32_t heads,
+                  float* weights) {
+  const int32_t group = p.num_heads / p.num_kv_heads;
+  const T* query = static_cast<const T*>(p.query) + seq * p.query_seq_stride +
+                   int64_t{first_head} * group * p.query_head_stride;
+  for (int32_t head = 0; head < heads; ++head, query += group * p.query_head_stride) {
+    float* of_low = weights + int64_t{2} * head * p.head_size;
+    for_each_vector(0, p.head_size, [&](int64_t i, auto lanes) {
       Vec lows = {}, highs = {};
-      for (int32_t head = 0; head < group; ++head) {
-        const Vec q = load(query + head * p.query_head_stride + i, lanes);
+      for (int32_t j = 0; j < group; ++j) {
+        const Vec q = load(query + j * p.query_head_stride + i, lanes);
         lows += minimum(q, Vec{});  // 0 for NaN
         highs += maximum(q, Vec{});
       }
-      store(low + i, lows);
-      store(high + i, highs);
+      store(of_low + i, lows, lanes);
+      store(of_low + p.head_size + i, highs, lanes);
     });
   }
-};
+}
 
-// Adds the products of one KV head to the sums of `count` pages.
+// Adds the products of some KV heads to the sums of `count` pages.
 template <typename T>
-void add_head(const SelectPagesParams& p, int32_t seq, int32_t kv_head, const int32_t* ids,
-              int32_t count, Vec* sums) {
-  for (int32_t first = 0; first < p.head_size; first += kComponents) {
-    const int32_t left = p.head_size - first;
-    const int32_t size = left < kComponents ? left : kComponents;
-    Weights weights;
-    weights.fill<T>(p, seq, kv_head, first, size);
-    const T* bounds = static_cast<const T*>(p.bounds) + int64_t{2} * kv_head * p.head_size + first;
-    for (int32_t page = 0; page < count; ++page) {
-      const T* low = bounds + ids[page] * p.bounds_block_stride;
-      const T* high = low + p.head_size;
-      if (page + 2 < count) {  // a row of bounds is too short for the hardware's prefetcher
-        const T* next = bounds + ids[page + 2] * p.bounds_block_stride;
-        prefetch_span(reinterpret_cast<const char*>(next), 2 * p.head_size * sizeof(T));
-      }
-      Vec of_low = {}, of_high = {};
-      for_each_vector(0, size, [&](int64_t i, auto lanes) {
-        of_low = fma(load(low + i, lanes), load(weights.low + i), of_low);
-        of_high = fma(load(high + i, lanes), load(weights.high + i), of_high);
-      });
-      sums[page] += of_low + of_high;
+void add_heads(const SelectPagesParams& p, int32_t seq, int32_t first_head, int32_t heads,
+               const int32_t* ids, int32_t count, Vec* sums) {
+  float weights[kComponents];
+  fill_weights<T>(p, seq, first_head, heads, weights);
+  const T* bounds = static_cast<const T*>(p.bounds) + int64_t{2} * first_head * p.head_size;
+  const int64_t components = int64_t{2} * heads * p.head_size;
+  for (int32_t page = 0; page < count; ++page) {
+    const T* of_page = bounds + ids[page] * p.bounds_block_stride;
+    if (page + 1 < count) {
+      const T* next = bounds + ids[page + 1] * p.bounds_block_stride;
+      prefetch_span(reinterpret_cast<const char*>(next), components * sizeof(T));
     }
+    Vec even = {}, odd = {};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= components; i += 2 * kLanes) {
+      even = fma(load(of_page + i), load(weights + i), even);
+      odd = fma(load(of_page + i + kLanes), load(weights + i + kLanes), odd);
+    }
+    for_each_vector(i, components, [&](int64_t j, auto lanes) {
+      even = fma(load(of_page + j, lanes), load(weights + j, lanes), even);
+    });
+    sums[page] += even + odd;
   }
 }
 
@@ -81,7 +80,10 @@ void score_pages(const SelectPagesParams& p, int64_t row, int32_t first) {
   const int32_t* ids = p.block_tables + seq * p.block_tables_stride + first;
   const auto head = static_cast<int32_t>(row % p.num_row_heads);
   Vec sums[kTaskPages] = {};
-  for (int32_t i = 0; i < p.heads_of_row(); ++i) add_head<T>(p, seq, head + i, ids, count, sums);
+  const int32_t step = kMaxSelectHeadSize / p.head_size, heads = p.heads_of_row();
+  for (int32_t i = 0; i < heads; i += step) {
+    add_heads<T>(p, seq, head + i, heads - i < step ? heads - i : step, ids, count, sums);
+  }
   uint32_t* scores = scores_of(p, row) + first;
   for (int32_t page = 0; page < count; ++page) {
     scores[page] = p.always_kept(first + page, pages) ? SelectPagesParams::kAlwaysKept

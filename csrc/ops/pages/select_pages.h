@@ -18,6 +18,8 @@
 
 namespace vllm_kernels {
 
+constexpr int32_t kMaxSelectHeadSize = 4096;
+
 struct SelectPagesParams {
   int32_t* tables;                                // [num_seqs, num_row_heads, budget]
   int64_t tables_seq_stride, tables_head_stride;  // elements

@@ -67,6 +67,10 @@ void select_pages(const Tensor& tables, const Tensor& lens, const Tensor& query,
                          .shape({&num_seqs, &num_heads, &sizes.head_size})
                          .inner_contiguous();
   const Argument b = read_bounds(expect, bounds, sizes).same_dtype(q);
+  if (sizes.head_size < 1 || sizes.head_size > kMaxSelectHeadSize) {
+    b.fail("expected head_size of 1 to " + std::to_string(kMaxSelectHeadSize) + ", got shape " +
+           b.shape_text());
+  }
   if (sizes.num_kv_heads < 1 || num_heads % sizes.num_kv_heads != 0) {
     q.fail("expected num_heads to be a multiple of num_kv_heads = " +
            std::to_string(sizes.num_kv_heads) + " (from bounds), got " + std::to_string(num_heads));
