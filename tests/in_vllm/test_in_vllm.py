@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -89,38 +88,22 @@ def scores(folder: str) -> Job:
     }
 
 
-def own_job(folders: dict[str, str]) -> Job:
+@pytest.fixture(scope="session")
+def own(folders: dict[str, str]) -> dict[str, Any]:
+    """vLLM's own results."""
     job = {name: generate(folders[name]) for name in MODELS}
     job["prefix"] = generate(folders["llama"], FAMILY)
     job["f32"], job["f32 by token"] = score(folders["wide"]), score(folders["wide"], TEXTS[:2])
-    return job | scores(folders["wide"])
+    return run_job(job | scores(folders["wide"]), False, **ONE_THREAD)
 
 
-def our_job(folders: dict[str, str]) -> Job:
+@pytest.fixture(scope="session")
+def ours(folders: dict[str, str]) -> dict[str, Any]:
     job = {name: generate(folders[name]) for name in MODELS}
     job |= {f"{name}, chunked": generate(folders[name], **CHUNKED) for name in MODELS}
     job["prefix"] = generate(folders["llama"], FAMILY, block_size=16, max_num_seqs=1)
     job["small ops"] = generate(folders["llama"], **SMALL_OPS)
-    return job | scores(folders["wide"])
-
-
-@pytest.fixture(scope="session")
-def results(folders: dict[str, str]) -> list[dict[str, Any]]:
-    """vLLM's own results, and with our kernels: two processes at once."""
-    with ThreadPoolExecutor() as pool:
-        jobs = [(own_job(folders), False), (our_job(folders), True)]
-        started = [pool.submit(run_job, job, on, **ONE_THREAD) for job, on in jobs]
-        return [one.result() for one in started]
-
-
-@pytest.fixture(scope="session")
-def own(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return results[0]
-
-
-@pytest.fixture(scope="session")
-def ours(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return results[1]
+    return run_job(job | scores(folders["wide"]), True, **ONE_THREAD)
 
 
 def distances(result: dict[str, Any], expected: dict[str, Any]) -> list[float]:
