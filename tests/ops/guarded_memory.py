@@ -95,6 +95,8 @@ class GuardedMemory:
 
     def undo(self, x: Tensor) -> None:
         """Gives the elements of x what they were when remember() was called."""
+        if x.dtype == torch.bool:
+            x = x.view(torch.uint8)  # copy_() of bool makes 1 of any byte but 0
         for slot, before in zip(self._slots, self._before):
             if slot.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 old = torch.empty(0, dtype=x.dtype)
