@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 from vllm_kernels.engine.async_engine import AsyncEngine
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.engine.speculative.options import DraftModel, PromptLookup
 from vllm_kernels.integrations.transformers import (
     PagedCache,
     stop_paged_attention,
@@ -95,6 +96,12 @@ def calls() -> None:
     model = load("llama")
     tell(name="cache", tokens=paged_cache(model))
     tell_error("compile", lambda: Engine(model, **OPTIONS, compile="eager"))
+    tell_error("drafts", lambda: Engine(model, **OPTIONS, speculative=DraftModel(model)))
+    with Engine(model, **OPTIONS, speculative=PromptLookup()) as engine:
+        functions = SamplingParams(max_tokens=2, logits_processor=lambda ids, scores: scores)
+        tell_error("functions", lambda: engine.add_request(PROMPTS[0], functions))
+        asks = SamplingParams(max_tokens=12, prompt_logprobs=0)
+        tell(name="drafted", tokens=tokens_of(engine, asks))
     with Engine(model, **OPTIONS) as engine:
         if RANK == 0:
             tell_error("follow on rank 0", engine.follow)

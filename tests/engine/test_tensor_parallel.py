@@ -121,6 +121,15 @@ def test_calls_of_two_ranks(tmp_path: Path) -> None:
         assert rank["compile"]["error"] == (
             "Unsupported: Engine: compile: expected False with tensor parallelism, got 'eager'"
         )
+        assert rank["drafts"]["error"] == (
+            "Unsupported: Engine: speculative: expected PromptLookup or None with tensor "
+            "parallelism, got DraftModel"
+        )
+        assert rank["functions"]["error"] == (
+            "Unsupported: Engine: logits_processor: expected None with tensor parallelism, got a "
+            "function"
+        )
+        assert rank["drafted"]["tokens"] == expected
     assert ranks[0]["follow on rank 0"]["error"] == (
         "InvalidArgument: Engine: follow: expected another rank than 0, got 0"
     )

@@ -542,10 +542,13 @@ class Engine:
             constraints = constraints_of(
                 params, self.tokenizer, end_tokens(self.model), num_logits(self.model)
             )
+            if self._ranks is not None:
+                self._ranks.refuse_functions(params)
+            own_salt = salt
             if params.prompt_logprobs is not None:
-                salt = os.urandom(16)  # all of the prompt is computed
+                own_salt = os.urandom(16)  # all of the prompt is computed
             request = Request(
-                next(self._next_id), tokens, params, time.perf_counter(), salt, constraints
+                next(self._next_id), tokens, params, time.perf_counter(), own_salt, constraints
             )
             self.scheduler.add(request)
             self._requests[request.id] = request

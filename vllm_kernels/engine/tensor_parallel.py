@@ -32,6 +32,8 @@ from transformers import PreTrainedModel
 from ..errors import Error, InvalidArgument, Unsupported
 from ..hf.tensor_parallel import group_of_model
 from .config import EngineConfig
+from .request import SamplingParams
+from .speculative.options import DraftModel
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -79,7 +81,8 @@ class Ranks:
         """Returns the ranks of ``model``, or None if it is whole.
 
         Raises:
-            NotImplementedError: The engine of such a model cannot use torch.compile.
+            NotImplementedError: The engine of such a model can use neither torch.compile nor a
+                draft model.
         """
         group = group_of_model(model)
         if group is None:
@@ -88,7 +91,21 @@ class Ranks:
             raise Unsupported(
                 f"Engine: compile: expected False with tensor parallelism, got {config.compile!r}"
             )
+        if isinstance(config.speculative, DraftModel):  # rounding could give ranks other drafts
+            raise Unsupported(
+                "Engine: speculative: expected PromptLookup or None with tensor parallelism, got "
+                "DraftModel"
+            )
         return cls(group)
+
+    @staticmethod
+    def refuse_functions(params: SamplingParams) -> None:
+        """Raises Unsupported for parameters that cannot be sent to other ranks."""
+        for name in ("logits_mask", "logits_processor"):
+            if getattr(params, name) is not None:
+                raise Unsupported(
+                    f"Engine: {name}: expected None with tensor parallelism, got a function"
+                )
 
     def __enter__(self) -> Ranks:
         return self
