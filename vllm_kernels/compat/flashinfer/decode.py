@@ -183,8 +183,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             window_left: tokens visible before the last one; -1: all.
             sm_scale: None: head_dim ** -0.5.
             o_data_type: must be that of the query.
-            fixed_split_size, disable_split_kv, block_tables, seq_lens, non_blocking and the dtypes
-                are hints that change no result; they are ignored.
+
+        The other arguments are hints that change no result. They are ignored.
 
         Raises:
             Unsupported: for a pos_encoding_mode other than NONE.

@@ -248,7 +248,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 on any device.
             causal: whether keys after a token's own position are invisible to it.
             max_token_per_sequence: the most query tokens of a sequence, if known.
-            The other arguments are as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` has them.
+
+        The other arguments are as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` has them.
 
         Raises:
             Unsupported: for masks, multi-item scoring, a head_dim_vo other than head_dim_qk, or a
@@ -401,7 +402,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         Args:
             qo_indptr, kv_indptr: int32 [batch_size + 1], where each sequence's query tokens and
                 keys start, on any device.
-            The other arguments are as :meth:`BatchPrefillWithPagedKVCacheWrapper.plan` has them.
+
+        The other arguments are as :meth:`BatchPrefillWithPagedKVCacheWrapper.plan` has them.
 
         Raises:
             Unsupported: for masks, multi-item scoring, a head_dim_vo other than head_dim_qk, or a
