@@ -128,6 +128,6 @@ def test_the_command_without_arguments_prints_its_help(capsys):
     assert main([]) == 2
     printed = capsys.readouterr()
     assert (
-        "{demo,bench,info,selftest}" in printed.err and "versions, build, libraries" in printed.err
+        "{demo,bench,info,selftest," in printed.err and "versions, build, libraries" in printed.err
     )
     assert not printed.out

@@ -129,8 +129,9 @@ struct HeadBounds {
       for (; i + kLanes <= size; i += kLanes) bounds.add(load(from + i));
       if (i < size) {  // fewer tokens: the last one fills the vector
         C some[kLanes];
+        constexpr size_t kChunk = sizeof(some) < 16 ? sizeof(some) : 16;  // 16: x elements
         for (int64_t j = 0; j < kLanes; j += x) {
-          std::memcpy(some + j, from + (i + j < size ? i + j : size - x), 16);
+          std::memcpy(some + j, from + (i + j < size ? i + j : size - x), kChunk);
         }
         bounds.add(load(some));
       }
