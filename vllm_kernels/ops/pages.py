@@ -144,7 +144,8 @@ def select_pages(
         heads = shape_of(op, "bounds", bounds, "num_blocks", "num_kv_heads", "2", "head_size")[1:2]
         for name, value in (("budget", budget), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{op}: {name}: expected a number of tokens, got {value}")
+                got = " ".join(f"{value!r:.40}".split())
+                raise InvalidArgument(f"{op}: {name}: expected a number of tokens, got {got}")
         if not isinstance(per_kv_head, bool):
             raise InvalidType(
                 f"{op}: per_kv_head: expected a bool, got {type(per_kv_head).__name__}"
