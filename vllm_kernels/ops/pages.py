@@ -144,7 +144,7 @@ def select_pages(
         heads = shape_of(op, "bounds", bounds, "num_blocks", "num_kv_heads", "2", "head_size")[1:2]
         for name, value in (("budget", budget), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
-                got = " ".join(f"{value!r:.40}".split())
+                got = " ".join(f"{value!s:.40}".split())
                 raise InvalidArgument(f"{op}: {name}: expected a number of tokens, got {got}")
         if not isinstance(per_kv_head, bool):
             raise InvalidType(
