@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument, InvalidType, Unsupported
+from ..errors import InvalidArgument, Unsupported
+from ..ops._common import check_tensors as check_tensors
 
 if TYPE_CHECKING:
     from ._options import Options
@@ -23,13 +24,6 @@ def refuse(function: str, **unsupported: object) -> None:
 
 def wrong(function: str, name: str, want: str, got: Tensor) -> InvalidArgument:
     return InvalidArgument(f"{function}: {name}: expected {want}, got {list(got.shape)}")
-
-
-def check_tensors(function: str, **values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            kind = "None" if value is None else type(value).__name__
-            raise InvalidType(f"{function}: {name}: expected a tensor, got {kind}")
 
 
 def check_integers(function: str, **values: object) -> None:

@@ -62,6 +62,13 @@ def shape_of(op: str, name: str, tensor: Tensor, *sizes: str) -> torch.Size:
     return shape
 
 
+def check_tensors(function: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise InvalidType(f"{function}: {name}: expected a tensor, got {kind}")
+
+
 def require_list(op: str, name: str, caches: object) -> None:
     if not isinstance(caches, list | tuple):
         got = (

@@ -11,10 +11,11 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._types import KVCacheDType, Layout
-from ..errors import InvalidArgument, InvalidType
+from ..errors import InvalidArgument
 from ._common import (
     ONE_OR_EACH_HEAD,
     calls,
+    check_tensors,
     entry_points,
     inference_only,
     may_skip_modes,
@@ -477,7 +478,7 @@ def paged_attention(
             raise InvalidArgument(
                 "paged_attention: kv_indptr: expected no block_tables and seq_lens, got some"
             )
-        _require_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
+        check_tensors("paged_attention", kv_indices=kv_indices, last_page_len=last_page_len)
         block_tables, seq_lens = kv_indices, last_page_len
         list_of_pages = kv_indptr, max_pages
     op = _traced if is_dynamo_compiling() else _direct
@@ -500,13 +501,6 @@ def paged_attention(
     except (RuntimeError, TypeError, IndexError) as error:
         raise refused("paged_attention", error, locals(), ONE_OR_EACH_HEAD) from None
     return out if lse is None else (out, lse)
-
-
-def _require_tensors(op: str, **given: object) -> None:
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            got = "None" if value is None else type(value).__name__
-            raise InvalidType(f"{op}: {name}: expected a tensor, got {got}")
 
 
 def _owned_by_nobody(query: Tensor, out: Tensor | None, lse: Tensor | None) -> Tensor:
