@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidArgument, InvalidType, Unsupported
-from .._checks import refuse
+from .._checks import check_tensors, refuse
 
 KvLayout = Literal["NHD", "HND"]
 PagedKvCache = Tensor | tuple[Tensor, Tensor]
@@ -77,18 +78,16 @@ class Scores:
 
 
 def finish(
-    out: Tensor,
-    lse: Tensor | None,
-    v_scale: float | None,
-    return_lse: bool,
+    result: Tensor | tuple[Tensor, Tensor],
+    v_scale: float | None = None,
     given_lse: Tensor | None = None,
 ) -> Any:
-    """Scales the result, and gives the log-sum-exp in base 2."""
+    """Scales out or (out, lse), and gives the log-sum-exp in base 2."""
+    out, lse = result if isinstance(result, tuple) else (result, None)
     if v_scale is not None and v_scale != 1.0:
         out *= v_scale
-    if not return_lse:
+    if lse is None:
         return out
-    assert lse is not None
     lse /= LN2
     return out, lse if given_lse is None else given_lse.copy_(lse)
 
@@ -98,3 +97,28 @@ def same_dtype(function: str, name: str, wanted: torch.dtype | str | None, q: Te
     wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
     if wanted is not None and wanted != q.dtype:
         raise Unsupported(f"{function}: {name}: expected {q.dtype} (from q), got {wanted}")
+
+
+class Wrapper:
+    """What the wrappers share: the options of the last plan(), and short forms of run()."""
+
+    run: Callable[..., Any]
+    _scores: Scores | None = None
+    _o_dtype: torch.dtype | str | None = None
+
+    def _planned(self, args: tuple[object, ...], **tensors: Tensor) -> Scores:
+        """The options for a call of run() with these tensors, q first."""
+        name = f"{type(self).__name__}.run"
+        refuse(name, args=args or None)
+        if self._scores is None:
+            raise InvalidArgument(f"{name}: expected a plan() before it")
+        check_tensors(name, **tensors)
+        same_dtype(name, "o_data_type", self._o_dtype, tensors["q"])
+        return self._scores
+
+    def run_return_lse(self, q: Tensor, *keys: Any, **options: Any) -> Any:
+        """``run`` with return_lse."""
+        return self.run(q, *keys, **options, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing."""

@@ -7,19 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidArgument
-from ...ops import paged_attention, varlen_attention
+from ...ops import varlen_attention
 from .._checks import check_tensors, refuse
-from ._common import (
-    KvLayout,
-    PagedKvCache,
-    Scores,
-    check_layout,
-    finish,
-    same_dtype,
-    split_cache,
-)
-from ._pages import Pages
+from ._common import KvLayout, PagedKvCache, Scores, check_layout, finish
+from ._pages import PagedWrapper, Pages
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -78,14 +69,17 @@ def single_decode_with_kv_cache(
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     starts = torch.tensor([[0, 1], [0, k.shape[0]]], dtype=torch.int32, device=q.device)
-    out, lse = varlen_attention(
-        q[None], k, v, starts[0], starts[1], window=(window_left, -1), return_lse=True,
-        **scores.options(q, q_scale, k_scale),
+    result = finish(
+        varlen_attention(
+            q[None], k, v, starts[0], starts[1], window=(window_left, -1), return_lse=return_lse,
+            **scores.options(q, q_scale, k_scale),
+        ),
+        v_scale,
     )  # fmt: skip
-    return finish(out[0], lse[0], v_scale, return_lse)
+    return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decode attention of a batch over a paged cache: plan() once a step, run() once a layer.
 
     plan() keeps the page table. It computes nothing and copies nothing to the host, so that a call
@@ -136,17 +130,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
             paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
-        self._scores: Scores | None = None
-        self._o_dtype: torch.dtype | str | None = None
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._pages.fixed
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Does nothing: there is no workspace."""
 
     def plan(
         self,
@@ -230,29 +213,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             InvalidArgument: before plan(), or for tensors that do not fit, by name.
         """
-        name = f"{type(self).__name__}.run"
-        refuse(name, args=args or None)
-        if self._scores is None:
-            raise InvalidArgument(f"{name}: expected a plan() before it")
-        check_tensors(name, q=q)
-        same_dtype(name, "o_data_type", self._o_dtype, q)
-        keys, values = split_cache(name, paged_kv_cache)
-        left = self._scores.window_left if window_left is None else window_left
-        tokens = q_len_per_req or 1
-        options = self._scores.options(q, q_scale, k_scale)
-        if tokens > 1:
+        options: dict[str, Any] = {}
+        if q_len_per_req is not None and q_len_per_req > 1:
             batch = self._pages.batch_size
-            starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
-            options |= {"query_start_loc": starts, "max_query_len": tokens}
-        got, got_lse = paged_attention(
-            q, keys, values, **self._pages.table(), layout=self._layout, sinks=sinks, out=out,
-            sliding_window=left + 1, return_lse=True, **options,
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * q_len_per_req
+            options = {"query_start_loc": starts, "max_query_len": q_len_per_req}
+        return self._attend(
+            q, paged_kv_cache, args, (q_scale, k_scale, v_scale), window_left, lse, sinks=sinks,
+            out=out, return_lse=return_lse, **options,
         )  # fmt: skip
-        return finish(got, got_lse, v_scale, return_lse, lse)
-
-    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedKvCache, **options: Any) -> Any:
-        """:meth:`run` with return_lse."""
-        return self.run(q, paged_kv_cache, **options, return_lse=True)
 
     def forward(
         self,
@@ -269,18 +238,27 @@ class BatchDecodeWithPagedKVCacheWrapper:
         rope_theta: float | None = None,
     ) -> Any:
         """:meth:`run` with the options of :meth:`plan`."""
-        name = f"{type(self).__name__}.forward"
-        self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
+        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(self, q: Tensor, paged_kv_cache: PagedKvCache, **options: Any) -> Any:
         """:meth:`forward` with the log-sum-exp."""
-        self.forward(q, paged_kv_cache, **options)
-        scales = {k: options[k] for k in ("q_scale", "k_scale", "v_scale") if k in options}
+        names = ("q_scale", "k_scale", "v_scale")
+        scales = {name: options.pop(name) for name in names if name in options}
+        self._set_scores(**options)
         return self.run(q, paged_kv_cache, **scales, return_lse=True)
 
-    def end_forward(self) -> None:
-        """Does nothing."""
+    def _set_scores(
+        self,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> None:
+        name = f"{type(self).__name__}.forward"
+        self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

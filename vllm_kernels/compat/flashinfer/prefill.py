@@ -7,19 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidArgument
-from ...ops import paged_attention, varlen_attention
+from ...ops import varlen_attention
 from .._checks import check_tensors, refuse
-from ._common import (
-    KvLayout,
-    PagedKvCache,
-    Scores,
-    check_layout,
-    finish,
-    same_dtype,
-    split_cache,
-)
-from ._pages import Pages
+from ._common import KvLayout, PagedKvCache, Scores, Wrapper, check_layout, finish, same_dtype
+from ._pages import PagedWrapper, Pages, Starts
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -86,11 +77,11 @@ def single_prefill_with_kv_cache(
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     starts = torch.tensor([[0, q.shape[0]], [0, k.shape[0]]], dtype=torch.int32, device=q.device)
-    out, lse = varlen_attention(
-        q, k, v, starts[0], starts[1], window=(window_left, -1), causal=causal, return_lse=True,
-        **scores.options(q),
+    result = varlen_attention(
+        q, k, v, starts[0], starts[1], window=(window_left, -1), causal=causal,
+        return_lse=return_lse, **scores.options(q),
     )  # fmt: skip
-    return finish(out, lse, None, return_lse)
+    return finish(result)
 
 
 def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -111,30 +102,7 @@ def single_prefill_with_kv_cache_return_lse(q: Tensor, k: Tensor, v: Tensor, **o
     return single_prefill_with_kv_cache(q, k, v, **options, return_lse=True)
 
 
-class _Queries:
-    """qo_indptr of a wrapper, and the most query tokens of a sequence, if the host knows it."""
-
-    def __init__(self, on: torch.device, buffer: Tensor | None) -> None:
-        self._device, self._buffer = on, buffer
-        self.starts: Tensor | None = None
-        self.longest: int | None = None
-
-    def set(self, plan: str, qo_indptr: Tensor, longest: int | None) -> None:
-        check_tensors(plan, qo_indptr=qo_indptr)
-        on_host = qo_indptr.device.type == "cpu" and self._buffer is None and len(qo_indptr) > 1
-        self.longest = int(qo_indptr.diff().max()) if longest is None and on_host else longest
-        if self._buffer is None:
-            self.starts = qo_indptr.to(self._device, non_blocking=True)
-            return
-        if len(qo_indptr) != len(self._buffer):
-            raise InvalidArgument(
-                f"{plan}: qo_indptr: expected {len(self._buffer)} elements (from the wrapper's "
-                f"buffer), got {len(qo_indptr)}"
-            )
-        self.starts = self._buffer.copy_(qo_indptr, non_blocking=True)
-
-
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of several query tokens a sequence over a paged cache.
 
     It serves prompts, chunks of prompts, verification and mixed batches: a sequence's query tokens
@@ -185,24 +153,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._layout: KvLayout = kv_layout
         if use_cuda_graph:
             check_tensors(name, qo_indptr_buf=qo_indptr_buf)
-        self._queries = _Queries(self.device, qo_indptr_buf if use_cuda_graph else None)
+        self._queries = Starts(self.device, qo_indptr_buf if use_cuda_graph else None)
         self._pages = Pages(
             name, self.device, use_cuda_graph, paged_kv_indptr_buf=paged_kv_indptr_buf,
             paged_kv_indices_buf=paged_kv_indices_buf,
             paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
         )  # fmt: skip
-        self._scores: Scores | None = None
         self._causal = False
-        self._o_dtype: torch.dtype | str | None = None
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._pages.fixed
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Does nothing: there is no workspace."""
 
     def plan(
         self,
@@ -265,7 +222,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         )  # fmt: skip
         self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         self._causal, self._o_dtype = causal, o_data_type
-        self._queries.set(name, qo_indptr, max_token_per_sequence)
+        self._queries.set(name, "qo_indptr", qo_indptr, max_token_per_sequence)
         self._pages.set(name, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
 
     begin_forward = plan
@@ -289,31 +246,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
         The arguments and the result are those of :meth:`BatchDecodeWithPagedKVCacheWrapper.run`.
         """
-        name = f"{type(self).__name__}.run"
-        refuse(name, args=args or None)
-        if self._scores is None:
-            raise InvalidArgument(f"{name}: expected a plan() before it")
-        check_tensors(name, q=q)
-        same_dtype(name, "o_data_type", self._o_dtype, q)
-        keys, values = split_cache(name, paged_kv_cache)
-        left = self._scores.window_left if window_left is None else window_left
-        got, got_lse = paged_attention(
-            q, keys, values, **self._pages.table(), query_start_loc=self._queries.starts,
-            max_query_len=self._queries.longest, layout=self._layout, sinks=sinks, out=out,
-            sliding_window=left + 1, causal=self._causal, return_lse=True,
-            **self._scores.options(q, q_scale, k_scale),
+        return self._attend(
+            q, paged_kv_cache, args, (q_scale, k_scale, v_scale), window_left, lse, sinks=sinks,
+            out=out, return_lse=return_lse, query_start_loc=self._queries.starts,
+            max_query_len=self._queries.longest, causal=self._causal,
         )  # fmt: skip
-        return finish(got, got_lse, v_scale, return_lse, lse)
-
-    def run_return_lse(self, q: Tensor, paged_kv_cache: PagedKvCache, **options: Any) -> Any:
-        """:meth:`run` with return_lse."""
-        return self.run(q, paged_kv_cache, **options, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Does nothing."""
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Attention of sequences whose keys and values lie one after the other, without a cache.
 
     Args:
@@ -356,11 +296,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if use_cuda_graph:
             check_tensors(name, qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf)
         self._fixed = use_cuda_graph
-        self._queries = _Queries(self.device, qo_indptr_buf if use_cuda_graph else None)
-        self._keys = _Queries(self.device, kv_indptr_buf if use_cuda_graph else None)
-        self._scores: Scores | None = None
+        self._queries = Starts(self.device, qo_indptr_buf if use_cuda_graph else None)
+        self._keys = Starts(self.device, kv_indptr_buf if use_cuda_graph else None)
         self._causal = False
-        self._o_dtype: torch.dtype | str | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -418,8 +356,8 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         )  # fmt: skip
         self._scores = Scores.read(name, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         self._causal, self._o_dtype = causal, o_data_type
-        self._queries.set(name, qo_indptr, max_token_per_sequence)
-        self._keys.set(name, kv_indptr, 0)
+        self._queries.set(name, "qo_indptr", qo_indptr, max_token_per_sequence)
+        self._keys.set(name, "kv_indptr", kv_indptr, 0)
 
     begin_forward = plan
 
@@ -438,22 +376,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 
         The result is that of :meth:`BatchDecodeWithPagedKVCacheWrapper.run`.
         """
-        name = f"{type(self).__name__}.run"
-        refuse(name, args=args or None)
-        if self._scores is None or self._queries.starts is None or self._keys.starts is None:
-            raise InvalidArgument(f"{name}: expected a plan() before it")
-        check_tensors(name, q=q, k=k, v=v)
-        same_dtype(name, "o_data_type", self._o_dtype, q)
-        got, got_lse = varlen_attention(
+        scores = self._planned(args, q=q, k=k, v=v)
+        assert self._queries.starts is not None and self._keys.starts is not None
+        result = varlen_attention(
             q, k, v, self._queries.starts, self._keys.starts, out=out, causal=self._causal,
-            max_query_len=self._queries.longest, window=(self._scores.window_left, -1),
-            return_lse=True, **self._scores.options(q),
+            max_query_len=self._queries.longest, window=(scores.window_left, -1),
+            return_lse=return_lse, **scores.options(q),
         )  # fmt: skip
-        return finish(got, got_lse, None, return_lse, lse)
-
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """:meth:`run` with return_lse."""
-        return self.run(q, k, v, **options, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Does nothing."""
+        return finish(result, given_lse=lse)
