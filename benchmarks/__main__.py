@@ -1,7 +1,7 @@
 """`python -m benchmarks` runs every benchmark that this machine can run, one process each.
 
-`python -m benchmarks tables` writes RESULTS.md and the tables of the pages from the files in
-benchmarks/results.
+`python -m benchmarks tables` writes RESULTS.md, RESULTS_CPU.md and the tables of the pages
+from the files in benchmarks/results.
 """
 
 from __future__ import annotations

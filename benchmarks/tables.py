@@ -1,7 +1,8 @@
-"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md. Its
-figures in README.md, docs/performance.md and docs/scale_out.md come from there (page_tables.py).
+"""The measured tables: one JSON file a table in benchmarks/results, rendered as RESULTS.md and
+RESULTS_CPU.md. The figures in README.md, docs/performance.md and docs/scale_out.md come from there
+(page_tables.py).
 
-    python -m benchmarks tables                       writes RESULTS.md and the tables of the pages
+    python -m benchmarks tables                       writes both files and the tables of the pages
     python -m benchmarks tables RUN.json --into results/11_decode_peers_h200.json --commit COMMIT
 
 The second form replaces columns and rows of a results file by those of a run. RUN.json is an output
@@ -20,14 +21,22 @@ from benchmarks import page_tables
 
 CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
 HERE = Path(__file__).parent
-RESULTS = HERE / "RESULTS.md"
-INTRODUCTION = """# Measured results
-
-`python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
+RESULTS, RESULTS_CPU = HERE / "RESULTS.md", HERE / "RESULTS_CPU.md"
+CPU_SECTIONS = ("Engine on a CPU", "CPU ops", "KV-cache manager")
+GENERATED = """`python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
 Every table names its machine, command and commit, and peers ran in the same run. Slower results
-stand here too. GPU times are medians over a CUDA graph with a cold L2. The programs that drive the
-peers are not part of the repository. [docs/lab](../docs/lab/README.md) explains the figures, and
-[a plot](plots/decode_h200.png) shows the bandwidth of decode attention.
+stand here too. [docs/lab](../docs/lab/README.md) explains the figures."""
+INTRODUCTION = f"""# Measured results on GPUs
+
+{GENERATED} GPU times are medians over a CUDA
+graph with a cold L2. The programs that drive the peers are not part of the repository.
+[A plot](plots/decode_h200.png) shows the bandwidth of decode attention, and
+[RESULTS_CPU.md](RESULTS_CPU.md) has the CPU's tables.
+"""
+INTRODUCTION_CPU = f"""# Measured results on CPUs
+
+{GENERATED}
+[RESULTS.md](RESULTS.md) has the tables of GPUs.
 """
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 
@@ -37,11 +46,13 @@ def markdown(columns: list[str], rows: list[list[str | None]]) -> list[str]:
     return ["| " + " | ".join("-" if c is None else str(c) for c in line) + " |" for line in lines]
 
 
-def render() -> str:
-    """All of RESULTS.md. Numbers keep the digits they have in the files."""
-    lines, section = INTRODUCTION.splitlines(), None
+def render(cpu: bool) -> str:
+    """All of RESULTS_CPU.md or of RESULTS.md. Numbers keep the digits they have in the files."""
+    lines, section = (INTRODUCTION_CPU if cpu else INTRODUCTION).splitlines(), None
     for path in sorted((HERE / "results").glob("*.json")):
         table = json.loads(path.read_text(), parse_float=str)
+        if (table["section"] in CPU_SECTIONS) != cpu:
+            continue
         if table["section"] != section:
             section = table["section"]
             lines += ["", f"## {section}"]
@@ -133,7 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         today = datetime.date.today().isoformat()
         table |= {"commit": arguments.commit, "date": today, "columns": columns, "rows": rows}
         arguments.into.write_text(dump(table))
-    RESULTS.write_text(render())
+    RESULTS.write_text(render(cpu=False))
+    RESULTS_CPU.write_text(render(cpu=True))
     page_tables.write()
 
 

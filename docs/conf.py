@@ -36,7 +36,7 @@ include_patterns = [
     "csrc/**.md",
     "vllm_kernels/engine/README.md",
     "vllm_kernels/hf/README.md",
-    "benchmarks/RESULTS.md",
+    "benchmarks/RESULTS*.md",
 ]
 exclude_patterns = ["docs/README.md"]  # docs/index.md contains it
 html_theme = "furo"
