@@ -120,9 +120,22 @@ def test_layers_of_different_groups_share_tensors() -> None:
         KVCache(shape(num_layers=2), 4, tensor_of_layer=[0, 0])
 
 
+def test_copies_and_swaps_take_bounds_along(device: str) -> None:
+    cache = KVCache(shape(page_bounds=True), 4, device=device, num_host_blocks=2)
+    fill(cache, 1, 8)
+    before = cache.page_bounds[1][0].clone()
+    assert (before[:, 0] <= before[:, 1]).all()
+    cache.copy(torch.tensor([[0, 2]]))
+    assert torch.equal(cache.page_bounds[1][2], before)
+    cache.swap_out(torch.tensor([[2, 1]]))
+    cache.swap_in(torch.tensor([[1, 3]]))
+    assert torch.equal(cache.page_bounds[1][3], before)
+
+
 def test_sizes() -> None:
     assert SHAPE.block_bytes == 2 * 3 * 8 * 2 * 32 * 4
     assert shape(cache_dtype="fp8", dtype=torch.bfloat16).block_bytes == SHAPE.block_bytes // 4
+    assert shape(page_bounds=True).block_bytes == SHAPE.block_bytes + 3 * 2 * 2 * 32 * 4
     cache = KVCache.from_bytes(SHAPE, 5 * SHAPE.block_bytes + 1, host_bytes=2 * SHAPE.block_bytes)
     assert (cache.num_blocks, cache.num_host_blocks) == (5, 2)
     tensors = cache.key_caches + cache.value_caches

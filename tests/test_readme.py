@@ -73,6 +73,7 @@ PRINTED = {
         r"{0: \(\[0, 1\], 8\), 1: \(\[0, 1, 2\], 10\)} owed: 3\n8 blocks are free again"
     ),
     ("docs/page_selection.md", "page_bounds_update"): r"torch.Size\(\[1, 16\]\) \[248\]",
+    ("docs/page_selection.md", "PageSelection"): r"True True",
     ("docs/prefix_caching.md", "num_new=0"): r"16 tokens cached, 4 to compute",
     ("docs/prefix_caching.md", "cascade_attention"): r"True",
     ("docs/sampling.md", "token_logprobs"): r"torch.Size\(\[3\]\) torch.Size\(\[3, 6\]\)",

@@ -140,7 +140,8 @@ class FusedLlama:
         group = pages.groups.group_of_layer[index]
         slots = step.slot_mappings[group]
         norms = {"q_weight": layer.q_norm, "k_weight": layer.k_norm, "epsilon": self._epsilon}
-        if step.starts is None and pages.cascade(index, layer.options) is None:
+        plain = not pages.is_sparse(index, layer.options)
+        if plain and step.starts is None and pages.cascade(index, layer.options) is None:
             out = pages.cache.decode(
                 index, qkv, positions, self._cos_sin, slots, step.block_tables[group],
                 step.seq_lens, scale=layer.options.scale,

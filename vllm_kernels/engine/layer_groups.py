@@ -11,6 +11,7 @@ from .. import CascadePlan, cascade_plan
 from ..hf.attention_interface import AttentionOptions, LayerCall
 from ..hf.paged_batch import token_major
 from ..kv_cache.tensors import KVCache
+from .sparse import PageSelection
 
 __all__ = ["LayerGroups", "PackedPages", "StepInputs"]
 
@@ -76,16 +77,24 @@ class PackedPages:
         cache: Cache tensors of all layers.
         groups: Layer groups.
         num_heads: Number of query heads.
+        sparse: What the one-token sequences attend to. None is everything.
     """
 
     length = 0  # number of earlier tokens that an attention mask must cover
 
-    def __init__(self, cache: KVCache, groups: LayerGroups, num_heads: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        groups: LayerGroups,
+        num_heads: int,
+        sparse: PageSelection | None = None,
+    ) -> None:
         self.cache = cache
         self.groups = groups
         self.shape = cache.shape
         self.step: StepInputs | None = None
         self._num_heads = num_heads
+        self._sparse = sparse
         self._cascades: dict[int, CascadePlan] = {}  # by group
 
     def begin(self, step: StepInputs) -> None:
@@ -118,9 +127,13 @@ class PackedPages:
 
     def cascade(self, layer: int, options: AttentionOptions) -> CascadePlan | None:
         """Returns the cascade plan of the one-token sequences, or None without a cascade."""
-        if not options.can_cascade:
+        if not options.can_cascade or self.is_sparse(layer, options):
             return None
         return self._cascades.get(self.groups.group_of_layer[layer])
+
+    def is_sparse(self, layer: int, options: AttentionOptions) -> bool:
+        """Whether the one-token sequences attend to a part of their tokens."""
+        return self._sparse is not None and self._sparse.serves(layer, options)
 
     def attend(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Computes attention for all tokens. Query and result are [T, heads, head_size]."""
@@ -128,16 +141,25 @@ class PackedPages:
         assert step is not None
         tables, lens = step.block_tables[self.groups.group_of_layer[layer]], step.seq_lens
         plan, single, starts = self.cascade(layer, options), step.num_single, step.starts
+        sparse = self._sparse if self.is_sparse(layer, options) else None
         # A GPU runs all tokens of a call in parallel. A CPU is faster if one-token sequences have
         # a call of their own.
-        apart = starts is not None and single and self.cache.device.type == "cpu"
+        may_split = self.cache.device.type == "cpu" or sparse is not None
+        apart = starts is not None and single and may_split
+        first = query[:single], tables[:single], lens[:single]
+        if sparse is not None and single:
+            first = first[0], *self.cache.select_pages(
+                layer, *first, sparse.budget, sink_pages=sparse.sink_pages,
+                recent_pages=sparse.recent_pages,
+            )  # fmt: skip
+            if starts is None:
+                return self.cache.attend(layer, *first, **options.arguments())
         if plan is None and not apart:
             return self.cache.attend(
                 layer, query, tables, lens, query_start_loc=starts,
                 max_query_len=step.max_query_len, **options.arguments(),
             )  # fmt: skip
         out = query.new_empty(query.shape)
-        first = query[:single], tables[:single], lens[:single]
         if plan is not None:
             self.cache.attend_cascade(
                 layer, *first, plan, scale=options.scale, softcap=options.softcap, out=out[:single]

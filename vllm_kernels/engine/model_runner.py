@@ -28,6 +28,7 @@ from .layer_groups import LayerGroups, PackedPages, StepInputs
 from .plan import Plan
 from .sampling.sampler import Sampler
 from .sampling.step import StepLogits
+from .sparse import PageSelection
 from .upload import upload
 
 __all__ = ["ModelRunner", "layer_options"]
@@ -147,6 +148,7 @@ class ModelRunner:
         backend: Backend of torch.compile. None calls the model directly.
         fused: Whether Llama-like models run as :class:`FusedLlama`.
         sampler: Draws tokens within CUDA graphs.
+        sparse: What decoding sequences attend to. None is everything.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class ModelRunner:
         backend: str | None,
         fused: bool,
         sampler: Sampler,
+        sparse: PageSelection | None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -170,7 +173,7 @@ class ModelRunner:
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
         heads = heads_of_rank(model, "num_attention_heads", config.num_attention_heads)
-        self.pages = PackedPages(cache, groups, heads)
+        self.pages = PackedPages(cache, groups, heads, sparse)
         layers = range(len(groups.group_of_layer))
         self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])
         blocks = -(-max_length // cache.shape.block_size)

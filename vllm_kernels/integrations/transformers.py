@@ -27,6 +27,7 @@ from ..engine.outputs import Completion, RequestOutput, TokenOutput
 from ..engine.request import FinishReason
 from ..engine.sampling.logprobs import Logprob
 from ..engine.sampling.params import LogitsMask, LogitsProcessor, SamplingParams
+from ..engine.sparse import PageSelection
 from ..engine.speculative.options import DraftModel, PromptLookup
 from ..hf.attention_interface import NAME, stop_paged_attention, use_paged_attention
 from ..hf.llama_patch import patched_layers
@@ -42,6 +43,7 @@ __all__ = [
     "LogitsMask",
     "LogitsProcessor",
     "Logprob",
+    "PageSelection",
     "PagedCache",
     "PromptLookup",
     "RequestOutput",

@@ -61,6 +61,7 @@ class KVShape:
         block_size: tokens of a block, a power of two from 1 to 256.
         layout: "vllm", "NHD" or "HND", as :func:`vllm_kernels.paged_attention` has them.
         cache_dtype: "auto" (dtype), or one of CACHE_DTYPES.
+        page_bounds: whether a block has bounds of its keys, which select_pages reads.
 
     Raises:
         Unsupported: a shape that the kernels do not support; it names the argument.
@@ -74,6 +75,7 @@ class KVShape:
     block_size: int = 16
     layout: Layout = "vllm"
     cache_dtype: KVCacheDType = "auto"
+    page_bounds: bool = False
 
     def __post_init__(self) -> None:
         def check(
@@ -111,8 +113,10 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of its layers."""
-        return self.num_layers * self.block_size * self.token_bytes
+        """Bytes of one block: keys, values and bounds of its layers."""
+        bounds = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        layer = self.block_size * self.token_bytes + (bounds if self.page_bounds else 0)
+        return self.num_layers * layer
 
     @property
     def token_bytes(self) -> int:
@@ -148,6 +152,8 @@ class KVCache:
 
     Attributes:
         key_caches, value_caches: a tensor a layer; their contents are not initialised.
+        page_bounds: a tensor a layer, as :func:`vllm_kernels.page_bounds_update` has it; empty
+            without shape.page_bounds. Every write keeps the bounds right.
 
     Raises:
         ValueError: an argument that does not fit, by name.
@@ -182,15 +188,15 @@ class KVCache:
             )
         self._k_scales = self._scales("k_scale", k_scale, len(of_layer))
         self._v_scales = self._scales("v_scale", v_scale, len(of_layer))
-        self._keys, self._values = self._pool(num_blocks, self.device, pinned=False)
+        pool = self._pool(num_blocks, self.device, pinned=False)
+        self._keys, self._values, self._bounds = pool
         self.key_caches = [self._keys[tensor] for tensor in of_layer]
         self.value_caches = [self._values[tensor] for tensor in of_layer]
-        self._host_keys: list[Tensor] = []
-        self._host_values: list[Tensor] = []
+        self.page_bounds = [self._bounds[tensor] for tensor in of_layer if shape.page_bounds]
+        self._host_pool: list[Tensor] = []
         if num_host_blocks:
-            self._host_keys, self._host_values = self._pool(
-                num_host_blocks, torch.device("cpu"), pinned=self.device.type == "cuda"
-            )
+            pool = self._pool(num_host_blocks, torch.device("cpu"), self.device.type == "cuda")
+            self._host_pool = [*pool[0], *pool[1], *pool[2]]
 
     @classmethod
     def from_bytes(
@@ -231,8 +237,8 @@ class KVCache:
 
     def free(self) -> None:
         """Gives the memory back. The cache cannot be used afterwards."""
-        self.key_caches, self.value_caches = [], []
-        self._keys, self._values, self._host_keys, self._host_values = [], [], [], []
+        self.key_caches, self.value_caches, self.page_bounds = [], [], []
+        self._keys, self._values, self._bounds, self._host_pool = [], [], [], []
 
     # One layer of a forward pass.
 
@@ -250,10 +256,11 @@ class KVCache:
         kind = self.shape.cache_dtype
         if self.shape.layout == "vllm":
             vllm_kernels.reshape_and_cache(key, value, kc, vc, slot_mapping, kind, *scales)
-            return
-        if self.shape.layout == "HND":
-            kc, vc = kc.transpose(1, 2), vc.transpose(1, 2)
-        vllm_kernels.reshape_and_cache_flash(key, value, kc, vc, slot_mapping, kind, *scales)
+        else:
+            if self.shape.layout == "HND":
+                kc, vc = kc.transpose(1, 2), vc.transpose(1, 2)
+            vllm_kernels.reshape_and_cache_flash(key, value, kc, vc, slot_mapping, kind, *scales)
+        self._update_bounds(layer, slot_mapping)
 
     def rope_and_write(
         self,
@@ -287,6 +294,7 @@ class KVCache:
             epsilon=epsilon,
             **self._scales_of(layer),
         )
+        self._update_bounds(layer, slot_mapping)
 
     def decode(
         self,
@@ -306,7 +314,7 @@ class KVCache:
     ) -> Tensor:
         """:func:`vllm_kernels.fused_decode_attention` with this layer's pages: that
         and :meth:`attend` for one token a sequence, from the packed product ``qkv`` on."""
-        return vllm_kernels.fused_decode_attention(
+        out = vllm_kernels.fused_decode_attention(
             qkv,
             positions,
             cos_sin_cache,
@@ -321,6 +329,35 @@ class KVCache:
             sliding_window=sliding_window,
             layout=self.shape.layout,
             **self._scales_of(layer),
+        )
+        self._update_bounds(layer, slot_mapping)
+        return out
+
+    def select_pages(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        budget: int,
+        *,
+        sink_pages: int = 1,
+        recent_pages: int = 4,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`vllm_kernels.select_pages` for ``query`` [num_seqs, num_heads, head_size] with
+        this layer's bounds: block tables and lengths for :meth:`attend`."""
+        self._pages(layer)
+        if not self.page_bounds:
+            raise Error("KVCache: select_pages: there are no bounds: give KVShape page_bounds")
+        return vllm_kernels.select_pages(
+            query,
+            self.page_bounds[layer],
+            block_tables,
+            seq_lens,
+            budget,
+            block_size=self.shape.block_size,
+            sink_pages=sink_pages,
+            recent_pages=recent_pages,
         )
 
     def attend(
@@ -392,7 +429,10 @@ class KVCache:
         """Copy-on-write: within the device, in every layer: ``cache.copy(manager.step(...))``.
         ``pairs`` on the CPU, for no wait, or on the device."""
         if len(pairs):
-            vllm_kernels.copy_blocks(self._keys, self._values, _mapping(pairs))
+            mapping = _mapping(pairs)
+            vllm_kernels.copy_blocks(self._keys, self._values, mapping)
+            if self._bounds:
+                vllm_kernels.copy_blocks_mla(self._bounds, mapping)
 
     def swap_out(self, pairs: Pairs) -> None:
         """From the device to the host: ``cache.swap_out(manager.swap_out(...))``. ``pairs`` on the
@@ -424,6 +464,17 @@ class KVCache:
             return {}
         return {"k_scale": self._k_scales[layer], "v_scale": self._v_scales[layer]}
 
+    def _update_bounds(self, layer: int, slot_mapping: Tensor) -> None:
+        """After a write to these slots."""
+        if self.page_bounds:
+            vllm_kernels.page_bounds_update(
+                self.page_bounds[layer],
+                self.key_caches[layer],
+                slot_mapping,
+                k_scale=self._k_scales[layer] if self._is_quantized else None,
+                layout=self.shape.layout,
+            )
+
     def _swaps(self, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """For every tensor: it, its blocks on the host, and the pairs."""
         if not len(pairs):
@@ -431,19 +482,25 @@ class KVCache:
         if not self.num_host_blocks:
             raise Error("KVCache: swap: there are no host blocks: give num_host_blocks")
         mapping = _mapping(pairs)
-        for device, host in zip(self._keys + self._values, self._host_keys + self._host_values):
+        for device, host in zip(self._keys + self._values + self._bounds, self._host_pool):
             yield device, host, mapping
 
     def _pool(
         self, num_blocks: int, device: torch.device, pinned: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        dtype = self.shape.stored_dtype
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "pin_memory": pinned}
-        key_shape, value_shape = self.shape.cache_shapes(num_blocks)
-        layers = range(self.shape.num_layers)
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Keys, values and bounds, a tensor a layer."""
+        shape = self.shape
+        stored, both = shape.stored_dtype, (num_blocks, shape.num_kv_heads, 2, shape.head_size)
+        key_shape, value_shape = shape.cache_shapes(num_blocks)
+        options: dict[str, Any] = {"device": device, "pin_memory": pinned}
+        layers = range(shape.num_layers)
         try:
-            keys = [torch.empty(key_shape, **options) for _ in layers]
-            return keys, [torch.empty(value_shape, **options) for _ in layers]
+            return (
+                [torch.empty(key_shape, dtype=stored, **options) for _ in layers],
+                [torch.empty(value_shape, dtype=stored, **options) for _ in layers],
+                [torch.empty(both, dtype=shape.dtype, **options)
+                 for _ in layers if shape.page_bounds],
+            )  # fmt: skip
         except RuntimeError as error:
             needed = num_blocks * self.shape.block_bytes
             free = free_memory(device)

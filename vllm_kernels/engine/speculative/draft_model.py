@@ -84,7 +84,7 @@ class DraftModelDrafter:
         self._sampler = Sampler(max_batch_size, num_logits(model), model.device)
         self._packed = ModelRunner(
             model, cache, groups, **limits, cuda_graphs=cuda_graphs, cascade=False, backend=None,
-            fused=fused, sampler=self._sampler,
+            fused=fused, sampler=self._sampler, sparse=None,
         )  # fmt: skip
         cleanup.callback(self._packed.close)
         self._shadows: dict[Sequence, Sequence] = {}

@@ -1,0 +1,207 @@
+"""Engines whose decoding sequences attend to selected pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'vllm_kernels[demo]'")
+
+import torch
+from engines import SMALL, greedy, prompts
+from test_engine import replayed
+from tiny_models import tiny_model
+from torch import Tensor
+
+import vllm_kernels
+from vllm_kernels import reference
+from vllm_kernels.engine.engine import Engine
+from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.request import SamplingParams
+from vllm_kernels.integrations.transformers import PageSelection, PromptLookup
+from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+from vllm_kernels.reference.cache import token_rows
+
+FEW = PageSelection(budget=24, sink_pages=1, recent_pages=1, dense_layers=1)
+ALL = PageSelection(budget=1024, dense_layers=0)
+LONG = (60, 9, 90, 33, 140, 3)
+ATTEND = KVCache.attend
+
+
+def served(model, texts: list[list[int]], max_tokens: int = 24, **options) -> list[list[int]]:
+    with Engine(model, **(SMALL | options)) as engine:
+        tokens = greedy(engine, texts, max_tokens=max_tokens)
+        engine.manager.check_integrity()
+    return tokens
+
+
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each layer selected pages. Every time the bounds hold for all visible keys, and the
+    pages are the reference's."""
+    counts: Counter[int] = Counter()
+    select = KVCache.select_pages
+
+    def checked(
+        cache: KVCache, layer: int, query: Tensor, tables: Tensor, lens: Tensor, *args, **options
+    ) -> tuple[Tensor, Tensor]:
+        counts[layer] += 1
+        got = select(cache, layer, query, tables, lens, *args, **options)
+        bounds, size = cache.page_bounds[layer].cpu(), cache.shape.block_size
+        want = reference.select_pages(
+            query.cpu(), bounds, tables.cpu(), lens.cpu(), *args, block_size=size, **options
+        )
+        for ours, exact in zip(got, want, strict=True):
+            assert torch.equal(ours.cpu(), exact)
+        keys = visible_keys(cache, layer)
+        for table, length in zip(tables.tolist(), lens.tolist()):
+            for page in range(-(-length // size)):
+                visible = keys[table[page]][: length - page * size].float()
+                least, most = bounds[table[page]].float().unbind(1)
+                assert (visible.amin(0) >= least).all() and (visible.amax(0) <= most).all()
+        return got
+
+    monkeypatch.setattr(KVCache, "select_pages", checked)
+    return counts
+
+
+def visible_keys(cache: KVCache, layer: int) -> Tensor:
+    """[num_blocks, block_size, num_kv_heads, head_size], dequantized."""
+    keys = token_rows(cache.key_caches[layer].cpu(), cache.shape.layout)
+    if cache.shape.cache_dtype == "auto":
+        return keys
+    return keys.float() * cache._k_scales[layer].cpu()[:, None]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("layout", ["vllm", "NHD", "HND"])
+def test_a_budget_for_all_is_dense(layout: str, fused: bool, device: str, selections) -> None:
+    """Bit for bit: log-probabilities are equal."""
+    model, texts = tiny_model("llama", device), prompts(LONG)
+    options = SMALL | {"layout": layout, "fused": fused, "cuda_graphs": False}
+    results = []
+    for sparse in (None, ALL):
+        with Engine(model, sparse=sparse, **options) as engine:
+            outputs = engine.generate(texts, SamplingParams(max_tokens=20, logprobs=2))
+        results.append([(o.completions[0].tokens, o.completions[0].logprobs) for o in outputs])
+    assert results[0] == results[1]
+    assert selections[0] == selections[1] > 19
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_few_pages(cache_dtype: str, fused: bool, device: str, selections) -> None:
+    """Other tokens than of dense attention; the same ones whatever the batch and the path."""
+    model, texts = tiny_model("llama", device), prompts(LONG)
+    options = {"cache_dtype": cache_dtype, "cuda_graphs": False, "check": False}
+    tokens = served(model, texts, sparse=FEW, fused=fused, **options)
+    assert tokens != served(model, texts, fused=fused, **options)
+    assert selections[0] == 0 < selections[1]
+    # Prompts are dense, so the first token is that of dense attention.
+    for one, text in zip(tokens, texts):
+        assert served(model, [text], sparse=FEW, **options) == [one]
+
+
+def test_only_the_selected_pages_are_attended_to(monkeypatch, selections) -> None:
+    model, lengths = tiny_model("llama"), []
+
+    def noted(cache: KVCache, layer: int, query: Tensor, tables: Tensor, lens: Tensor, **options):
+        if layer == 1 and options.get("query_start_loc") is None:
+            lengths.extend(lens.tolist())
+        return ATTEND(cache, layer, query, tables, lens, **options)
+
+    monkeypatch.setattr(KVCache, "attend", noted)
+    served(model, prompts((140,)), sparse=FEW, check=False)
+    assert len(lengths) == 23 and max(lengths) <= 24 and min(lengths) > 16
+
+
+@pytest.mark.parametrize(("name", "layers"), [("mistral-window", []), ("gemma2", [1])])
+def test_layers_that_need_positions_are_dense(name: str, layers: list[int], selections) -> None:
+    model, sparse = tiny_model(name), PageSelection(24, recent_pages=1, dense_layers=0)
+    served(model, prompts((140, 60)), sparse=sparse)
+    assert sorted(selections) == layers
+
+
+def test_forks_and_swaps_keep_the_bounds(device: str, selections) -> None:
+    """Parallel samples copy a page on write; a small cache swaps sequences out and in."""
+    model, texts = tiny_model("llama", device), prompts((50, 30, 60, 41))
+    options = {"sparse": FEW, "cuda_graphs": False}
+    expected = served(model, texts, 40, **options)
+    small = {"num_blocks": 26, "host_bytes": 1 << 22}
+    with Engine(model, **(SMALL | options | small)) as engine:
+        assert greedy(engine, texts, max_tokens=40) == expected
+        assert engine.statistics().scheduler.num_swapped > 0
+        params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=5)
+        completions = engine.generate(texts[:2], params)[0].completions
+    assert len({tuple(completion.tokens) for completion in completions}) > 1
+    assert selections[1] > 60
+
+
+def test_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA graphs need, without a GPU."""
+    model, texts = tiny_model("llama"), prompts(LONG)
+    expected = served(model, texts, sparse=FEW)
+    monkeypatch.setattr(ModelRunner, "_capture", replayed)
+    assert served(model, texts, sparse=FEW, cuda_graphs=True) == expected
+
+
+def test_cuda_graphs() -> None:
+    if not (torch.cuda.is_available() and vllm_kernels.cuda_loaded):
+        pytest.skip("needs a GPU and the CUDA library")
+    model, texts = tiny_model("llama", "cuda"), prompts(LONG)
+    expected = served(model, texts, sparse=FEW, cuda_graphs=False)
+    assert served(model, texts, sparse=FEW) == expected
+
+
+def test_torch_compile(device: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, texts = tiny_model("llama", device, num_hidden_layers=1), prompts((60,))
+    options = {"sparse": PageSelection(24, recent_pages=1, dense_layers=0), "check": False}
+    expected = served(model, texts, 4, **options)
+    assert served(model, texts, 4, compile="aot_eager", **options) == expected
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"sparse": "quest"}, TypeError, "Engine: sparse: expected PageSelection or None, got"),
+        (
+            {"sparse": PageSelection(39)},
+            ValueError,
+            "Engine: sparse: budget: expected at least 40 tokens, for sink_pages and recent_pages "
+            "of 8, got 39",
+        ),
+        (
+            {"sparse": ALL, "speculative": PromptLookup()},
+            ValueError,
+            "Engine: sparse: expected None with speculative, whose passes are dense, got Page",
+        ),
+    ],
+)
+def test_refused(options: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        Engine(tiny_model(), **(SMALL | options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"budget": 2.0}, TypeError, "budget: expected an integer, got 2.0"),
+        ({"budget": 0}, ValueError, "budget: expected at least 1, got 0"),
+        ({"recent_pages": 0}, ValueError, "recent_pages: expected at least 1, got 0"),
+        ({"dense_layers": True}, TypeError, "dense_layers: expected an integer, got True"),
+    ],
+)
+def test_options(arguments: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^PageSelection: {message}$"):
+        PageSelection(**arguments)
+
+
+def test_a_cache_without_bounds(device: str) -> None:
+    cache = KVCache(KVShape(1, 1, 32, torch.float32), 4)
+    ints = torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"^KVCache: select_pages: there are no bounds: give KV"):
+        cache.select_pages(0, torch.zeros(1, 1, 32), ints, ints[0], 80)
