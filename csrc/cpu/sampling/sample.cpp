@@ -32,25 +32,36 @@ void penalize(const SampleParams& p, int64_t sample, uint32_t* ordered) {
   }
 }
 
+// Returns the highest ordered bits.
 template <typename T>
-void load_row(const SampleParams& p, int64_t sample, float temperature, uint32_t* ordered) {
+uint32_t load_row(const SampleParams& p, int64_t sample, float temperature, uint32_t* ordered) {
   const T* row = static_cast<const T*>(p.logits.data) + p.row_of(sample) * p.logits.stride;
   const int64_t n = p.logits.vocab_size;
   const int32_t* words = p.bitmask.of(sample);
   const auto has_tokens = [](auto range) { return range.begin < range.end; };
   const bool sparse = has_tokens(p.bias.of(sample)) || has_tokens(p.counts.of(sample));
-  const Vec divisor = splat(sparse ? 1.0f : temperature);
-  to_ordered(row, n, ordered, [&](Vec logits, int64_t token) {
-    return masked(logits, p.bitmask, words, token) / divisor;
-  });
-  if (!sparse) return;
-  penalize(p, sample, ordered);
-  if (temperature == 1.0f) return;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const Vec logits = from_ordered_bits(load_ordered(ordered + i));
-    store_raw(ordered + i, ordered_bits(logits / splat(temperature)));
+  const auto allowed = [&](Vec logits, int64_t token) {
+    return masked(logits, p.bitmask, words, token);
+  };
+  const Vec divisor = splat(temperature);
+  if (!sparse && temperature != 1.0f) {
+    return to_ordered(row, n, ordered, [&](Vec logits, int64_t token) {
+      return allowed(logits, token) / divisor;
+    });
   }
-  for (int64_t i = n; i < padded(n); ++i) ordered[i] = 0;
+  const uint32_t most = to_ordered(row, n, ordered, allowed);
+  if (!sparse) return most;
+  penalize(p, sample, ordered);
+  Highest highest;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    VecUint bits = load_ordered(ordered + i);
+    if (temperature != 1.0f) {  // padding stays below every logit: 0 stands for a NaN
+      bits = (VecUint)(bits != 0) & ordered_bits(from_ordered_bits(bits) / divisor);
+      store_raw(ordered + i, bits);
+    }
+    highest.add(bits);
+  }
+  return highest.get();
 }
 
 // `list` has two thirds of the scratch.
@@ -152,8 +163,7 @@ void sample_row(const SampleParams& p, int64_t sample) {
   const int64_t n = p.logits.vocab_size;
   const SampleRow request = SampleRow::read(p, sample);
   uint32_t* ordered = p.scratch;
-  load_row<T>(p, sample, request.temperature, ordered);
-  const uint32_t most = highest(ordered, padded(n));
+  const uint32_t most = load_row<T>(p, sample, request.temperature, ordered);
   if (request.greedy || !is_finite_ordered(most)) {
     if (p.tokens != nullptr) p.tokens[sample] = first_equal(ordered, n, most);
     return;

@@ -1,5 +1,6 @@
 // token_logprobs and softmax (ops/sampling/sample.h). A task is a row, which it keeps as ordered
-// bits in scratch: the highest logit, the sum of weights, then the results.
+// bits in scratch: the highest logit, the sum of weights, then the results. softmax keeps e^(x - max)
+// in its result in between.
 #include "cpu/sampling/vec_sampling.h"
 
 namespace vllm_kernels::cpu {
@@ -16,9 +17,10 @@ Loop loop_of_softmax(const SoftmaxParams& p) {
 template <typename T>
 uint32_t load_row(const LogitRows& logits, int64_t row, float divisor, uint32_t* ordered) {
   const T* data = static_cast<const T*>(logits.data) + row * logits.stride;
+  const int64_t n = logits.vocab_size;
+  if (divisor == 1.0f) return to_ordered(data, n, ordered, [](Vec x, int64_t) { return x; });
   const Vec divisors = splat(divisor);
-  to_ordered(data, logits.vocab_size, ordered, [&](Vec x, int64_t) { return x / divisors; });
-  return highest(ordered, padded(logits.vocab_size));
+  return to_ordered(data, n, ordered, [&](Vec x, int64_t) { return x / divisors; });
 }
 
 // The weights of all tokens.
@@ -94,16 +96,23 @@ void softmax_row(const SoftmaxParams& p, int64_t row) {
   uint32_t* ordered = p.scratch;
   const float divisor = p.temperature == nullptr ? 1.0f : p.temperature[row];
   const uint32_t most = load_row<T>(p.logits, row, divisor, ordered);
-  const float max = vllm_kernels::from_ordered_bits(most);
-  float sum = __builtin_nanf("");
-  if (is_finite_ordered(most)) {
-    sum = static_cast<float>(sum_of_weights(ordered, n, max)) * 0x1p-40f;
-  }
   float* out = p.out + row * p.out_stride;
+  if (!is_finite_ordered(most)) {
+    for (int64_t i = 0; i < n; ++i) out[i] = __builtin_nanf("");
+    return;
+  }
+  const Vec max = splat(vllm_kernels::from_ordered_bits(most));
+  WeightSum weights;
   for_each_vector(0, n, [&](int64_t i, auto count) {
-    const Vec d = from_ordered_bits(load_ordered(ordered + i)) + splat(-max);
+    const VecUint bits = load_ordered(ordered + i);
+    const Vec d = from_ordered_bits(bits) - max;
     const Vec e = exp_of_difference<VecMath>(d);
-    store(out + i, select((VecInt)(d < splat(-87.0f)), Vec{}, e) / splat(sum), count);
+    store(out + i, select((VecInt)(d < splat(-87.0f)), Vec{}, e), count);
+    weights.add(keep_lanes((VecInt)(bits != 0), to_weights(e)));
+  });
+  const Vec sum = splat(static_cast<float>(weights.total()) * 0x1p-40f);
+  for_each_vector(0, n, [&](int64_t i, auto count) {
+    store(out + i, load(out + i, count) / sum, count);
   });
 }
 

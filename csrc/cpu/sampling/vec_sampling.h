@@ -40,14 +40,18 @@ inline VecUint load_ordered(const uint32_t* from) {
   return load_raw<VecUint>(from);
 }
 
-// floor(e^(x - max) * 2^40), which a float holds exactly.
-inline Vec weights_of(VecUint ordered, float max) {
-  const Vec d = from_ordered_bits(ordered) + splat(-max);
-  const Vec weight = exp_of_difference<VecMath>(d) * splat(kWeightOne);
+// floor(e * 2^40), which a float holds exactly.
+inline Vec to_weights(Vec e) {
+  const Vec weight = e * splat(kWeightOne);
   const VecInt has_fraction = weight < splat(0x1p23f);
   const Vec small = as_float(as_bits(weight) & (VecUint)has_fraction);
   const Vec whole = __builtin_convertvector(__builtin_convertvector(small, VecInt), Vec);
   return select(has_fraction, whole, weight);
+}
+
+// Of e^(x - max).
+inline Vec weights_of(VecUint ordered, float max) {
+  return to_weights(exp_of_difference<VecMath>(from_ordered_bits(ordered) + splat(-max)));
 }
 
 typedef double VecDouble __attribute__((vector_size(8 * kLanes)));
@@ -85,18 +89,23 @@ inline int64_t padded(int64_t n) {
   return (n + kLanes - 1) / kLanes * kLanes;
 }
 
-// The highest value, unsigned.
-inline uint32_t highest(const uint32_t* ordered, int64_t n) {
-  // Flipping the top bit makes the order that of signed integers.
-  VecInt best = VecInt{} + INT32_MIN;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const VecInt value = (VecInt)(load_ordered(ordered + i) ^ 0x80000000u);
-    best = value > best ? value : best;
+// The highest of unsigned values.
+class Highest {
+ public:
+  void add(VecUint values) {
+    // Flipping the top bit makes the order that of signed integers.
+    const VecInt value = (VecInt)(values ^ 0x80000000u);
+    best_ = value > best_ ? value : best_;
   }
-  int32_t result = best[0];
-  for (int lane = 1; lane < kLanes; ++lane) result = best[lane] > result ? best[lane] : result;
-  return static_cast<uint32_t>(result) ^ 0x80000000u;
-}
+  uint32_t get() const {
+    int32_t result = best_[0];
+    for (int lane = 1; lane < kLanes; ++lane) result = best_[lane] > result ? best_[lane] : result;
+    return static_cast<uint32_t>(result) ^ 0x80000000u;
+  }
+
+ private:
+  VecInt best_ = VecInt{} + INT32_MIN;
+};
 
 inline int64_t first_equal(const uint32_t* ordered, int64_t n, uint32_t value) {
   for (int64_t i = 0; i < n; ++i) {
@@ -213,13 +222,21 @@ inline Radix select_by_count(const uint32_t* ordered, int64_t n, uint64_t target
 
 // --- from logits to ordered bits -----------------------------------------------------------------
 
-// ordered[i] = ordered bits of of(logits, first token) for n logits, padded with 0.
+// ordered[i] = ordered bits of of(logits, first token) for n logits, padded with 0. Returns the
+// highest.
 template <typename T, typename Of>
-inline void to_ordered(const T* row, int64_t n, uint32_t* ordered, const Of& of) {
+inline uint32_t to_ordered(const T* row, int64_t n, uint32_t* ordered, const Of& of) {
+  Highest highest;
   for_each_vector(0, n, [&](int64_t i, auto count) {
-    store_raw(ordered + i, ordered_bits(of(load(row + i, count), i)));
+    VecUint bits = ordered_bits(of(load(row + i, count), i));
+    store_raw(ordered + i, bits);
+    if constexpr (!std::is_same_v<decltype(count), WholeVector>) {
+      for (int64_t lane = count; lane < kLanes; ++lane) ordered[i + lane] = 0;
+      bits = load_ordered(ordered + i);
+    }
+    highest.add(bits);
   });
-  for (int64_t i = n; i < padded(n); ++i) ordered[i] = 0;
+  return highest.get();
 }
 
 // -inf for the lanes' tokens, `token` and the next, that the words of a bitmask forbid.
