@@ -2,6 +2,7 @@
 
     python tests/ops/malformed_calls.py 4711              call 4711 again, with its arguments
     python tests/ops/malformed_calls.py --seconds 600     calls 0, 1, ... in processes of their own
+    python tests/ops/malformed_calls.py --calls 1000000   that many
 
 A call passes with an error that has the op's name, and no byte changed. Or it succeeds: then it
 writes only tensors that the schema marks, gives what it gives for copies of its arguments without
@@ -15,6 +16,7 @@ import inspect
 import mmap
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -46,6 +48,8 @@ OPS = sorted(VALID_CALLS)
 SECONDS_OF_A_CALL = 100  # more is a hang
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 PAGE_LIST = {"block_tables": "kv_indices", "seq_lens": "last_page_len"}
+# What ASan and UBSan say first, and the library's frames.
+SANITIZERS = re.compile("ERROR: AddressSanitizer|runtime error:| in vllm_kernels::")
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 
 
@@ -332,17 +336,17 @@ def ordinary(x: Tensor) -> bool:
 # --- processes
 
 
-def child(first: int, step: int, seconds: float, progress: str) -> None:
-    """Makes the calls first, first + step, ... until `seconds` are over. Writes the number of each
-    to the file `progress` before it, and prints what fails."""
+def child(first: int, step: int, end: int, seconds: float, progress: str) -> None:
+    """Makes the calls first, first + step, ... before `end`, until `seconds` are over. Writes the
+    number of each to the file `progress` before it, and prints what fails."""
     torch.set_num_threads(1)
     limit_memory()
     memory = GuardedMemory()
-    end = time.monotonic() + seconds
+    stop = time.monotonic() + seconds
     with open(progress, "r+b") as file:
         shared = mmap.mmap(file.fileno(), 8)
     number = first
-    while time.monotonic() < end:
+    while number < end and time.monotonic() < stop:
         shared[:8] = number.to_bytes(8, "little")
         signal.alarm(SECONDS_OF_A_CALL)
         try:
@@ -375,9 +379,11 @@ class Report:
         return f"{faults}{self.calls} calls, {len(self.faults)} faults; again: {again}"
 
 
-def run(seconds: float, first: int = 0, processes: int = 1) -> Report:
-    """Makes calls in child processes; one that dies is started anew behind its last call."""
-    report, end = Report(), time.monotonic() + seconds
+def run(seconds: float, calls: int = sys.maxsize, first: int = 0, processes: int = 1) -> Report:
+    """Makes up to `calls` calls in child processes. One that dies is started anew behind its last
+    call."""
+    report, stop = Report(), time.monotonic() + seconds
+    end = min(first + calls, sys.maxsize)
     starts = {index: first + index for index in range(processes)}
     with tempfile.TemporaryDirectory() as folder:
         running: dict[int, subprocess.Popen[str]] = {}
@@ -385,8 +391,8 @@ def run(seconds: float, first: int = 0, processes: int = 1) -> Report:
         while starts or running:
             for index, start in starts.items():
                 files[index].write_bytes(start.to_bytes(8, "little"))
-                left = str(max(0.0, end - time.monotonic()))
-                arguments = [str(start), str(processes), left, str(files[index])]
+                left = str(max(0.0, stop - time.monotonic()))
+                arguments = [str(start), str(processes), str(end), left, str(files[index])]
                 running[index] = subprocess.Popen(
                     [sys.executable, "-X", "faulthandler", __file__, "--child", *arguments],
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -403,7 +409,7 @@ def run(seconds: float, first: int = 0, processes: int = 1) -> Report:
                 if dead:
                     how = describe(process.returncode, errors)
                     report.faults.append(f"call {number}: {how}")
-                    if time.monotonic() < end:
+                    if time.monotonic() < stop:
                         starts[index] = number + processes
     return report
 
@@ -412,26 +418,29 @@ def describe(code: int, errors: str) -> str:
     if code == -signal.SIGALRM:
         return f"did not end within {SECONDS_OF_A_CALL} s"
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"the process ended with {name}: {errors.strip()[-600:]}"
+    told = [line.strip() for line in errors.splitlines() if SANITIZERS.search(line)]
+    return f"the process ended with {name}: {'; '.join(told[:9]) or errors.strip()[-600:]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", nargs="?", type=int, help="a call to make again")
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--calls", type=int, default=sys.maxsize)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        first, step, seconds, progress = options.child
-        child(int(first), int(step), float(seconds), progress)
+        *numbers, seconds, progress = options.child
+        child(*map(int, numbers), float(seconds), progress)
     elif options.number is not None:
         print(make(options.number))
         attack = check(options.number, GuardedMemory())
         print(f"call {options.number}: {attack.op}: passed")
     else:
-        report = run(options.seconds, options.first, options.processes)
+        seconds = options.seconds or (60 if options.calls == sys.maxsize else 1e6)
+        report = run(seconds, options.calls, options.first, options.processes)
         print(report)
         sys.exit(1 if report.faults else 0)
 

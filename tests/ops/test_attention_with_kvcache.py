@@ -226,6 +226,7 @@ def test_bad_input(device):
         ({"query_start_loc": case["seq_lens"]}, r"query_start_loc: expected None for query of 4"),
         ({"block_tables": case["block_tables"][:2]}, r"block_tables: expected num_seqs = 6"),
         ({"block_tables": case["block_tables"][:, :0]}, r"block_tables: expected pages, got sh"),
+        ({"query": case["query"][:5]}, r"query: expected batch 6 of seq_lens, got shape \[5, 2, "),
         ({"key": case["key"][:2]}, r"key: expected batch = 6 \(from seq_lens\) at dimension 0"),
         ({"key": case["key"].float()}, r"key: expected bfloat16 \(from query\), got float32"),
         ({"value_cache": case["key_cache"]}, r"value_cache and key_cache overlap|key_cache and "),

@@ -116,6 +116,7 @@ def test_rejection_sampling(device, vocab_size, num_draft, with_draft_probs):
     draft[0], uniforms[0, :, 0] = target[0, :num_draft], 0.5  # accepts all
     tokens[1, 0] = -1
     tokens[2, -1] = -1
+    target[3] = -target[3]  # nothing can be drawn: token 0
     options = {"target_probs": target, "uniforms": uniforms}
     if with_draft_probs:
         options["draft_probs"] = draft

@@ -284,7 +284,8 @@ def spec_verify(
 
     Returns:
         ``(tokens, accepted)``: int64 [num_seqs, num_draft + 1], the kept tokens, one more, then -1;
-        and int32 [num_seqs], the number of kept tokens.
+        and int32 [num_seqs], the number of kept tokens. Where the target has no probability of
+        at least 2**-40, token 0 is drawn.
 
     Raises:
         RuntimeError: for tokens or probabilities that do not fit each other, by name.

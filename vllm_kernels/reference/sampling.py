@@ -338,7 +338,7 @@ def spec_verify(
 
 def _draw_residual(target: Tensor, draft: Tensor | None, token: int, uniform: float) -> int:
     """A token of max(target - draft, 0); of the target if that is 0, or if no token was
-    rejected."""
+    rejected; 0 if that is 0 too."""
     rest = target.clone()
     if token >= 0 and draft is not None:
         rest = target - draft
@@ -348,4 +348,6 @@ def _draw_residual(target: Tensor, draft: Tensor | None, token: int, uniform: fl
         upto = (probabilities.clamp(0, 1) * ONE).long().cumsum(0)
         if upto[-1] > 0:
             break
+    else:
+        return 0
     return int(torch.searchsorted(upto, int(upto[-1]) * _fixed_point(uniform) >> 64, right=True))

@@ -198,6 +198,10 @@ torch::stable::Tensor attention_with_kvcache(
   const Argument lengths = expect.tensor("seq_lens", seq_lens).int32().rank(1, 1).contiguous();
   const int64_t num_seqs = lengths.size(0) - (cumulative ? 1 : 0);
   if (num_seqs < 0) lengths.fail("expected num_seqs + 1 elements, got shape [0]");
+  if (even && x.size(0) != num_seqs) {
+    x.fail("expected batch " + std::to_string(num_seqs) + " of seq_lens, got shape " +
+           x.shape_text());
+  }
   const bool pages = block_tables.has_value();
   read_caches(expect, caches, queries.query, key_cache, value_cache, or_null(block_tables),
               num_seqs, layout);
