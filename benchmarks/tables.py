@@ -23,7 +23,8 @@ CEILING = 4.34e12  # bytes/s, a plain read of an H200's memory
 HERE = Path(__file__).parent
 RESULTS, RESULTS_CPU = HERE / "RESULTS.md", HERE / "RESULTS_CPU.md"
 CPU_SECTIONS = ("Engine on a CPU", "CPU ops", "KV-cache manager")
-GENERATED = """`python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
+GENERATED = """\
+`python -m benchmarks tables` generates this file from `benchmarks/results`; do not edit it.
 Every table names its machine, command and commit, and peers ran in the same run. Slower results
 stand here too. [docs/lab](../docs/lab/README.md) explains the figures."""
 INTRODUCTION = f"""# Measured results on GPUs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 
@@ -10,25 +11,12 @@ import torch
 
 import vllm_kernels
 from vllm_kernels import _C, ops
-from vllm_kernels.ops import (
-    activation,
-    attention,
-    cache,
-    cascade,
-    kvcache,
-    norm,
-    norm_quant,
-    pages,
-    quant,
-    rotary,
-    sampling,
-)
 
 PACKAGE = Path(__file__).parent.parent / "vllm_kernels"
-ROOMS = (
-    norm, norm_quant, quant, rotary, activation, cache, pages, attention, kvcache, cascade,
-    sampling,
-)  # fmt: skip
+ROOMS = [
+    importlib.import_module(f"vllm_kernels.ops.{path.stem}")
+    for path in sorted((PACKAGE / "ops").glob("[a-z]*.py"))
+]
 INTERNAL = {"raise_bad_index", "scanned_devices", "start_explaining", "take_explanation"}
 """Registered for the package itself."""
 

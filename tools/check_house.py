@@ -60,7 +60,7 @@ LONG_FUNCTIONS = {
         "csrc/cuda/attention/prefill/sm90/prefill_kernel.cuh",
         "consume_tiles",
     ): "a main loop: the order of wgmma, waits and softmax is the algorithm",
-    ("vllm_kernels/ops/attention.py", "paged_attention"): "three quarters are its docstring",
+    ("vllm_kernels/ops/paged_attention.py", "paged_attention"): "three quarters are its docstring",
 }
 FOREIGN = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
 NARROWING = re.compile(r"static_cast<(?:u?int(?:8|16|32)_t|int|unsigned|short)>\(")

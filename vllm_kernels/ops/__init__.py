@@ -32,40 +32,33 @@ from .activation import (
     silu_and_mul_with_clamp,
     swigluoai_and_mul,
 )
-from .attention import (
-    combine_attn_partials,
-    fused_decode_attention,
-    merge_attn_states,
-    paged_attention,
-    paged_attention_v1,
-    paged_attention_v2,
-    paged_attention_workspace,
-    varlen_attention,
-)
-from .cache import (
-    concat_and_cache_mla,
-    concat_mla_q,
-    convert_fp8,
-    copy_blocks,
-    copy_blocks_mla,
-    cp_gather_and_upconvert_fp8_kv_cache,
-    cp_gather_cache,
-    gather_and_maybe_dequant_cache,
-    gather_cache,
-    gather_paged_kv,
-    reshape_and_cache,
-    reshape_and_cache_flash,
-    reshape_and_cache_per_token_quant,
-    swap_blocks,
-    swap_blocks_batch,
-)
+from .attention_with_kvcache import attention_with_kvcache
 from .cascade import (
     CascadePlan,
     cascade_attention,
     cascade_pays,
     cascade_plan,
 )
-from .kvcache import attention_with_kvcache
+from .copy_blocks import (
+    convert_fp8,
+    copy_blocks,
+    copy_blocks_mla,
+    swap_blocks,
+    swap_blocks_batch,
+)
+from .fused_decode_attention import fused_decode_attention
+from .gather_cache import (
+    cp_gather_cache,
+    gather_and_maybe_dequant_cache,
+    gather_cache,
+    gather_paged_kv,
+)
+from .merge_attn_states import combine_attn_partials, merge_attn_states
+from .mla_cache import (
+    concat_and_cache_mla,
+    concat_mla_q,
+    cp_gather_and_upconvert_fp8_kv_cache,
+)
 from .norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_weightless,
@@ -80,6 +73,8 @@ from .norm_quant import (
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
 )
+from .paged_attention import paged_attention, paged_attention_workspace
+from .paged_attention_v1_v2 import paged_attention_v1, paged_attention_v2
 from .pages import copy_slots, page_bounds_update, select_pages
 from .quant import (
     dynamic_per_token_scaled_fp8_quant,
@@ -89,6 +84,11 @@ from .quant import (
     scaled_int8_quant,
     static_scaled_fp8_quant,
     static_scaled_int8_quant,
+)
+from .reshape_and_cache import (
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    reshape_and_cache_per_token_quant,
 )
 from .rotary import (
     batched_rotary_embedding,
@@ -105,6 +105,7 @@ from .sampling import (
     token_logprobs,
     top_k_top_p_mask_,
 )
+from .varlen_attention import varlen_attention
 
 __all__ = [
     "check",

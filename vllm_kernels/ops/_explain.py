@@ -9,16 +9,19 @@ from torch import Tensor
 
 from .._ops import library_ops
 from ..errors import InvalidArgument
-from . import attention
+from .fused_decode_attention import fused_decode_attention
+from .paged_attention import paged_attention
+from .paged_attention_v1_v2 import paged_attention_v1, paged_attention_v2
+from .varlen_attention import varlen_attention
 
 __all__ = ["explain"]
 
 _EXPLAINED = {
-    attention.paged_attention,
-    attention.paged_attention_v1,
-    attention.paged_attention_v2,
-    attention.varlen_attention,
-    attention.fused_decode_attention,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    varlen_attention,
+    fused_decode_attention,
 }
 _TEXT_BYTES = 1 << 14
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .._types import Layout
 from ..errors import InvalidArgument, InvalidType
-from .attention import combine_attn_partials, paged_attention
+from .merge_attn_states import combine_attn_partials
+from .paged_attention import paged_attention
 
 __all__ = ["CascadePlan", "cascade_attention", "cascade_pays", "cascade_plan"]
 
