@@ -24,8 +24,9 @@ BlockSparse block_sparse(const Expect& expect, int64_t tp_rank, int64_t local_bl
     }
     return clamped_int32(value);
   };
+  const int32_t rank = checked("tp_rank", tp_rank, 0);
   return {
-      .tp_rank = checked("tp_rank", tp_rank, 0),
+      .tp_rank = head_sliding_step == 0 ? 0 : rank,  // has no effect then, and might overflow
       .local_blocks = checked("blocksparse_local_blocks", local_blocks, 0),
       .vert_stride = checked("blocksparse_vert_stride", vert_stride, INT32_MIN),
       .block_size = checked("blocksparse_block_size", block_size, INT32_MIN),
