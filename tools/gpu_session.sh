@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One scripted visit to a GPU machine: builds `_C` beside the carried libraries, then runs the steps
-# named on the command line. Usage: tools/gpu_session.sh cuda_tests|memcheck|peers_small|compare|... [...]
+# One scripted visit to a GPU machine: builds `_C` beside the carried libraries unless that travelled,
+# too (tools/build_c.sh), then runs the steps named on the command line. Usage: tools/gpu_session.sh cuda_tests|memcheck|peers_small|compare|... [...]
 # Results go to $OUT (default /tmp/out). Each step prints a summary.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +8,7 @@ export OUT=${OUT:-/tmp/out} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader
 lscpu | sed -n 's/^Model name: *//p'
-tools/build_c.sh python3 || exit 1
+[ -e vllm_kernels/_C.cpython-312-*.so ] || tools/build_c.sh python3 || exit 1
 python3 -c 'import vllm_kernels, torch; from vllm_kernels import _C, _library
 print("torch", torch.__version__, "level", _C.cpu_level(), "cuda", _library.cuda_loaded, _library.cuda_reason)' || exit 1
 
