@@ -45,9 +45,8 @@ uint32_t load_row(const SampleParams& p, int64_t sample, float temperature, uint
   };
   const Vec divisor = splat(temperature);
   if (!sparse && temperature != 1.0f) {
-    return to_ordered(row, n, ordered, [&](Vec logits, int64_t token) {
-      return allowed(logits, token) / divisor;
-    });
+    return to_ordered(row, n, ordered,
+                      [&](Vec logits, int64_t token) { return allowed(logits, token) / divisor; });
   }
   const uint32_t most = to_ordered(row, n, ordered, allowed);
   if (!sparse) return most;

@@ -1,6 +1,6 @@
 // token_logprobs and softmax (ops/sampling/sample.h). A task is a row, which it keeps as ordered
-// bits in scratch: the highest logit, the sum of weights, then the results. softmax keeps e^(x - max)
-// in its result in between.
+// bits in scratch: the highest logit, the sum of weights, then the results. softmax keeps e^(x -
+// max) in its result in between.
 #include "cpu/sampling/vec_sampling.h"
 
 namespace vllm_kernels::cpu {
@@ -111,9 +111,8 @@ void softmax_row(const SoftmaxParams& p, int64_t row) {
     weights.add(keep_lanes((VecInt)(bits != 0), to_weights(e)));
   });
   const Vec sum = splat(static_cast<float>(weights.total()) * 0x1p-40f);
-  for_each_vector(0, n, [&](int64_t i, auto count) {
-    store(out + i, load(out + i, count) / sum, count);
-  });
+  for_each_vector(
+      0, n, [&](int64_t i, auto count) { store(out + i, load(out + i, count) / sum, count); });
 }
 
 void run_softmax(const SoftmaxParams& p, int64_t first, int64_t last) {

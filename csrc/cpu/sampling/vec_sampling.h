@@ -40,28 +40,50 @@ inline VecUint load_ordered(const uint32_t* from) {
   return load_raw<VecUint>(from);
 }
 
-// floor(e * 2^40), which a float holds exactly.
+// e^(x - max) * 2^40. A weight is its whole part, which a float holds exactly.
 inline Vec to_weights(Vec e) {
-  const Vec weight = e * splat(kWeightOne);
-  const VecInt has_fraction = weight < splat(0x1p23f);
-  const Vec small = as_float(as_bits(weight) & (VecUint)has_fraction);
-  const Vec whole = __builtin_convertvector(__builtin_convertvector(small, VecInt), Vec);
-  return select(has_fraction, whole, weight);
+  return e * splat(kWeightOne);
 }
-
-// Of e^(x - max).
 inline Vec weights_of(VecUint ordered, float max) {
   return to_weights(exp_of_difference<VecMath>(from_ordered_bits(ordered) + splat(-max)));
 }
 
-typedef double VecDouble __attribute__((vector_size(8 * kLanes)));
-
-// An exact sum of weights: doubles hold 2^12 weights of 2^40 per lane.
+// The exact sum of the whole parts of weights.
+#if defined(__AVX512DQ__)
 class WeightSum {
  public:
   void add(Vec weights) {
-    sums_ += __builtin_convertvector(weights, VecDouble);
-    if (++count_ == 4096) flush();
+    const __m512 x = (__m512)weights;
+    low_ = _mm512_add_epi64(low_, _mm512_cvttps_epu64(_mm512_castps512_ps256(x)));
+    high_ = _mm512_add_epi64(high_, _mm512_cvttps_epu64(_mm512_extractf32x8_ps(x, 1)));
+  }
+  uint64_t total() const {
+    return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(low_, high_)));
+  }
+
+ private:
+  __m512i low_ = _mm512_setzero_si512();
+  __m512i high_ = _mm512_setzero_si512();
+};
+#else
+class WeightSum {
+ public:
+  void add(Vec weights) {
+    const VecInt has_fraction = weights < splat(0x1p23f);
+    const Vec small = as_float(as_bits(weights) & (VecUint)has_fraction);
+    const Vec whole = __builtin_convertvector(__builtin_convertvector(small, VecInt), Vec);
+    const Vec floors = select(has_fraction, whole, weights);
+    // Two native vectors: GCC keeps one of 8 * kLanes bytes in memory.
+#if defined(__AVX2__)
+    low_ += (VecDouble)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)floors));
+    high_ += (VecDouble)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)floors, 1));
+#else
+    VecHalf halves[2];
+    std::memcpy(halves, &floors, sizeof(halves));
+    low_ += __builtin_convertvector(halves[0], VecDouble);
+    high_ += __builtin_convertvector(halves[1], VecDouble);
+#endif
+    if (++count_ == 4096) flush();  // a double holds 2^13 weights of 2^40
   }
   uint64_t total() {
     flush();
@@ -69,15 +91,23 @@ class WeightSum {
   }
 
  private:
+  typedef float VecHalf __attribute__((vector_size(2 * kLanes)));
+  typedef double VecDouble __attribute__((vector_size(4 * kLanes)));
+
   void flush() {
-    for (int lane = 0; lane < kLanes; ++lane) total_ += static_cast<uint64_t>(sums_[lane]);
-    sums_ = VecDouble{};
+    double sums[kLanes / 2];  // so that low_ and high_ stay in registers
+    const VecDouble both = low_ + high_;
+    std::memcpy(sums, &both, sizeof(sums));
+    for (const double sum : sums) total_ += static_cast<uint64_t>(sum);
+    low_ = high_ = VecDouble{};
     count_ = 0;
   }
-  VecDouble sums_ = {};
+  VecDouble low_ = {};
+  VecDouble high_ = {};
   uint64_t total_ = 0;
   int count_ = 0;
 };
+#endif
 
 inline Vec keep_lanes(VecInt mask, Vec x) {
   return as_float(as_bits(x) & (VecUint)mask);
