@@ -22,6 +22,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Lets ``-k cuda`` find the tests that only a GPU runs, too."""
+    reasons = (str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skipif"))
+    if any("GPU" in reason for reason in reasons):
+        item.extra_keyword_matches.add("cuda")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -116,8 +116,9 @@ def select_pages(
         int32.
 
     One launch on CUDA, without a sync and safe in graphs. The calls of one stream share the
-    workspace of :func:`vllm_kernels.paged_attention`. A NaN of the query counts as 0. A score of
-    NaN is above all others.
+    workspace of :func:`vllm_kernels.paged_attention`, so graphs that were captured on one stream
+    must not be replayed at once. A NaN of the query counts as 0. A score of NaN is above all
+    others; an infinite bound may count as NaN.
 
     Raises:
         RuntimeError: for another dtype, shape, stride or device than above, or outputs that overlap

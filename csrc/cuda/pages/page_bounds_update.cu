@@ -2,8 +2,9 @@
 //
 //   grid     (groups of slots, shares of a page's accesses)
 //   names    a slot says how far its page is filled if no slot of the call is higher in the page,
-//            and no equal one comes later. Slots of its group decide for most; the rest are
-//            compared with all slots of the call. So one CTA of each share writes a page.
+//            and no equal one comes later. Slots of its group decide for most, and none is above
+//            the last slot of a page. The rest are compared with all slots of the call. So one CTA
+//            of each share writes a page, or several CTAs write the same bits to a full one.
 //   bounds   a thread has one access of K, 16 bytes or an element, of tokens 0 to the named one
 //
 // A decode step of 8 sequences, 8 KV heads of 128, bf16, pages of 16 reads 8 x 8.5 tokens of 2 KB
@@ -92,7 +93,12 @@ __device__ __forceinline__ uint32_t naming_slots(const PageBoundsUpdateParams& p
   }
   __syncthreads();
   const uint32_t mask = candidates;
-  if (mask == 0) return 0;  // all threads
+  uint32_t open = 0;  // of pages that are not full
+  for (uint32_t left = mask; left != 0; left &= left - 1) {
+    const int i = __ffs(left) - 1;
+    if (own[i].slot + 1 != own[i].page_end) open |= 1u << i;
+  }
+  if (open == 0) return mask;  // all threads
   uint32_t found = 0;
 #pragma unroll 1
   for (int base = thread; base < p.num_slots; base += kSlotsAtOnce * kThreads) {
@@ -106,7 +112,7 @@ __device__ __forceinline__ uint32_t naming_slots(const PageBoundsUpdateParams& p
     for (int j = 0; j < kSlotsAtOnce; ++j) {
       const int32_t other = p.usable(others[j]);
 #pragma unroll 1
-      for (uint32_t left = mask; left != 0; left &= left - 1) {
+      for (uint32_t left = open; left != 0; left &= left - 1) {
         const int i = __ffs(left) - 1;
         if (own[i].yields_to(other, base + j * kThreads)) found |= 1u << i;
       }

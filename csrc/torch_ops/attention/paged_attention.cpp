@@ -43,7 +43,7 @@ void paged_attention(const Tensor& out, const std::optional<Tensor>& lse, const 
   PagedAttentionParams params =
       read_scores(expect, queries.num_heads, scale, softcap, alibi_slopes, sinks, read);
   params.kv = kv;
-  params.kv_ready = kv_ready;
+  params.kv_ready = kv_ready && !kv_indptr;  // page_list.cu writes the tables just before
   read_window_and_split(expect, params, sliding_window, fixed_split_size);
   params.window_right = right_window(expect, window_right);
   void* scratch = read_workspace(expect, workspace, written);

@@ -52,6 +52,7 @@ class Pages:
                     f"{wrapper}: {first}: expected {len(last) + 1} elements, got {len(indptr)}"
                 )
         self._kept: list[Tensor] = []
+        self._max_pages: int | None = None
 
     def set(self, plan: str, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> None:
         """Keeps a table."""
@@ -63,10 +64,14 @@ class Pages:
         self._kept = [
             kept(x, self._device, buffer) for x, buffer in zip(given.values(), self._buffers)
         ]
+        # A bound keeps the table small. The replays of a graph may have other lists.
+        on_host = indptr.device.type == "cpu" and not self.fixed and len(indptr) > 1
+        self._max_pages = max(0, int(indptr.diff().max())) if on_host else None
 
     def table(self) -> dict[str, Any]:
         """The arguments of paged_attention."""
-        return dict(zip(("kv_indptr", "kv_indices", "last_page_len"), self._kept))
+        names = "kv_indptr", "kv_indices", "last_page_len"
+        return dict(zip(names, self._kept)) | {"max_pages": self._max_pages}
 
     @property
     def batch_size(self) -> int:
