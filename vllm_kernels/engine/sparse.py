@@ -36,8 +36,8 @@ class PageSelection:
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        least = {"budget": 1, "sink_pages": 0, "recent_pages": 1, "dense_layers": 0}
-        for name, minimum in least.items():
+        minimums = {"budget": 1, "sink_pages": 0, "recent_pages": 1, "dense_layers": 0}
+        for name, minimum in minimums.items():
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise InvalidType(f"PageSelection: {name}: expected an integer, got {value!r}")
