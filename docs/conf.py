@@ -50,7 +50,11 @@ myst_enable_extensions = ["colon_fence"]
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Folders whose README is the page that lists the others: the patterns of their pages.
-FOLDERS = {"docs/lab/README": "[!R]*\n*/*", "docs/decisions/README": "[!R]*"}
+FOLDERS = {
+    "docs/lab/README": "[!R]*\n*/*",
+    "docs/decisions/README": "[!R]*",
+    "docs/learn/README": "[!R]*",
+}
 
 autodoc_member_order = "bysource"
 add_module_names = False

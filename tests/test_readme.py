@@ -179,7 +179,7 @@ def test_named_tests_exist(page: str) -> None:
         assert f"def {test}(" in path.read_text(), f"{page}: {file}::{test}"
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/lab", "docs/decisions"])
+@pytest.mark.parametrize("folder", ["docs", "docs/lab", "docs/decisions", "docs/learn"])
 def test_every_page_is_in_its_index(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text()
     pages = list((ROOT / folder).glob("**/*.md" if folder == "docs/lab" else "*.md"))

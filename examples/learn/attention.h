@@ -13,11 +13,11 @@
 
 template <typename T>
 struct Attention {
-  const T* query;  // [num_seqs][num_heads][head_size]
-  const T* key;    // contiguous: [num_seqs][num_kv_heads][max_len][head_size]
-  const T* value;  // paged: [num_pages][num_kv_heads][page_size][head_size] (layout HND)
-  T* out;          // [num_seqs][num_heads][head_size]
-  const int32_t* seq_lens;     // [num_seqs], 0 to max_len
+  const T* query;           // [num_seqs][num_heads][head_size]
+  const T* key;             // contiguous: [num_seqs][num_kv_heads][max_len][head_size]
+  const T* value;           // paged: [num_pages][num_kv_heads][page_size][head_size] (layout HND)
+  T* out;                   // [num_seqs][num_heads][head_size]
+  const int32_t* seq_lens;  // [num_seqs], 0 to max_len
   const int32_t* block_table;  // [num_seqs][table_width]; contiguous: unused
   float* scratch;              // step 1: S and P; steps 5 to 7: results of splits
   int32_t num_seqs;

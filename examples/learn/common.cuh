@@ -8,9 +8,9 @@
 using bf16 = __nv_bfloat16;
 
 constexpr int kHeadSize = 128;
-constexpr int kGroup = 4;       // query heads of a KV head
-constexpr int kPageSize = 16;   // tokens
-constexpr int kVec = 8;         // bf16 elements of 16 bytes, the most that one thread loads at once
+constexpr int kGroup = 4;      // query heads of a KV head
+constexpr int kPageSize = 16;  // tokens
+constexpr int kVec = 8;        // bf16 elements of 16 bytes, the most that one thread loads at once
 constexpr int kRow = kHeadSize + kVec;  // a row in shared memory: padded, against bank conflicts
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -20,13 +20,21 @@ inline bool is_supported(const Attention<bf16>& a) {
 }
 
 // A bfloat16 is the upper half of a float32: two of them are unpacked without arithmetic.
-__device__ inline float low_float(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_float(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ inline float low_float(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+__device__ inline float high_float(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+__device__ inline float4 unpack(uint32_t pair, uint32_t next) {
+  return {low_float(pair), high_float(pair), low_float(next), high_float(next)};
+}
 
 // Four elements; `at` is aligned to 8 bytes.
 __device__ inline float4 load4(const bf16* at) {
   const uint2 pairs = *reinterpret_cast<const uint2*>(at);
-  return {low_float(pairs.x), high_float(pairs.x), low_float(pairs.y), high_float(pairs.y)};
+  return unpack(pairs.x, pairs.y);
 }
 
 __device__ inline float dot4(float4 x, float4 y) {

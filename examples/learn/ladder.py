@@ -1,8 +1,8 @@
 """Compiles the steps of docs/learn, checks each against PyTorch in float64, and times it.
 
-    python examples/learn/ladder.py           all steps; without a GPU, the C++ twins of 1, 2 and 4
-    python examples/learn/ladder.py 3 5       steps 3 and 5
-    python examples/learn/ladder.py --write   also the tables and the plot of docs/learn
+python examples/learn/ladder.py           all steps; without a GPU, the C++ twins of 1, 2 and 4
+python examples/learn/ladder.py 3 5       steps 3 and 5
+python examples/learn/ladder.py --write   also the tables and the plot of docs/learn
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 import ladder_report  # noqa: E402
-from benchmarks import harness  # noqa: E402
 from ladder_report import Record  # noqa: E402
 
 import vllm_kernels  # noqa: E402
+from benchmarks import harness  # noqa: E402
 from vllm_kernels import reference  # noqa: E402
 
 Function: TypeAlias = Callable[..., int]
@@ -108,8 +108,11 @@ class Problem:
 
     def expected(self) -> Tensor:
         """By the reference, in float64."""
-        table, lens = self.block_table, self.seq_lens
-        return reference.paged_attention(self.query, *self.pages, table, lens, layout="HND")[0]
+        keys, values = self.pages
+        out, _ = reference.paged_attention(
+            self.query, keys, values, self.block_table, self.seq_lens, layout="HND"
+        )
+        return out
 
 
 def make_problem(
@@ -164,7 +167,14 @@ def build(step: int, folder: Path, *, cpu: bool = False, arch: str = "native") -
         if shutil.which(compiler[0]) is None:
             raise SystemExit(f"needs {compiler[0]} on the PATH")
         folder.mkdir(parents=True, exist_ok=True)
-        command = [*compiler, "-std=c++17", "-shared", f"{HERE / name}.{suffix}", "-o", library]
+        command = [
+            *compiler,
+            "-std=c++17",
+            "-shared",
+            f"{HERE / name}.{suffix}",
+            "-o",
+            str(library),
+        ]
         subprocess.run(command, check=True)
     function: Function = getattr(ctypes.CDLL(str(library)), name)
     return function
@@ -198,12 +208,12 @@ def measure(step: int, problems: list[Problem], function: Function | None) -> tu
 
     def call(i: int) -> None:
         if function is not None:
-            return launch(function, prepared[i])
-        p = problems[i]
+            launch(function, prepared[i])
+            return
+        p, (keys, values) = problems[i], problems[i].pages
         vllm_kernels.paged_attention(
-            p.query, *p.pages, p.block_table, p.seq_lens, layout="HND", out=out
+            p.query, keys, values, p.block_table, p.seq_lens, layout="HND", out=out
         )
-        return None
 
     out.fill_(torch.nan)
     call(0)

@@ -45,7 +45,7 @@ void output(const Attention<float>& a, int seq, int head, const float* p) {
 extern "C" int step1_naive(const Attention<float>* attention, void*) {
   const Attention<float>& a = *attention;
   const int64_t rows = int64_t{a.num_seqs} * a.num_heads;
-  float* s = a.scratch;                   // [num_seqs][num_heads][max_len]
+  float* s = a.scratch;                     // [num_seqs][num_heads][max_len]
   float* p = a.scratch + rows * a.max_len;  // the same shape
   for (int64_t row = 0; row < rows; ++row) {
     const int seq = static_cast<int>(row / a.num_heads), head = static_cast<int>(row % a.num_heads);

@@ -63,7 +63,7 @@ __global__ void output_kernel(Attention<bf16> a, const float* p) {
 extern "C" int step1_naive(const Attention<bf16>* attention, cudaStream_t stream) {
   const Attention<bf16>& a = *attention;
   if (!is_supported(a)) return cudaErrorInvalidValue;
-  float* s = a.scratch;  // [num_seqs][num_heads][max_len]
+  float* s = a.scratch;                                          // [num_seqs][num_heads][max_len]
   float* p = s + int64_t{a.num_seqs} * a.num_heads * a.max_len;  // the same shape
   const dim3 tiles((a.max_len + kWarps - 1) / kWarps, a.num_heads, a.num_seqs);
   const dim3 rows(a.num_heads, a.num_seqs);

@@ -6,7 +6,8 @@ extern "C" int step4_paged(const Attention<float>* attention, void*) {
   for (int seq = 0; seq < a.num_seqs; ++seq) {
     for (int head = 0; head < a.num_heads; ++head) {
       const int kv_head = head / (a.num_heads / a.num_kv_heads);
-      attend_online(a, seq, head, [&](int t) { return paged_row(a, seq, kv_head, t, a.page_size); });
+      attend_online(a, seq, head,
+                    [&](int t) { return paged_row(a, seq, kv_head, t, a.page_size); });
     }
   }
   return 0;

@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(kThreads) splits_kernel(Attention<bf16> a) {
   const int end = min(len, tiles * (split + 1) / a.num_splits * kTile);
   TileAttention attention{tile};
   attention.load_query(a, seq, kv_head);
-  attention.attend(a, begin, end,
-                   [&](int t) { return paged_row(a, seq, kv_head, t, kPageSize); });
+  attention.attend(a, begin, end, [&](int t) { return paged_row(a, seq, kv_head, t, kPageSize); });
   float lse[kGroup];
   attention.finish(lse);
   for (int i = 0; i < kGroup; ++i) {

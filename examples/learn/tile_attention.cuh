@@ -52,9 +52,10 @@ struct TileAttention {
   __device__ void scores(float scale, int first, int len) {
     const int head = threadIdx.x / 32, token = threadIdx.x % 32;
     float score = 0;
-    for (int d = 0; d < kHeadSize; d += 4) {
-      const float4 query = *reinterpret_cast<const float4*>(&tile.query[head][d]);
-      score += dot4(query, load4(&tile.key[token][d]));
+    for (int d = 0; d < kHeadSize; d += kVec) {  // kRow: 8 lanes' 16 bytes are in all 32 banks
+      const uint4 key = *reinterpret_cast<const uint4*>(&tile.key[token][d]);
+      const float4* query = reinterpret_cast<const float4*>(&tile.query[head][d]);
+      score += dot4(query[0], unpack(key.x, key.y)) + dot4(query[1], unpack(key.z, key.w));
     }
     score = first + token < len ? scale * score : -INFINITY;
     const float new_max = fmaxf(max, warp_max(score));

@@ -17,7 +17,9 @@ inline uint32_t __float_as_uint(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
-inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(uint32_t{x.bits} << 16); }
+inline float __bfloat162float(__nv_bfloat16 x) {
+  return __uint_as_float(uint32_t{x.bits} << 16);
+}
 // Round to nearest, ties to even; NaN stays NaN.
 inline __nv_bfloat16 __float2bfloat16(float x) {
   const uint32_t bits = __float_as_uint(x);

@@ -7,6 +7,8 @@
 // - Bulk copies land at a random later time, in a random order.
 // - A deadlock is an error.
 //
+// Not seen: a missing __syncwarp() beside a function that waits for the warp anyway.
+//
 // tests/learn/emulate.py rewrites kernel<<<...>>>(...) to emulator::launch() and compiles the file.
 #pragma once
 #include <ucontext.h>
@@ -116,7 +118,9 @@ inline uint32_t random_number() {  // xorshift
   random_state ^= random_state >> 17;
   return random_state ^= random_state << 5;
 }
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+  swapcontext(&current->context, &scheduler);
+}
 [[noreturn]] inline void fail(const std::string& message) {
   if (error.empty()) error = message;
   for (;;) yield();  // never continued
@@ -174,17 +178,27 @@ inline void run_block(const std::function<void()>& kernel, dim3 block) {
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStack;
     fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, +[] {
-      (*running)();
-      current->ended = true;
-    }, 0);
+    makecontext(
+        &fiber.context,
+        +[] {
+          (*running)();
+          current->ended = true;
+        },
+        0);
   }
   std::vector<Fiber*> waiting;
   for (Fiber& fiber : fibers) waiting.push_back(&fiber);
+  size_t favourite = 0;
   while (!waiting.empty() && error.empty()) {
     if (!copies.empty() && random_number() % 8 == 0) land(random_number() % copies.size());
-    // The first that is ready, from a random place on.
-    const size_t first = random_number() % waiting.size();
+    // The first that is ready, from a random place on; mostly in one warp, which so runs ahead.
+    if (random_number() % 256 == 0) favourite = random_number() % warps.size();
+    size_t first = random_number() % waiting.size();
+    if (random_number() % 16 != 0) {
+      first = 0;
+      while (first < waiting.size() - 1 && waiting[first]->warp < &warps[favourite]) ++first;
+      first = (first + random_number() % 32) % waiting.size();
+    }
     size_t index = 0;
     bool found = false;
     for (size_t i = 0; i < waiting.size() && !found; ++i) {
@@ -244,15 +258,21 @@ inline void __syncthreads() {
   }
   emulator::wait_until([generation] { return emulator::block_generation != generation; });
 }
-inline void __syncwarp() { emulator::exchange("__syncwarp", 0); }
+inline void __syncwarp() {
+  emulator::exchange("__syncwarp", 0);
+}
 inline float __shfl_xor_sync(unsigned mask, float x, int distance) {
   if (mask != 0xffffffffu) emulator::fail("a shuffle of some lanes");
   const int lane = emulator::current->lane;
   const uint64_t* all = emulator::exchange("__shfl_xor_sync", __float_as_uint(x));
   return __uint_as_float(static_cast<uint32_t>(all[lane ^ distance]));
 }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
+inline float __expf(float x) {
+  return std::exp(x);
+}
+inline float __logf(float x) {
+  return std::log(x);
+}
 using std::max;
 using std::min;
 
@@ -265,7 +285,9 @@ int cudaFuncSetAttribute(Kernel, int, int bytes) {
   emulator::allowed_shared = std::max(emulator::kStaticShared, static_cast<size_t>(bytes));
   return 0;
 }
-inline int cudaGetLastError() { return emulator::error.empty() ? 0 : 719; }
+inline int cudaGetLastError() {
+  return emulator::error.empty() ? 0 : 719;
+}
 
 extern "C" inline __attribute__((used)) void emulator_seed(unsigned seed) {
   emulator::random_state = seed * 2654435761u + 1;
