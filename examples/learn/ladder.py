@@ -167,15 +167,8 @@ def build(step: int, folder: Path, *, cpu: bool = False, arch: str = "native") -
         if shutil.which(compiler[0]) is None:
             raise SystemExit(f"needs {compiler[0]} on the PATH")
         folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            *compiler,
-            "-std=c++17",
-            "-shared",
-            f"{HERE / name}.{suffix}",
-            "-o",
-            str(library),
-        ]
-        subprocess.run(command, check=True)
+        files = [f"{HERE / name}.{suffix}", "-o", str(library)]
+        subprocess.run([*compiler, "-std=c++17", "-shared", *files], check=True)
     function: Function = getattr(ctypes.CDLL(str(library)), name)
     return function
 

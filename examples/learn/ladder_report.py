@@ -20,11 +20,12 @@ MEASURED = HERE / "measured.json"
 DOCS = HERE.parents[1] / "docs/learn"
 PLOT = "ladder.png"
 BLOCK = re.compile(
-    r"(?P<begin><!-- measured (?P<steps>all|step \d): .*? -->\n).*?(?P<end><!-- end of measured -->)",
+    r"(?P<begin><!-- measured (?P<steps>all|step \d): .*? -->\n).*?"
+    r"(?P<end><!-- end of measured -->)",
     re.S,
 )
-NOT_MEASURED = """*Not measured yet. On a GPU, `python examples/learn/ladder.py --write` fills this in.*
-"""
+COMMAND = "python examples/learn/ladder.py --write"
+NOT_MEASURED = f"*Not measured yet. On a GPU, `{COMMAND}` fills this in.*\n"
 COLUMNS = ["step", "us", "MB read", "MB written", "GB/s", "% of ceiling", "gained", "error"]
 
 Measured: TypeAlias = dict[str, Any]

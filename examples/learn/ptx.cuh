@@ -6,8 +6,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- tensor cores, called by all lanes of a warp
-// --------------------------------------------------
+// --- tensor cores, called by all lanes of a warp ---
 //
 // "Fragment" means: how a matrix is spread over the registers of a warp. With g = lane / 4 and
 // i = lane % 4, an 8x8 matrix of 16-bit elements has elements [g][2i] and [g][2i + 1] in a register
@@ -55,8 +54,7 @@ __device__ inline uint32_t pack(float low, float high) {
   return packed;
 }
 
-// --- bulk copies, sm_90 and newer: one thread starts a copy and goes on
-// ---------------------------
+// --- bulk copies, sm_90 and newer: one thread starts a copy and goes on ---
 //
 // An mbarrier is 8 bytes of shared memory that counts. A phase of it ends when its arrivals have
 // come and its expected bytes have landed; then the next phase begins. Phases alternate in parity.

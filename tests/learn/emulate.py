@@ -14,8 +14,8 @@ STEPS = HERE.parents[1] / "examples/learn"
 LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\((.*?)\);", re.S)
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];")
 OPTIONS = [
-    "-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++",
-    "-fsanitize=alignment,bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error",
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++", "-fsanitize-undefined-trap-on-error",
+    "-fsanitize=alignment,bounds,shift,integer-divide-by-zero",
 ]  # fmt: skip
 
 
