@@ -268,6 +268,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("--write", action="store_true", help="write measured.json and docs/learn")
     arguments = parser.parse_args()
+    if arguments.write and arguments.steps != list(STEPS):
+        parser.error("--write needs all steps")
     torch.manual_seed(0)
     if not torch.cuda.is_available():
         print("No GPU: the C++ twins of steps 1, 2 and 4 run.")

@@ -28,9 +28,9 @@ struct WarpResults {
 
 struct WarpAttention {
   int lane;
-  float scale_log2;           // scores are in log2 units: the hardware computes 2^x
-  uint32_t query[kSteps][2];  // Q^T, fragments b
-  float out[kSteps][4] = {};  // O^T, fragments c
+  float scale_log2;                       // scores are in log2 units: the hardware computes 2^x
+  uint32_t query[kSteps][2];              // Q^T, fragments b
+  float out[kSteps][4] = {};              // O^T, fragments c
   float max[2] = {-INFINITY, -INFINITY};  // of heads 2 * (lane % 4) and that + 1
   float sum[2] = {0, 0};                  // of this lane's tokens only, until store()
 
