@@ -196,7 +196,7 @@ def splits_for(lens: list[int]) -> int:
 def measure(step: int, problems: list[Problem], function: Function | None) -> tuple[float, float]:
     """Error, and seconds. The problems have copies of K and V, so that no cache holds them."""
     out = torch.empty_like(problems[0].query)
-    scratch = torch.empty(problems[0].scratch_floats(step), device="cuda")
+    scratch = torch.empty(problems[0].scratch_floats(step), device=out.device)
     prepared = [problem.arguments(step, out, scratch) for problem in problems]
 
     def call(i: int) -> None:
@@ -246,35 +246,38 @@ def run_on_cpu(steps: list[int], folder: Path) -> bool:
     return right
 
 
-def possible_steps(asked: list[int]) -> list[int]:
+def possible_steps(steps: list[int]) -> list[int]:
     """Says which of them this machine cannot run, and why."""
-    steps = sorted(set(asked))
-    if 7 in steps and torch.cuda.get_device_capability() < (9, 0):
-        print("Step 7 needs sm_90: left out.")
-        steps.remove(7)
-    if 8 in steps and not vllm_kernels.cuda_loaded:
-        print("Step 8 needs the CUDA library of vllm_kernels, which is not loaded: left out.")
-        steps.remove(8)
-    return steps
+    lacking = {}
+    if torch.cuda.get_device_capability() < (9, 0):
+        lacking[7] = "a GPU of sm_90 or newer"
+    if not vllm_kernels.cuda_loaded:
+        lacking[8] = "the CUDA library of vllm_kernels, which is not loaded"
+    for step in sorted(lacking.keys() & set(steps)):
+        print(f"Step {step} is left out: it needs {lacking[step]}.")
+    return [step for step in steps if step not in lacking]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("steps", nargs="*", type=int, choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("steps", nargs="*", type=int, metavar="STEP", help="1 to 8; default: all")
     parser.add_argument("--ceiling", type=float, default=4.34, help="TB/s; 4.34 is an H200's read")
     parser.add_argument("--arch", default="native", help="nvcc's -arch, for example sm_90a")
     parser.add_argument("--build", type=Path, default=ROOT / "build/learn", help="folder")
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("--write", action="store_true", help="write measured.json and docs/learn")
     arguments = parser.parse_args()
-    if arguments.write and arguments.steps != list(STEPS):
+    steps = sorted(set(arguments.steps)) or list(STEPS)
+    if not set(steps) <= set(STEPS):
+        parser.error("steps are 1 to 8")
+    if arguments.write and steps != list(STEPS):
         parser.error("--write needs all steps")
     torch.manual_seed(0)
     if not torch.cuda.is_available():
         print("No GPU: the C++ twins of steps 1, 2 and 4 run.")
-        return 0 if run_on_cpu(arguments.steps, arguments.build) else 1
-    records = run_on_gpu(possible_steps(arguments.steps), arguments.build, arguments.arch)
+        return 0 if run_on_cpu(steps, arguments.build) else 1
+    records = run_on_gpu(possible_steps(steps), arguments.build, arguments.arch)
     measured = {
         "machine": harness.machine("cuda"),
         "date": datetime.date.today().isoformat(),

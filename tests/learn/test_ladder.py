@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,50 @@ def test_a_table():
     page = "<!-- measured step 2: how -->\nold\n<!-- end of measured -->\n"
     assert "2 two" in ladder_report.filled(page, measured)
     assert "| 1 one" not in ladder_report.filled(page, measured)
+
+
+def test_the_command(build, tmp_path, monkeypatch, capsys):
+    """As on a GPU, but with the C++ twins, and a clock that always says 50 us."""
+    in_float32 = partial(ladder.make_problem, dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ladder, "launch", lambda f, arguments: f(ctypes.byref(arguments), None))
+    monkeypatch.setattr(ladder, "make_problem", lambda lens, device, **k: in_float32(lens, **k))
+    monkeypatch.setattr(ladder, "build", partial(ladder.build, cpu=True))
+    monkeypatch.setattr(ladder, "possible_steps", list)
+    monkeypatch.setattr(ladder, "splits_for", lambda lens: 1)
+    monkeypatch.setattr(ladder, "WORKLOADS", {"two": [40, 3], "one": [17]})
+    monkeypatch.setattr(ladder.harness, "copies_for", lambda device, size: 2)
+    monkeypatch.setattr(ladder.harness, "machine", lambda device: "no GPU")
+    monkeypatch.setattr(ladder.harness, "median_seconds", lambda call, *_: call(1) or 5e-5)
+    file = tmp_path / "measured.json"
+    command = ["ladder.py", "8", "4", "1", "--ceiling", "1", "--build", str(build)]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(file)])
+    assert ladder.main() == 0
+    printed = capsys.readouterr().out
+    measured = json.loads(file.read_text())
+    assert printed.strip() == ladder_report.tables(measured).strip()
+    assert [(r["workload"], r["step"]) for r in measured["records"]] == [
+        ("two", 1), ("two", 4), ("two", 8), ("one", 1), ("one", 4), ("one", 8),
+    ]  # fmt: skip
+    assert all(r["error"] <= 1e-5 and r["us"] == 50 for r in measured["records"])
+
+    monkeypatch.setattr(ladder, "build", lambda *_, **__: lambda *_: 0)  # computes nothing
+    monkeypatch.setattr(sys, "argv", ["ladder.py"])
+    assert ladder.main() == 1
+    assert "WRONG: step1_naive, two: relative error nan" in capsys.readouterr().out
+
+
+def test_what_write_writes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ladder_report, "DOCS", tmp_path)
+    monkeypatch.setattr(ladder_report, "MEASURED", tmp_path / "measured.json")
+    (tmp_path / "page.md").write_text("<!-- measured all: x -->\n<!-- end of measured -->\n")
+    records = [ladder_report.Record(w, 1, "one", 1e-3, 20.0, 4_000_000, 0) for w in ("a", "b")]
+    measured = {"machine": "M", "date": "D", "ceiling": 4.34, "records": list(map(vars, records))}
+    ladder_report.write(measured)
+    assert "![us of each step](ladder.png)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "ladder.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "measured.json").read_text()) == measured
 
 
 def test_every_step_is_on_its_page():
