@@ -158,9 +158,9 @@ inline void land(size_t index) {
   barrier.check();
 }
 
-inline void run_block(const std::function<void()>& kernel, dim3 block) {
+inline void run_block(const std::function<void()>& kernel, dim3 block, size_t shared) {
   std::memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
-  std::memset(dynamic_shared, 0xff, kMaxShared);
+  std::memset(dynamic_shared, 0xff, shared);
   barriers.clear();
   block_arrived = block_generation = 0;
   std::vector<Warp> warps(block.x / 32);
@@ -236,7 +236,7 @@ inline void launch(const Config& config, const std::function<void()>& kernel) {
     for (unsigned y = 0; y < config.grid.y; ++y) {
       for (unsigned x = 0; x < config.grid.x && error.empty(); ++x) {
         block_index = dim3(x, y, z);
-        run_block(kernel, config.block);
+        run_block(kernel, config.block, config.shared);
       }
     }
   }
