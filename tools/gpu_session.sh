@@ -64,6 +64,9 @@ step_compare() {
     | tee "$OUT/compare.log" | tail -60
 }
 step_axes() { python3 -m benchmarks.bench_paged_attention_axes ${AXES_ARGS:-} 2>&1 | tee "$OUT/axes.log" | tail -200; }
+step_ladder() {  # docs/learn; examples/learn/ladder_report.py fills the pages from the file
+  python3 examples/learn/ladder.py --json "$OUT/ladder.json" ${LADDER_ARGS:-} 2>&1 | tee "$OUT/ladder.log" | tail -40
+}
 step_script() { python3 .stage/script.py 2>&1 | tail -60; }  # whatever was staged for this visit
 for step in "$@"; do
   echo "== $step"

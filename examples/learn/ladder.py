@@ -164,11 +164,12 @@ def build(step: int, folder: Path, *, cpu: bool = False, arch: str = "native") -
         compiler = ["nvcc", "-O3", f"-arch={arch}", "-Xcompiler=-fPIC"]
         if cpu:
             compiler = ["g++", "-O2", "-fPIC"]
-        if shutil.which(compiler[0]) is None:
-            raise SystemExit(f"needs {compiler[0]} on the PATH")
-        folder.mkdir(parents=True, exist_ok=True)
         files = [f"{HERE / name}.{suffix}", "-o", str(library)]
-        subprocess.run([*compiler, "-std=c++17", "-shared", *files], check=True)
+        if shutil.which(compiler[0]) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            subprocess.run([*compiler, "-std=c++17", "-shared", *files], check=True)
+        elif not library.exists():  # one from another machine may look old
+            raise SystemExit(f"needs {compiler[0]} on the PATH, or {library}")
     function: Function = getattr(ctypes.CDLL(str(library)), name)
     return function
 
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", type=int, metavar="STEP", help="1 to 8; default: all")
     parser.add_argument("--ceiling", type=float, default=4.34, help="TB/s; 4.34 is an H200's read")
     parser.add_argument("--arch", default="native", help="nvcc's -arch, for example sm_90a")
+    parser.add_argument("--compile", action="store_true", help="only compile; no GPU: with --arch")
     parser.add_argument("--build", type=Path, default=ROOT / "build/learn", help="folder")
     parser.add_argument("--json", type=Path, help="also write the measurements here")
     parser.add_argument("--write", action="store_true", help="write measured.json and docs/learn")
@@ -273,6 +275,11 @@ def main() -> int:
         parser.error("steps are 1 to 8")
     if arguments.write and steps != list(STEPS):
         parser.error("--write needs all steps")
+    if arguments.compile:
+        for step in steps:
+            if step < 8:
+                build(step, arguments.build, arch=arguments.arch)
+        return 0
     torch.manual_seed(0)
     if not torch.cuda.is_available():
         print("No GPU: the C++ twins of steps 1, 2 and 4 run.")

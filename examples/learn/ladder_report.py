@@ -5,12 +5,16 @@ A page of docs/learn marks the place of a table, of one step or of all:
     <!-- measured step 3: python examples/learn/ladder.py --write -->
     ...
     <!-- end of measured -->
+
+`ladder.py --write` fills them. So does `python examples/learn/ladder_report.py FILE`, with what
+`ladder.py --json FILE` measured on another machine.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -112,3 +116,7 @@ def write(measured: Measured) -> None:
     plot(measured)
     for page in DOCS.glob("*.md"):
         page.write_text(filled(page.read_text(), measured))
+
+
+if __name__ == "__main__":
+    write(json.loads(Path(sys.argv[1]).read_text()))

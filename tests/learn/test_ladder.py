@@ -102,7 +102,7 @@ def test_compiles_without_spills(tmp_path, step):
 
 
 @pytest.mark.parametrize("step", CUDA_STEPS)
-def test_on_a_gpu(build, step):
+def test_cuda_step_on_a_gpu(build, step):
     if not torch.cuda.is_available() or shutil.which("nvcc") is None:
         pytest.skip("needs a GPU, and nvcc on the PATH.")
     if step not in ladder.possible_steps([step]):
