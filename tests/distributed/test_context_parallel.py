@@ -103,6 +103,16 @@ def test_slots_of_a_decode_step(device):
     assert slots.tolist() == [[5, -1], [-1, 6]]
 
 
+def test_slots_of_padding(device):
+    """Tokens behind the last sequence, and those of a negative position."""
+    parallel = ContextParallel(shards=2)
+    tables = torch.tensor([[[4]], [[3]]], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    positions = torch.tensor([0, -1, 1, 2], device=device)
+    slots = parallel.slots(positions, tables, block_size=4, query_start_loc=starts)
+    assert slots.tolist() == [[16, -1, -1, -1], [-1, -1, -1, -1]]
+
+
 def test_a_table_that_is_too_short(device):
     parallel = ContextParallel(shards=2)
     tables = torch.zeros(2, 1, 1, dtype=torch.int32, device=device)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -111,6 +112,11 @@ def calls() -> None:
     engine = Engine(model, **(OPTIONS | {"max_batch_size": 4 + RANK}))
     tell_error("other options", engine.step)
     tell_error("close", engine.close)
+    engine = Engine(model, **OPTIONS, speculative=None if RANK else PromptLookup())
+    tell_error("other drafts", engine.step)
+    tell_error("close", engine.close)
+    limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    tell(name="limit", seconds=limit.total_seconds())
     engine = Engine(model, **OPTIONS)
     tell_error("other calls", engine.warm_up if RANK else engine.close)
     engine.close()

@@ -194,8 +194,10 @@ def test_extreme_logits(device: str) -> None:
         ({"top_p": float("nan")}, "top_p: expected more than 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty: expected more than 0"),
         ({"min_p": 1.5}, "min_p: expected 0 to 1, got 1.5"),
-        ({"presence_penalty": float("nan")}, "presence_penalty: expected a finite number, got nan"),
-        ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite number"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: expected a finite float32, got"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty: expected a finite float32, got 1e"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty: expected more than 0, got 1e-46"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite float32"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias: expected numbers, got {3: nan}"),
         ({"allowed_token_ids": []}, r"allowed_token_ids: expected at least one token, got \[\]"),
         (
@@ -292,6 +294,16 @@ def test_stop_strings(stop: str) -> None:
     sent, detokenizer = pieces(TEXT, ("not there", stop))
     assert detokenizer.is_stopped
     assert "".join(sent) == detokenizer.text == TEXT[: TEXT.index(stop)]
+
+
+def test_a_stop_string_that_came_too_early_does_not_cut_later_text() -> None:
+    """Whatever the lengths of other stop strings."""
+    _, detokenizer = pieces("", ("*", "@" * 40))
+    for token in detokenizer._tokenizer("a * b")["input_ids"]:
+        detokenizer.add(token, may_stop=False)
+    for token in detokenizer._tokenizer(" c d")["input_ids"]:
+        detokenizer.add(token)
+    assert not detokenizer.is_stopped and "*" in detokenizer.text
 
 
 def test_what_looks_like_the_beginning_of_a_stop_string_is_sent_late() -> None:

@@ -336,6 +336,27 @@ def bad_shape(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [5], "bad_words": [[5, 5]]},
+        {"allowed_token_ids": [5, 7], "bad_words": [[5, 5], [5, 7]], "logit_bias": {5: 50}},
+    ],
+)
+def test_no_token_left(params: dict[str, object], overlap: bool) -> None:
+    """The request ends with an error, and no token that was forbidden comes out."""
+    with Engine(tiny_model(), overlap=overlap, **SMALL) as engine:
+        both = [SamplingParams(max_tokens=6, **params), SamplingParams(max_tokens=6)]
+        output, other = engine.generate(prompts((5, 9)), both)
+    assert other.error is None and len(other.completions[0].tokens) == 6
+    assert output.completions[0].tokens == [5]
+    assert isinstance(output.error, ValueError) and str(output.error) == (
+        "Engine: request 0: expected an allowed token for output token 1 of sequence 0, got none: "
+        "allowed_token_ids, bad_words, min_tokens and logits_mask together forbid all"
+    )
+
+
 @pytest.mark.parametrize(
     ("hook", "count", "kind", "message"),
     [
@@ -347,7 +368,7 @@ def bad_shape(input_ids: Tensor, scores: Tensor) -> Tensor:
         ({"logits_mask": Fails}, 0, KeyError, "'a bug'"),
         (
             {"logits_mask": Refuses}, 1, ValueError,
-            "Engine: request 1: logits_mask: expected to accept token 0, which it allowed, got "
+            "Engine: request 1: logits_mask: expected to accept token 0, which was drawn, got "
             "False",
         ),
         (

@@ -103,6 +103,21 @@ def test_few_pages(cache_dtype: str, fused: bool, device: str, selections) -> No
         assert served(model, [text], sparse=FEW, **options) == [one]
 
 
+def test_a_prompt_is_dense_to_its_last_token(selections) -> None:
+    """Also where one token of it is left: after a prefix that is cached, or in a chunk."""
+    model, (text,) = tiny_model("llama"), prompts((97,))
+    params = SamplingParams(max_tokens=1, logprobs=2)
+    results = []
+    for options in ({}, {"max_batch_tokens": 96}):
+        options = {"max_batch_tokens": 200, "check": False} | options
+        with Engine(model, sparse=FEW, **(SMALL | options)) as engine:
+            for _ in range(2):  # 96 tokens are cached
+                (output,) = engine.generate([text], params)
+                results.append(output.completions[0].logprobs[0].keys())
+    assert results == results[:1] * 4
+    assert not selections
+
+
 def test_only_the_selected_pages_are_attended_to(monkeypatch, selections) -> None:
     model, lengths = tiny_model("llama"), []
 

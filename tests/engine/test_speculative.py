@@ -13,12 +13,15 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'vll
 from engines import SMALL, by_transformers, greedy, prompts
 from test_engine import replayed
 from tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kernels.__main__ import TOY_MODEL
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
+from vllm_kernels.engine.plan import Plan
 from vllm_kernels.engine.request import FinishReason, Request, SamplingParams, Sequence
+from vllm_kernels.engine.sampling.step import StepLogits
 from vllm_kernels.engine.speculative.options import DraftModel, PromptLookup
 from vllm_kernels.engine.speculative.prompt_lookup import PromptLookupDrafter
 
@@ -253,6 +256,25 @@ def test_a_draft_cache_that_is_full(device: str) -> None:
     options = DraftModel(tiny_model(device=device), 3, cache_bytes=1 << 15)
     with Engine(model, speculative=options, **SPECULATIVE) as engine:
         assert greedy(engine, texts, max_tokens=40) == expected
+
+
+def test_a_draft_cache_for_some_sequences() -> None:
+    """The others get no drafts, and nothing is computed again for each token."""
+    model, draft = tiny_model(), tiny_model()
+    draft.load_state_dict(model.state_dict())
+    options = DraftModel(draft, 3, cache_bytes=22 * 8192)  # blocks of 8 tokens
+    computed: list[int] = []
+    with Engine(model, speculative=options, **SPECULATIVE) as engine:
+        run = engine._drafter._packed.run
+
+        def counted(plan: Plan, *arguments: Tensor) -> StepLogits:
+            computed.append(plan.num_tokens)
+            return run(plan, *arguments)
+
+        engine._drafter._packed.run = counted
+        greedy(engine, prompts((50, 48, 51, 49)), max_tokens=24)
+        assert engine.statistics().scheduler.num_accepted > 20
+    assert sum(computed) < 600
 
 
 # --- drafts by lookup

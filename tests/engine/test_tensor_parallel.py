@@ -137,11 +137,13 @@ def test_calls_of_two_ranks(tmp_path: Path) -> None:
         "InvalidArgument: Engine: prompt: expected fewer than 1024 tokens (max_length), got 2000"
     )
     assert ranks[0]["served"]["tokens"] == expected
-    assert ranks[0]["other options"]["error"] is None
-    assert ranks[1]["other options"]["error"] == (
-        "Error: Engine: scheduler: expected the state of rank 0's, got another one: give equal "
-        "options and tokenizers on all ranks"
-    )
+    for name in ("other options", "other drafts"):
+        assert ranks[0][name]["error"] is None
+        assert ranks[1][name]["error"] == (
+            "Error: Engine: scheduler: expected the state of rank 0's, got another one: give equal "
+            "options and tokenizers on all ranks"
+        )
+    assert ranks[0]["limit"]["seconds"] == 1800  # torch's, again
     same = "make the same calls on every rank, or call follow() on all but rank 0"
     assert ranks[0]["other calls"]["error"] is None
     assert ranks[1]["other calls"]["error"] == (

@@ -118,7 +118,8 @@ class ContextParallel:
 
         Returns:
             int64 [num_tokens] for :func:`vllm_kernels.reshape_and_cache`, -1 where another rank
-            has the token; [shards, num_tokens] without a group.
+            has the token, or no sequence; [shards, num_tokens] without a group. A token of a
+            negative position is padding, too.
 
         Raises:
             IndexError: A table has no block for a token of this rank. On CUDA its slot is -1.
@@ -132,18 +133,21 @@ class ContextParallel:
                     [ -1, 112,  -1, 113]])
         """
         k = self.interleave
-        positions = positions.long()
+        is_token = positions >= 0
+        positions = positions.long().clamp_min(0)
         tokens = torch.arange(len(positions), device=positions.device)
         rows = tokens
         if query_start_loc is not None:
             rows = torch.searchsorted(query_start_loc[1:], tokens, right=True)
+            is_token = is_token & (rows < len(query_start_loc) - 1)
+            rows = rows.clamp_max(len(query_start_loc) - 2)
         owners = positions // k % self.size
         local = positions // (k * self.size) * k + positions % k
         found = []
         for rank, tables in zip(self._ranks, self._of_each_rank(block_tables)):
             column = local // block_size
             is_inside = column < tables.shape[1]
-            is_mine = owners == rank
+            is_mine = is_token & (owners == rank)
             if positions.device.type == "cpu" and bool((is_mine & ~is_inside).any()):
                 raise InvalidIndex(
                     "ContextParallel.slots: block_tables: expected a block for local token "

@@ -78,11 +78,13 @@ class Detokenizer:
         return text
 
     def _take(self, new: str, may_stop: bool) -> None:
-        searched = max(len(self.text) - self._held, 0)
+        before = len(self.text)
         self.text += new
         if not may_stop:
             return
-        places = [self.text.find(string, searched) for string in self._stop]
+        # A string counts if it ends in the new text.
+        starts = [max(before - len(string) + 1, 0) for string in self._stop]
+        places = [self.text.find(string, at) for string, at in zip(self._stop, starts)]
         found = [place for place in places if place >= 0]
         if found:
             self.text = self.text[: min(found)]

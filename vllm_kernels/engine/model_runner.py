@@ -185,6 +185,7 @@ class ModelRunner:
             windows = [groups.windows[group] for group in groups.group_of_layer]
             self._llama = FusedLlama(model, self.pages, windows, max_length)
         self._cascades = cascade and self._pays(max_batch_size, blocks)
+        self._is_sparse = sparse is not None
         self._takes_positions = takes_positions(model)
         self._graph_sizes = graph_sizes(max_batch_size) if cuda_graphs else []
         self._capture_stream: torch.cuda.Stream | None = None
@@ -255,7 +256,8 @@ class ModelRunner:
             graph also draws the next tokens.
         """
         buffers = self._buffers
-        tokens, sequences, single = plan.num_tokens, len(plan.sequences), plan.num_single
+        tokens, sequences = plan.num_tokens, len(plan.sequences)
+        single = plan.num_decoding if self._is_sparse else plan.num_single  # prompts are dense
         common = self._common_blocks(single, plan.num_common_blocks)
         buffers.host_common[0] = common
         if plan.input_ids is not None:

@@ -43,7 +43,7 @@ class OutputProcessor:
 
         Raises:
             ArithmeticError: The logits are NaN or infinite.
-            ValueError: The mask refuses the token.
+            ValueError: No token is allowed, or the mask refuses this one.
             Exception: The tokenizer or the mask failed.
         """
         request, token = sequence.request, sampled.token
@@ -52,6 +52,13 @@ class OutputProcessor:
             raise ArithmeticError(
                 f"Engine: request {request.id}: expected finite logits for output token "
                 f"{sequence.num_output} of sequence {sequence.index}, got NaN or infinity"
+            )
+        constraints = request.constraints
+        if constraints is not None and not constraints.allows(sequence, token):
+            raise ValueError(
+                f"Engine: request {request.id}: expected an allowed token for output token "
+                f"{sequence.num_output} of sequence {sequence.index}, got none: allowed_token_ids, "
+                "bad_words, min_tokens and logits_mask together forbid all"
             )
         if request.first_token_time is None:
             request.first_token_time = now
@@ -62,7 +69,7 @@ class OutputProcessor:
         if sequence.mask is not None and not sequence.mask.accept_token(token):
             raise ValueError(
                 f"Engine: request {request.id}: logits_mask: expected to accept token {token}, "
-                "which it allowed, got False"
+                "which was drawn, got False"
             )
         reason = self._finish_reason(sequence, token)
         text = ""

@@ -41,6 +41,8 @@ class Plan:
     """Number of last tokens of each sequence whose logits are needed."""
     with_prompt_logits: frozenset[Sequence] = field(init=False)
     """Sequences whose tokens all need logits, for log-probabilities of the prompt."""
+    num_decoding: int = field(init=False)
+    """Number of leading sequences with one token, which is no prompt token."""
 
     def __post_init__(self) -> None:
         self.with_prompt_logits = frozenset(
@@ -52,6 +54,10 @@ class Plan:
             else int(sequence.num_to_compute == count)
             for sequence, count in zip(self.sequences, self.counts)
         ]
+        self.num_decoding = sum(
+            count == 1 and sequence.is_decoding
+            for sequence, count in zip(self.sequences, self.counts)
+        )
 
     @property
     def num_tokens(self) -> int:

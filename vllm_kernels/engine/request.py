@@ -118,6 +118,11 @@ class Sequence:
         return self.length - self.num_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether all prompt tokens have keys and values."""
+        return self.num_computed >= len(self.request.prompt)
+
+    @property
     def may_draft(self) -> bool:
         """Whether the parameters of several next tokens are those of the next one."""
         params = self.request.params

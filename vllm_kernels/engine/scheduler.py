@@ -468,7 +468,8 @@ class Scheduler:
         drafts: Mapping[Sequence, list[int]],
     ) -> Plan | None:
         """Allocates slots for all tokens. Returns None if there are too few blocks."""
-        order = sorted(chosen, key=lambda sequence: chosen[sequence] > 1)  # stable: single first
+        # Stable. Single tokens come first, those of the output before those of a prompt.
+        order = sorted(chosen, key=lambda one: (chosen[one] > 1, not one.is_decoding))
         counts = [chosen[sequence] for sequence in order]
         input_ids = np.fromiter(
             (

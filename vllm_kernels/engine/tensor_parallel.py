@@ -18,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,11 @@ _POLL = timedelta(seconds=1)
 _TO_CONNECT = timedelta(minutes=5)
 _STEP = [("step",)]
 _FAILURE = "failure"  # key of the store
+_EQUAL = (
+    *("block_size", "layout", "cache_dtype", "k_scale", "v_scale", "cascade", "cuda_graphs"),
+    *("fused", "speculative", "sparse"),
+)
+"""Options of EngineConfig."""
 _ids = count()  # the ranks make their engines in the same order
 
 Call = tuple[Any, ...]
@@ -60,7 +66,10 @@ class Ranks:
     Attributes:
         rank: This rank, from 0.
         failure: Why the ranks cannot go on. None while they can.
+        options: A summary of the engine's options that must be equal on all ranks.
     """
+
+    options = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -74,6 +83,7 @@ class Ranks:
         ranks = dist.get_process_group_ranks(group)
         self._control: Any = dist.new_group(ranks, backend="gloo", timeout=_TO_CONNECT)
         _set_pg_timeout(_UNLIMITED, self._control)
+        self._limit_before = group._get_backend(group._device_types[0]).options._timeout
         _set_pg_timeout(self._limit, group)
 
     @classmethod
@@ -96,7 +106,10 @@ class Ranks:
                 "Engine: speculative: expected PromptLookup or None with tensor parallelism, got "
                 "DraftModel"
             )
-        return cls(group)
+        ranks = cls(group)
+        # Not the hash of a string, which differs in each process.
+        ranks.options = crc32(repr([_plain(getattr(config, name)) for name in _EQUAL]).encode())
+        return ranks
 
     @staticmethod
     def refuse_functions(params: SamplingParams) -> None:
@@ -111,6 +124,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _set_pg_timeout(self._limit_before, self._group)
         if error is not None:
             self._raise(error)
         if self.failure is None:
@@ -261,10 +275,15 @@ def time_limit() -> timedelta:
     return timedelta(seconds=int(text))
 
 
+def _plain(option: object) -> object:
+    return option.tolist() if isinstance(option, Tensor) else option
+
+
 def _state(engine: Engine) -> int:
     """Returns a summary of an engine's options, scheduler and blocks, equal in every process."""
     scheduler, counts = engine.scheduler, engine.scheduler.statistics
     return hash((
+        engine._ranks and engine._ranks.options,
         scheduler.max_batch_size, scheduler.max_batch_tokens, scheduler.max_length,
         scheduler.prefix_caching, engine._overlap, engine.manager.num_host_blocks,
         scheduler.num_unfinished, scheduler.num_running, counts.num_steps, counts.num_tokens,

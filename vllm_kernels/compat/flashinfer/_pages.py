@@ -92,6 +92,7 @@ class Starts:
         self.longest = int(indptr.diff().max()) if longest is None and on_host else longest
         if self._buffer is not None:
             check_fits(plan, name, indptr, self._buffer)
+            self.longest = None  # a graph would keep it
         self.starts = kept(indptr, self._device, self._buffer)
 
 

@@ -395,7 +395,7 @@ def _sample(
     seeds, offsets = _seeds(batch, device, generator, seed, offset)
     dtypes = {"top_k": torch.int32}
     given: dict[str, Any] = {
-        name: _per_row(limit, batch, device, dtypes.get(name, torch.float32))
+        name: _per_row(_of_samples(limit, rows), batch, device, dtypes.get(name, torch.float32))
         for name, limit in limits.items()
     }
     tokens = ops.sample(
@@ -441,6 +441,11 @@ def _per_row(
     return torch.full((rows,), value, dtype=dtype, device=device)
 
 
+def _of_samples(limit: Tensor | float, rows: Tensor | None) -> Tensor | float:
+    """FlashInfer's limits belong to rows of probabilities, ours to samples."""
+    return limit if rows is None or not isinstance(limit, Tensor) else limit[rows.long()]
+
+
 def _seeds(
     batch: int,
     device: torch.device,
@@ -461,8 +466,6 @@ def _seeds(
     if isinstance(seed, Tensor):
         assert isinstance(offset, Tensor)
         seeds, offsets = seed.view(torch.int64), offset.view(torch.int64)
-        if len(seeds) == len(offsets) == batch > 1:
-            return seeds, offsets
         return seeds.expand(batch).contiguous(), offsets + sample
     assert isinstance(offset, int)
     return torch.full((batch,), seed, device=device), sample + offset

@@ -39,14 +39,25 @@ class Constraints:
         Words need all earlier tokens. The scheduler waits for them: ``needs_tokens``.
         """
         banned = self.end_tokens if sequence.num_sampled < self.min_tokens else frozenset()
-        if self.words:
-            output = sequence.output
-            banned |= {
-                word[-1]
-                for word in self.words
-                if len(output) >= len(word) - 1 and tuple(output[1 - len(word) :]) == word[:-1]
-            }
-        return banned
+        return banned | self._ends_of_words(sequence)
+
+    def allows(self, sequence: Sequence, token: int) -> bool:
+        """Whether a token may come next. If none may, the sampler draws one that may not."""
+        is_early = sequence.num_output < self.min_tokens
+        if self.bias.get(token) == -np.inf or (is_early and token in self.end_tokens):
+            return False
+        if token in self._ends_of_words(sequence):
+            return False
+        return self.allowed is None or bool(self.allowed[token // 32] >> token % 32 & 1)
+
+    def _ends_of_words(self, sequence: Sequence) -> set[int]:
+        """Last tokens of the forbidden words whose other tokens are the last output."""
+        output = sequence.output if self.words else []
+        return {
+            word[-1]
+            for word in self.words
+            if len(output) >= len(word) - 1 and tuple(output[1 - len(word) :]) == word[:-1]
+        }
 
 
 def constraints_of(

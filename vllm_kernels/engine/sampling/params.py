@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
+from ctypes import c_float
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -167,13 +168,14 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         check = self._check
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(0 <= self.temperature < float("inf"), "temperature", "a number >= 0")
+        check(0 <= _float32(self.temperature) < inf, "temperature", "a number >= 0")
         check(self.top_k >= -1, "top_k", "0 or -1 (all) or more")
         check(0 < self.top_p <= 1, "top_p", "more than 0, up to 1")
         check(0 <= self.min_p <= 1, "min_p", "0 to 1")
-        check(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0")
+        # The sampler has them in float32.
+        check(0 < _float32(self.repetition_penalty) < inf, "repetition_penalty", "more than 0")
         for name in ("presence_penalty", "frequency_penalty"):
-            check(isfinite(getattr(self, name)), name, "a finite number")
+            check(isfinite(_float32(getattr(self, name))), name, "a finite float32")
         check(self.n >= 1, "n", "at least 1")
         check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "0 to max_tokens")
         for name in ("logprobs", "prompt_logprobs"):
@@ -205,6 +207,10 @@ class SamplingParams:
             or self.logits_processor is not None
             or bool(self.bad_words)
         )
+
+
+def _float32(value: float) -> float:
+    return c_float(value).value
 
 
 def _is_int(value: object) -> bool:

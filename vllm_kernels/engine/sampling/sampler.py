@@ -67,7 +67,7 @@ class Sampler:
 
     def invalidate(self) -> None:
         """Forgets the uploaded parameters, after a pass that failed."""
-        self._sequences = []
+        self._sequences, self._constraints, self._masked = [], {}, []
 
     def prepare(self, sequences: list[Sequence]) -> None:
         """Uploads the parameters of the next rows, as far as they changed.

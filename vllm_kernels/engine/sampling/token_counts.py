@@ -37,13 +37,13 @@ class TokenCounts:
         self._places = {token: place for place, token in enumerate(distinct)}
         self._tokens = np.array(distinct, np.int32)
         self._counts = np.zeros(len(distinct), np.int32)
-        self._num_known = len(prompt)
+        self.num_known = len(prompt)
 
     def upto(
         self, tokens: Items[int], end: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Returns distinct tokens and counts of tokens[:end]. ``end`` never falls."""
-        for token in tokens[self._num_known : end]:
+        for token in tokens[self.num_known : end]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._tokens):
                 more = max(64, place)
@@ -51,7 +51,7 @@ class TokenCounts:
                 self._counts = np.concatenate([self._counts, np.zeros(more, np.int32)])
             self._tokens[place] = token
             self._counts[place] += 1
-        self._num_known = max(self._num_known, end)
+        self.num_known = max(self.num_known, end)
         size = len(self._places)
         return self._tokens[:size], self._counts[:size]
 
@@ -110,6 +110,8 @@ class CountLists:
             tokens += [some, np.full(_GROWTH, _NO_TOKEN, np.int32)]
             counts += [how_often, np.zeros(_GROWTH, np.int32)]
             sizes[row + 1] = len(some) + _GROWTH
+            # A token may be known that a failed pass counted ahead.
+            covered = sequence.counts.num_known
             rows[:, row] = len(some), covered, len(sequence.request.prompt)
         self.size, self._num_left = int(sizes.sum()), _GROWTH - 1
         if self.size > self._capacity:

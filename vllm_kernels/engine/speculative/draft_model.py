@@ -92,11 +92,11 @@ class DraftModelDrafter:
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """Returns drafts. There are none if the cache is full."""
+        """Returns drafts of the sequences that fit into the cache."""
         for sequence in [one for one in self._shadows if one.finish_reason is not None]:
             self._manager.free(self._shadows.pop(sequence).id)
         longest = self._packed.max_length - self.num_tokens
-        sequences = [one for one in sequences if len(one.tokens) <= longest]
+        sequences = self._that_fit([one for one in sequences if len(one.tokens) <= longest])
         if not sequences:
             return {}
         try:
@@ -113,6 +113,19 @@ class DraftModelDrafter:
         self._shadows.clear()
 
     # Inner workings.
+
+    def _that_fit(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Returns the first sequences that fit into the free blocks, with their drafts."""
+        free, block_size = self._manager.num_free_blocks, self._manager.block_size
+        fit = []
+        for sequence in sequences:
+            shadow = self._shadows.get(sequence)
+            has = 0 if shadow is None else -(-shadow.num_computed // block_size)
+            needed = -(-(len(sequence.tokens) + self.num_tokens - 1) // block_size) - has
+            if needed <= free:
+                fit.append(sequence)
+                free -= max(needed, 0)
+        return fit
 
     def _shadow(self, sequence: Sequence) -> Sequence:
         """Returns the shadow of a sequence, without tokens that were rejected."""
