@@ -85,11 +85,9 @@ def sparq_attention(
     keys_of, values_of = token_rows(key_cache, layout), token_rows(value_cache, layout)
     num_kv_heads, head_size = keys_of.shape[2:]
     scale = head_size**-0.5 if scale is None else scale
-    options = {
-        "scale": scale, "r": r, "k": k, "window": k // 4 if window is None else window,
-        "sink_tokens": sink_tokens, "chunk": _chunk_of(components, key_cache, head_size, layout),
-        "unit": keys_of.shape[1] if select == "pages" else 1,
-    }  # fmt: skip
+    window = k // 4 if window is None else window
+    chunk = _chunk_of(components, key_cache, head_size, layout)
+    unit = keys_of.shape[1] if select == "pages" else 1
     grouped = query.double().unflatten(1, (num_kv_heads, -1))
     out, lse = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:-1], -torch.inf)
     for seq, length in enumerate(seq_lens.tolist()):
@@ -97,12 +95,15 @@ def sparq_attention(
             continue
         pages = block_tables[seq, : -(-length // keys_of.shape[1])].long()
         keys, values = (
-            rows[pages].flatten(0, 1)[:length].double() * (1.0 if scale is None else scale.double())
-            for rows, scale in ((keys_of, k_scale), (values_of, v_scale))
+            rows[pages].flatten(0, 1)[:length].double() * (1.0 if of is None else of.double())
+            for rows, of in ((keys_of, k_scale), (values_of, v_scale))
         )
         for head in range(num_kv_heads):
             heads = grouped[seq, head]
-            approximate, kept = sparq_choice(heads, keys[:, head], **options)
+            approximate, kept = sparq_choice(
+                heads, keys[:, head], scale=scale, r=r, k=k, window=window,
+                sink_tokens=sink_tokens, chunk=chunk, unit=unit,
+            )  # fmt: skip
             scores = scale * heads @ keys[kept, head].T
             attended = scores.softmax(-1) @ values[kept, head]
             if mean_value is not None and not kept.all():
