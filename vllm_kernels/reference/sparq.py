@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def sparq_attention(
     by one."""
     keys_of, values_of = token_rows(key_cache, layout), token_rows(value_cache, layout)
     num_kv_heads, head_size = keys_of.shape[2:]
-    scale = head_size**-0.5 if scale is None else scale
+    scale = 1 / math.sqrt(head_size) if scale is None else scale
     window = k // 4 if window is None else window
     chunk = _chunk_of(components, key_cache, head_size, layout)
     unit = keys_of.shape[1] if select == "pages" else 1
