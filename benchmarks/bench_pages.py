@@ -1,26 +1,31 @@
-"""Page selection: bounds, selection, attention over the kept pages beside dense attention, and
-copied slots. 32/8 heads of 128, pages of 16, layout vllm, cold caches.
+"""Page selection: bounds, selection, attention over the kept pages beside dense attention, SparQ,
+and copied slots. 32/8 heads of 128, pages of 16, layout vllm, cold caches.
 
     python -m benchmarks.bench_pages [--device cpu|cuda] [--batch 8] [--length 32768]
                                      [--budget 2048] [--layers 32] [--dtype bfloat16]
 
 GB/s count the bounds that a selection reads, and K and V of attention. torch is the same selection
-by products of gathered bounds and topk. Decode steps bring one slot a sequence up to date.
+by products of gathered bounds and topk. Decode steps bring one slot a sequence up to date. SparQ
+has r = 32 and keeps as many tokens as the budget.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import vllm_kernels
 from benchmarks.harness import copies_for, machine, medians
+from vllm_kernels import Layout
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16
+R = 32  # components of SparQ
 Call = Callable[[int], object]
+Select = Literal["pages", "tokens"]
 
 
 def torch_select(
@@ -70,6 +75,27 @@ class Workload:
         i %= self.kv_copies
         return vllm_kernels.paged_attention(self.query, self.keys[i], self.values[i], tables, lens)
 
+    def sparq(self, layout: Layout, select: Select) -> tuple[str, int, dict[str, Call]]:
+        """SparQ beside dense attention in the same layout."""
+        keys, values = self.keys, self.values
+        if layout == "HND":
+            shape = (*keys.shape[:3], BLOCK, SIZE)
+            keys, values = keys.view(shape), values.view(shape)
+        part = R * self.kv_bytes // (2 * SIZE)
+        kept = self.budget * self.kv_bytes // (BLOCK * self.tables.shape[1])
+
+        def call(function: Callable[..., object], **options: object) -> Call:
+            def run(i: int) -> object:
+                i %= self.kv_copies
+                tensors = (self.query, keys[i], values[i], self.tables, self.lens)
+                return function(*tensors, layout=layout, **options)
+
+            return run
+
+        ours = call(vllm_kernels.sparq_attention, r=R, k=self.budget, select=select)
+        dense = call(vllm_kernels.paged_attention)
+        return f"SparQ, {layout}, {select}", part + kept, {"ours": ours, "dense": dense}
+
     def rows(self) -> list[tuple[str, int, dict[str, Call]]]:
         pages = self.budget // BLOCK
         kept_bytes = len(self.query) * pages * (self.kv_bytes // self.tables.numel())
@@ -94,6 +120,9 @@ class Workload:
             ("select + attend", self.bound_bytes + kept_bytes,
              {"ours": lambda i: self.attend(i, *self.select(i)),
               "dense": lambda i: self.attend(i, self.tables, self.lens)}),
+            self.sparq("vllm", "pages"),
+            self.sparq("HND", "pages"),
+            self.sparq("HND", "tokens"),
             ("update, a decode step", len(written) * BLOCK * KV_HEADS * SIZE * self.dtype.itemsize,
              {"ours": update(written)}),
             ("update, a prompt", self.kv_bytes // 2 // len(self.query), {"ours": update(prompt)}),

@@ -48,7 +48,7 @@ ROOMS = {
     "cpu/rope": {"cpu/base", "cpu/norm", "cpu/cache", "cpu"},
     "cpu/activation": {"cpu/base", "cpu"},
     "cpu/sampling": {"cpu/base", "cpu"},
-    "cpu/pages": {"cpu/base", "cpu", "cpu/sampling"},
+    "cpu/pages": {"cpu/base", "cpu", "cpu/sampling", "cpu/attention"},
     "cpu": {"cpu/attention"},
 }  # fmt: skip
 LONG_FUNCTIONS = {

@@ -290,6 +290,33 @@ def pages() -> None:
                             [*caches, one.new_zeros(40, 2, 16)], src, dst, layout
                         )
         selections(dtype)
+        for stored in (dtype, *eight_bits):
+            sparq(dtype, stored)
+
+
+def sparq(dtype: torch.dtype, stored: torch.dtype) -> None:
+    """sparq_attention, value_mean_update: rows within the budget and longer ones."""
+    lens = torch.tensor([5000, 0, 17, 900, 16 * 400], dtype=torch.int32, device=CUDA)
+    tables = torch.randint(0, 500, (5, 400), dtype=torch.int32, device=CUDA)
+    query = torch.randn(5, 8, 64, device=CUDA, dtype=dtype)
+    mean, counts = torch.zeros(5, 2, 64, device=CUDA), torch.zeros(5, device=CUDA).int()
+    rows = torch.randint(-1, 5, (300,), device=CUDA)
+    value = torch.randn(300, 2, 64, device=CUDA, dtype=dtype)
+    vllm_kernels.value_mean_update(mean, counts, value, rows)
+    for shift in (0, 1):
+        memory = torch.randn(500 * 2048 + shift, device=CUDA).to(stored)[shift:]
+        chunks = memory.view(500, 2, -1, 16, 16 // stored.itemsize)
+        in_pages = {
+            "vllm": (chunks, memory.view(500, 2, 64, 16)), "NHD": [memory.view(500, 16, 2, 64)] * 2,
+            "HND": [memory.view(500, 2, 16, 64)] * 2,
+        }  # fmt: skip
+        for layout, (keys, values) in in_pages.items():
+            for select in ("pages", "tokens")[: 1 if layout == "vllm" else 2]:
+                for mean_value in (None, mean):
+                    vllm_kernels.sparq_attention(
+                        query, keys, values, tables, lens, k=512, select=select, layout=layout,
+                        mean_value=mean_value,
+                    )  # fmt: skip
 
 
 def selections(dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ Attention
     varlen_attention: the same over contiguous keys.
     attention_with_kvcache: appends new tokens to a cache and attends, in one op.
     fused_decode_attention: a decode step from the QKV product on.
+    sparq_attention, value_mean_update: decode attention that reads a part of K to choose pages.
     cascade_attention, cascade_plan, cascade_pays, CascadePlan: common prefixes, read once.
     merge_attn_states, combine_attn_partials: partial results by their log-sum-exp.
     paged_attention_v1, paged_attention_v2: vLLM's signatures.
@@ -129,6 +130,7 @@ from .ops import (
     silu_and_mul_split,
     silu_and_mul_with_clamp,
     softmax,
+    sparq_attention,
     spec_verify,
     static_scaled_fp8_quant,
     static_scaled_int8_quant,
@@ -137,6 +139,7 @@ from .ops import (
     swigluoai_and_mul,
     token_logprobs,
     top_k_top_p_mask_,
+    value_mean_update,
     varlen_attention,
 )
 
@@ -207,6 +210,8 @@ __all__ = [
     "copy_slots",
     "page_bounds_update",
     "select_pages",
+    "sparq_attention",
+    "value_mean_update",
     "attention_with_kvcache",
     "swap_blocks_batch",
     "combine_attn_partials",

@@ -19,6 +19,8 @@
 #include "ops/pages/page_bounds_update.h"
 #include "ops/pages/page_list.h"
 #include "ops/pages/select_pages.h"
+#include "ops/pages/sparq_attention.h"
+#include "ops/pages/value_mean_update.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
@@ -115,6 +117,9 @@ VLLM_KERNELS_DECLARE(PageBoundsUpdateParams)
 VLLM_KERNELS_DECLARE(PageScoresParams)
 VLLM_KERNELS_DECLARE(SelectPagesParams)
 VLLM_KERNELS_DECLARE(CopySlotsParams)
+VLLM_KERNELS_DECLARE(SparqScoresParams)
+VLLM_KERNELS_DECLARE(SparqParams)
+VLLM_KERNELS_DECLARE(ValueMeanUpdateParams)
 
 // --- attention
 VLLM_KERNELS_DECLARE(DecodePlan)

@@ -16,6 +16,8 @@
 #include "ops/pages/page_bounds_update.h"
 #include "ops/pages/page_list.h"
 #include "ops/pages/select_pages.h"
+#include "ops/pages/sparq_attention.h"
+#include "ops/pages/value_mean_update.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/reshape_and_cache_per_token_quant.h"
 #include "ops/rms_norm.h"
@@ -58,6 +60,8 @@ void launch(const ConvertFp8Params& params, Stream stream);
 void launch(const PageBoundsUpdateParams& params, Stream stream);
 void launch(const SelectPagesParams& params, Stream stream);
 void launch(const CopySlotsParams& params, Stream stream);
+void launch(const SparqParams& params, Stream stream);  // without its attention
+void launch(const ValueMeanUpdateParams& params, Stream stream);
 
 // --- attention
 // paged_attention, varlen_attention, v1 and v2. `workspace` has kPagedAttentionWorkspaceBytes that

@@ -89,6 +89,11 @@ constexpr const char* kSchemas[] = {
     "select_pages(Tensor! tables, Tensor! lens, Tensor query, Tensor bounds, Tensor block_tables, "
     "Tensor seq_lens, int block_size, int sink_pages=1, int recent_pages=4)",
     "copy_slots(Tensor(a!)[] caches, Tensor src, Tensor dst, str layout=\"vllm\")",
+    "sparq_attention(Tensor! out, Tensor!? lse, Tensor query, Tensor key_cache, "
+    "Tensor value_cache, Tensor block_tables, Tensor seq_lens, float scale, int r, int k, "
+    "int window, int sink_tokens, str select, Tensor? mean_value, Tensor? k_scale, "
+    "Tensor? v_scale, str layout, Tensor!? workspace=None)",
+    "value_mean_update(Tensor! mean, Tensor! counts, Tensor value, Tensor rows)",
 
     // --- a layer's heads between its QKV product and attention
     "fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, "

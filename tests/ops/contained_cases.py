@@ -432,6 +432,36 @@ def select_pages() -> None:
     assert all(torch.equal(x, y) for x, y in zip(call(), want))
 
 
+def sparq_attention() -> None:
+    keys, values = torch.randn(2, 40, 16, 2, 64, device=CUDA)
+    query = torch.randn(3, 4, 64, device=CUDA)
+    tables = torch.randperm(40, device=CUDA)[:39].view(3, 13).int()
+    lens = torch.tensor([200, 208, 150], dtype=torch.int32, device=CUDA)
+    mean = torch.randn(3, 2, 64, device=CUDA)
+    call = lambda: vk.sparq_attention(  # noqa: E731
+        query, keys, values, tables, lens, k=96, mean_value=mean, layout="NHD"
+    )
+    want = call()
+    reported()
+    for tensor, index, bad in ((tables, (1, 5), 40), (tables, (1, 5), -1), (lens, 1, 10**6),
+                               (lens, 1, -1)):  # fmt: skip
+        good = tensor[index].clone()
+        tensor[index] = bad
+        got = contained(call, "sparq_attention: ", f" = {bad}: expected ")
+        tensor[index] = good
+        assert got is None or torch.equal(got[::2], want[::2])
+    assert torch.equal(call(), want)
+
+
+def value_mean_update() -> None:
+    value = torch.randn(3, 2, 8, device=CUDA)
+    for bad in (4, -5, 2**40):
+        mean, counts = torch.zeros(4, 2, 8, device=CUDA), torch.zeros(4, device=CUDA).int()
+        vk.value_mean_update(mean, counts, value, torch.tensor([1, bad, -1], device=CUDA))
+        reported("value_mean_update: rows[1] = ", "expected -1 (skipped) or a row in [0, 4)")
+        assert torch.equal(mean[1], value[0]) and counts.tolist() == [0, 1, 0, 0]
+
+
 def copy_slots() -> None:
     for index, bad in product((0, 1), (128, -5, 2**40)):
         cache = torch.randn(8, 16, 2, 64, device=CUDA)
@@ -598,6 +628,8 @@ CASES = {
     "copy_blocks": copy_blocks,
     "page_bounds_update": page_bounds_update,
     "select_pages": select_pages,
+    "sparq_attention": sparq_attention,
+    "value_mean_update": value_mean_update,
     "copy_slots": copy_slots,
     "reshape_and_cache_per_token_quant": per_token_quant,
     "concat_and_cache_mla": lambda: concat_and_cache_mla("auto"),

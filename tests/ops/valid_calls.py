@@ -352,6 +352,34 @@ def select(op: str) -> Call:
     }  # fmt: skip
 
 
+@calls("sparq_attention")
+def attend_sparsely(op: str) -> Call:
+    cache, seqs = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()])), 3
+    select = "pages" if cache.layout == "vllm" else choice(["pages", "tokens"])
+    query = torch.randn(seqs, choice([1, 3]) * cache.heads, cache.head_size).to(cache.dtype)
+    mean = torch.randn(seqs, cache.heads, cache.head_size).to(cache.dtype)
+    return {
+        "out": unset_like(query), "lse": maybe(unset(*query.shape[:2])), "query": query,
+        "key_cache": cache.key, "value_cache": cache.value,
+        "block_tables": torch.stack([torch.randperm(cache.blocks) for _ in range(seqs)]).int(),
+        "seq_lens": ints(4 * cache.block_size, 1, 2 * cache.block_size + 3), "scale": 0.2,
+        "r": choice([32, cache.head_size]), "k": choice([3, 4]) * cache.block_size,
+        "window": choice([0, 5]), "sink_tokens": choice([0, 0, 4]), "select": select,
+        "mean_value": maybe(mean), "layout": cache.layout,
+        **{name: x if x is None else x[:1] for name, x in cache.scales().items()},
+    }  # fmt: skip
+
+
+@calls("value_mean_update")
+def add_values(op: str) -> Call:
+    heads, size, count = choice([1, 2]), choice([7, 32]), choice([1, 4, 9])
+    return {
+        "mean": torch.randn(3, heads, size), "counts": ints(0, 2, 5),
+        "value": torch.randn(count, heads, size).to(choice(FLOATS)),
+        "rows": torch.randint(-1, 3, (count,)),
+    }  # fmt: skip
+
+
 @calls("copy_slots")
 def move_tokens(op: str) -> Call:
     cache, count = Paged(choice(FLOATS), choice([None, *EIGHT_BITS.values()])), choice([1, 4, 20])

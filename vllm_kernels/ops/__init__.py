@@ -105,6 +105,7 @@ from .sampling import (
     token_logprobs,
     top_k_top_p_mask_,
 )
+from .sparq import sparq_attention, value_mean_update
 from .varlen_attention import varlen_attention
 
 __all__ = [
@@ -169,6 +170,9 @@ __all__ = [
     "copy_slots",
     "page_bounds_update",
     "select_pages",
+    # sparq
+    "sparq_attention",
+    "value_mean_update",
     # attention
     "attention_with_kvcache",
     "combine_attn_partials",

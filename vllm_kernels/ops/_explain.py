@@ -12,6 +12,7 @@ from ..errors import InvalidArgument
 from .fused_decode_attention import fused_decode_attention
 from .paged_attention import paged_attention
 from .paged_attention_v1_v2 import paged_attention_v1, paged_attention_v2
+from .sparq import sparq_attention
 from .varlen_attention import varlen_attention
 
 __all__ = ["explain"]
@@ -22,6 +23,7 @@ _EXPLAINED = {
     paged_attention_v2,
     varlen_attention,
     fused_decode_attention,
+    sparq_attention,
 }
 _TEXT_BYTES = 1 << 14
 
@@ -38,8 +40,8 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> str:
     while the calls run.
 
     Args:
-        op: paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention or
-            fused_decode_attention.
+        op: paged_attention, paged_attention_v1, paged_attention_v2, varlen_attention,
+            fused_decode_attention or sparq_attention.
         args, kwargs: the op's arguments.
 
     Returns:

@@ -71,9 +71,11 @@ def refused(
 
 def _wrong_kind(op: str, given: Mapping[str, object], scales_of: str) -> InvalidType | None:
     """The first argument whose Python type the schema does not take."""
-    if "window" in given and not _is_window(given["window"]):
+    arguments = getattr(library_ops, op).default._schema.arguments
+    named = any(argument.name == "window" for argument in arguments)
+    if "window" in given and not named and not _is_window(given["window"]):
         return InvalidType(f"{op}: window: expected (left, right), got {_short(given['window'])}")
-    for argument in getattr(library_ops, op).default._schema.arguments:
+    for argument in arguments:
         if argument.name not in given:
             continue
         value = given[argument.name]

@@ -12,3 +12,4 @@ from .pages import *  # noqa: F403
 from .quant import *  # noqa: F403
 from .rotary import *  # noqa: F403
 from .sampling import *  # noqa: F403
+from .sparq import *  # noqa: F403

@@ -56,7 +56,7 @@ def page_scores(query: Tensor, bounds: Tensor) -> Tensor:
     return torch.maximum(q * low, q * high).sum((1, 3))
 
 
-def _kept(scores: Tensor, pages: int, budget: int, sinks: int, recent: int) -> Tensor:
+def kept_pages(scores: Tensor, pages: int, budget: int, sinks: int, recent: int) -> Tensor:
     """Indices of the kept pages, ascending; `scores` is changed."""
     scores = scores.nan_to_num(nan=float("inf"), posinf=torch.finfo(torch.float64).max)
     order = sorted(
@@ -91,7 +91,7 @@ def select_pages(
         if not per_kv_head:
             scores = scores.sum(0, keepdim=True)
         for row in range(rows):
-            kept = _kept(scores[row], pages, most, sink_pages, recent_pages)
+            kept = kept_pages(scores[row], pages, most, sink_pages, recent_pages)
             tables[seq, row, : len(kept)] = ids[kept]
         lens[seq] = length - max(pages - most, 0) * block_size
     return (tables if per_kv_head else tables[:, 0]), lens

@@ -4,17 +4,13 @@
 #include "ops/pages/select_pages.h"
 
 #include "cpu/kernels.h"
-#include "cpu/sampling/vec_sampling.h"
+#include "cpu/pages/choose_pages.h"
 
 namespace vllm_kernels::cpu {
 namespace {
 
 constexpr int32_t kTaskPages = 64;
 constexpr int32_t kComponents = 2 * kMaxSelectHeadSize;  // whose weights are on the stack
-
-uint32_t* scores_of(const SelectPagesParams& p, int64_t row) {
-  return p.scores + 2 * row * p.score_words();
-}
 
 // --- scores
 
@@ -109,27 +105,9 @@ Loop select_loop(const SelectPagesParams& p) {
 
 void select_row(const SelectPagesParams& p, int64_t row) {
   const auto seq = static_cast<int32_t>(row / p.num_row_heads);
-  const int64_t head = row % p.num_row_heads, length = p.length_of(seq);
-  const int32_t pages = p.pages_of(length);
   const int32_t* ids = p.block_tables + seq * p.block_tables_stride;
-  int32_t* table = p.tables + seq * p.tables_seq_stride + head * p.tables_head_stride;
-  if (head == 0) p.lens[seq] = p.kept_length(length);
-  int32_t kept = 0;
-  if (pages <= p.budget) {
-    for (; kept < pages; ++kept) table[kept] = ids[kept];
-  } else {
-    uint32_t* scores = scores_of(p, row);
-    for (int64_t i = pages; i < padded(pages); ++i) scores[i] = 0;
-    const Radix found = select_by_count(scores, pages, p.budget, scores + p.score_words());
-    int64_t ties = p.budget - static_cast<int64_t>(found.before);
-    for (int32_t page = 0; page < pages; ++page) {
-      const bool is_equal = scores[page] == found.prefix;
-      if (scores[page] < found.prefix || (is_equal && ties == 0)) continue;
-      if (is_equal) --ties;
-      table[kept++] = ids[page];
-    }
-  }
-  for (; kept < p.budget; ++kept) table[kept] = 0;
+  if (row % p.num_row_heads == 0) p.lens[seq] = p.kept_length(p.length_of(seq));
+  choose_pages(p, row, [&](int32_t page) { return ids[page]; });
 }
 
 void run_select(const SelectPagesParams& p, int64_t begin, int64_t end) {

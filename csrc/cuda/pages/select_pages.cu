@@ -21,10 +21,9 @@
 
 #include "cuda/attention/common/workspace.h"
 #include "cuda/base/launch.cuh"
-#include "cuda/base/ptx.cuh"
 #include "cuda/base/vec.cuh"
 #include "cuda/launchers.h"
-#include "cuda/sampling/row_select.cuh"
+#include "cuda/pages/choose_pages.cuh"
 
 namespace vllm_kernels::cuda {
 namespace {
@@ -143,39 +142,6 @@ __device__ __forceinline__ void score_pages(const SelectPagesParams& p, const Pa
   }
 }
 
-// Keeps the best pages of a row whose scores are complete.
-__device__ __forceinline__ void choose_pages(const SelectPagesParams& p, const PageRow& row,
-                                             SelectShared& shared) {
-  using Row = RowCluster<1>;
-  const Slice slice{row.scores, 0, row.pages};
-  const int padding = 4 * slice.num_vecs() - row.pages;
-  if (threadIdx.x < padding) row.scores[row.pages + threadIdx.x] = 0;
-  BinSets sets;
-  clear(shared.bins[0]);
-  __syncthreads();
-  const uint64_t target = p.budget;
-  Radix found;
-  select<Row, false>(shared, sets, slice, 0, 1, 0.0f, found, [&](uint64_t, int) { return target; });
-  const Kept kept{found.prefix, static_cast<uint32_t>(target - found.before)};
-  const KeptSums sums = kept_sums<Row, false>(shared, slice, kept.threshold, 0.0f);
-  for_each_kept<true>(slice, kept, sums, [&](int page, uint32_t, int number) {
-    if (number >= 0) row.table[number] = row.ids[page];
-  });
-}
-
-// Whether this CTA is the last of `ctas` that gets here. If so, it sees what the others wrote
-// before. All threads call it.
-__device__ __forceinline__ bool comes_last(uint32_t* counter, int ctas) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const uint32_t highest = static_cast<uint32_t>(ctas - 1);
-    last = atomic_inc_acquire_release(counter, highest) == highest;
-  }
-  __syncthreads();
-  return last;
-}
-
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
     select_pages_kernel(const __grid_constant__ SelectPagesParams p, int64_t first_row,
@@ -204,7 +170,10 @@ __global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
   score_pages<T, kAligned>(p, row, first, min(row.pages - first, chunk_pages) + first, weights);
   const int ctas = (row.pages - 1) / chunk_pages + 1;
   if (!comes_last(counters + blockIdx.y, ctas)) return;
-  choose_pages(p, row, *reinterpret_cast<SelectShared*>(pages_shared));
+  choose_pages<true>(row.scores, row.pages, p.budget,
+                     *reinterpret_cast<SelectShared*>(pages_shared), [&](int page, int number) {
+                       if (number >= 0) row.table[number] = row.ids[page];
+                     });
 }
 
 template <typename T, bool kAligned>

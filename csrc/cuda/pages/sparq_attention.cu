@@ -1,0 +1,401 @@
+// sparq_attention (ops/pages/sparq_attention.h) before its attention, one launch: approximate
+// scores of all tokens, then the best units.
+//
+//   grid     (chunks of a row's tokens, rows); a row is a sequence and a KV head
+//   query    each CTA chooses the chunks of K, and adds up the weights of the query group
+//   scores   a lane has a token and reads its chosen components by 16 bytes. In layout vllm the
+//            lanes of a page read one run. In the others two accesses share a sector of 32 bytes. A
+//            warp has whole units, so their highest scores go to scratch, as ordered bits
+//   choice   the row's last CTA, as in select_pages
+//   mean     if asked for, the lanes do the same again for each query head, from L1, and the last
+//            CTA adds up the weights of kept units and of the others
+//
+// b8 x 32k, 32/8 heads of 128, bf16, r = 32, pages of 16: 2.1 million (token, head) pairs of 64
+// bytes are 134 MB, 31 us at 4.34 TB/s. A pair is 32 products, 67 million in all. 132 SMs need 26
+// to 35 KB in flight each; two CTAs of 512 lanes with 4 accesses have up to 64 KB. Each page's
+// score is 4 more bytes. A row within its budget reads no K. Nothing is read before the PDL wait.
+#include "ops/pages/sparq_attention.h"
+
+#include <algorithm>
+
+#include "cuda/attention/common/workspace.h"
+#include "cuda/base/kv_element.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/upcast.cuh"
+#include "cuda/launchers.h"
+#include "cuda/pages/choose_pages.cuh"
+
+namespace vllm_kernels::cuda {
+namespace {
+
+constexpr int kAccessesAtOnce = 4;  // accesses in flight a lane
+constexpr int kMaxChunkSteps = 16;
+constexpr int kCtasPerSm = 2;
+
+// One row, and what a CTA knows of it. Pointers are computed where they are used: two CTAs an SM
+// leave 64 registers a thread.
+struct SparqRow {
+  const SparqParams& p;
+  int row, seq, head;  // head: of KV
+  int length, units;
+
+  __device__ __forceinline__ SparqRow(const SparqParams& p, int row) : p(p), row(row) {
+    seq = row / p.units.num_kv_heads;
+    head = row - seq * p.units.num_kv_heads;
+    length = static_cast<int>(p.units.length_of(seq));
+    units = p.units.pages_of(length);
+  }
+  __device__ __forceinline__ const int32_t* ids() const {
+    return p.units.block_tables + seq * p.units.block_tables_stride;
+  }
+  __device__ __forceinline__ uint32_t* scores() const {
+    return p.units.scores + row * p.units.score_words();
+  }
+  __device__ __forceinline__ float* lse(int query_head) const {  // of units
+    return p.unit_lse + (int64_t{row} * p.group() + query_head) * p.units.score_words();
+  }
+  __device__ __forceinline__ int64_t sum(int query_head) const {  // of kept_lse and rest_lse
+    return query_head * p.units.num_rows() + row;
+  }
+  __device__ __forceinline__ void keep(int number, int unit) const {
+    p.units.tables[int64_t{row} * p.units.budget + number] = p.entry_of(ids(), head, unit);
+  }
+};
+
+// In shared memory.
+struct SparqQuery {
+  alignas(16) float weights[kMaxSparqHeadSize];  // of the chosen components, in their order
+  int offsets[kMaxSparqChunks];                  // of the accesses, in elements
+  float sums[kMaxSparqChunks];
+  int chunks[kMaxSparqChunks];  // the chosen ones
+  uint64_t chosen;              // a bit for each chunk
+  float factors[1];             // [group]
+};
+
+// Component d of query head `head` of the row's group; NaN as 0.
+__device__ __forceinline__ float query_at(const SparqParams& p, const SparqRow& row, int head,
+                                          int d) {
+  const SelectPagesParams& u = p.units;
+  const int64_t at = row.seq * u.query_seq_stride +
+                     (int64_t{row.head} * p.group() + head) * u.query_head_stride + d;
+  float q;
+  if (u.dtype == DType::kFloat16) {
+    q = to_float(static_cast<const Half*>(u.query)[at]);
+  } else if (u.dtype == DType::kBFloat16) {
+    q = to_float(static_cast<const BFloat16*>(u.query)[at]);
+  } else {
+    q = static_cast<const float*>(u.query)[at];
+  }
+  return q == q ? q : 0.0f;
+}
+
+// Chooses the chunks, and finds the factor of each query head.
+__device__ __forceinline__ void choose_chunks(const SparqParams& p, const SparqRow& row,
+                                              SparqQuery& query) {
+  const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const int size = p.units.head_size, group = p.group(), count = size / p.chunk;
+  if (thread < count) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < group * p.chunk; ++i) {
+      sum += fabsf(query_at(p, row, i / p.chunk, thread * p.chunk + i % p.chunk));
+    }
+    query.sums[thread] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const bool low = lane < count && p.is_chosen(query.sums, count, lane);
+    const bool high = lane + kWarpSize < count && p.is_chosen(query.sums, count, lane + kWarpSize);
+    const uint32_t lows = __ballot_sync(0xffffffffu, low);
+    const uint32_t highs = __ballot_sync(0xffffffffu, high);
+    const uint32_t before = (1u << lane) - 1;
+    if (low) query.chunks[__popc(lows & before)] = lane;
+    if (high) query.chunks[__popc(lows) + __popc(highs & before)] = lane + kWarpSize;
+    if (lane == 0) query.chosen = uint64_t{highs} << 32 | lows;
+  }
+  __syncthreads();
+  const bool is_scaled = size_of(p.kv.dtype) == 1 && p.kv.k_scale != nullptr;
+  const float scale = is_scaled ? p.scale * p.kv.k_scale[row.head * p.kv.scale_stride] : p.scale;
+  const int per_chunk = p.chunk / p.kv.x;
+  if (thread < p.num_chunks * per_chunk) {
+    query.offsets[thread] = static_cast<int>(p.chunk_offset(query.chunks[thread / per_chunk])) +
+                            thread % per_chunk * p.kv.x;
+  }
+#pragma unroll 1
+  for (int head = warp; head < group; head += kRowWarps) {
+    float norm = 0.0f, chosen_norm = 0.0f;
+#pragma unroll 1
+    for (int d = lane; d < size; d += kWarpSize) {
+      const float q = fabsf(query_at(p, row, head, d));
+      norm += q;
+      if (query.chosen >> (d / p.chunk) & 1) chosen_norm += q;
+    }
+    norm = warp_sum(norm);
+    chosen_norm = warp_sum(chosen_norm);
+    if (lane == 0)
+      query.factors[head] = chosen_norm > 0.0f ? scale * sqrtf(norm / chosen_norm) : scale;
+  }
+  __syncthreads();
+}
+
+// weights become those of query heads [begin, end) of the group, added up.
+__device__ __forceinline__ void set_weights(const SparqParams& p, const SparqRow& row, int begin,
+                                            int end, SparqQuery& query) {
+  __syncthreads();  // all have read the weights before
+  const int i = threadIdx.x;
+  if (i < p.num_chunks * p.chunk) {
+    const int d = query.chunks[i / p.chunk] * p.chunk + i % p.chunk;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int head = begin; head < end; ++head) {
+      sum = fmaf(query.factors[head], query_at(p, row, head, d), sum);
+    }
+    query.weights[i] = sum;
+  }
+  __syncthreads();
+}
+
+// 16 bytes of K, or the same by elements.
+template <bool kAligned, typename C>
+__device__ __forceinline__ uint4 load_16_bytes(const C* from) {
+  if constexpr (kAligned) {
+    return *reinterpret_cast<const uint4*>(from);
+  } else {
+    Elements16<C> loaded;
+#pragma unroll
+    for (int i = 0; i < kVecWidth<C>; ++i) loaded[i] = from[i];
+    return bits_as<uint4>(loaded);
+  }
+}
+
+// The sum of products of a word's elements with weights.
+template <typename C>
+__device__ __forceinline__ float multiply_add(uint32_t word, const float* weights, float sum) {
+  if constexpr (sizeof(C) == 4) {
+    return fmaf(bits_as<float>(word), weights[0], sum);
+  } else if constexpr (sizeof(C) == 2) {
+    float pair[2];
+    upcast(Vec<C, 2>{{word}}, pair);
+    return fmaf(pair[1], weights[1], fmaf(pair[0], weights[0], sum));
+  } else {
+    uint32_t halves[2];
+    upcast4<C>(word, halves[0], halves[1]);
+    sum = multiply_add<Half>(halves[0], weights, sum);
+    return multiply_add<Half>(halves[1], weights + 2, sum);
+  }
+}
+
+// The product of one token's chosen components with the weights. `key` is its component 0.
+template <typename C, bool kAligned>
+__device__ __forceinline__ float score_token(const SparqQuery& query, const C* key, int accesses) {
+  constexpr int kWidth = kVecWidth<C>;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < accesses; first += kAccessesAtOnce) {
+    uint4 loaded[kAccessesAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAccessesAtOnce; ++j) {
+      if (first + j < accesses) loaded[j] = load_16_bytes<kAligned>(key + query.offsets[first + j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kAccessesAtOnce; ++j) {
+      if (first + j >= accesses) continue;
+      const float* weights = query.weights + (first + j) * kWidth;
+      sum = multiply_add<C>(loaded[j].x, weights, sum);
+      sum = multiply_add<C>(loaded[j].y, weights + kWidth / 4, sum);
+      sum = multiply_add<C>(loaded[j].z, weights + kWidth / 2, sum);
+      sum = multiply_add<C>(loaded[j].w, weights + kWidth / 4 * 3, sum);
+    }
+  }
+  return sum;
+}
+
+// The highest score of some tokens, and with kLse the sum of exp(score - highest).
+struct UnitScore {
+  float highest = -INFINITY, sum = 0.0f;
+  bool good = true;  // the block
+
+  __device__ __forceinline__ float lse() const { return highest + logf(sum); }
+  template <bool kLse>
+  __device__ __forceinline__ void add(float other, float other_sum) {
+    const float top = fmaxf(highest, other);  // leaves out NaN
+    if constexpr (kLse) {
+      const float shift = top == -INFINITY ? 0.0f : top;
+      sum = sum * expf(highest - shift) + other_sum * expf(other - shift);
+    }
+    highest = top;
+  }
+  // Adds the same of the other lanes in a group of `lanes`.
+  template <bool kLse>
+  __device__ __forceinline__ void add_lanes(int lanes) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, highest, distance);
+      const float other_sum = kLse ? __shfl_xor_sync(0xffffffffu, sum, distance) : 0.0f;
+      add<kLse>(other, other_sum);
+    }
+  }
+};
+
+// Scores of the units of `tokens` tokens from unit first_unit on, whole spans but for the row's
+// end. A span is the longer one of a unit and 32 tokens. store(unit, score) is called by one lane a
+// unit.
+template <typename C, bool kAligned, bool kLse, typename Store>
+__device__ __forceinline__ void score_units(const SparqParams& p, const SparqRow& row,
+                                            int first_unit, int tokens, const SparqQuery& query,
+                                            const Store& store) {
+  const PagedKv& kv = p.kv;
+  const int lane = threadIdx.x % kWarpSize, unit = p.units.block_size;
+  const int span = max(unit, kWarpSize), lanes = min(unit, kWarpSize);
+  const int unit_bits = __ffs(unit) - 1, accesses = p.num_chunks * p.chunk / kVecWidth<C>;
+  const C* keys = static_cast<const C*>(kv.key) + row.head * kv.key_head_stride;
+#pragma unroll 1
+  for (int at = threadIdx.x / kWarpSize * span; at < tokens; at += kRowWarps * span) {
+    UnitScore score;
+#pragma unroll 1
+    for (int token = at + lane; token < min(at + span, tokens); token += kWarpSize) {
+      const int mine = first_unit + (token >> unit_bits);
+      const int id = p.block_of(row.ids(), mine);
+      score.good = id >= 0 && id < kv.num_blocks;
+      if (!score.good) continue;
+      const int in_block = p.token_in_block(mine) + (token & (unit - 1));
+      const C* key = keys + id * kv.key_block_stride + in_block * kv.key_token_stride;
+      score.template add<kLse>(score_token<C, kAligned>(query, key, accesses), 1.0f);
+    }
+    __syncwarp();
+    score.template add_lanes<kLse>(lanes);
+    if (lane % lanes == 0 && at + lane < tokens) {
+      store(first_unit + ((at + lane) >> unit_bits), score);
+    }
+  }
+}
+
+// The log-sum-exp of the approximate scores of kept units and of the others, from the marks 1 and
+// 0.
+__device__ __forceinline__ void store_weights(const SparqParams& p, const SparqRow& row) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int head = threadIdx.x / kWarpSize; head < p.group(); head += kRowWarps) {
+    const float* lse = row.lse(head);
+    UnitScore kept, rest;
+#pragma unroll 1
+    for (int unit = lane; unit < row.units; unit += kWarpSize) {
+      row.scores()[unit] != 0 ? kept.add<true>(lse[unit], 1.0f) : rest.add<true>(lse[unit], 1.0f);
+    }
+    kept.add_lanes<true>(kWarpSize);
+    rest.add_lanes<true>(kWarpSize);
+    if (lane == 0) {
+      p.kept_lse[row.sum(head)] = kept.lse();
+      p.rest_lse[row.sum(head)] = rest.lse();
+    }
+  }
+}
+
+// The result of a row whose units are all kept.
+__device__ __forceinline__ void keep_all(const SparqParams& p, const SparqRow& row) {
+  for (int i = threadIdx.x; i < row.units; i += kRowThreads) row.keep(i, i);
+  const int64_t first = int64_t{row.row} * p.units.budget;
+  for (int i = row.units + threadIdx.x; i < p.units.budget; i += kRowThreads) {
+    p.units.tables[first + i] = 0;
+  }
+  if (p.kept_lse == nullptr) return;
+  for (int head = threadIdx.x; head < p.group(); head += kRowThreads) {
+    p.kept_lse[row.sum(head)] = 0.0f;
+    p.rest_lse[row.sum(head)] = -INFINITY;
+  }
+}
+
+template <typename C, bool kAligned>
+__global__ void __launch_bounds__(kRowThreads, kAligned ? kCtasPerSm : 1)
+    sparq_attention_kernel(const __grid_constant__ SparqParams p, int first_row, int chunk_tokens,
+                           uint32_t* counters) {
+  // SparqQuery, then what the selection needs.
+  extern __shared__ __align__(16) char sparq_shared[];
+  launch_dependents();
+  wait_for_primary_kernel();
+  const SelectPagesParams& u = p.units;
+  const SparqRow row(p, first_row + blockIdx.y);
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.lens[row.row] = u.kept_length(row.length);
+  if (row.units <= u.budget) {
+    if (blockIdx.x == 0) keep_all(p, row);
+    return;
+  }
+  const int64_t begin = int64_t{blockIdx.x} * chunk_tokens;
+  if (begin >= row.length) return;
+  const int first = static_cast<int>(begin), tokens = min(row.length - first, chunk_tokens);
+  const int first_unit = first / u.block_size;
+  auto& query = *reinterpret_cast<SparqQuery*>(sparq_shared);
+  choose_chunks(p, row, query);
+  set_weights(p, row, 0, p.group(), query);
+  score_units<C, kAligned, false>(
+      p, row, first_unit, tokens, query, [&](int unit, const UnitScore& score) {
+        const uint32_t order =
+            score.good ? u.order_of(score.highest) : SelectPagesParams::kBadBlock;
+        row.scores()[unit] =
+            u.always_kept(unit, row.units) ? SelectPagesParams::kAlwaysKept : order;
+      });
+  if (p.unit_lse != nullptr) {
+#pragma unroll 1
+    for (int head = 0; head < p.group(); ++head) {
+      set_weights(p, row, head, head + 1, query);
+      score_units<C, kAligned, true>(
+          p, row, first_unit, tokens, query,
+          [&](int unit, const UnitScore& score) { row.lse(head)[unit] = score.lse(); });
+    }
+  }
+  const int ctas = (row.length - 1) / chunk_tokens + 1;
+  if (!comes_last(counters + blockIdx.y, ctas)) return;
+  choose_pages<false>(row.scores(), row.units, u.budget,
+                      *reinterpret_cast<SelectShared*>(sparq_shared), [&](int unit, int number) {
+                        if (number >= 0) row.keep(number, unit);
+                        row.scores()[unit] = number >= 0 ? 1 : 0;
+                      });
+  if (p.kept_lse == nullptr) return;
+  __syncthreads();
+  store_weights(p, row);
+}
+
+template <typename C, bool kAligned>
+void launch_rows(const SparqParams& p, Stream stream) {
+  const SelectPagesParams& u = p.units;
+  const int64_t rows = u.num_rows(), tokens = int64_t{u.max_pages} * u.block_size;
+  const int64_t slots = int64_t{kCtasPerSm} * current_device_model().num_sms;
+  const int64_t step = int64_t{kRowWarps} * std::max(u.block_size, kWarpSize);
+  const int64_t steps = ceil_div(ceil_div(rows * tokens, slots), step);
+  const int64_t chunk = step * std::clamp<int64_t>(steps, 1, kMaxChunkSteps);
+  const int64_t bytes =
+      std::max<int64_t>(sizeof(SparqQuery) + sizeof(float) * p.group(), sizeof(SelectShared));
+  const int limit = dynamic_shared_memory<sparq_attention_kernel<C, kAligned>>("sparq_attention");
+  if (bytes > limit) {
+    throw std::runtime_error("sparq_attention: too many query heads a KV head: " +
+                             std::to_string(p.group()));
+  }
+  const unsigned chunks =
+      grid_size("sparq_attention", std::max<int64_t>(ceil_div(tokens, chunk), 1));
+  uint32_t* counters = decode_workspace(nullptr, stream).semaphores;
+  for (int64_t first = 0; first < rows; first += kMaxDecodeSlots) {
+    const int64_t count = std::min<int64_t>(rows - first, kMaxDecodeSlots);
+    launch_kernel("sparq_attention", sparq_attention_kernel<C, kAligned>,
+                  dim3(chunks, static_cast<unsigned>(count)), dim3(kRowThreads), bytes, stream, p,
+                  static_cast<int>(first), static_cast<int>(chunk), counters);
+  }
+}
+
+}  // namespace
+
+void launch(const SparqParams& p, Stream stream) {
+  const PagedKv& kv = p.kv;
+  const auto of_type = [&](auto stored) {
+    using C = decltype(stored);
+    const bool aligned =
+        aligned16(kv.key) && multiples(kVecWidth<C>, {kv.key_block_stride, kv.key_head_stride,
+                                                      kv.key_token_stride, kv.key_chunk_stride});
+    aligned ? launch_rows<C, true>(p, stream) : launch_rows<C, false>(p, stream);
+  };
+  if (size_of(kv.dtype) == 1) {
+    dispatch_8_bit(kv.dtype, of_type);
+  } else {
+    dispatch_float(kv.dtype, of_type);
+  }
+}
+
+}  // namespace vllm_kernels::cuda
