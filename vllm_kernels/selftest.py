@@ -148,21 +148,27 @@ def pages(device: torch.device) -> None:
     cache, table = _cache(device, "NHD", False)
     keys, slots = cache.key_caches[0], torch.tensor([63, 31, 3], device=device)
     bounds = keys.new_zeros(BLOCKS, KV_HEADS, 2, SIZE)
-    want = reference.page_bounds_update(bounds.cpu(), keys.cpu(), slots.cpu(), layout="NHD")
+    right = reference.page_bounds_update(bounds.cpu(), keys.cpu(), slots.cpu(), layout="NHD")
     vllm_kernels.page_bounds_update(bounds, keys, slots, layout="NHD")
-    _equal(bounds, want, "page_bounds_update")
-    operands = [_random(device, 2, HEADS, SIZE), bounds, table, _ints(device, list(LENS))]
-    _, kept = vllm_kernels.select_pages(*operands, 32, block_size=BLOCK)
-    _, want = reference.select_pages(*(one.cpu() for one in operands), 32, block_size=BLOCK)
-    _equal(kept, want, "select_pages")
+    _equal(bounds, right, "page_bounds_update")
+    query, lens = _random(device, 2, HEADS, SIZE), _ints(device, list(LENS))
+
+    def keep_two(select: Callable[..., tuple[Tensor, Tensor]], *operands: Tensor) -> Tensor:
+        tables, kept = select(*operands, 2 * BLOCK, block_size=BLOCK, sink_pages=0, recent_pages=1)
+        return torch.cat([tables.flatten(), kept])
+
+    got = keep_two(vllm_kernels.select_pages, query, bounds, table, lens)
+    want = keep_two(reference.select_pages, query.cpu(), right, table.cpu(), lens.cpu())
+    _equal(got, want, "select_pages")
 
 
 def sampling(device: torch.device) -> None:
     """CPU and CUDA draw the same tokens."""
-    logits, half = _random(device, 3, 1000), torch.full((3,), 0.5, device=device)
-    options = {"temperature": half, "top_p": 1.5 * half, "uniforms": half}
-    want = reference.sample(logits.cpu(), **{name: x.cpu() for name, x in options.items()})
-    _equal(vllm_kernels.sample(logits, **options), want, "sample")
+    logits, half = _random(device, 3, 1000), torch.full((3,), 0.5)
+    there = half.to(device)
+    got = vllm_kernels.sample(logits, temperature=there, top_p=there, uniforms=there)
+    want = reference.sample(logits.cpu(), temperature=half, top_p=half, uniforms=half)
+    _equal(got, want, "sample")
 
 
 def manager(device: torch.device) -> None:

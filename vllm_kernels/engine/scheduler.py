@@ -65,7 +65,7 @@ class Scheduler:
         >>> scheduler = Scheduler(
         ...     manager, [buffers], max_batch_size=2, max_batch_tokens=16, max_length=32
         ... )
-        >>> scheduler.add(Request(0, [1, 2, 3, 4, 5], SamplingParams()))
+        >>> scheduler.add(Request(0, [1, 2, 3, 4, 5], SamplingParams(), arrival=0.0))
         >>> plan = scheduler.schedule()  # then run the model, and sample for these sequences
         >>> plan.counts, plan.input_ids.tolist()
         ([5], [1, 2, 3, 4, 5])
