@@ -25,4 +25,5 @@ for python in "${@:-.venv/bin/python}"; do
     --wheel-dir dist "$work"/linux/*.whl
 done
 .venv/bin/python tools/check_wheel.py dist/*.whl
+.venv/bin/twine check dist/*.whl
 ls -l dist
