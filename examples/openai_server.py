@@ -56,7 +56,8 @@ async def answer(engine, reader, writer):
     try:
         body, tenant = await read_request(reader)
         options = {name: body[name] for name in OPTIONS if body.get(name) is not None}
-        params = SamplingParams(**{"temperature": 1.0} | options)
+        options.setdefault("temperature", 1.0)  # as OpenAI does; SamplingParams are greedy
+        params = SamplingParams(**options)
         if not body.get("stream"):
             (output,) = await engine.generate([body["prompt"]], params, salt=tenant)
             (one,) = output.completions
