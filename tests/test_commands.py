@@ -105,13 +105,24 @@ def test_selftest_passes(capsys):
     assert "manager          ok" in printed and " 0 failed" in printed
 
 
-@pytest.mark.parametrize("op, group", [("rms_norm", "norms"), ("paged_attention", "decode")])
+@pytest.mark.parametrize(
+    "op, group",
+    [
+        ("rms_norm", "norms"),
+        ("scaled_fp8_quant", "quantization"),
+        ("paged_attention", "decode"),
+        ("page_bounds_update", "pages"),
+        ("select_pages", "pages"),
+        ("sample", "sampling"),
+    ],
+)
 def test_selftest_fails_where_an_op_is_wrong(monkeypatch, capsys, op, group):
     right = getattr(vllm_kernels, op)
 
     def wrong(first: torch.Tensor, *args: object, **kwargs: object) -> object:
         result = right(first, *args, **kwargs)
-        (first if result is None else result).view(-1)[5] += 0.5
+        changed = result[1] if isinstance(result, tuple) else first if result is None else result
+        changed.view(-1)[-1] += 1
         return result
 
     monkeypatch.setattr(vllm_kernels, op, wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ PRINTED = {
         r"int8 +28672 bytes, error [0-2]\.\d%"
     ),
     "hf_generate": r"[1-9]\d* blocks shared by beams\n('.+'\n){2}the tokens of transformers: True",
+    "openai_server": (
+        r"'(.+)'\n'\1' \[DONE\]\n"
+        r"400 ValueError: SamplingParams: max_tokens: expected at least 1, got -1"
+    ),
     "own_engine": (
         r"('.+'\n){4}[1-9]\d* prompt tokens cached, [1-9]\d* preemptions\n"
         r"the tokens of transformers: True"
@@ -39,8 +44,11 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path)])
     if "from transformers" in path.read_text():
         pytest.importorskip("transformers")
     runpy.run_path(str(path), run_name="__main__")

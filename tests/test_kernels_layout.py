@@ -80,17 +80,56 @@ def test_module(layout: Path):
     assert metadata["python-depends"] == []
 
 
-def test_kernels_package(layout: Path):
-    """As LOCAL_KERNELS finds it, offline."""
-    pytest.importorskip("kernels")
-    program = (
-        "import kernels, torch\n"
-        "module = kernels.get_kernel('vllm/kernels', version=1, backend='cpu')\n"
-        "q = torch.randn(1, 3, 2, 64)\n"
-        "assert module.flash_attn_func(q, q, q).shape == q.shape\n"
-    )
+def run_offline(program: str, layout: Path) -> None:
+    """The folder is the repository vllm/kernels."""
     environment = {"LOCAL_KERNELS": f"vllm/kernels={layout}", "HF_HUB_OFFLINE": "1", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_package(layout: Path):
+    """As LOCAL_KERNELS finds it, offline."""
+    pytest.importorskip("kernels")
+    run_offline(
+        "import kernels, torch\n"
+        "module = kernels.get_kernel('vllm/kernels', version=1, backend='cpu')\n"
+        "q = torch.randn(1, 3, 2, 64)\n"
+        "assert module.flash_attn_func(q, q, q).shape == q.shape\n",
+        layout,
+    )
+
+
+GENERATE = """
+import sys, torch, transformers
+from transformers.utils import import_utils
+# The newest transformers asks for a version of kernels that the package index may lack.
+import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0", "9")
+
+config = transformers.LlamaConfig(
+    vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=None,
+)
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+for parameter in model.parameters():
+    parameter.data *= 5  # clear winners
+tokens = torch.randint(2, 128, (2, 20))
+mask = torch.ones_like(tokens)
+mask[0, :7] = 0
+texts = {}
+for attention in ("eager", "vllm/kernels"):
+    model.set_attn_implementation(attention, allow_all_kernels=True)
+    texts[attention] = model.generate(tokens, attention_mask=mask, max_new_tokens=12)
+assert torch.equal(texts["eager"], texts["vllm/kernels"]), texts
+assert any(name.startswith("vllm_kernels_") for name in sys.modules)  # and not the package
+assert "vllm_kernels" not in sys.modules
+"""
+
+
+def test_transformers_loads_it(layout: Path):
+    """`attn_implementation` names the folder; the tokens are those of eager attention."""
+    pytest.importorskip("kernels")
+    pytest.importorskip("transformers")
+    run_offline(GENERATE, layout)

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Wheels as a package index takes them: `tools/build_wheel.sh [PYTHON...]` writes one into dist/ for
-# each Python, by default that of .venv. `make build` comes first: torch's headers, which are the same
-# for every Python, are those of .venv. Only `_C` is compiled for each Python.
+# each Python, by default that of .venv. `make build` comes first: the objects and torch's headers,
+# which are the same for every Python, are those of .venv. Only `_C` is compiled for each Python.
 #
-# TORCH_CUDA_ARCH_LIST: a release has "8.0;8.6;8.9;9.0a;10.0;12.0", which compiles for an hour.
+# TORCH_CUDA_ARCH_LIST: a release has "8.0;8.6;8.9;9.0a;10.0;12.0", which compiles for an hour. Give it
+# to `make build`, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$PWD/build/wheel
-export VLLM_KERNELS_BUILD_DIR=$work/cmake
+tag=$(.venv/bin/python -c 'import sys; print(sys.implementation.cache_tag)')
+export VLLM_KERNELS_BUILD_DIR=${VLLM_KERNELS_BUILD_DIR:-$PWD/build/cmake-$tag}
 torch=$(.venv/bin/python -c 'import torch; print(torch.__path__[0])')
 mkdir -p "$work"
 
@@ -23,4 +25,5 @@ for python in "${@:-.venv/bin/python}"; do
     --wheel-dir dist "$work"/linux/*.whl
 done
 .venv/bin/python tools/check_wheel.py dist/*.whl
+.venv/bin/twine check dist/*.whl
 ls -l dist

@@ -15,7 +15,15 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """The base of all errors that vllm_kernels raises."""
+    """The base of all errors that vllm_kernels raises.
+
+    Example:
+        >>> try:
+        ...     vllm_kernels.silu_and_mul(torch.empty(2, 4), torch.empty(2, 6))
+        ... except vllm_kernels.Error as error:
+        ...     print(type(error).__name__, error)
+        InvalidArgument silu_and_mul: ...
+    """
 
 
 class InvalidArgument(Error, ValueError):

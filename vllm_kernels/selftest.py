@@ -31,6 +31,11 @@ def _close(got: Tensor, want: Tensor, what: str) -> None:
         raise Mismatch(f"{what} is off by {error:.2g}")
 
 
+def _equal(got: Tensor, want: Tensor, what: str) -> None:
+    if not torch.equal(got, want.to(got)):
+        raise Mismatch(f"{what} gives other values")
+
+
 def _random(device: torch.device, *shape: int) -> Tensor:
     """Half precision on a GPU, whose fast kernels are for that."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -53,6 +58,13 @@ def activations(device: torch.device) -> None:
     out = x.new_empty(5, 128)
     vllm_kernels.silu_and_mul(out, x)
     _close(out, reference.silu_and_mul(x), "silu_and_mul")
+
+
+def quantization(device: torch.device) -> None:
+    x = _random(device, 5, 256)
+    got, scale = vllm_kernels.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    want, want_scale = reference.scaled_fp8_quant(x.cpu(), use_per_token_if_dynamic=True)
+    _close((got.float() * scale).cpu(), want.float() * want_scale, "scaled_fp8_quant")
 
 
 def rotary(device: torch.device) -> None:
@@ -132,6 +144,33 @@ def cache_copies(device: torch.device) -> None:
         raise Mismatch("copy_blocks did not copy")
 
 
+def pages(device: torch.device) -> None:
+    cache, table = _cache(device, "NHD", False)
+    keys, slots = cache.key_caches[0], torch.tensor([63, 31, 3], device=device)
+    bounds = keys.new_zeros(BLOCKS, KV_HEADS, 2, SIZE)
+    right = reference.page_bounds_update(bounds.cpu(), keys.cpu(), slots.cpu(), layout="NHD")
+    vllm_kernels.page_bounds_update(bounds, keys, slots, layout="NHD")
+    _equal(bounds, right, "page_bounds_update")
+    query, lens = _random(device, 2, HEADS, SIZE), _ints(device, list(LENS))
+
+    def keep_two(select: Callable[..., tuple[Tensor, Tensor]], *operands: Tensor) -> Tensor:
+        tables, kept = select(*operands, 2 * BLOCK, block_size=BLOCK, sink_pages=0, recent_pages=1)
+        return torch.cat([tables.flatten(), kept])
+
+    got = keep_two(vllm_kernels.select_pages, query, bounds, table, lens)
+    want = keep_two(reference.select_pages, query.cpu(), right, table.cpu(), lens.cpu())
+    _equal(got, want, "select_pages")
+
+
+def sampling(device: torch.device) -> None:
+    """CPU and CUDA draw the same tokens."""
+    logits, half = _random(device, 3, 1000), torch.full((3,), 0.5)
+    there = half.to(device)
+    got = vllm_kernels.sample(logits, temperature=there, top_p=there, uniforms=there)
+    want = reference.sample(logits.cpu(), temperature=half, top_p=half, uniforms=half)
+    _equal(got, want, "sample")
+
+
 def manager(device: torch.device) -> None:
     """The tables and slots of two sequences that share a block."""
     blocks = KVCacheManager(8, 4)
@@ -146,7 +185,8 @@ def manager(device: torch.device) -> None:
 
 
 OPS: tuple[Check, ...] = (
-    norms, activations, rotary, decode, prefill, eight_bit_cache, shared_prefixes, cache_copies,
+    norms, activations, quantization, rotary, decode, prefill, eight_bit_cache, shared_prefixes,
+    cache_copies, pages, sampling,
 )  # fmt: skip
 
 

@@ -56,6 +56,20 @@ class AsyncEngine:
 
     Raises:
         ValueError: A limit is less than 1, or the interval is negative.
+
+    Example:
+        >>> import asyncio
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from vllm_kernels.integrations.transformers import AsyncEngine, Engine
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> tokenizer = AutoTokenizer.from_pretrained(folder)
+        >>> async def serve():
+        ...     async with AsyncEngine(Engine(model, tokenizer, max_length=256)) as engine:
+        ...         return [output.text async for output in engine.stream("The for statement")]
+        >>> len(asyncio.run(serve()))  # max_tokens
+        16
     """
 
     def __init__(

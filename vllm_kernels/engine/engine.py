@@ -146,6 +146,19 @@ class Engine:
         TypeError: ``model`` is not a transformers model, or an option has the wrong type.
         ValueError: An argument is out of range, or another engine owns the model.
         MemoryError: The cache does not fit. The message has both sizes.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from vllm_kernels.integrations.transformers import Engine, SamplingParams
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> tokenizer = AutoTokenizer.from_pretrained(folder)
+        >>> with Engine(model, tokenizer, max_length=256) as engine:
+        ...     outputs = engine.generate(["The for statement"], SamplingParams(max_tokens=8))
+        >>> text = outputs[0].completions[0].text
+        >>> outputs[0].completions[0].finish_reason.value
+        'length'
     """
 
     def __init__(

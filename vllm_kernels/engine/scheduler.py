@@ -55,6 +55,20 @@ class Scheduler:
 
     Raises:
         ValueError: A limit is too small.
+
+    Example:
+        >>> from vllm_kernels.engine.request import Request, SamplingParams
+        >>> from vllm_kernels.engine.scheduler import Scheduler
+        >>> from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=8, max_tokens=16)
+        >>> scheduler = Scheduler(
+        ...     manager, [buffers], max_batch_size=2, max_batch_tokens=16, max_length=32
+        ... )
+        >>> scheduler.add(Request(0, [1, 2, 3, 4, 5], SamplingParams(), arrival=0.0))
+        >>> plan = scheduler.schedule()  # then run the model, and sample for these sequences
+        >>> plan.counts, plan.input_ids.tolist()
+        ([5], [1, 2, 3, 4, 5])
     """
 
     def __init__(

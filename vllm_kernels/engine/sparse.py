@@ -28,6 +28,11 @@ class PageSelection:
     Raises:
         TypeError: An argument is no integer.
         ValueError: An argument is out of range.
+
+    Example:
+        >>> from vllm_kernels.integrations.transformers import PageSelection
+        >>> PageSelection(budget=1024)  # Engine(model, tokenizer, sparse=PageSelection(1024))
+        PageSelection(budget=1024, sink_pages=1, recent_pages=4, dense_layers=2)
     """
 
     budget: int = 2048

@@ -168,6 +168,16 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     Raises:
         NotImplementedError: a model whose attention is its own and not known here.
         TypeError: it is no model.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM
+        >>> from vllm_kernels.integrations.transformers import stop_paged_attention
+        >>> from vllm_kernels.integrations.transformers import use_paged_attention
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> use_paged_attention(model)  # then generate with a PagedCache
+        >>> stop_paged_attention(model)
     """
     refuse_no_model("use_paged_attention", model)
     before = model.config._attn_implementation
@@ -184,7 +194,19 @@ def use_paged_attention(model: PreTrainedModel) -> None:
 
 
 def stop_paged_attention(model: PreTrainedModel) -> None:
-    """Gives ``model`` the attention back that it had before :func:`use_paged_attention`."""
+    """Gives ``model`` the attention back that it had before :func:`use_paged_attention`.
+
+    Raises:
+        TypeError: it is no model.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM
+        >>> from vllm_kernels.integrations.transformers import stop_paged_attention
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> stop_paged_attention(model)  # nothing to undo
+    """
     refuse_no_model("stop_paged_attention", model)
     if model.config._attn_implementation != NAME:
         return

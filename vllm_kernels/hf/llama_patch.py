@@ -33,6 +33,16 @@ def patched_layers(model: PreTrainedModel) -> Iterator[None]:
 
     Raises:
         NotImplementedError: a model type that is not in FAMILIES, or an activation but SiLU.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM
+        >>> from vllm_kernels.integrations.transformers import patched_layers
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> with patched_layers(model), torch.no_grad():
+        ...     model(torch.tensor([[1, 2, 3]])).logits.shape[:2]
+        torch.Size([1, 3])
     """
     config = model.config
     if config.model_type not in FAMILIES:

@@ -35,6 +35,23 @@ class PagedCache(Cache):
         NotImplementedError: a model with layers other than full or sliding-window attention, or
             with a head size or dtype that the kernels do not serve.
         TypeError: a model that is none.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from vllm_kernels.integrations.transformers import PagedCache
+        >>> from vllm_kernels.integrations.transformers import stop_paged_attention
+        >>> from vllm_kernels.integrations.transformers import use_paged_attention
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> tokenizer = AutoTokenizer.from_pretrained(folder)
+        >>> inputs = tokenizer(["The for statement"], return_tensors="pt")
+        >>> use_paged_attention(model)
+        >>> with torch.no_grad(), PagedCache(model, num_blocks=8) as cache:
+        ...     tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> stop_paged_attention(model)
+        >>> tokens.shape[1] - inputs["input_ids"].shape[1]
+        8
     """
 
     def __init__(

@@ -44,6 +44,17 @@ class BatchBuffers:
     Raises:
         InvalidArgument: a dtype, shape or stride that does not fit, read-only or overlapping
             memory, or a tensor that is not on the CPU.
+
+    Example:
+        >>> from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+        >>> buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=4, max_tokens=6)
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> manager.allocate_batch([1, 2], 0)
+        >>> copies = manager.step([1, 2], [3, 1], buffers)
+        >>> buffers.seq_lens.tolist(), buffers.query_start_loc.tolist()
+        ([3, 1], [0, 3, 4])
+        >>> buffers.positions.tolist(), buffers.slot_mapping.tolist()
+        ([0, 1, 2, 0, 0, 0], [0, 1, 2, 4, -1, -1])
     """
 
     __slots__ = (

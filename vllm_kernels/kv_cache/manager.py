@@ -24,7 +24,15 @@ Tokens: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int]"
 
 
 class MultimodalItem(NamedTuple):
-    """An image or the like; its placeholder tokens do not identify it."""
+    """An image or the like; its placeholder tokens do not identify it.
+
+    Example:
+        >>> from vllm_kernels.kv_cache import KVCacheManager, MultimodalItem
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> image = MultimodalItem(start=1, num_tokens=6, digest="sha256 of the image")
+        >>> manager.allocate(1, [7, 0, 0, 0, 0, 0, 0, 5], num_new=0, multimodal=[image])
+        0
+    """
 
     start: int
     """Its first token in the sequence."""
@@ -132,6 +140,21 @@ class KVCacheManager:
     Raises:
         InvalidArgument: a value out of range or no integer, or more slots than an int64 can number.
         MemoryError: no memory for the pool's 16 bytes a block.
+
+    Example:
+        >>> from vllm_kernels.kv_cache import BatchBuffers, KVCacheManager
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> buffers = BatchBuffers.zeros(max_sequences=2, max_blocks=4, max_tokens=16)
+        >>> prompt = [5, 3, 8, 1, 9, 2]
+        >>> manager.allocate(1, prompt, num_new=0)  # nothing is cached yet
+        0
+        >>> copies = manager.step([1], [6], buffers, tokens=prompt)  # then run the model
+        >>> manager.allocate(2, prompt, num_new=0)  # shares the full block
+        4
+        >>> copies = manager.step([1, 2], [1, 2], buffers, tokens=[7, 9, 2])
+        >>> manager.block_table(1).tolist(), manager.block_table(2).tolist()
+        ([0, 1], [0, 2])
+        >>> manager.free(1)
     """
 
     __slots__ = (

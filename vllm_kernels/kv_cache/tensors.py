@@ -66,6 +66,12 @@ class KVShape:
     Raises:
         Unsupported: a shape that the kernels do not support; it names the argument.
         InvalidArgument: a wrong word or number.
+
+    Example:
+        >>> from vllm_kernels.kv_cache.tensors import KVShape
+        >>> shape = KVShape(num_layers=2, num_kv_heads=2, head_size=64, dtype=torch.float16)
+        >>> shape.block_bytes, shape.cache_shapes(8)[1]
+        (16384, (8, 2, 64, 16))
     """
 
     num_layers: int
@@ -157,6 +163,16 @@ class KVCache:
 
     Raises:
         ValueError: an argument that does not fit, by name.
+
+    Example:
+        >>> from vllm_kernels.kv_cache.tensors import KVCache, KVShape
+        >>> shape = KVShape(num_layers=1, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        >>> cache = KVCache(shape, num_blocks=8)
+        >>> key = value = torch.randn(3, 2, 64)  # three tokens, for block 5
+        >>> cache.write(0, key, value, torch.tensor([80, 81, 82]))
+        >>> table, length = torch.tensor([[5]]).int(), torch.tensor([3]).int()
+        >>> cache.attend(0, torch.randn(1, 8, 64), table, length).shape
+        torch.Size([1, 8, 64])
     """
 
     def __init__(
@@ -546,7 +562,13 @@ def _mapping(pairs: Pairs) -> Tensor:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a new tensor on ``device`` may take: free memory, and memory that torch has
-    reserved but does not use."""
+    reserved but does not use.
+
+    Example:
+        >>> from vllm_kernels.kv_cache.tensors import free_memory
+        >>> free_memory(torch.device("cpu")) > 0
+        True
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -59,6 +59,15 @@ class CascadePlan:
 
     The first ``num_splits`` sequences are splits of the common blocks, each with all query tokens.
     Then comes the rest of each sequence.
+
+    Example:
+        >>> tables = torch.tensor([[3, 1], [3, 2]]).int()  # block 3 is common
+        >>> lens = torch.tensor([20, 25]).int()
+        >>> plan = vllm_kernels.cascade_plan(
+        ...     tables, lens, 1, block_size=16, num_heads=8, num_kv_heads=2
+        ... )
+        >>> plan.seq_lens.tolist()  # the common block, then the rest of both
+        [16, 4, 9]
     """
 
     num_splits: int

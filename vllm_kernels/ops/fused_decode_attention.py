@@ -77,8 +77,7 @@ def fused_decode_attention(
         slot_mapping: [num_seqs] int64; -1: the token is not stored, and attention reads the
             old contents of the slot.
         block_tables: [num_seqs, max_blocks_per_seq] int32.
-        seq_lens: [num_seqs] int32, in tokens, the new one included. On CUDA a call whose seq_lens
-            change while it runs may not end.
+        seq_lens: [num_seqs] int32, in tokens, the new one included.
         bias: [(num_heads + 2 * num_kv_heads) * head_size], dtype of qkv; added and rounded first.
         q_weight, k_weight: [head_size], dtype of qkv, of the RMS norm of every head; or None.
         epsilon: of the norm, finite, >= 0.
@@ -86,6 +85,10 @@ def fused_decode_attention(
         k_scale, v_scale, layout, workspace, fixed_split_size: likewise.
         out: [num_seqs, num_heads, head_size], written; the stride between sequences is free. None:
             a new tensor.
+
+    Warning:
+        On CUDA a call may never end if seq_lens change while it runs, or if another call uses its
+        workspace at the same time.
 
     Returns:
         out.

@@ -192,8 +192,7 @@ def paged_attention(
         seq_lens: [num_seqs] int32, in tokens, the query tokens included. A length above 0 but less
             than the sequence's query tokens is an error if causal, or if window_right is 0. CUDA
             reports it only with VLLM_KERNELS_CHECK=1; otherwise the tokens of negative positions
-            give 0. On CUDA a call whose seq_lens or query_start_loc change while it runs may not
-            end.
+            give 0.
         scale: of the product, finite; head_size ** -0.5 by default.
         query_start_loc: [num_seqs + 1] int32, where each sequence's query tokens start in query;
             None: one a sequence. Tokens that no sequence owns get 0 and lse -inf; a given out stays
@@ -236,6 +235,10 @@ def paged_attention(
             last_page_len[i] tokens in the last one. Without pages it gives 0. Ids of no sequence
             are ignored.
         max_pages: a bound on a sequence's pages in CSR form; None: num_page_ids.
+
+    Warning:
+        On CUDA a call may never end if seq_lens or query_start_loc change while it runs, or if
+        another call uses its workspace at the same time.
 
     Returns:
         out, or (out, lse) with lse [num_tokens, num_heads] float32, natural logarithm.
@@ -318,10 +321,12 @@ def paged_attention(
 def paged_attention_workspace(device: torch.device | str | int) -> Tensor:
     """Scratch on a CUDA device: uint8, 40 MiB, zeros.
 
-    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time; two that share it
-    at once give wrong results, or wait for each other for ever. (A CUDA graph has that of the
-    stream it was captured on: replays that overlap need one each.) Every call leaves the relevant
-    bytes zero, so one allocation is enough.
+    For one :func:`paged_attention` or :func:`fused_decode_attention` at a time. Every call leaves
+    the relevant bytes zero, so one allocation is enough.
+
+    Warning:
+        Two calls that share it at the same time give wrong results, or never end. A CUDA graph has
+        that of the stream it was captured on: replays that overlap need one each.
 
     Raises:
         RuntimeError: for a device that torch cannot allocate on.

@@ -20,7 +20,24 @@ are such functions."""
 
 
 class LogitsMask(Protocol):
-    """Says which tokens may come next. ``xgrammar.GrammarMatcher`` is one."""
+    """Says which tokens may come next. ``xgrammar.GrammarMatcher`` is one.
+
+    Example:
+        >>> from vllm_kernels.integrations.transformers import SamplingParams
+        >>> class OnlyOnce:  # no token comes twice
+        ...     def __init__(self):
+        ...         self.seen = set()
+        ...     def fill_next_token_bitmask(self, bitmask, index=0):
+        ...         bitmask[index] = -1  # all tokens
+        ...         for token in self.seen:
+        ...             bitmask[index, token // 32] &= ~(1 << token % 32)
+        ...     def accept_token(self, token_id):
+        ...         self.seen.add(token_id)
+        ...         return True
+        ...     def is_terminated(self):
+        ...         return False
+        >>> params = SamplingParams(logits_mask=OnlyOnce)
+    """
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> object:
         """Writes row ``index`` of int32 [1, words]. Bit j % 32 of word j // 32 allows token j."""
@@ -80,6 +97,12 @@ class SamplingParams:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
+
+    Example:
+        >>> from vllm_kernels.integrations.transformers import SamplingParams
+        >>> params = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, stop=["\\n"])
+        >>> params.is_greedy
+        False
     """
 
     max_tokens: int = 16

@@ -28,6 +28,11 @@ class PromptLookup:
     Raises:
         TypeError: An argument is no integer.
         ValueError: An argument is out of range.
+
+    Example:
+        >>> from vllm_kernels.integrations.transformers import PromptLookup
+        >>> PromptLookup(num_tokens=8)  # Engine(model, tokenizer, speculative=PromptLookup(8))
+        PromptLookup(num_tokens=8, max_ngram=3, min_ngram=1)
     """
 
     num_tokens: int = 5
@@ -59,6 +64,19 @@ class DraftModel:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from vllm_kernels.integrations.transformers import DraftModel, Engine
+        >>> folder = Path(vllm_kernels.__file__).parent / "toy_model"  # or your checkpoint
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+        >>> tokenizer = AutoTokenizer.from_pretrained(folder)
+        >>> draft = DraftModel(AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval())
+        >>> with Engine(model, tokenizer, max_length=256, speculative=draft) as engine:
+        ...     outputs = engine.generate(["The for statement"])
+        >>> len(outputs[0].completions[0].tokens)
+        16
     """
 
     model: PreTrainedModel
