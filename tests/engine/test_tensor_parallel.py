@@ -143,7 +143,7 @@ def test_calls_of_two_ranks(tmp_path: Path) -> None:
             "Error: Engine: scheduler: expected the state of rank 0's, got another one: give equal "
             "options and tokenizers on all ranks"
         )
-    assert ranks[0]["limit"]["seconds"] == 1800  # torch's, again
+    assert ranks[0]["limit"]["seconds"] > LIMIT  # as before
     same = "make the same calls on every rank, or call follow() on all but rank 0"
     assert ranks[0]["other calls"]["error"] is None
     assert ranks[1]["other calls"]["error"] == (
