@@ -19,7 +19,7 @@ from vllm_kernels import reference
 from vllm_kernels.engine.engine import Engine
 from vllm_kernels.engine.model_runner import ModelRunner
 from vllm_kernels.engine.request import SamplingParams
-from vllm_kernels.integrations.transformers import PageSelection, PromptLookup
+from vllm_kernels.integrations.transformers import PageSelection, PromptLookup, SparQ
 from vllm_kernels.kv_cache.tensors import KVCache, KVShape
 from vllm_kernels.reference.cache import token_rows
 
@@ -179,15 +179,84 @@ def test_torch_compile(device: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+# --- SparQ
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "select", "cache_dtype"),
+    [
+        ("vllm", "pages", "auto"),
+        ("NHD", "tokens", "auto"),
+        ("HND", "pages", "auto"),
+        ("vllm", "pages", "fp8"),
+    ],
+)
+def test_sparq(layout: str, select: str, cache_dtype: str, fused: bool, device: str) -> None:
+    """Equal tokens in a batch, alone and on both paths; a k for all tokens is dense."""
+    model, texts = tiny_model("llama", device), prompts(LONG)
+    options = {"layout": layout, "cache_dtype": cache_dtype, "cuda_graphs": False, "check": False}
+    dense = served(model, texts, fused=fused, **options)
+    everything = SparQ(r=16, k=1024, select=select, dense_layers=0)
+    assert served(model, texts, sparse=everything, fused=fused, **options) == dense
+    few = SparQ(r=16, k=24, window=8, select=select, dense_layers=1)
+    tokens = served(model, texts, sparse=few, fused=fused, **options)
+    assert tokens != dense
+    for one, text in zip(tokens, texts):
+        assert served(model, [text], sparse=few, **options) == [one]
+
+
+def test_sparq_is_what_the_op_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[int] = Counter()
+    attend = KVCache.attend_sparq
+
+    def checked(cache: KVCache, layer: int, query: Tensor, tables: Tensor, lens: Tensor, **options):
+        calls[layer] += 1
+        got = attend(cache, layer, query, tables, lens, **options)
+        options.pop("out")
+        want = reference.sparq_attention(
+            query, cache.key_caches[layer], cache.value_caches[layer], tables, lens,
+            layout=cache.shape.layout, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(got, want[0].float(), rtol=1e-4, atol=1e-4)
+        return got
+
+    monkeypatch.setattr(KVCache, "attend_sparq", checked)
+    sparse = SparQ(r=16, k=24, window=8, dense_layers=0)
+    served(tiny_model("gemma2"), prompts((60, 90)), sparse=sparse, check=False)
+    assert not calls  # softcap and windows
+    served(tiny_model("llama"), prompts((60, 90)), sparse=sparse, check=False)
+    assert calls[0] == calls[1] > 20
+
+
+def test_sparq_in_padded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = tiny_model("llama"), prompts(LONG)
+    sparse = SparQ(r=16, k=24, window=8, dense_layers=1)
+    expected = served(model, texts, sparse=sparse)
+    monkeypatch.setattr(ModelRunner, "_capture", replayed)
+    assert served(model, texts, sparse=sparse, cuda_graphs=True) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"sparse": "quest"}, TypeError, "Engine: sparse: expected PageSelection or None, got"),
+        (
+            {"sparse": "quest"},
+            TypeError,
+            "Engine: sparse: expected PageSelection, SparQ or None",
+        ),
         (
             {"sparse": PageSelection(39)},
             ValueError,
             "Engine: sparse: budget: expected at least 40 tokens, for sink_pages and recent_pages "
             "of 8, got 39",
+        ),
+        ({"sparse": SparQ(r=10)}, ValueError, "Engine: sparse: r: expected a multiple of 4"),
+        ({"sparse": SparQ(k=8)}, ValueError, "Engine: sparse: k: expected at least "),
+        (
+            {"sparse": SparQ(r=16), "cache_dtype": "fp8", "k_scale": torch.ones(2, 2)},
+            ValueError,
+            "Engine: sparse: expected one k_scale a layer with SparQ, got one a head",
         ),
         (
             {"sparse": ALL, "speculative": PromptLookup()},

@@ -19,7 +19,7 @@ from ..hf.attention_interface import AttentionOptions
 from ..kv_cache import KVCacheManager
 from ..kv_cache.tensors import KVShape, free_memory
 from .plan import blocks_at_most, num_usable_blocks
-from .sparse import PageSelection
+from .sparse import PageSelection, SparQ, Sparse
 from .speculative.options import DraftModel, PromptLookup
 
 __all__ = ["EngineConfig"]
@@ -64,7 +64,7 @@ class EngineConfig:
     fused: bool = True
     check: bool = True
     speculative: PromptLookup | DraftModel | None = None
-    sparse: PageSelection | None = None
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in _SIZES.items():
@@ -92,17 +92,22 @@ class EngineConfig:
                 "Engine: speculative: expected PromptLookup, DraftModel or None, got "
                 f"{short_repr(self.speculative)}"
             )
-        if not isinstance(self.sparse, PageSelection | None):
+        if not isinstance(self.sparse, PageSelection | SparQ | None):
             raise InvalidType(
-                f"Engine: sparse: expected PageSelection or None, got {short_repr(self.sparse)}"
+                "Engine: sparse: expected PageSelection, SparQ or None, got "
+                f"{short_repr(self.sparse)}"
             )
-        if self.sparse is not None:
-            self.sparse.refuse_block_size(self.block_size)
-            if self.speculative is not None:
-                raise InvalidArgument(
-                    "Engine: sparse: expected None with speculative, whose passes are dense, got "
-                    f"{self.sparse}"
-                )
+        if self.sparse is not None and self.speculative is not None:
+            raise InvalidArgument(
+                "Engine: sparse: expected None with speculative, whose passes are dense, got "
+                f"{self.sparse}"
+            )
+        if isinstance(self.sparse, SparQ):
+            for name in ("k_scale", "v_scale"):
+                if torch.as_tensor(getattr(self, name)).ndim > 1:
+                    raise InvalidArgument(
+                        f"Engine: sparse: expected one {name} a layer with SparQ, got one a head"
+                    )
         if self.speculative is not None and self.overlap:
             raise InvalidArgument(
                 "Engine: overlap: expected None or False with speculative, which needs the last "

@@ -71,7 +71,7 @@ from .sampling.sampler import Sampler
 from .sampling.step import StepLogits, sample_step
 from .scheduler import Scheduler
 from .self_check import verify
-from .sparse import PageSelection
+from .sparse import PageSelection, Sparse
 from .speculative.drafters import drafter_of
 from .speculative.options import DraftModel, PromptLookup
 from .tensor_parallel import Ranks
@@ -137,9 +137,9 @@ class Engine:
         speculative: :class:`PromptLookup` or :class:`DraftModel` drafts tokens, which one pass
             verifies. The tokens are those of an engine without it. None drafts nothing. It excludes
             ``overlap`` and models with sliding windows.
-        sparse: :class:`PageSelection`: decoding sequences attend to a part of their tokens, so long
-            contexts are faster and texts may differ. A sequence that is preempted and computed
-            again may go on differently. None attends to all tokens.
+        sparse: :class:`PageSelection` or :class:`SparQ`: decoding sequences attend to a part of
+            their tokens, so long contexts are faster and texts may differ. A sequence that is
+            preempted and computed again may go on differently. None attends to all tokens.
 
     Raises:
         NotImplementedError: The model cannot be served. The message names the reason.
@@ -185,7 +185,7 @@ class Engine:
         fused: bool = True,
         check: bool = True,
         speculative: PromptLookup | DraftModel | None = None,
-        sparse: PageSelection | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
         refuse_no_model("Engine", model)
         config = EngineConfig.of(locals())
@@ -232,7 +232,11 @@ class Engine:
         cleanup.callback(stop_paged_attention, model)
         layers = layer_options(model, shape)
         groups = LayerGroups.of([layer.sliding_window for layer in layers])
-        shape = replace(shape, num_layers=groups.num_tensors, page_bounds=config.sparse is not None)
+        shape = replace(
+            shape,
+            num_layers=groups.num_tensors,
+            page_bounds=isinstance(config.sparse, PageSelection),
+        )
         on_gpu = model.device.type == "cuda"
         cuda_graphs = on_gpu if config.cuda_graphs is None else config.cuda_graphs
         # First, because the cache may take the rest of the memory.

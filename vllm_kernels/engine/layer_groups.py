@@ -11,7 +11,7 @@ from .. import CascadePlan, cascade_plan
 from ..hf.attention_interface import AttentionOptions, LayerCall
 from ..hf.paged_batch import token_major
 from ..kv_cache.tensors import KVCache
-from .sparse import PageSelection
+from .sparse import Sparse
 
 __all__ = ["LayerGroups", "PackedPages", "StepInputs"]
 
@@ -87,7 +87,7 @@ class PackedPages:
         cache: KVCache,
         groups: LayerGroups,
         num_heads: int,
-        sparse: PageSelection | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
         self.cache = cache
         self.groups = groups
@@ -147,20 +147,17 @@ class PackedPages:
         may_split = self.cache.device.type == "cpu" or sparse is not None
         apart = starts is not None and single and may_split
         first = query[:single], tables[:single], lens[:single]
-        if sparse is not None and single:
-            first = first[0], *self.cache.select_pages(
-                layer, *first, sparse.budget, sink_pages=sparse.sink_pages,
-                recent_pages=sparse.recent_pages,
-            )  # fmt: skip
-            if starts is None:
-                return self.cache.attend(layer, *first, **options.arguments())
+        if sparse is not None and starts is None:
+            return sparse.attend(self.cache, layer, *first, options)
         if plan is None and not apart:
             return self.cache.attend(
                 layer, query, tables, lens, query_start_loc=starts,
                 max_query_len=step.max_query_len, **options.arguments(),
             )  # fmt: skip
         out = query.new_empty(query.shape)
-        if plan is not None:
+        if sparse is not None:
+            sparse.attend(self.cache, layer, *first, options, out[:single])
+        elif plan is not None:
             self.cache.attend_cascade(
                 layer, *first, plan, scale=options.scale, softcap=options.softcap, out=out[:single]
             )

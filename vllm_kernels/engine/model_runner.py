@@ -28,7 +28,7 @@ from .layer_groups import LayerGroups, PackedPages, StepInputs
 from .plan import Plan
 from .sampling.sampler import Sampler
 from .sampling.step import StepLogits
-from .sparse import PageSelection
+from .sparse import Sparse
 from .upload import upload
 
 __all__ = ["ModelRunner", "layer_options"]
@@ -165,7 +165,7 @@ class ModelRunner:
         backend: str | None,
         fused: bool,
         sampler: Sampler,
-        sparse: PageSelection | None,
+        sparse: Sparse | None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model = model
@@ -173,6 +173,8 @@ class ModelRunner:
         self.max_batch_tokens = max_batch_tokens
         self.max_length = max_length
         heads = heads_of_rank(model, "num_attention_heads", config.num_attention_heads)
+        if sparse is not None:
+            sparse.refuse(cache.shape, heads)
         self.pages = PackedPages(cache, groups, heads, sparse)
         layers = range(len(groups.group_of_layer))
         self._cache = Cache(layers=[PagedLayer(self.pages, config, index) for index in layers])

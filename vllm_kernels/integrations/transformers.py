@@ -27,7 +27,7 @@ from ..engine.outputs import Completion, RequestOutput, TokenOutput
 from ..engine.request import FinishReason
 from ..engine.sampling.logprobs import Logprob
 from ..engine.sampling.params import LogitsMask, LogitsProcessor, SamplingParams
-from ..engine.sparse import PageSelection
+from ..engine.sparse import PageSelection, SparQ
 from ..engine.speculative.options import DraftModel, PromptLookup
 from ..hf.attention_interface import NAME, stop_paged_attention, use_paged_attention
 from ..hf.llama_patch import patched_layers
@@ -48,6 +48,7 @@ __all__ = [
     "PromptLookup",
     "RequestOutput",
     "SamplingParams",
+    "SparQ",
     "TokenOutput",
     "patched_layers",
     "stop_paged_attention",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short_repr
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -374,6 +374,40 @@ class KVCache:
             block_size=self.shape.block_size,
             sink_pages=sink_pages,
             recent_pages=recent_pages,
+        )
+
+    def attend_sparq(
+        self,
+        layer: int,
+        query: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        *,
+        r: int,
+        k: int,
+        window: int | None = None,
+        sink_tokens: int = 0,
+        select: Literal["pages", "tokens"] = "pages",
+        scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:func:`vllm_kernels.sparq_attention` of ``query`` [num_seqs, num_heads, head_size] over
+        this layer's pages. An 8-bit cache has one scale a layer then."""
+        scales = {name: scale[:1] for name, scale in self._scales_of(layer).items()}
+        return vllm_kernels.sparq_attention(
+            query.contiguous(),
+            *self._pages(layer),
+            block_tables,
+            seq_lens,
+            r=r,
+            k=k,
+            window=window,
+            sink_tokens=sink_tokens,
+            select=select,
+            scale=scale,
+            layout=self.shape.layout,
+            out=out,
+            **scales,
         )
 
     def attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,81 @@ from ._common import calls, shape_of
 __all__ = ["sparq_attention", "value_mean_update"]
 
 call = calls(__all__)
+
+
+@overload
+def sparq_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    r: int = ...,
+    k: int = ...,
+    window: int | None = ...,
+    sink_tokens: int = ...,
+    select: Literal["pages", "tokens"] = ...,
+    components: Literal["chunks", "single"] = ...,
+    mean_value: Tensor | None = ...,
+    scale: float | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    workspace: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def sparq_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    r: int = ...,
+    k: int = ...,
+    window: int | None = ...,
+    sink_tokens: int = ...,
+    select: Literal["pages", "tokens"] = ...,
+    components: Literal["chunks", "single"] = ...,
+    mean_value: Tensor | None = ...,
+    scale: float | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: Literal[True],
+    workspace: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparq_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    r: int = ...,
+    k: int = ...,
+    window: int | None = ...,
+    sink_tokens: int = ...,
+    select: Literal["pages", "tokens"] = ...,
+    components: Literal["chunks", "single"] = ...,
+    mean_value: Tensor | None = ...,
+    scale: float | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    layout: Layout = ...,
+    out: Tensor | None = ...,
+    return_lse: bool = ...,
+    workspace: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sparq_attention(
