@@ -77,7 +77,7 @@ def test_a_swap_that_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> Non
             copy(pairs)
 
         monkeypatch.setattr(engine.cache, failing, fails_once)
-        for cache in (*engine.cache._host_keys, *engine.cache._host_values):
+        for cache in engine.cache._host_pool:
             cache.fill_(float("nan"))
         got, failed = served_with_failures(engine, texts, 40)
         assert failed == 1 and got == expected
