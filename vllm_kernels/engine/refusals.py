@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import Error, InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, InvalidType, Unsupported
 from ..hf.attention_interface import ENGINES
 
-__all__ = ["Closed", "named_engine", "num_logits", "refuse_unserved"]
+__all__ = ["Closed", "check_integers", "named_engine", "num_logits", "refuse_unserved"]
 
 
 class Closed(Error):
@@ -31,6 +32,16 @@ def named_engine() -> Iterator[None]:
         if part == "Engine" or not text:
             raise
         raise type(error)(f"Engine: {text}") from None
+
+
+def check_integers(options: object, **minimums: int) -> None:
+    """Raises TypeError or ValueError unless these fields are integers of at least their minimum."""
+    for name, minimum in minimums.items():
+        value, kind = getattr(options, name), type(options).__name__
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise InvalidType(f"{kind}: {name}: expected an integer, got {value!r}")
+        if value < minimum:
+            raise InvalidArgument(f"{kind}: {name}: expected at least {minimum}, got {value}")
 
 
 def num_logits(model: PreTrainedModel) -> int:

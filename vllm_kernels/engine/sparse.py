@@ -6,7 +6,6 @@ Prompts, layers with a sliding window or ALiBi, and the first layers are dense.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor
 
 import vllm_kernels
 
-from ..errors import Error, InvalidArgument, InvalidType
+from ..errors import Error, InvalidArgument
 from ..hf.attention_interface import AttentionOptions
 from ..kv_cache.tensors import KVCache, KVShape
+from .refusals import check_integers
 
 __all__ = ["PageSelection", "SparQ", "Sparse"]
 
@@ -51,7 +51,7 @@ class PageSelection:
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        _check_integers(self, budget=1, sink_pages=0, recent_pages=1, dense_layers=0)
+        check_integers(self, budget=1, sink_pages=0, recent_pages=1, dense_layers=0)
 
     def serves(self, layer: int, options: AttentionOptions) -> bool:
         """Whether a layer is sparse: positions are lost, which windows and ALiBi need."""
@@ -118,9 +118,9 @@ class SparQ:
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        _check_integers(self, r=1, k=1, sink_tokens=0, dense_layers=0)
+        check_integers(self, r=1, k=1, sink_tokens=0, dense_layers=0)
         if self.window is not None:
-            _check_integers(self, window=0)
+            check_integers(self, window=0)
 
     def serves(self, layer: int, options: AttentionOptions) -> bool:
         """Whether a layer is sparse: the op knows neither positions nor other scores."""
@@ -162,12 +162,3 @@ class SparQ:
 
 
 Sparse: TypeAlias = PageSelection | SparQ
-
-
-def _check_integers(options: Sparse, **minimums: int) -> None:
-    for name, minimum in minimums.items():
-        value, kind = getattr(options, name), type(options).__name__
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise InvalidType(f"{kind}: {name}: expected an integer, got {value!r}")
-        if value < minimum:
-            raise InvalidArgument(f"{kind}: {name}: expected at least {minimum}, got {value}")

@@ -30,6 +30,12 @@ def kept(x: Tensor, on: torch.device, buffer: Tensor | None) -> Tensor:
     return buffer
 
 
+def longest_of(indptr: Tensor) -> int | None:
+    """The largest step between starts, if the host knows it."""
+    on_host = indptr.device.type == "cpu" and len(indptr) > 1
+    return int(indptr.diff().max()) if on_host else None
+
+
 class Pages:
     """What plan() keeps of a table: tensors of its own, or with CUDA graphs the caller's buffers.
 
@@ -65,8 +71,8 @@ class Pages:
             kept(x, self._device, buffer) for x, buffer in zip(given.values(), self._buffers)
         ]
         # A bound keeps the table small. The replays of a graph may have other lists.
-        on_host = indptr.device.type == "cpu" and not self.fixed and len(indptr) > 1
-        self._max_pages = max(0, int(indptr.diff().max())) if on_host else None
+        longest = None if self.fixed else longest_of(indptr)
+        self._max_pages = None if longest is None else max(0, longest)
 
     def table(self) -> dict[str, Any]:
         """The arguments of paged_attention."""
@@ -88,11 +94,12 @@ class Starts:
 
     def set(self, plan: str, name: str, indptr: Tensor, longest: int | None) -> None:
         check_tensors(plan, **{name: indptr})
-        on_host = indptr.device.type == "cpu" and self._buffer is None and len(indptr) > 1
-        self.longest = int(indptr.diff().max()) if longest is None and on_host else longest
         if self._buffer is not None:
             check_fits(plan, name, indptr, self._buffer)
-            self.longest = None  # a graph would keep it
+            longest = None  # a graph would keep it
+        elif longest is None:
+            longest = longest_of(indptr)
+        self.longest = longest
         self.starts = kept(indptr, self._device, self._buffer)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from ...errors import InvalidArgument, InvalidType
+from ..refusals import check_integers
 from ..request import Sequence
 
 __all__ = ["DraftModel", "Drafter", "PromptLookup"]
@@ -40,7 +40,7 @@ class PromptLookup:
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
-        _check_integers(self, "num_tokens", "max_ngram", "min_ngram")
+        check_integers(self, num_tokens=1, max_ngram=1, min_ngram=1)
         if self.max_ngram < self.min_ngram:
             raise InvalidArgument(
                 f"PromptLookup: max_ngram: expected at least {self.min_ngram} (min_ngram), got "
@@ -88,9 +88,9 @@ class DraftModel:
             raise InvalidType(
                 f"DraftModel: model: expected a transformers model, got {type(self.model).__name__}"
             )
-        _check_integers(
-            self, "num_tokens", *(["cache_bytes"] if self.cache_bytes is not None else [])
-        )
+        check_integers(self, num_tokens=1)
+        if self.cache_bytes is not None:
+            check_integers(self, cache_bytes=1)
 
 
 class Drafter(Protocol):
@@ -105,12 +105,3 @@ class Drafter(Protocol):
     def reset(self) -> None:
         """Forgets all sequences, after a pass that failed."""
         ...
-
-
-def _check_integers(options: object, *names: str) -> None:
-    for name in names:
-        value, kind = getattr(options, name), type(options).__name__
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise InvalidType(f"{kind}: {name}: expected an integer, got {value!r}")
-        if value < 1:
-            raise InvalidArgument(f"{kind}: {name}: expected at least 1, got {value}")
