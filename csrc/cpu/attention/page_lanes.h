@@ -145,7 +145,9 @@ inline void upcast_pairs(VecUint words, Vec* operands) {
   operands[1] = as_float(words & 0xffff0000u);
 }
 
-struct BFloat16KeyLanes : FloatKeyLanes<BFloat16, 4> {
+#if !defined(__AVX512BF16__)
+template <>
+struct KeyLanes<BFloat16> : FloatKeyLanes<BFloat16, 4> {
   static void pack(const float* chunk, int operand, float* packed) {
     for (int lane = 0; lane < kWidth; ++lane) packed[lane] = chunk[2 * lane + operand];
   }
@@ -156,10 +158,6 @@ struct BFloat16KeyLanes : FloatKeyLanes<BFloat16, 4> {
     return fma_in_order(key, query, sum);
   }
 };
-
-#if !defined(__AVX512BF16__)
-template <>
-struct KeyLanes<BFloat16> : BFloat16KeyLanes {};
 #else
 // Dot products of bfloat16 pairs. The packed query holds a pair in the bits of one float.
 template <>

@@ -113,18 +113,13 @@ struct TaskTokens {
   float (*scores)[kTaskTokens + kLanes];  // [heads]
 };
 
-// Not by bfloat16 dot products: the query is a sum in float32.
-template <typename T>
-using FloatQueryLanes =
-    std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16KeyLanes, KeyLanes<T>>;
-
 // The tokens of one page in layout vllm, a multiple of kLanes. Of what comes `next` the first line
 // of each run is prefetched: the processor fetches the others, and all lines took longer.
 template <typename T>
 inline void score_page(const T* key, const int64_t* offsets, const T* next,
                        const int64_t* next_offsets, int32_t tokens, int32_t chunks,
                        const float* packed, float scale, float* scores) {
-  using Keys = FloatQueryLanes<T>;
+  using Keys = KeyLanes<T>;
   for (int32_t first = 0; first < tokens; first += kLanes) {
     Vec sums[Keys::kWidth] = {};
     const float* query = packed;
@@ -151,7 +146,7 @@ inline void score_page(const T* key, const int64_t* offsets, const T* next,
 
 template <typename T>
 void score_pages(const TaskTokens& task) {
-  using Keys = FloatQueryLanes<T>;
+  using Keys = KeyLanes<T>;
   const SparqParams& p = task.p;
   const PagedKv& kv = p.kv;
   alignas(64) float packed[kTaskHeads][kMaxSparqHeadSize];
